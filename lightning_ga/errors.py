@@ -1,0 +1,9 @@
+"""The one exception for a mistake that its message alone lets the user mend."""
+
+
+class UserError(ValueError):
+    """Bad input, said in one sentence: the value, the rule and the way out.
+
+    The command line prints the message without a traceback and exits with code 1. Any other
+    exception is a bug of the package and keeps its traceback.
+    """

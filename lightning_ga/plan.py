@@ -1,0 +1,115 @@
+"""Cut an effective batch over ranks into micro-batches: pure arithmetic.
+
+The words: a *window* holds the samples between two optimizer steps, on all ranks. It is cut into
+one share per rank, and every share into the same number of *chunks*, the micro-batches. Sizes
+differ by one at most, so no pass peaks higher than needed and none is nearly empty.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from lightning_ga.errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class AccumulationPlan:
+    """How one full window is cut: effective batch = sum of all chunks of all ranks.
+
+    Attributes:
+        effective_batch_size: Samples behind one optimizer step, over all ranks and chunks.
+        world_size: Data-parallel ranks.
+        micro_batch_size: Samples of the largest chunk.
+        factor: Chunks per rank, the value of ``trainer.accumulate_grad_batches``.
+        chunks: Samples of each chunk, one tuple per rank.
+    """
+
+    effective_batch_size: int
+    world_size: int
+    micro_batch_size: int
+    factor: int
+    chunks: tuple[tuple[int, ...], ...]
+
+    def __str__(self) -> str:
+        first = "+".join(map(str, self.chunks[0])) if self.factor <= 4 else f"{self.factor} × ≤ {self.micro_batch_size}"
+        ranks = f" on each of {self.world_size} ranks" if self.world_size > 1 else ""
+        return f"effective batch {self.effective_batch_size} = {first}{ranks}, factor {self.factor}"
+
+
+def split_evenly(total: int, parts: int) -> tuple[int, ...]:
+    """Cut ``total`` into ``parts`` sizes that differ by one at most, the larger ones first.
+
+    Examples:
+        >>> split_evenly(10, 4)
+        (3, 3, 2, 2)
+    """
+    quotient, larger = divmod(total, parts)
+    return (quotient + 1,) * larger + (quotient,) * (parts - larger)
+
+
+def plan_accumulation(effective_batch: int, *, micro_batch: int, world_size: int = 1) -> AccumulationPlan:
+    """Cut an effective batch into the fewest near-equal chunks that fit in memory.
+
+    The effective batch is kept exactly: chunks shrink and are never padded. A near-equal cut
+    keeps the peak low, where full chunks plus a remainder would waste the last pass. Where the
+    world size does not divide the effective batch, the first ranks hold one sample more. A rank
+    whose share is smaller than the factor has chunks of zero samples at its end.
+
+    Args:
+        effective_batch: Samples behind one optimizer step, summed over ranks and chunks.
+        micro_batch: Most samples that fit in one forward and backward pass on one rank.
+        world_size: Data-parallel ranks; each runs the same number of chunks.
+
+    Raises:
+        UserError: If an argument is below one, or the effective batch below the number of ranks.
+
+    Examples:
+        >>> plan_accumulation(256, micro_batch=48, world_size=2).chunks[0]
+        (43, 43, 42)
+    """
+    for name, value in (("micro_batch", micro_batch), ("world_size", world_size)):
+        require_count(name, value)
+    require_effective_batch(effective_batch, world_size)
+    chunks = cut_window(effective_batch, micro_batch=micro_batch, world_size=world_size)
+    return AccumulationPlan(effective_batch, world_size, chunks[0][0], len(chunks[0]), chunks)
+
+
+def cut_window(samples: int, *, micro_batch: int, world_size: int) -> tuple[tuple[int, ...], ...]:
+    """Chunks of a window of any size, one tuple per rank and all of the same length.
+
+    Examples:
+        >>> cut_window(7, micro_batch=2, world_size=2)  # a ragged window on two ranks
+        ((2, 2), (2, 1))
+    """
+    shares = split_evenly(samples, world_size)
+    factor = -(-shares[0] // micro_batch)
+    return tuple(split_evenly(share, factor) for share in shares)
+
+
+def chunk_offsets(chunks: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    """Where each chunk starts in its window when ranks follow one another: same shape as ``chunks``.
+
+    Examples:
+        >>> chunk_offsets(((2, 2), (2, 1)))
+        ((0, 2), (4, 6))
+    """
+    starts = [0, *accumulate(sum(rank) for rank in chunks)]
+    return tuple(tuple(start + done for done in (0, *accumulate(rank[:-1]))) for start, rank in zip(starts, chunks))
+
+
+def require_count(name: str, value: int) -> None:
+    """Refuse anything but a whole number of at least one, naming the argument."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise UserError(f"{name}={value!r} must be a whole number of at least 1.")
+    if value < 1:
+        raise UserError(f"{name}={value} must be at least 1.")
+
+
+def require_effective_batch(effective_batch: int, world_size: int) -> None:
+    """Refuse an effective batch that leaves a rank without a sample."""
+    require_count("effective_batch_size", effective_batch)
+    if effective_batch < world_size:
+        raise UserError(
+            f"effective_batch_size={effective_batch} is below the number of ranks, {world_size}: every rank needs "
+            f"at least one sample per optimizer step. Use effective_batch_size={world_size} or fewer devices."
+        )
