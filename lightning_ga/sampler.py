@@ -1,0 +1,220 @@
+"""The window batch sampler: an epoch's order, the same on every rank, cut into micro-batches.
+
+Every order is a function of a seed and the epoch and of nothing else, neither of the random
+numbers that training has used up nor of the hardware. So window k of epoch e holds the same samples
+whatever the micro-batch and the number of ranks are, after a resume too.
+"""
+
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch.utils.data import Sampler
+
+from lightning_ga.windows import Chunk, EpochPlan
+
+_SEEDS = 2**63  # torch.Generator takes seeds of 64 bits
+
+
+class Order(Protocol):
+    """The samples of an epoch, in order."""
+
+    @property
+    def size(self) -> int | None:
+        """Samples of an epoch; ``None`` for a stream of unknown length."""
+
+    def draw(self, epoch: int, seed: int) -> Sequence[Any]:
+        """The indices of one epoch."""
+
+
+class Sequential:
+    """As the dataset lies."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def draw(self, epoch: int, seed: int) -> Sequence[int]:
+        """Every index, rising."""
+        return range(self.size)
+
+
+class Shuffled:
+    """A permutation: ``torch.randperm`` seeded with seed + epoch, as in torch's ``DistributedSampler``."""
+
+    def __init__(self, size: int, seed: int | None = None) -> None:
+        self.size = size
+        self.seed = seed
+
+    def draw(self, epoch: int, seed: int) -> Sequence[int]:
+        """The permutation of one epoch, four bytes a sample where that is enough."""
+        generator = torch.Generator()
+        generator.manual_seed(((seed if self.seed is None else self.seed) + epoch) % _SEEDS)
+        dtype = torch.int32 if self.size < 2**31 else torch.int64
+        return _Indices(torch.randperm(self.size, generator=generator, dtype=dtype))
+
+
+class FromSampler:
+    """What a sampler of the user's own yields, its random numbers drawn from seed + epoch."""
+
+    def __init__(self, sampler: Iterable[Any], size: int) -> None:
+        self.sampler = sampler
+        self.size = size
+
+    def draw(self, epoch: int, seed: int) -> Sequence[Any]:
+        """The sampler's own order for one epoch."""
+        _set_epoch(self.sampler, epoch)
+        with seeded(seed + epoch, epoch, self.sampler):
+            return list(self.sampler)
+
+
+class FromBatches:
+    """What a batch sampler of the user's own yields, joined; the sizes of its batches are kept."""
+
+    def __init__(self, batch_sampler: Iterable[Sequence[Any]]) -> None:
+        self.batch_sampler = batch_sampler
+        self._drawn: tuple[tuple[int, int], list[Sequence[Any]]] | None = None
+
+    def batches(self, epoch: int, seed: int) -> list[Sequence[Any]]:
+        """The batches of one epoch."""
+        if self._drawn is None or self._drawn[0] != (epoch, seed):
+            inner = getattr(self.batch_sampler, "sampler", None)
+            _set_epoch(self.batch_sampler, epoch)
+            _set_epoch(inner, epoch)
+            with seeded(seed + epoch, epoch, self.batch_sampler, inner):
+                self._drawn = (epoch, seed), [list(batch) for batch in self.batch_sampler]
+        return self._drawn[1]
+
+    @property
+    def size(self) -> int:
+        """Samples of the epoch drawn last."""
+        return sum(map(len, self._drawn[1])) if self._drawn else 0
+
+    def draw(self, epoch: int, seed: int) -> Sequence[Any]:
+        """All indices of one epoch, batch after batch."""
+        return [index for batch in self.batches(epoch, seed) for index in batch]
+
+
+class Stream:
+    """An iterable dataset: samples come in its own order and have no index."""
+
+    def __init__(self, size: int | None) -> None:
+        self.size = size
+
+    def draw(self, epoch: int, seed: int) -> Sequence[None]:
+        """As many placeholders as are asked for."""
+        return _Placeholders()
+
+
+class WindowBatchSampler(Sampler[list[Any]]):
+    """Yields the micro-batches of one rank, window after window.
+
+    Until an epoch is planned it yields nothing, so that data workers fetch nothing in vain.
+
+    Args:
+        order: The epoch's order; the same on all ranks that share it.
+        share: This rank's place among the ranks that share the order.
+        rank: This rank, for the seeds of data workers.
+        seed: Seed of the order; the same on every rank.
+    """
+
+    def __init__(self, order: Order, *, share: int, rank: int, seed: int) -> None:
+        self.order = order
+        self.share = share
+        self.rank = rank
+        self.seed = seed
+        self.epoch = 0
+        self.plan: EpochPlan | None = None
+        self.armed = False
+        self.generator = torch.Generator()  # what the loader draws the seeds of its workers from
+
+    @property
+    def sampler(self) -> "WindowBatchSampler":
+        """Itself: Lightning calls ``set_epoch`` on ``batch_sampler.sampler``."""
+        return self
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch that the next iteration draws."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        length = self.plan.length if self.plan else None
+        if length is None:
+            raise TypeError("a stream of unknown length has no len()")
+        return length
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        # Not a generator function: the loader draws its worker seed right after this call, and that
+        # seed must not depend on how often the loader was iterated before.
+        self.generator.manual_seed((self.seed + self.epoch + (self.rank << 32)) % _SEEDS)
+        return self._chunks(self.plan) if self.armed and self.plan else iter(())
+
+    def chunk(self, index: int) -> Chunk:
+        """The ``index``-th micro-batch of the epoch on this rank."""
+        assert self.plan is not None
+        return self.plan.chunk(index, self.share)
+
+    def _chunks(self, plan: EpochPlan) -> Iterator[list[Any]]:
+        order = self.order.draw(self.epoch, self.seed)
+        index = plan.done
+        while plan.length is None or index < plan.length:
+            chunk = plan.chunk(index, self.share)
+            # A rank without a sample runs a stand-in of weight 0, to take part in what the ranks do together.
+            start = chunk.start if chunk.count else chunk.window_end - 1
+            yield list(order[start : start + max(1, chunk.count)])
+            index += 1
+
+
+class _Indices(Sequence[int]):
+    """A tensor of indices whose slices are lists of Python integers."""
+
+    def __init__(self, indices: torch.Tensor) -> None:
+        self._indices = indices
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._indices[index].tolist()
+
+
+class _Placeholders(Sequence[None]):
+    """Slices of any length, of nothing."""
+
+    def __len__(self) -> int:
+        return 0
+
+    def __getitem__(self, index: Any) -> Any:
+        return [None] * (index.stop - index.start) if isinstance(index, slice) else None
+
+
+def _set_epoch(sampler: object, epoch: int) -> None:
+    set_epoch = getattr(sampler, "set_epoch", None)
+    if callable(set_epoch):
+        set_epoch(epoch)
+
+
+@contextmanager
+def seeded(seed: int, epoch: int, *samplers: object) -> Iterator[None]:
+    """Draw random numbers as a function of the seed alone, and leave every generator as it was.
+
+    A sampler that carries a generator keeps it: it is seeded with its own initial seed + epoch.
+    """
+    own = [g for g in (getattr(s, "generator", None) for s in samplers) if isinstance(g, torch.Generator)]
+    states = [generator.get_state() for generator in own]
+    before = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    try:
+        for generator in own:
+            generator.manual_seed((generator.initial_seed() + epoch) % _SEEDS)
+        torch.default_generator.manual_seed(seed % _SEEDS)
+        np.random.seed(seed % 2**32)
+        random.seed(seed)
+        yield
+    finally:
+        torch.set_rng_state(before[0])
+        np.random.set_state(before[1])
+        random.setstate(before[2])
+        for generator, state in zip(own, states):
+            generator.set_state(state)

@@ -1,0 +1,192 @@
+"""The windows of one epoch and their micro-batches: pure arithmetic, each answer in constant time."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Protocol
+
+
+class Windows(Protocol):
+    """Where each window of an epoch starts and how many samples it holds."""
+
+    @property
+    def done(self) -> int:
+        """Windows that an earlier run has already trained on."""
+
+    @property
+    def count(self) -> int | None:
+        """Windows of the epoch, those already done included; ``None`` for a stream of unknown length."""
+
+    def span(self, window: int) -> tuple[int, int]:
+        """Start and number of samples of one window, counted in the epoch's order."""
+
+
+@dataclass(frozen=True, slots=True)
+class RegularWindows:
+    """Windows of one size; the last may hold fewer samples, or is dropped.
+
+    Attributes:
+        total: Samples of the epoch; ``None`` for a stream of unknown length.
+        size: Samples of a full window.
+        drop_last: Whether a ragged window is left out.
+        samples_done: Samples that an earlier run has already trained on.
+    """
+
+    total: int | None
+    size: int
+    drop_last: bool = False
+    samples_done: int = 0
+
+    @property
+    def done(self) -> int:
+        """Windows already trained on, the last one perhaps of another size."""
+        return -(-self.samples_done // self.size)
+
+    @property
+    def count(self) -> int | None:
+        """Windows of the epoch."""
+        if self.total is None:
+            return None
+        left = max(0, self.total - self.samples_done)
+        return self.done + (left // self.size if self.drop_last else -(-left // self.size))
+
+    def span(self, window: int) -> tuple[int, int]:
+        """Start and number of samples.
+
+        Examples:
+            >>> RegularWindows(total=10, size=4).span(2)
+            (8, 2)
+        """
+        if window < self.done:
+            start = window * self.size
+            return start, min(self.size, self.samples_done - start)
+        start = self.samples_done + (window - self.done) * self.size
+        return start, self.size if self.total is None else min(self.size, self.total - start)
+
+
+@dataclass(frozen=True, slots=True)
+class GivenWindows:
+    """Windows as a batch sampler of the user's own cut them, each of its own size.
+
+    Attributes:
+        starts: Where each window starts, and the end of the last.
+        done: Windows that an earlier run has already trained on.
+    """
+
+    starts: tuple[int, ...]
+    done: int = 0
+
+    @classmethod
+    def of(cls, sizes: Sequence[int], *, per_window: int, samples_done: int = 0) -> "GivenWindows":
+        """Join ``per_window`` batches of the given sizes to one window.
+
+        Examples:
+            >>> GivenWindows.of([3, 5, 2], per_window=2).starts
+            (0, 8, 10)
+        """
+        ends = [0, *accumulate(sizes)]
+        starts = (*ends[:-1:per_window], ends[-1]) if sizes else (0,)
+        return cls(starts, sum(end <= samples_done for end in starts[1:]))
+
+    @property
+    def count(self) -> int:
+        """Windows of the epoch."""
+        return len(self.starts) - 1
+
+    def span(self, window: int) -> tuple[int, int]:
+        """Start and number of samples."""
+        return self.starts[window], self.starts[window + 1] - self.starts[window]
+
+    @property
+    def largest(self) -> int:
+        """Samples of the largest window."""
+        return max((self.span(window)[1] for window in range(self.count)), default=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One micro-batch of one rank.
+
+    Attributes:
+        window: Its window, counted from the start of the epoch.
+        start: Its first sample in the epoch's order.
+        count: Its samples; zero where a ragged window leaves the rank without one.
+        window_samples: Samples of the window, over all ranks that share the order.
+        window_end: The epoch's samples done once the window is.
+    """
+
+    window: int
+    start: int
+    count: int
+    window_samples: int
+    window_end: int
+
+
+@dataclass(frozen=True, slots=True)
+class EpochPlan:
+    """Which samples each micro-batch of an epoch holds, on every rank.
+
+    Every window is cut into the same number of chunks, the accumulation factor, but for the last,
+    which needs only as many as its samples ask for.
+
+    Attributes:
+        windows: The windows of the epoch.
+        micro_batch: Most samples of a chunk.
+        factor: Chunks per rank of every window but the last.
+        world_size: Ranks that share the epoch's order.
+    """
+
+    windows: Windows
+    micro_batch: int
+    factor: int
+    world_size: int
+
+    @property
+    def length(self) -> int | None:
+        """Micro-batches of the epoch on each rank, those already done included."""
+        count = self.windows.count
+        return None if count is None else self.starts_at(count)
+
+    @property
+    def done(self) -> int:
+        """Micro-batches that an earlier run has already trained on."""
+        return self.starts_at(self.windows.done)
+
+    def starts_at(self, window: int) -> int:
+        """Micro-batches before a window."""
+        if not window or window != self.windows.count:
+            return window * self.factor
+        return (window - 1) * self.factor + self.factor_of(window - 1)
+
+    def factor_of(self, window: int) -> int:
+        """Chunks per rank of one window."""
+        count = self.windows.count
+        if count is None or window < count - 1:
+            return self.factor
+        share, _ = divmod(self.windows.span(window)[1] + self.world_size - 1, self.world_size)
+        return max(1, min(self.factor, -(-share // self.micro_batch)))
+
+    def chunk(self, index: int, rank: int) -> Chunk:
+        """The ``index``-th micro-batch of the epoch on one rank.
+
+        Examples:
+            >>> plan = EpochPlan(RegularWindows(total=10, size=8), micro_batch=3, factor=3, world_size=1)
+            >>> [plan.chunk(index, rank=0).count for index in range(plan.length)]
+            [3, 3, 2, 2]
+        """
+        window, position = divmod(index, self.factor)
+        start, samples = self.windows.span(window)
+        share_start, share = part(samples, self.world_size, rank)
+        chunk_start, count = part(share, self.factor_of(window), position)
+        return Chunk(window, start + share_start + chunk_start, count, samples, start + samples)
+
+
+def part(total: int, parts: int, index: int) -> tuple[int, int]:
+    """Start and size of one of ``parts`` near-equal parts, the larger ones first.
+
+    Examples:
+        >>> [part(10, 4, index) for index in range(4)]
+        [(0, 3), (3, 3), (6, 2), (8, 2)]
+    """
+    quotient, larger = divmod(total, parts)
+    return index * quotient + min(index, larger), quotient + (index < larger)
