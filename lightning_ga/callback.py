@@ -1,31 +1,175 @@
-"""Skeleton of AutoAccumulate: being written."""
+"""``AutoAccumulate``: the hooks that put plan, probe, loaders and weights to work in a Trainer."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
+import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from pytorch_lightning import Callback as LegacyCallback
 
+from lightning_ga import guards, seams
+from lightning_ga.errors import UserError
 from lightning_ga.plan import AccumulationPlan
+from lightning_ga.request import read_request, refuse_unfinished, require_choice
 from lightning_ga.search import ProbeResult
+from lightning_ga.session import Session
+from lightning_ga.state import RunState
 
 
-class AutoAccumulate(Callback):
+class AutoAccumulate(Callback, LegacyCallback):  # type: ignore[misc]
+    """Train with the effective batch you want on the memory you have, with the same gradient.
+
+    Put it in the Trainer's callbacks. Alone it keeps the recipe's effective batch (the loader's
+    ``batch_size`` × ``Trainer(accumulate_grad_batches=…)`` × ranks) and only makes it fit: it finds
+    the largest micro-batch that the device holds, cuts every window of samples into the fewest
+    near-equal micro-batches, and weights each by its true share. Works with the trainers of
+    ``lightning.pytorch`` and ``pytorch_lightning``.
+
+    Args:
+        effective_batch_size: Samples behind one optimizer step over all ranks: a number, a mapping
+            ``{epoch: number}``, or a callable of the epoch. ``None`` keeps the recipe's.
+        accumulate: Fixes the factor instead (number, mapping or callable); the micro-batch is as
+            large as fits and leaves at least one full window an epoch.
+        micro_batch_size: Samples of one forward and backward pass; ``"auto"`` probes for the limit.
+        max_micro_batch_size: Never probe or use more than this.
+        objective: What the probe looks for. Only ``"memory"``: the largest that fits.
+        memory_budget: What a training step may take: ``None`` for what the device has free, a
+            fraction of its memory, bytes, or text such as ``"10GiB"``.
+        normalize: ``"samples"`` weights each micro-batch by its samples; ``None`` leaves Lightning's
+            division by the nominal factor.
+        micro_batching: How micro-batches are made. Only ``"loader"``: the DataLoader yields them.
+        on_oom: What an out-of-memory error in training does; this version raises it.
+        scale_lr: How the learning rate follows the batch. Only ``"none"``.
+        batch_norm: What is done about BatchNorm layers. Only ``"warn"``.
+        verify: Whether exactness is measured at the start; not yet in this version.
+        cache: Whether the limit is remembered between runs; not yet in this version.
+
+    Raises:
+        UserError: If an argument is wrong, or contradicts another or the Trainer.
+
+    Examples:
+        >>> from lightning.pytorch import Trainer
+        >>> trainer = Trainer(callbacks=[AutoAccumulate(effective_batch_size=256)], logger=False, barebones=False)
+    """
+
     def __init__(
         self,
-        effective_batch_size: Any = None,
+        effective_batch_size: int | Mapping[int, int] | Callable[[int], int] | None = None,
         *,
-        accumulate: Any = None,
+        accumulate: int | Mapping[int, int] | Callable[[int], int] | None = None,
         micro_batch_size: int | Literal["auto"] = "auto",
         max_micro_batch_size: int | None = None,
         objective: Literal["memory", "throughput"] = "memory",
         memory_budget: int | float | str | None = None,
-        normalize: Any = "samples",
+        normalize: Literal["samples"] | Callable[[Any], Any] | None = "samples",
         micro_batching: Literal["loader", "step"] = "loader",
         on_oom: Literal["split", "raise"] = "split",
-        scale_lr: str = "none",
+        scale_lr: Literal["none", "linear", "sqrt", "adascale"] = "none",
         batch_norm: Literal["warn", "rescale", "ignore"] = "warn",
         verify: bool = True,
         cache: bool = True,
     ) -> None:
-        self.plan: AccumulationPlan | None = None
-        self.probe: ProbeResult | None = None
+        super().__init__()
+        require_choice(
+            objective=(objective, ("memory", "throughput")),
+            micro_batching=(micro_batching, ("loader", "step")),
+            on_oom=(on_oom, ("split", "raise")),
+            scale_lr=(scale_lr, ("none", "linear", "sqrt", "adascale")),
+            batch_norm=(batch_norm, ("warn", "rescale", "ignore")),
+        )
+        refuse_unfinished(
+            objective=(objective, "memory", "set max_micro_batch_size=… to the size that you found to be fastest"),
+            micro_batching=(micro_batching, "loader", "give fit() one DataLoader of samples"),
+            scale_lr=(scale_lr, "none", "scale the learning rate in configure_optimizers"),
+            batch_norm=(batch_norm, "warn", "use GroupNorm where gradients must be exact"),
+        )
+        if isinstance(normalize, str) and normalize != "samples":
+            raise UserError(f'{normalize=} must be "samples", None or a callable that counts the items of a batch.')
+        if callable(normalize):
+            raise UserError('normalize=<callable> is not available in this version: use "samples" or None.')
+        guards.check_budget(memory_budget)
+        self._request = read_request(effective_batch_size, accumulate, micro_batch_size, max_micro_batch_size)
+        self._memory_budget = memory_budget
+        self._weighted = normalize is not None
+        self._session: Session | None = None
+        self._factor_left: tuple[int, int] | None = None  # the factor left in the trainer, and the recipe's
+
+    @property
+    def plan(self) -> AccumulationPlan | None:
+        """How a full window is cut; ``None`` before training."""
+        return self._session.plan if self._session else None
+
+    @property
+    def probe(self) -> ProbeResult | None:
+        """What the probe found; ``None`` before training and where none was needed."""
+        return self._session.probe if self._session else None
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Put the session between the user's loader and the fit loop."""
+        if stage != "fit":
+            return
+        self._take_factor_back(trainer)
+        guards.check_trainer(trainer, pl_module, self._request)
+        guards.check_schedule(self._request, seams.training_epochs(trainer), trainer.world_size)
+        seams.run_first(trainer, self)
+        self._session = Session(trainer, self._request, self._memory_budget, weighted=self._weighted)
+        seams.intercept_loaders(trainer, cut=self._session.cut, around=self._session.set_up_data)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Find the limit and begin the epoch with it, where a resumed run left off."""
+        self._running.start()
+        rank_zero_info(f"AutoAccumulate: {self._running.summary()}")
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        """Cut the epoch as its schedule says."""
+        self._running.start_epoch()
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Count the samples of a stream as they come."""
+        self._running.weigh(batch)
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: torch.Tensor) -> None:
+        """Let the micro-batch weigh what its samples weigh in the window."""
+        weight = self._running.weight
+        if weight != 1.0:
+            loss.register_hook(lambda gradient: gradient * weight)
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: torch.optim.Optimizer) -> None:
+        """Bring a window that was counted as it came to its mean."""
+        self._running.close_window(optimizer)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Keep the position, and let validation run when the recipe says."""
+        self._running.advance()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Leave the trainer as it was found."""
+        self._factor_left = (trainer.accumulate_grad_batches, self._session.recipe_factor) if self._session else None
+        self._take_factor_back(trainer)
+        seams.release_loaders(trainer)
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Take the patches back. The factor stays until the next fit, as with Lightning's own scheduler."""
+        if stage == "fit" and self._session:
+            self._factor_left = (trainer.accumulate_grad_batches, self._session.recipe_factor)
+            seams.release_loaders(trainer)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Seed and position of the data and what the probe found, as plain values."""
+        return self._session.state().to_dict() if self._session else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the data's seed and position over; called before the loader is cut."""
+        if self._session:
+            self._session.restore(RunState.from_dict(state_dict))
+
+    def _take_factor_back(self, trainer: Any) -> None:
+        if self._factor_left and trainer.accumulate_grad_batches == self._factor_left[0]:
+            trainer.accumulate_grad_batches = self._factor_left[1]
+        self._factor_left = None
+
+    @property
+    def _running(self) -> Session:
+        assert self._session is not None, "hooks of training run after setup"
+        return self._session

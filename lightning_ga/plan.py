@@ -31,9 +31,10 @@ class AccumulationPlan:
     chunks: tuple[tuple[int, ...], ...]
 
     def __str__(self) -> str:
-        first = "+".join(map(str, self.chunks[0])) if self.factor <= 4 else f"{self.factor} × ≤ {self.micro_batch_size}"
+        chunks = self.chunks[0]
+        each = "+".join(map(str, chunks)) if len(chunks) <= 4 else f"{self.factor} of at most {self.micro_batch_size}"
         ranks = f" on each of {self.world_size} ranks" if self.world_size > 1 else ""
-        return f"effective batch {self.effective_batch_size} = {first}{ranks}, factor {self.factor}"
+        return f"effective batch {self.effective_batch_size} in micro-batches of {each}{ranks}, factor {self.factor}"
 
 
 def split_evenly(total: int, parts: int) -> tuple[int, ...]:

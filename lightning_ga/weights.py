@@ -40,3 +40,32 @@ def window_scale(total: float, *, reference: float, factor: int, world_size: int
         1.3333333333333333
     """
     return factor * world_size * reference / total
+
+
+class LateWindow:
+    """Weights of a window whose samples are counted as they come.
+
+    Args:
+        reference: A count near the mean of a micro-batch.
+
+    Examples:
+        >>> window = LateWindow(reference=2)
+        >>> window.weigh(2), window.weigh(1)
+        (1.0, 0.5)
+        >>> window.close(window.total, factor=4, world_size=1)
+        2.6666666666666665
+    """
+
+    def __init__(self, reference: float) -> None:
+        self.reference = reference
+        self.total = 0.0
+
+    def weigh(self, count: float) -> float:
+        """Weight of one more micro-batch of this rank."""
+        self.total += count
+        return count / self.reference
+
+    def close(self, total: float, *, factor: int, world_size: int) -> float:
+        """Scale for the window's gradients, given its samples over all ranks; the next window starts empty."""
+        self.total = 0.0
+        return window_scale(total, reference=self.reference, factor=factor, world_size=world_size)

@@ -166,6 +166,17 @@ class EpochPlan:
         share, _ = divmod(self.windows.span(window)[1] + self.world_size - 1, self.world_size)
         return max(1, min(self.factor, -(-share // self.micro_batch)))
 
+    def samples_after(self, index: int) -> int:
+        """Samples of the epoch that all ranks have done once each has done this micro-batch.
+
+        Examples:
+            >>> EpochPlan(RegularWindows(total=10, size=8), 4, factor=2, world_size=1).samples_after(0)
+            4
+        """
+        window, position = divmod(index, self.factor)
+        start, samples = self.windows.span(window)
+        return start + samples * (position + 1) // self.factor_of(window)
+
     def chunk(self, index: int, rank: int) -> Chunk:
         """The ``index``-th micro-batch of the epoch on one rank.
 

@@ -1,0 +1,186 @@
+"""What training is fed with in one fit: the user's loader, cut into windows and micro-batches."""
+
+from bisect import bisect_right
+from itertools import accumulate
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from lightning_ga.errors import UserError
+from lightning_ga.loaders import read_loader, rebatch
+from lightning_ga.plan import AccumulationPlan, plan_accumulation, require_effective_batch
+from lightning_ga.sampler import FromBatches, Sequential, Shuffled, Stream, WindowBatchSampler
+from lightning_ga.windows import Chunk, EpochPlan, GivenWindows, RegularWindows, Windows
+
+
+class Feed:
+    """One user's loader and the micro-batches it is cut into.
+
+    Samples are counted in the order that the ranks share; where every rank has an order of its own
+    (a sharded sampler, an iterable dataset on several ranks), in that of one rank.
+
+    Args:
+        loader: The user's DataLoader.
+        recipe_factor: ``Trainer(accumulate_grad_batches=…)`` as the user wrote it.
+        world_size: Data-parallel ranks.
+        rank: This rank.
+        seed: Seed of the epochs' orders, the same on every rank.
+        limit_batches: ``Trainer(limit_train_batches=…)``: a count of the recipe's batches, or a fraction.
+        shard: Whether the trainer may share one order among ranks.
+        shuffle: False where the trainer asks for the order of the dataset.
+
+    Raises:
+        UserError: If the loader cannot be cut anew.
+    """
+
+    def __init__(
+        self,
+        loader: "DataLoader[Any]",
+        *,
+        recipe_factor: int,
+        world_size: int,
+        rank: int,
+        seed: int,
+        limit_batches: int | float = 1.0,
+        shard: bool = True,
+        shuffle: bool = True,
+    ) -> None:
+        self.recipe = read_loader(loader, world_size=world_size, shard=shard, shuffle=shuffle)
+        self.user_loader = loader
+        self.recipe_factor = recipe_factor
+        self.world_size = world_size
+        self.limit_batches = limit_batches
+        self.sharers = world_size if self.recipe.shared else 1
+        self.sampler = WindowBatchSampler(
+            self.recipe.order, share=rank if self.recipe.shared else 0, rank=rank, seed=seed
+        )
+        self.loader: DataLoader[Any] | None = None
+        self.epoch: int | None = None  # the epoch that is arranged and may be iterated
+
+    @property
+    def counted_later(self) -> bool:
+        """Whether samples are known only as they come: streams end where they please."""
+        return isinstance(self.recipe.order, Stream)
+
+    def recipe_effective(self, epoch: int) -> int:
+        """Effective batch of the recipe: batch size × factor × ranks; the largest where batches vary."""
+        if self.recipe.batch_size is not None:
+            return self.recipe.batch_size * self.recipe_factor * self.world_size
+        largest = GivenWindows.of(self._batch_sizes(epoch), per_window=self.recipe_factor * self.sharers).largest
+        return largest * self.ranks_apart
+
+    def total(self, epoch: int) -> int | None:
+        """Samples of an epoch that training uses; ``None`` for a stream of unknown length."""
+        if self.recipe.batch_size is None:
+            return sum(self._batch_sizes(epoch))
+        size = self.recipe.order.size
+        batches = self._batches_used(size)
+        if batches is None:
+            return size
+        used = batches * self.recipe.batch_size * self.sharers
+        return used if size is None else min(size, used)
+
+    def arrange(
+        self, epoch: int, effective: int | None, micro_batch: int, *, samples_done: int = 0, armed: bool = True
+    ) -> AccumulationPlan:
+        """Cut one epoch and return how its full windows are cut.
+
+        Args:
+            epoch: The epoch, for its order.
+            effective: Effective batch size; ``None`` keeps the recipe's windows.
+            micro_batch: Most samples of a micro-batch.
+            samples_done: Samples of the order that an earlier run has trained on.
+            armed: False while the micro-batch is not known yet: the loader yields nothing then.
+
+        Raises:
+            UserError: If a rank is left without a sample, or ranks with orders of their own cannot share a window.
+        """
+        plan = plan_accumulation(
+            effective or self.recipe_effective(epoch), micro_batch=micro_batch, world_size=self.world_size
+        )
+        windows = self._windows(epoch, effective, samples_done)
+        self.sampler.set_epoch(epoch)
+        self.sampler.plan = EpochPlan(windows, micro_batch, plan.factor, self.sharers)
+        self.sampler.armed = armed
+        self.epoch = epoch if armed else None
+        if self.loader is None:
+            self.loader = rebatch(self.user_loader, self.sampler)
+        object.__setattr__(self.loader, "batch_size", plan.micro_batch_size)
+        return plan
+
+    @property
+    def epoch_plan(self) -> EpochPlan:
+        """The cut of the arranged epoch."""
+        assert self.sampler.plan is not None, "the feed is read before it was arranged"
+        return self.sampler.plan
+
+    def chunk(self, index: int) -> Chunk:
+        """The ``index``-th micro-batch of the epoch on this rank."""
+        return self.sampler.chunk(index)
+
+    def sample_indices(self, epoch: int, most: int = 64) -> list[Any]:
+        """Indices of some samples from all over the dataset."""
+        order = self.recipe.order
+        if isinstance(order, (Sequential, Shuffled)):
+            return list(range(0, order.size, max(1, order.size // most)))[:most]
+        return list(order.draw(epoch, self.sampler.seed)[0:most])
+
+    @property
+    def ranks_apart(self) -> int:
+        """Ranks with an order of their own: samples of all ranks for one of the order."""
+        return self.world_size // self.sharers
+
+    def recipe_batches(self, samples: int) -> int:
+        """Batches of the recipe, on one rank, that so many samples of the arranged epoch make up."""
+        epoch = self.sampler.epoch
+        if self.recipe.batch_size is None:
+            batches = bisect_right(list(accumulate(self._batch_sizes(epoch))), samples)
+            return -(-batches // self.sharers) if samples == self.total(epoch) else batches // self.sharers
+        batch = self.recipe.batch_size * self.sharers
+        return -(-samples // batch) if samples == self.total(epoch) else samples // batch
+
+    def _batches_used(self, size: int | None) -> int | None:
+        """Batches of the recipe on one rank that the trainer's limit lets through; ``None``: all."""
+        if isinstance(self.limit_batches, int):
+            return self.limit_batches
+        if self.limit_batches == 1.0 or size is None or self.recipe.batch_size is None:
+            return None
+        share = -(-size // self.sharers)
+        batches = share // self.recipe.batch_size if self.recipe.drop_last else -(-share // self.recipe.batch_size)
+        return self._fraction(batches)
+
+    def _fraction(self, batches: int) -> int:
+        used = int(batches * self.limit_batches)
+        if not used:
+            raise UserError(
+                f"limit_train_batches={self.limit_batches} of {batches} batches leaves none: "
+                f"use at least {1 / batches:.3g}."
+            )
+        return used
+
+    def _batch_sizes(self, epoch: int) -> list[int]:
+        """Sizes of the batches that a custom batch sampler yields and the trainer's limit lets through."""
+        assert isinstance(self.recipe.order, FromBatches)
+        sizes = [len(batch) for batch in self.recipe.order.batches(epoch, self.sampler.seed)]
+        if isinstance(self.limit_batches, int):
+            return sizes[: self.limit_batches * self.sharers]
+        if self.limit_batches == 1.0:
+            return sizes
+        return sizes[: self._fraction(-(-len(sizes) // self.sharers)) * self.sharers]
+
+    def _windows(self, epoch: int, effective: int | None, samples_done: int) -> Windows:
+        if effective is None and self.recipe.batch_size is None:
+            per_window = self.recipe_factor * self.sharers
+            return GivenWindows.of(self._batch_sizes(epoch), per_window=per_window, samples_done=samples_done)
+        effective = effective or self.recipe_effective(epoch)
+        require_effective_batch(effective, self.world_size)
+        size, left = divmod(effective * self.sharers, self.world_size)
+        if left:
+            raise UserError(
+                f"effective_batch_size={effective} is not a multiple of the {self.world_size} ranks, and every rank "
+                "has an order of samples of its own, so a window cannot be shared out: use "
+                f"{effective - effective % self.world_size}."
+            )
+        total = self.total(epoch)
+        whole = total == self.recipe.order.size
+        return RegularWindows(total, size, self.recipe.drop_last and whole, samples_done)

@@ -1,0 +1,67 @@
+"""What cannot work is refused before any work is lost: one sentence each, with the way out."""
+
+from typing import Any
+
+from lightning_ga import seams
+from lightning_ga.errors import UserError
+from lightning_ga.memory import parse_budget
+from lightning_ga.plan import require_effective_batch
+from lightning_ga.request import Request
+
+_RIVALS = ("GradientAccumulationScheduler", "BatchSizeFinder")
+
+
+def check_budget(memory_budget: int | float | str | None) -> None:
+    """Refuse a budget that is no amount of memory, on whatever device it will be.
+
+    Raises:
+        UserError: Naming the value and what may stand there.
+    """
+    parse_budget(memory_budget, total_bytes=1 << 40)
+
+
+def check_trainer(trainer: Any, module: Any, request: Request) -> None:
+    """Refuse a Trainer or module under which accumulation would go wrong.
+
+    Raises:
+        UserError: For manual optimization, strategies that accumulate on their own, ``dataloader_iter`` steps,
+            callbacks that set the same things, and contradicting factors.
+    """
+    if not module.automatic_optimization:
+        raise UserError(
+            f"{type(module).__name__} sets automatic_optimization=False, and AutoAccumulate steers the automatic one: "
+            "cut your windows by hand with lightning_ga.plan_accumulation(effective_batch, micro_batch=…)."
+        )
+    if trainer.strategy.handles_gradient_accumulation:
+        raise UserError(
+            f"{type(trainer.strategy).__name__} accumulates gradients on its own, with a factor fixed at its start: "
+            "use another strategy, such as ddp, or set the factor there and leave AutoAccumulate out."
+        )
+    if seams.takes_an_iterator(module):
+        raise UserError(
+            "training_step takes a dataloader_iter and so fetches batches on its own, which hides the micro-batches "
+            "from AutoAccumulate: let it take (batch, batch_idx)."
+        )
+    for other in trainer.callbacks:
+        if type(other).__name__ in _RIVALS:
+            raise UserError(
+                f"The callbacks hold AutoAccumulate and {type(other).__name__}, which set the same things: "
+                f"remove {type(other).__name__}."
+            )
+    if request.factor(0) is not None and trainer.accumulate_grad_batches != 1:
+        raise UserError(
+            f"accumulate={request.factor(0)} and Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}) "
+            "both set the factor: remove one of them."
+        )
+
+
+def check_schedule(request: Request, epochs: range, world_size: int) -> None:
+    """Refuse a schedule that would fail in a later epoch.
+
+    Raises:
+        UserError: If an effective batch is below the number of ranks.
+    """
+    for epoch in epochs:
+        effective = request.effective(epoch)
+        if effective is not None:
+            require_effective_batch(effective, world_size)

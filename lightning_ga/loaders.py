@@ -1,0 +1,194 @@
+"""Read a user's DataLoader and copy it with other batches, without calling its constructor.
+
+Lightning re-creates loaders from captured arguments, which fails for subclasses with arguments of
+their own, custom batch samplers and arguments given by position. A shallow copy keeps everything,
+whatever the class, and only the batch sampler is exchanged. The user's own loader stays untouched.
+"""
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping, Sized
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
+
+from lightning_ga.errors import UserError
+from lightning_ga.sampler import FromBatches, FromSampler, Order, Sequential, Shuffled, Stream, WindowBatchSampler
+
+
+@dataclass(frozen=True, slots=True)
+class LoaderRecipe:
+    """What a DataLoader says of an epoch.
+
+    Attributes:
+        order: The samples of an epoch, in order.
+        batch_size: Samples of a batch on one rank; ``None`` where a custom batch sampler decides.
+        drop_last: Whether a ragged window is left out.
+        shared: Whether the order is that of all ranks together; otherwise each rank has its own.
+    """
+
+    order: Order
+    batch_size: int | None
+    drop_last: bool
+    shared: bool
+
+
+def read_loader(loader: object, *, world_size: int, shard: bool = True, shuffle: bool = True) -> LoaderRecipe:
+    """Read order, batch size and sharding off a loader.
+
+    Args:
+        loader: What the user gave to ``fit``.
+        world_size: Data-parallel ranks.
+        shard: Whether the trainer may share one order among ranks (``Trainer(use_distributed_sampler=…)``).
+        shuffle: False where the trainer asks for the order of the dataset (``overfit_batches``).
+
+    Raises:
+        UserError: If the loader's batches cannot be cut anew, with the reason and the way out.
+    """
+    if not isinstance(loader, DataLoader):
+        raise UserError(
+            f"AutoAccumulate cuts the batches of one torch.utils.data.DataLoader, and the training data is a "
+            f"{type(loader).__name__}: give fit() one DataLoader, or leave the callback out."
+        )
+    if loader.batch_sampler is None:
+        raise UserError(
+            "The training DataLoader has batch_size=None, so its dataset yields whole batches that cannot be cut "
+            "anew: let the dataset yield samples and give the DataLoader a batch_size."
+        )
+    if isinstance(loader.dataset, IterableDataset):
+        size = len(loader.dataset) if isinstance(loader.dataset, Sized) else None
+        return LoaderRecipe(Stream(size), loader.batch_size, loader.drop_last, shared=world_size == 1)
+    if not shuffle:
+        return LoaderRecipe(Sequential(_length(loader.dataset)), loader.batch_size, loader.drop_last, shared=True)
+    batch_sampler = loader.batch_sampler
+    if type(batch_sampler) is not BatchSampler:
+        _require_length(batch_sampler, "batch sampler")
+        return LoaderRecipe(FromBatches(batch_sampler), None, False, shared=shard or world_size == 1)
+    order, shared = _read_sampler(batch_sampler.sampler, world_size)
+    return LoaderRecipe(order, batch_sampler.batch_size, batch_sampler.drop_last, shared and (shard or world_size == 1))
+
+
+def rebatch(loader: "DataLoader[Any]", batch_sampler: WindowBatchSampler) -> "DataLoader[Any]":
+    """A copy of the loader that yields the micro-batches of a window batch sampler."""
+    settings: dict[str, Any] = {"batch_sampler": batch_sampler, "drop_last": False, "generator": batch_sampler.generator}
+    length_known = batch_sampler.plan is not None and batch_sampler.plan.length is not None
+    return copy_loader(loader, length_of=batch_sampler if length_known else None, **settings)
+
+
+def collect_samples(loader: "DataLoader[Any]", indices: list[Any]) -> list[Any]:
+    """The samples behind some indices, not yet collated, fetched in this process."""
+    dataset = loader.dataset
+    if isinstance(dataset, IterableDataset):
+        dataset = _fresh_stream(dataset)
+    single = _in_process(loader, [indices], collate_fn=list, dataset=dataset, pin_memory=False)
+    return list(next(iter(DataLoader.__iter__(single)), []))
+
+
+def collate_samples(loader: "DataLoader[Any]", samples: list[Any], count: int) -> Any:
+    """A batch of ``count`` samples as the loader makes it, repeating the given ones in turn."""
+    indices = [position % len(samples) for position in range(count)]
+    return next(iter(_in_process(loader, [indices], dataset=samples, _dataset_kind=_MAP_STYLE)))
+
+
+def copy_loader(loader: "DataLoader[Any]", *, length_of: Sized | None = None, **settings: Any) -> "DataLoader[Any]":
+    """A shallow copy of a loader of any class with some attributes exchanged.
+
+    ``DataLoader`` refuses to have its batch sampler set, hence ``object.__setattr__``. A length that
+    the class computes in its own way (iterable datasets, subclasses) is answered by a subclass.
+    """
+    clone = copy.copy(loader)
+    for name, value in {"_iterator": None, "_IterableDataset_len_called": None, **settings}.items():
+        object.__setattr__(clone, name, value)
+    cls = type(loader)
+    if length_of is not None and (isinstance(loader.dataset, IterableDataset) or cls.__len__ is not DataLoader.__len__):
+        object.__setattr__(clone, "__class__", type(cls.__name__, (cls,), {"__len__": lambda _self: len(length_of)}))
+    return clone
+
+
+_MAP_STYLE = DataLoader([0])._dataset_kind
+
+
+def _in_process(loader: "DataLoader[Any]", batches: list[list[Any]], **settings: Any) -> "DataLoader[Any]":
+    alone = {"num_workers": 0, "prefetch_factor": None, "persistent_workers": False, "timeout": 0, "drop_last": False}
+    generator = torch.Generator()
+    return copy_loader(loader, batch_sampler=batches, sampler=range(0), generator=generator, **(alone | settings))
+
+
+def _read_sampler(sampler: Any, world_size: int) -> tuple[Order, bool]:
+    """Order and whether all ranks share it."""
+    if type(sampler) is SequentialSampler:
+        return Sequential(_length(sampler.data_source)), True
+    if type(sampler) is RandomSampler and not sampler.replacement and len(sampler) == len(sampler.data_source):
+        own = sampler.generator
+        return Shuffled(len(sampler), None if own is None else own.initial_seed()), True
+    if type(sampler) is DistributedSampler and sampler.num_replicas == world_size:
+        # Its ranks take turns in one order: the windows of that order need no padding to equal shares.
+        whole = _length(sampler.dataset)
+        size = whole - whole % world_size if sampler.drop_last else whole
+        if sampler.shuffle:
+            return Shuffled(whole, sampler.seed) if size == whole else _Head(Shuffled(whole, sampler.seed), size), True
+        return Sequential(size), True
+    _require_length(sampler, "sampler")
+    return FromSampler(sampler, len(sampler)), not isinstance(sampler, DistributedSampler)
+
+
+class _Head:
+    """The first samples of an order."""
+
+    def __init__(self, order: Order, size: int) -> None:
+        self.size = size
+        self.draw = order.draw
+
+
+def _fresh_stream(dataset: "IterableDataset[Any]") -> Any:
+    """A stream from which samples may be taken without the training missing them."""
+    try:
+        return copy.deepcopy(dataset)
+    except Exception:  # open files, generators: whatever a dataset may hold
+        if iter(dataset) is not dataset:
+            return dataset
+        raise UserError(
+            f"The stream of {type(dataset).__name__} can be read only once, so the probe cannot look at its samples "
+            "without losing them: give micro_batch_size=… to do without a probe."
+        ) from None
+
+
+def _length(dataset: Any) -> int:
+    return len(dataset)
+
+
+def _require_length(sampler: Iterable[Any], what: str) -> None:
+    if not isinstance(sampler, Sized):
+        raise UserError(
+            f"The training DataLoader's {what} {type(sampler).__name__} has no len(), so its epoch cannot be cut into "
+            "windows: give it a __len__ that returns what it yields in one epoch."
+        )
+
+
+def count_samples(batch: Any, expected: int) -> int:
+    """Samples in a collated batch: the expected number if any tensor has it, else the first tensor's length.
+
+    Examples:
+        >>> count_samples({"ids": torch.zeros(2, 7), "lengths": torch.zeros(2)}, expected=4)
+        2
+    """
+    lengths = list(_lengths(batch))
+    return expected if not lengths or expected in lengths else lengths[0]
+
+
+def _lengths(batch: Any) -> Iterator[int]:
+    if isinstance(batch, torch.Tensor):
+        if batch.ndim:
+            yield len(batch)
+    elif isinstance(batch, Mapping):
+        for value in batch.values():
+            yield from _lengths(value)
+    elif isinstance(batch, (list, tuple)):
+        if batch and all(isinstance(item, (str, int, float)) for item in batch):
+            yield len(batch)
+        for item in batch:
+            yield from _lengths(item)
+    elif hasattr(batch, "__dict__"):
+        yield from _lengths(vars(batch))

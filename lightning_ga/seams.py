@@ -1,0 +1,257 @@
+"""Every touch of Lightning's private parts, in one place.
+
+Read in lightning 2.6.6 and 2.5.0; ``tests/test_seams.py`` fails when a name or an order that is
+relied on here changes. Patches are set on instances, never on classes, and are taken back by
+deleting the attribute that shadows the method.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from lightning_ga.errors import UserError
+from lightning_ga.snapshot import Attributes
+
+
+def shadow(instance: Any, method: str, replacement: Callable[..., Any]) -> None:
+    """Let one instance answer a method with a replacement."""
+    instance.__dict__[method] = replacement
+
+
+def unshadow(instance: Any, method: str) -> None:
+    """Give an instance its class's method back."""
+    instance.__dict__.pop(method, None)
+
+
+def intercept_loaders(trainer: Any, cut: Callable[[Any], Any], around: Callable[[Callable[[], None]], None]) -> None:
+    """Let the fit loop read its training loader through ``cut`` and set data up through ``around``.
+
+    ``fit_loop.setup_data`` asks ``_data_source`` for the loader wherever it comes from: ``fit()``,
+    the module or a datamodule (``loops/fit_loop.py:238``).
+    """
+    loop = trainer.fit_loop
+    source, request, set_up = loop._data_source, type(loop._data_source).dataloader, type(loop).setup_data
+    shadow(source, "dataloader", lambda: cut(request(source)))
+    shadow(loop, "setup_data", lambda: around(lambda: set_up(loop)))
+
+
+def release_loaders(trainer: Any) -> None:
+    """Undo ``intercept_loaders``."""
+    unshadow(trainer.fit_loop._data_source, "dataloader")
+    unshadow(trainer.fit_loop, "setup_data")
+
+
+@contextmanager
+def micro_batch_units(trainer: Any) -> Iterator[None]:
+    """Set data up without sharding it again and without reading the recipe's limits as micro-batches.
+
+    ``setup_data`` re-creates loaders for a distributed sampler (``connectors/data_connector.py``,
+    ``_prepare_dataloader``), cuts epochs at ``limit_train_batches`` and checks ``val_check_interval``
+    against the number of batches; here all three are the feed's.
+    """
+    connector = trainer._accelerator_connector
+    kept = connector.use_distributed_sampler, trainer.limit_train_batches, trainer.val_check_interval
+    connector.use_distributed_sampler = False
+    if trainer.limit_train_batches != 0:
+        trainer.limit_train_batches = 1.0
+    if getattr(trainer, "_val_check_time_interval", None) is None:  # 2.5 has no interval by time
+        trainer.val_check_interval = 1.0
+    try:
+        yield
+    finally:
+        connector.use_distributed_sampler, trainer.limit_train_batches, trainer.val_check_interval = kept
+
+
+def shards_data(trainer: Any) -> bool:
+    """``Trainer(use_distributed_sampler=…)``."""
+    return bool(trainer._accelerator_connector.use_distributed_sampler)
+
+
+def training_epoch(trainer: Any) -> int:
+    """The epoch whose order the loop asks samplers for (``loops/fit_loop.py:445``)."""
+    return int(trainer.fit_loop.epoch_progress.current.processed)
+
+
+def micro_batch_index(trainer: Any) -> int:
+    """Index in the epoch of the micro-batch that is being trained on."""
+    return int(trainer.fit_loop.epoch_loop.batch_progress.current.ready) - 1
+
+
+def window_is_over(trainer: Any) -> bool:
+    """Whether the optimizer stepped on the micro-batch just trained on."""
+    return not trainer.fit_loop._should_accumulate()
+
+
+def restarts_in_epoch(trainer: Any) -> bool:
+    """Whether the loops were restored from a checkpoint and go on with its counters."""
+    return bool(trainer.fit_loop.epoch_loop.restarting)
+
+
+def shared_seed(trainer: Any) -> int:
+    """Rank 0's seed, on every rank."""
+    return int(trainer.strategy.broadcast(torch.initial_seed()))
+
+
+def resize_epoch(trainer: Any, length: int | None) -> None:
+    """Tell the loops how many micro-batches the epoch has: four places hold a copy of it."""
+    loop = trainer.fit_loop
+    loop._combined_loader.limits = [float("inf") if length is None else length]
+    loop.max_batches = float("inf") if length is None else length
+    if length is not None and loop._data_fetcher is not None:
+        loop._data_fetcher.length = length
+
+
+def iterate_again(trainer: Any) -> None:
+    """Start the epoch's iterator anew, as ``loops/training_epoch_loop.py`` does from the second epoch on."""
+    iter(trainer.fit_loop._data_fetcher)
+
+
+def move_to_micro_batch(trainer: Any, done: int, *, same_epoch: bool) -> None:
+    """Let a restored epoch go on after ``done`` micro-batches, in this run's own units.
+
+    A checkpoint counts the micro-batches of the run that wrote it. The loop's totals move along, and
+    the count of steps that loggers use is that of optimizer steps. When the loop restarts it adds one
+    itself where the checkpoint was written before that count rose (``training_epoch_loop.py:190``).
+    """
+    loop = trainer.fit_loop.epoch_loop
+    progress = loop.batch_progress
+    pending = loop.restarted_on_train_batch_end
+    moved = done - progress.current.ready if same_epoch else 0
+    progress.is_last_batch = same_epoch and progress.is_last_batch
+    for name in ("ready", "started", "processed", "completed"):
+        value = done - (1 if pending and name == "completed" else 0)
+        setattr(progress.current, name, value)
+        setattr(progress.total, name, getattr(progress.total, name) + moved)
+    bump = loop.restarting and (pending or not loop.restarted_on_last)
+    loop._batches_that_stepped = loop.global_step - int(bump)
+
+
+def is_distributed(trainer: Any) -> bool:
+    """Whether gradients are averaged over several ranks."""
+    return int(trainer.world_size) > 1
+
+
+def sum_over_ranks(trainer: Any, value: float) -> float:
+    """One number summed over all ranks."""
+    if not is_distributed(trainer):
+        return value
+    total = torch.tensor(value, dtype=torch.float64, device=trainer.strategy.root_device)
+    return float(trainer.strategy.reduce(total, reduce_op="sum"))
+
+
+def to_device(trainer: Any, batch: Any) -> Any:
+    """A batch as ``training_step`` gets it (``loops/training_epoch_loop.py:320``)."""
+    batch = trainer.precision_plugin.convert_input(batch)
+    batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
+    return sibling(trainer, "trainer.call")._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=0)
+
+
+def sibling(trainer: Any, name: str) -> Any:
+    """A module of the namespace that the trainer is from: ``lightning.pytorch`` or ``pytorch_lightning``."""
+    root = type(trainer.fit_loop).__module__.removesuffix(".loops.fit_loop")
+    return import_module(f"{root}.{name}")
+
+
+def remember_progress(trainer: Any, kept: Attributes) -> Attributes:
+    """All attributes of the trainer that a training step changes; counters are copied for each trial."""
+    loop = trainer.fit_loop.epoch_loop
+    kept.keep(trainer, "callbacks", "_loggers", "profiler", "accumulate_grad_batches", "should_stop")
+    kept.keep(loop, "_results", "_batches_that_stepped")
+    kept.keep(loop, "batch_progress", "scheduler_progress", copied=True)
+    kept.keep(loop.automatic_optimization, "_skip_backward")
+    kept.keep(loop.automatic_optimization, "optim_progress", copied=True)
+    connector = trainer._logger_connector
+    kept.keep(connector, "_progress_bar_metrics", "_logged_metrics", "_callback_metrics", copied=True)
+    kept.keep(connector, "_current_fx", "_first_loop_iter")
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    if scaler is not None:
+        kept.keep(trainer.precision_plugin, "scaler", copied=True)
+    return kept
+
+
+def enter_trial(trainer: Any) -> None:
+    """Let the next step be the last micro-batch of a window, seen by no callback, logger or profiler."""
+    loop = trainer.fit_loop.epoch_loop
+    trainer.callbacks = []
+    trainer._loggers = [sibling(trainer, "loggers.logger").DummyLogger()] if trainer._loggers else []
+    trainer.profiler = sibling(trainer, "profilers").PassThroughProfiler()
+    loop._results = type(loop._results)(training=True)
+    trainer.accumulate_grad_batches = 2
+    loop.batch_progress.current.ready = 2
+    loop.batch_progress.is_last_batch = False
+
+
+@contextmanager
+def without_collectives(trainer: Any) -> Iterator[None]:
+    """Run a step on one rank without waiting for the others: no reduction, no broadcast of buffers."""
+    strategy = trainer.strategy
+    if not hasattr(strategy, "block_backward_sync"):
+        yield
+        return
+    with strategy.block_backward_sync():
+        synced = getattr(strategy.model, "require_forward_param_sync", None)
+        if synced is not None:
+            strategy.model.require_forward_param_sync = False
+        try:
+            yield
+        finally:
+            if synced is not None:
+                strategy.model.require_forward_param_sync = synced
+
+
+def validate_when_due(trainer: Any, before: int, after: int, epoch_batches: int | None) -> None:
+    """Let validation run after this micro-batch exactly if it is due by the recipe's batches.
+
+    The loop tests its own count of micro-batches against ``trainer.val_check_batch``
+    (``training_epoch_loop.py:560``), so that number is set to one that divides the count or not.
+
+    Args:
+        trainer: The Trainer.
+        before: Batches of the recipe before this micro-batch.
+        after: Batches of the recipe after it.
+        epoch_batches: Batches of the recipe in one epoch; ``None`` if that is not known.
+    """
+    interval = trainer.val_check_interval
+    if getattr(trainer, "_val_check_time_interval", None) is not None:
+        return
+    if isinstance(interval, float):
+        if epoch_batches is None:
+            return
+        interval = max(1, int(epoch_batches * interval))
+    loop = trainer.fit_loop.epoch_loop
+    index = loop.total_batch_idx if trainer.check_val_every_n_epoch is None else loop.batch_idx
+    due = after // interval > before // interval
+    trainer.val_check_batch = index + 1 if due else index + 2
+
+
+def run_first(trainer: Any, callback: Any) -> None:
+    """Move a callback before all others, as Lightning does with its tuners, so that they see its gradients."""
+    trainer.callbacks = [callback, *(other for other in trainer.callbacks if other is not callback)]
+
+
+def check_validation_interval(trainer: Any, epoch_batches: int | None) -> None:
+    """The check that ``setup_data`` makes of ``val_check_interval``, in batches of the recipe."""
+    interval = trainer.val_check_interval
+    if epoch_batches is None or not isinstance(interval, int) or trainer.check_val_every_n_epoch is None:
+        return
+    if interval > epoch_batches and trainer.limit_val_batches > 0:
+        raise UserError(
+            f"val_check_interval={interval} is more than the {epoch_batches} training batches of an epoch: use at "
+            "most that, or check_val_every_n_epoch=None to count batches over epochs."
+        )
+
+
+def takes_an_iterator(module: Any) -> bool:
+    """Whether ``training_step`` fetches batches itself (``loops/utilities.py``, ``_select_data_fetcher``)."""
+    return "dataloader_iter" in inspect.signature(module.training_step).parameters
+
+
+def training_epochs(trainer: Any) -> range:
+    """The epochs that training is known to run, from the current one on."""
+    first = training_epoch(trainer)
+    last = trainer.max_epochs
+    return range(first, first + 1) if last is None or last < 0 else range(first, max(first + 1, last))

@@ -1,0 +1,150 @@
+"""Put a training back as it was: what a probe's steps change, and how each is restored.
+
+Tensors (parameters, buffers, optimizer state) are restored in place from copies on the host, so that
+the device holds nothing twice while memory is measured. Plain Python state is swapped: a trial works
+on deep copies and the originals are put back untouched, so that references held elsewhere stay valid.
+"""
+
+import copy
+import random
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+# What nn.Module keeps of itself: tensors are restored in place, children on their own, hooks stay.
+_MODULE_TABLES = {name for name in vars(torch.nn.Module()) if name != "training"}
+
+
+class TensorValues:
+    """Tensors and their values, restored in place."""
+
+    def __init__(self, tensors: Iterator[torch.Tensor]) -> None:
+        self._kept = [(tensor, tensor.detach().to("cpu", copy=True), tensor.requires_grad) for tensor in tensors]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Write every value back, and whether the tensor wants gradients."""
+        for tensor, value, requires_grad in self._kept:
+            tensor.copy_(value)
+            if tensor.requires_grad != requires_grad:
+                tensor.requires_grad_(requires_grad)
+
+
+class PlainState:
+    """The plain attributes of modules: metric states, counters, flags, lists.
+
+    Args:
+        modules: The modules, each once.
+        shared: Objects that a copy must go on referring to, such as the trainer.
+    """
+
+    def __init__(self, modules: list[torch.nn.Module], shared: list[object]) -> None:
+        compiled = getattr(torch._dynamo.eval_frame, "OptimizedModule", ()) if "torch._dynamo" in sys.modules else ()
+        self._shared = [*shared, *modules]
+        for module in modules:
+            self._shared += [*module._parameters.values(), *module._buffers.values()]
+        self._kept = [(module, _plain(module)) for module in modules if not isinstance(module, compiled)]
+        self._tables = [(module._parameters, dict(module._parameters)) for module in modules]
+        self._tables += [(module._buffers, dict(module._buffers)) for module in modules]
+
+    def swap_in_copies(self) -> None:
+        """Let the modules work on copies of their original attributes."""
+        memo = {id(thing): thing for thing in self._shared}
+        self._put({id(module): {k: _copied(v, memo) for k, v in plain.items()} for module, plain in self._kept})
+
+    def restore(self) -> None:
+        """Put the original attributes and tensors back."""
+        self._put({id(module): plain for module, plain in self._kept})
+
+    def _put(self, attributes: dict[int, dict[str, Any]]) -> None:
+        for module, _ in self._kept:
+            for name in _plain(module).keys() - attributes[id(module)].keys():
+                del module.__dict__[name]
+            module.__dict__.update(attributes[id(module)])
+        for table, content in self._tables:
+            table.clear()
+            table.update(content)
+
+
+class OptimizerState:
+    """State, groups and bookkeeping of an optimizer."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._state = {parameter: dict(state) for parameter, state in optimizer.state.items()}
+        self._tensors = TensorValues(
+            value for state in self._state.values() for value in state.values() if isinstance(value, torch.Tensor)
+        )
+        self._groups = [{**group, "params": list(group["params"])} for group in optimizer.param_groups]
+        self._others = {k: v for k, v in optimizer.__dict__.items() if k not in ("state", "param_groups")}
+
+    def restore(self) -> None:
+        """Put everything back, the tensors in place."""
+        self._optimizer.state.clear()
+        self._optimizer.state.update({parameter: dict(state) for parameter, state in self._state.items()})
+        self._tensors.restore()
+        for group, kept in zip(self._optimizer.param_groups, self._groups):
+            group.clear()
+            group.update({**kept, "params": list(kept["params"])})
+        for name in self._optimizer.__dict__.keys() - self._others.keys() - {"state", "param_groups"}:
+            del self._optimizer.__dict__[name]
+        self._optimizer.__dict__.update(self._others)
+
+
+class RandomState:
+    """Random numbers of torch (the host and every device in use), NumPy and Python."""
+
+    def __init__(self) -> None:
+        self._torch = torch.get_rng_state()
+        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+        self._numpy = np.random.get_state()
+        self._python = random.getstate()
+
+    def restore(self) -> None:
+        """Set every generator back."""
+        torch.set_rng_state(self._torch)
+        if self._cuda:
+            torch.cuda.set_rng_state_all(self._cuda)
+        np.random.set_state(self._numpy)
+        random.setstate(self._python)
+
+
+class Attributes:
+    """Some attributes of any objects, put back as they were; copies of the values may work meanwhile."""
+
+    def __init__(self) -> None:
+        self._kept: list[tuple[Any, str, Any, bool]] = []
+
+    def keep(self, owner: Any, *names: str, copied: bool = False) -> None:
+        """Remember attributes; with ``copied``, let a copy of the value work from the next restore on."""
+        self._kept += [(owner, name, vars(owner)[name], copied) for name in names]
+
+    def swap_in_copies(self) -> None:
+        """Fresh copies for all values that asked for them."""
+        for owner, name, value, copied in self._kept:
+            vars(owner)[name] = copy.deepcopy(value) if copied else value
+
+    def restore(self) -> None:
+        """Put the original values back."""
+        for owner, name, value, _ in self._kept:
+            vars(owner)[name] = value
+
+
+def _plain(module: torch.nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in module.__dict__.items() if name not in _MODULE_TABLES}
+
+
+def _copied(value: Any, memo: dict[int, Any]) -> Any:
+    """A deep copy where one can be had; data stay shared, as trials only read them."""
+    if isinstance(value, (Dataset, DataLoader)):
+        return value
+    try:
+        return copy.deepcopy(value, memo)
+    except Exception:  # locks, files, generators: whatever a module may hold
+        return value
+
+

@@ -1,0 +1,53 @@
+"""What a checkpoint keeps of a run: plain values, so that it loads with ``weights_only=True``."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from lightning_ga.search import ProbeResult, Trial
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Where a run is in its data.
+
+    Attributes:
+        seed: Seed of the epochs' orders.
+        epoch: The epoch being trained on.
+        samples_done: Its samples that optimizer steps have used, over all ranks.
+        batches_before: Batches of the recipe in earlier epochs, on one rank.
+    """
+
+    seed: int
+    epoch: int
+    samples_done: int
+    batches_before: int
+
+
+@dataclass(frozen=True, slots=True)
+class RunState:
+    """All that a checkpoint keeps.
+
+    Attributes:
+        position: Where the run is in its data.
+        hardware: What the limit was found on; on anything else it is looked for again.
+        probe: What the probe found, if one ran.
+    """
+
+    position: Position
+    hardware: str
+    probe: ProbeResult | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Numbers, strings, lists and dictionaries only."""
+        return {"version": 1, **asdict(self)}
+
+    @classmethod
+    def from_dict(cls, state: Mapping[str, Any]) -> "RunState":
+        """The record behind ``to_dict``."""
+        probe = state["probe"]
+        return cls(
+            position=Position(**state["position"]),
+            hardware=state["hardware"],
+            probe=None if probe is None else ProbeResult(**{**probe, "trials": tuple(Trial(**t) for t in probe["trials"])}),
+        )
