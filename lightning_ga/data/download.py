@@ -1,0 +1,29 @@
+"""Sets that are fetched from the network: one sentence when they are missing or cannot be fetched."""
+
+from collections.abc import Callable
+
+from lightning_ga.errors import UserError
+
+
+def missing(name: str, root: str) -> UserError:
+    """The error for a set whose files are not there, with the command that gets them."""
+    return UserError(
+        f"data={name} is not in data.root={root!r}; fetch it with: "
+        f"python -m lightning_ga.train data={name} data.download=true"
+    )
+
+
+def fetch(name: str, root: str, download: Callable[[], object]) -> None:
+    """Run a download.
+
+    Raises:
+        UserError: If it fails; the network's own message is in it.
+    """
+    try:
+        download()
+    except (OSError, RuntimeError) as error:  # no network, or no mirror that answers
+        reason = str(error).strip().split("\n")[0]
+        raise UserError(
+            f"data={name} could not be downloaded ({reason}); check the network, or copy its files into "
+            f"data.root={root!r}."
+        ) from error

@@ -1,0 +1,191 @@
+"""What all image sets share: three splits, one chain of transforms, plain DataLoaders.
+
+A set of its own is a subclass with one method, :meth:`ImageData.read`. The loaders hold the
+recipe's ``batch_size``; cutting it into micro-batches is nobody's business here.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from lightning.pytorch import LightningDataModule
+from PIL import Image
+from sklearn.model_selection import train_test_split
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+from torchvision.transforms import v2
+
+from lightning_ga.errors import UserError
+
+Sample = tuple[Tensor, int]
+Transform = Callable[[Any], Tensor]
+
+
+class Labelled(NamedTuple):
+    """Images and their classes.
+
+    Attributes:
+        images: A uint8 tensor ``(images, channels, height, width)``, or paths of picture files.
+        labels: One class per image.
+    """
+
+    images: Tensor | Sequence[str]
+    labels: Tensor
+
+    def subset(self, indices: list[int]) -> "Labelled":
+        """The samples at some places, in that order."""
+        images = self.images
+        taken = images[indices] if isinstance(images, Tensor) else [images[i] for i in indices]
+        return Labelled(taken, self.labels[indices])
+
+
+class Splits(NamedTuple):
+    """The three parts of a set."""
+
+    train: Labelled
+    val: Labelled
+    test: Labelled
+
+
+class ImageDataset(Dataset[Sample]):
+    """Transforms an image when it is asked for."""
+
+    def __init__(self, samples: Labelled, transform: Transform) -> None:
+        self.samples = samples
+        self.transform = transform
+
+    def __len__(self) -> int:
+        return len(self.samples.labels)
+
+    def __getitem__(self, index: int) -> Sample:
+        image = self.samples.images[index]
+        raw = open_picture(image) if isinstance(image, str) else image
+        return self.transform(raw), int(self.samples.labels[index])
+
+
+def open_picture(path: str) -> Image.Image:
+    """A picture file in colour."""
+    with Image.open(path) as image:
+        return image.convert("RGB")
+
+
+class QuarterTurn(nn.Module):
+    """Turn an image by 0, 90, 180 or 270 degrees at random: for pictures without an up and a down."""
+
+    def forward(self, image: Tensor) -> Tensor:
+        """The same image, turned in its last two axes."""
+        return torch.rot90(image, int(torch.randint(4, ())), (-2, -1))
+
+
+class ImageData(LightningDataModule):
+    """Train, validation and test loaders over images.
+
+    Args:
+        root: Folder of the set's files, where it has any.
+        download: Fetch missing files from the network.
+        batch_size: Samples of a training batch on one rank, as in any recipe.
+        eval_batch_size: Samples of a validation or test batch; it changes speed and memory, no result.
+        num_workers: Processes that load data; 0 loads in the training process.
+        image_size: Height and width that images are resized to, in pixels.
+        channels: 1 for grey images, 3 for colour; images are converted.
+        num_classes: Number of classes; counted in the set when left out.
+        mean: Mean of the pixels (0 to 1), one number or one per channel.
+        std: Standard deviation of the pixels, likewise.
+        augment: Transforms of training images, e.g. from ``torchvision.transforms.v2``.
+        val_fraction: Share of the training samples that is kept for validation, in the same mix of classes.
+        split_seed: Seed of that choice: the split does not change with the seed of a run.
+
+    Attributes:
+        class_names: A name for each class.
+    """
+
+    name = "images"
+    class_names: Sequence[str] = ()
+
+    def __init__(
+        self,
+        *,
+        root: str = "data",
+        download: bool = False,
+        batch_size: int = 32,
+        eval_batch_size: int = 64,
+        num_workers: int = 0,
+        image_size: int = 32,
+        channels: int = 1,
+        num_classes: int | None = None,
+        mean: float | Sequence[float] = 0.5,
+        std: float | Sequence[float] = 0.5,
+        augment: Sequence[Transform] = (),
+        val_fraction: float = 0.1,
+        split_seed: int = 0,
+    ) -> None:
+        super().__init__()
+        for key, value in (("batch_size", batch_size), ("eval_batch_size", eval_batch_size)):
+            if value < 1:
+                raise UserError(f"data.{key}={value} must be at least 1.")
+        self.root, self.download = root, download
+        self.batch_size, self.eval_batch_size, self.num_workers = batch_size, eval_batch_size, num_workers
+        self.image_size, self.channels, self.num_classes = image_size, channels, num_classes
+        self.mean, self.std, self.augment = mean, std, augment
+        self.val_fraction, self.split_seed = val_fraction, split_seed
+        self.splits: Splits | None = None
+
+    def read(self) -> Splits:
+        """Load the set into memory, or list its files.
+
+        Raises:
+            UserError: If it is not there, with the way to get it.
+        """
+        raise NotImplementedError
+
+    def setup(self, stage: str) -> None:
+        """Read the set once."""
+        if self.splits is None:
+            self.splits = self.read()
+
+    def transform(self, augment: Sequence[Transform] = ()) -> Transform:
+        """From a raw image to a float tensor ``(channels, image_size, image_size)``."""
+        mean, std = self._per_channel(self.mean), self._per_channel(self.std)
+        colour = v2.Grayscale() if self.channels == 1 else v2.RGB()
+        resize = v2.Resize([self.image_size, self.image_size], antialias=True)
+        to_float = v2.ToDtype(torch.float32, scale=True)
+        steps = [v2.ToImage(), colour, resize, *augment, to_float, v2.Normalize(mean, std), v2.ToPureTensor()]
+        chain: Transform = v2.Compose(steps)
+        return chain
+
+    def train_dataloader(self) -> DataLoader[Sample]:
+        """Shuffled batches of ``batch_size``."""
+        return self._loader("train", self.batch_size, shuffle=True)
+
+    def val_dataloader(self) -> DataLoader[Sample]:
+        """The validation samples in order."""
+        return self._loader("val", self.eval_batch_size)
+
+    def test_dataloader(self) -> DataLoader[Sample]:
+        """The test samples in order."""
+        return self._loader("test", self.eval_batch_size)
+
+    def predict_dataloader(self) -> DataLoader[Sample]:
+        """The test samples in order."""
+        return self.test_dataloader()
+
+    def hold_out(self, samples: Labelled, fraction: float) -> tuple[Labelled, Labelled]:
+        """Split off a share of the samples, in the same mix of classes: what stays, what is held out."""
+        places, labels = range(len(samples.labels)), samples.labels.tolist()
+        kept, held = train_test_split(places, test_size=fraction, stratify=labels, random_state=self.split_seed)
+        return samples.subset(sorted(kept)), samples.subset(sorted(held))
+
+    def _loader(self, part: str, batch_size: int, shuffle: bool = False) -> DataLoader[Sample]:
+        assert self.splits is not None, "setup() comes first"
+        return DataLoader(
+            ImageDataset(getattr(self.splits, part), self.transform(self.augment if shuffle else ())),
+            batch_size=batch_size,
+            shuffle=shuffle,
+            num_workers=self.num_workers,
+            persistent_workers=self.num_workers > 0,
+            pin_memory=torch.cuda.is_available(),
+        )
+
+    def _per_channel(self, value: float | Sequence[float]) -> list[float]:
+        values = [value] if isinstance(value, int | float) else list(value)
+        return values if len(values) == self.channels else [sum(values) / len(values)] * self.channels

@@ -1,0 +1,119 @@
+"""An image classifier that knows nothing of accumulation.
+
+Its loss is a mean over samples, so gradients accumulate exactly. One thing takes care of windows:
+the training curve. Stock Lightning logs the value of a window's last micro-batch; here
+``train/loss`` is the mean over all samples of the window so far, so that the curve by optimizer
+step is the same whatever the micro-batch.
+"""
+
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 (the name PyTorch users know)
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torchmetrics import MeanMetric
+from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
+
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+MakeScheduler = Callable[..., torch.optim.lr_scheduler.LRScheduler]
+Batch = tuple[Tensor, Tensor]
+
+
+class Classifier(LightningModule):
+    """Cross-entropy on logits, with curves by optimizer step and a confusion matrix of the test set.
+
+    Args:
+        net: Maps images ``(batch, channels, height, width)`` to logits ``(batch, num_classes)``.
+        num_classes: Number of classes.
+        optimizer: Takes the parameters and returns an optimizer; Adam at 1e-3 when left out.
+        lr_scheduler: Takes the optimizer and returns a scheduler, stepped once per optimizer step.
+            If it has an argument ``total_steps``, it is given the optimizer steps of the whole run.
+
+    Attributes:
+        confusion: After a test, rows of counts ``confusion[target][prediction]``.
+    """
+
+    def __init__(
+        self,
+        net: nn.Module,
+        num_classes: int,
+        optimizer: MakeOptimizer | None = None,
+        lr_scheduler: MakeScheduler | None = None,
+    ) -> None:
+        super().__init__()
+        self.net = net
+        self.make_optimizer = optimizer or torch.optim.Adam
+        self.make_scheduler = lr_scheduler
+        # A sync would be a collective on every micro-batch: rank 0 shows the curve of its own share.
+        self.window_loss = MeanMetric(sync_on_compute=False)
+        self.window_accuracy = MulticlassAccuracy(num_classes, average="micro", sync_on_compute=False)
+        self.val_accuracy = MulticlassAccuracy(num_classes, average="micro")
+        self.test_accuracy = MulticlassAccuracy(num_classes, average="micro")
+        self.test_confusion = MulticlassConfusionMatrix(num_classes)
+        self.confusion: list[list[int]] | None = None
+        self._starts_window = True
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits ``(batch, num_classes)``."""
+        logits: Tensor = self.net(images)
+        return logits
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Mean loss of one micro-batch; logs the means of the window so far."""
+        images, targets = batch
+        if self._starts_window:
+            self.window_loss.reset()
+            self.window_accuracy.reset()
+            self._starts_window = False
+        logits = self(images)
+        loss = F.cross_entropy(logits, targets)
+        self.window_loss.update(loss.detach(), weight=len(targets))
+        self.window_accuracy.update(logits.detach(), targets)
+        curves = {"train/loss": self.window_loss.compute(), "train/acc": self.window_accuracy.compute()}
+        self.log_dict(curves, prog_bar=True, on_step=True, on_epoch=False, batch_size=len(targets))
+        return loss
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """The next micro-batch starts a window."""
+        self._starts_window = True
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        """Logs ``val/loss`` and ``val/acc`` over the validation set."""
+        self._evaluate(batch, "val", self.val_accuracy)
+
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
+        """Logs ``test/loss`` and ``test/acc`` and counts the confusion matrix."""
+        logits = self._evaluate(batch, "test", self.test_accuracy)
+        self.test_confusion.update(logits, batch[1])
+
+    def on_test_epoch_end(self) -> None:
+        """Keep the confusion matrix, summed over ranks, as plain numbers."""
+        self.confusion = self.test_confusion.compute().tolist()
+        self.test_confusion.reset()
+
+    def predict_step(self, batch: Batch | list[Tensor], batch_idx: int) -> Tensor:
+        """Predicted classes ``(batch,)``."""
+        logits: Tensor = self(batch[0])
+        return logits.argmax(dim=1)
+
+    def configure_optimizers(self) -> Any:
+        """The optimizer, and its scheduler by optimizer step where there is one."""
+        optimizer = self.make_optimizer(self.parameters())
+        if self.make_scheduler is None:
+            return optimizer
+        arguments = {}
+        if "total_steps" in inspect.signature(self.make_scheduler).parameters:
+            arguments["total_steps"] = int(self.trainer.estimated_stepping_batches)
+        scheduler = self.make_scheduler(optimizer, **arguments)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def _evaluate(self, batch: Batch, stage: str, accuracy: MulticlassAccuracy) -> Tensor:
+        images, targets = batch
+        logits: Tensor = self(images)
+        accuracy.update(logits, targets)
+        self.log(f"{stage}/loss", F.cross_entropy(logits, targets), batch_size=len(targets), sync_dist=True)
+        self.log(f"{stage}/acc", accuracy, on_step=False, on_epoch=True, batch_size=len(targets))
+        return logits

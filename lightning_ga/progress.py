@@ -1,0 +1,143 @@
+"""What a run shows while it trains: the plan first, then a bar with the effective batch and the factor."""
+
+import logging
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import lightning_utilities.core.rank_zero as rank_zero
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import TQDMProgressBar
+from rich.console import Console
+from tqdm import tqdm
+
+from lightning_ga.plan import AccumulationPlan
+from lightning_ga.report import plan_table, save_plan
+from lightning_ga.search import ProbeResult
+
+LOG_UPDATES = 5  # of a bar that is written to a file: per epoch
+NOISE = (  # warnings about choices that this application makes on purpose
+    r".*does not have many workers.*",
+    r".*is smaller than the logging interval.*",
+    r".*exists and is not empty.*",  # the output folder: Hydra has written its own files
+    r".*You passed `Trainer\(precision='16-mixed'.*",  # an error of ours says it
+    r".*isinstance\(treespec, LeafSpec\).*",  # Lightning 2.6.6 on torch 2.15
+)
+
+
+class TrainingBar(TQDMProgressBar):
+    """Lightning's bar with loss, accuracy, effective batch size and factor, in 80 columns.
+
+    Written to a file it is updated a few times an epoch, so that a log stays readable.
+
+    Args:
+        refresh_rate: Micro-batches between two updates on a terminal.
+    """
+
+    BAR_FORMAT = "{desc} {percentage:3.0f}%|{bar:10}| {n_fmt}/{total_fmt} {elapsed}<{remaining}{postfix}"
+
+    def __init__(self, refresh_rate: int = 5) -> None:
+        super().__init__(refresh_rate=refresh_rate)
+
+    @property
+    def refresh_rate(self) -> int:
+        """Micro-batches between two updates."""
+        rate: int = super().refresh_rate
+        if sys.stdout.isatty() or not self._trainer:
+            return rate
+        batches = self.total_train_batches
+        return max(rate, int(batches) // LOG_UPDATES) if batches != float("inf") else rate
+
+    def init_validation_tqdm(self) -> Any:
+        """Validation has no bar: it is a small part of an epoch."""
+        return tqdm(disable=True)
+
+    def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
+        """The values beside the bar."""
+        shown = super().get_metrics(trainer, pl_module)
+        shown.pop("v_num", None)
+        metrics: dict[str, Any] = {name.removeprefix("train/"): value for name, value in shown.items()}
+        plan = current_plan(trainer)
+        if plan is not None:
+            metrics["batch"] = str(plan.effective_batch_size)
+        metrics["factor"] = str(trainer.accumulate_grad_batches)
+        return metrics
+
+
+class PlanReport(Callback):
+    """Prints the plan and saves it as JSON once training is set up, before the first step.
+
+    Args:
+        folder: Where ``plan.json`` goes.
+        dry_run: End the fit right there, without a single training step.
+    """
+
+    def __init__(self, folder: Path, *, dry_run: bool = False) -> None:
+        self.folder = folder
+        self.dry_run = dry_run
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """AutoAccumulate, which comes first among the callbacks, has its plan by now."""
+        if trainer.is_global_zero:
+            plan, probe = current_plan(trainer), current_probe(trainer)
+            save_plan(self.folder / "plan.json", plan, probe)
+            Console(width=80).print(plan_table(plan, probe, setting=describe_setting(trainer, pl_module)))
+        if self.dry_run:
+            trainer.fit_loop.epoch_loop.max_steps = trainer.global_step
+
+
+def describe_setting(trainer: Trainer, module: LightningModule) -> str:
+    """Model, parameters, precision and device in one line."""
+    name = module.hparams.get("name", type(module).__name__)
+    millions = sum(parameter.numel() for parameter in module.parameters()) / 1e6
+    device = f"{trainer.world_size} × {module.device.type}" if trainer.world_size > 1 else module.device.type
+    return f"{name}, {millions:.1f} M parameters, precision {trainer.precision}, on {device}"
+
+
+def find_accumulate(trainer: Trainer) -> Any:
+    """The callback that plans, known by what it offers: ``plan`` and ``probe``."""
+    plans = [callback for callback in _callbacks(trainer) if hasattr(callback, "plan") and hasattr(callback, "probe")]
+    return plans[0] if plans else None
+
+
+def current_plan(trainer: Trainer) -> AccumulationPlan | None:
+    """The plan of the epoch, or the recipe as it is where nothing plans."""
+    plan: AccumulationPlan | None = getattr(find_accumulate(trainer), "plan", None)
+    return plan or recipe_plan(trainer)
+
+
+def current_probe(trainer: Trainer) -> ProbeResult | None:
+    """What the probe found, if one ran."""
+    probe: ProbeResult | None = getattr(find_accumulate(trainer), "probe", None)
+    return probe
+
+
+def recipe_plan(trainer: Trainer) -> AccumulationPlan | None:
+    """The loader's batch size × accumulated batches × ranks; nothing if the loader has no batch size."""
+    batch = getattr(trainer.train_dataloader, "batch_size", None)
+    if not isinstance(batch, int):
+        return None
+    factor, ranks = trainer.accumulate_grad_batches, trainer.world_size
+    return AccumulationPlan(batch * factor * ranks, ranks, batch, factor, ((batch,) * factor,) * ranks)
+
+
+@contextmanager
+def quiet_lightning() -> Iterator[None]:
+    """Keep Lightning's information and the warnings in ``NOISE`` off the screen."""
+    log: logging.Logger = rank_zero.log  # the one logger behind rank_zero_info, of either namespace
+    level = log.level
+    log.setLevel(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            for message in NOISE:
+                warnings.filterwarnings("ignore", message)
+            yield
+    finally:
+        log.setLevel(level)
+
+
+def _callbacks(trainer: Trainer) -> list[Callback]:
+    return trainer.callbacks  # type: ignore[attr-defined, no-any-return]

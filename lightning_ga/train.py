@@ -1,0 +1,140 @@
+"""The command line: ``python -m lightning_ga.train`` and ``lightning-ga`` are the same program.
+
+Its configuration lies in ``conf/``; ``--help`` shows examples, groups and keys. This file holds the
+way in and out: a user's mistake ends in one sentence and exit code 1. What is built from a
+configuration is in ``build.py``, what is then done with it in ``tasks.py``.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from difflib import get_close_matches
+from pathlib import Path
+from typing import NoReturn
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from lightning.pytorch.utilities import rank_zero_only
+from omegaconf import DictConfig, OmegaConf
+
+from lightning_ga.allowlist import guarded_hydra
+from lightning_ga.cli_errors import EXPECTED, explain
+from lightning_ga.errors import UserError
+from lightning_ga.progress import quiet_lightning
+from lightning_ga.tasks import TASKS, run_task
+
+FULL_ERROR = "HYDRA_FULL_ERROR"  # set: Hydra raises errors instead of printing them
+TRACEBACK = "--traceback"
+
+
+class ReportedError(Exception):
+    """A failed job of a sweep whose sentence has been printed."""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line.
+
+    Args:
+        argv: Overrides and options; those of the process if left out.
+
+    Raises:
+        SystemExit: With code 1 after a user's mistake, told in one sentence.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    show_traceback = TRACEBACK in arguments or os.environ.get(FULL_ERROR) == "1"
+    arguments = [argument for argument in arguments if argument != TRACEBACK]
+    program = hydra.main(version_base="1.3", config_path=str(config_folder()), config_name="train")
+    try:
+        refuse_rerun(arguments)
+        with process_state(arguments), guarded_hydra():
+            program(make_job(show_traceback))()
+    except ReportedError:
+        raise SystemExit(1) from None
+    except EXPECTED as error:
+        if show_traceback:
+            raise
+        fail(error)
+
+
+def make_job(show_traceback: bool) -> Callable[[DictConfig], float | None]:
+    """What Hydra calls with each configuration; it returns the optimized metric."""
+
+    def job(cfg: DictConfig) -> float | None:
+        # Processes that the job starts must not inherit what is meant for this Hydra.
+        os.environ.pop(FULL_ERROR, None)
+        try:
+            check_task(cfg.task)
+            with quiet_lightning():
+                return run_task(cfg)
+        except EXPECTED as error:
+            if show_traceback:
+                raise
+            if HydraConfig.get().mode != RunMode.MULTIRUN:
+                fail(error)  # within the job: Hydra would add a line of its own
+            print_error(f"job {HydraConfig.get().job.num} ({HydraConfig.get().job.override_dirname}): {explain(error)}")
+            raise ReportedError from error
+        finally:
+            os.environ[FULL_ERROR] = "1"
+
+    return job
+
+
+def check_task(task: str) -> None:
+    """Refuse a task that does not exist."""
+    if task not in TASKS:
+        nearest = get_close_matches(str(task), TASKS, n=1)
+        hint = f"; did you mean {nearest[0]}?" if nearest else "."
+        raise UserError(f"task={task} does not exist{hint} The tasks: {', '.join(TASKS)}.")
+
+
+def config_folder() -> Path:
+    """``conf``: inside the package in a wheel, beside it in the source tree."""
+    package = Path(__file__).resolve().parent
+    inside = package / "conf"
+    return inside if inside.is_dir() else package.parent / "conf"
+
+
+def top_level_keys() -> list[str]:
+    """Groups and keys that ``train.yaml`` knows."""
+    folder = config_folder()
+    groups = sorted(path.name for path in folder.iterdir() if path.is_dir())
+    return [*groups, *(str(key) for key in OmegaConf.load(folder / "train.yaml") if key != "defaults")]
+
+
+def refuse_rerun(arguments: Sequence[str]) -> None:
+    """``--experimental-rerun`` unpickles a file: nothing here does."""
+    if any(argument.startswith("--experimental-rerun") for argument in arguments):
+        raise UserError("--experimental-rerun unpickles a file, which can run any code: give the overrides again.")
+
+
+@contextmanager
+def process_state(arguments: Sequence[str]) -> Iterator[None]:
+    """Show Hydra these arguments, have it raise its errors, and put everything back."""
+    argv, full_error = sys.argv, os.environ.get(FULL_ERROR)
+    sys.argv = [argv[0], *arguments]
+    os.environ[FULL_ERROR] = "1"
+    try:
+        yield
+    finally:
+        sys.argv = argv
+        os.environ.pop(FULL_ERROR)
+        if full_error is not None:
+            os.environ[FULL_ERROR] = full_error
+
+
+def fail(error: BaseException) -> NoReturn:
+    """One sentence on stderr, and exit code 1."""
+    print_error(explain(error, top_level_keys()))
+    raise SystemExit(1) from None
+
+
+@rank_zero_only
+def print_error(sentence: str) -> None:
+    """A user's mistake, told by one of the ranks."""
+    print(f"Error: {sentence}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
