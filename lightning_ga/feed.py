@@ -104,9 +104,14 @@ class Feed:
         self.sampler.armed = armed
         self.epoch = epoch if armed else None
         if self.loader is None:
-            self.loader = rebatch(self.user_loader, self.sampler)
+            self.loader = rebatch(self.user_loader, self.sampler, sized=self.length is not None)
         object.__setattr__(self.loader, "batch_size", plan.micro_batch_size)
         return plan
+
+    @property
+    def length(self) -> int | None:
+        """Micro-batches of the arranged epoch on each rank; ``None`` for a stream, which ends where it pleases."""
+        return None if self.recipe.batch_size is not None and self.recipe.order.size is None else self.epoch_plan.length
 
     @property
     def epoch_plan(self) -> EpochPlan:

@@ -70,11 +70,10 @@ def read_loader(loader: object, *, world_size: int, shard: bool = True, shuffle:
     return LoaderRecipe(order, batch_sampler.batch_size, batch_sampler.drop_last, shared and (shard or world_size == 1))
 
 
-def rebatch(loader: "DataLoader[Any]", batch_sampler: WindowBatchSampler) -> "DataLoader[Any]":
-    """A copy of the loader that yields the micro-batches of a window batch sampler."""
+def rebatch(loader: "DataLoader[Any]", batch_sampler: WindowBatchSampler, *, sized: bool = True) -> "DataLoader[Any]":
+    """A copy of the loader that yields the micro-batches of a window batch sampler; ``sized`` if it has a length."""
     settings: dict[str, Any] = {"batch_sampler": batch_sampler, "drop_last": False, "generator": batch_sampler.generator}
-    length_known = batch_sampler.plan is not None and batch_sampler.plan.length is not None
-    return copy_loader(loader, length_of=batch_sampler if length_known else None, **settings)
+    return copy_loader(loader, length_of=batch_sampler if sized else None, **settings)
 
 
 def collect_samples(loader: "DataLoader[Any]", indices: list[Any]) -> list[Any]:

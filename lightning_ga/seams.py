@@ -6,6 +6,7 @@ deleting the attribute that shadows the method.
 """
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -113,9 +114,7 @@ def iterate_again(trainer: Any) -> None:
 def move_to_micro_batch(trainer: Any, done: int, *, same_epoch: bool) -> None:
     """Let a restored epoch go on after ``done`` micro-batches, in this run's own units.
 
-    A checkpoint counts the micro-batches of the run that wrote it. The loop's totals move along, and
-    the count of steps that loggers use is that of optimizer steps. When the loop restarts it adds one
-    itself where the checkpoint was written before that count rose (``training_epoch_loop.py:190``).
+    A checkpoint counts the micro-batches of the run that wrote it; the loop's totals move along.
     """
     loop = trainer.fit_loop.epoch_loop
     progress = loop.batch_progress
@@ -126,8 +125,27 @@ def move_to_micro_batch(trainer: Any, done: int, *, same_epoch: bool) -> None:
         value = done - (1 if pending and name == "completed" else 0)
         setattr(progress.current, name, value)
         setattr(progress.total, name, getattr(progress.total, name) + moved)
-    bump = loop.restarting and (pending or not loop.restarted_on_last)
-    loop._batches_that_stepped = loop.global_step - int(bump)
+
+
+def align_logger_steps(trainer: Any) -> None:
+    """Let a restored loop give loggers the number of optimizer steps, once it has restarted.
+
+    A checkpoint is written before that count rises. The loop makes up for it by adding one, on its
+    reset (``training_epoch_loop.py:190``) or, where validation was due, by going through the end of
+    the micro-batch once more (:277).
+    """
+    loop = trainer.fit_loop.epoch_loop
+    on_reset = loop.restarted_on_train_batch_end or not loop.restarted_on_last
+    rises = on_reset or loop._should_check_val_fx(trainer.fit_loop._data_fetcher)
+    loop._batches_that_stepped = loop.global_step - int(rises)
+
+
+def expect_positions_to_be_kept() -> None:
+    """Silence Lightning's warning that a resume in mid-epoch repeats samples: here it does not.
+
+    ``training_epoch_loop.py:215`` warns for every loader that keeps no state of its own.
+    """
+    warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch ended")
 
 
 def is_distributed(trainer: Any) -> bool:

@@ -70,7 +70,7 @@ class Session:
             set_up()
         if self._feed is not None and self._feed is not known:
             seams.check_validation_interval(trainer, self._epoch_batches())
-            seams.resize_epoch(trainer, self._feed.epoch_plan.length)
+            seams.resize_epoch(trainer, self._feed.length)
 
     # --- epochs --------------------------------------------------------------------------------
 
@@ -84,9 +84,11 @@ class Session:
         self._begin(epoch)
         if seams.restarts_in_epoch(trainer):
             done = self.feed.epoch_plan.done
+            seams.expect_positions_to_be_kept()
             seams.move_to_micro_batch(trainer, done, same_epoch=same_epoch)
             if done:
                 self._schedule_validation(done - 1)
+            seams.align_logger_steps(trainer)
         seams.iterate_again(trainer)
 
     def start_epoch(self) -> None:
@@ -167,7 +169,7 @@ class Session:
         self.trainer.accumulate_grad_batches = self.plan.factor
         if self.weighted and self.feed.counted_later:
             self._late = LateWindow(self.plan.effective_batch_size / (self.plan.factor * self.plan.world_size))
-        seams.resize_epoch(self.trainer, self.feed.epoch_plan.length)
+        seams.resize_epoch(self.trainer, self.feed.length)
 
     def _arrange(self, epoch: int) -> None:
         known = self._micro_batch
@@ -220,4 +222,4 @@ class Session:
     def _epoch_batches(self) -> int | None:
         epoch = self._position.epoch
         total = self.feed.total(epoch)
-        return None if total is None else self.feed.recipe_batches(total)
+        return None if total is None or self.feed.length is None else self.feed.recipe_batches(total)

@@ -1,0 +1,108 @@
+"""What the user wrote in batches goes on meaning batches of the recipe."""
+
+from typing import Any
+
+import pytest
+import torch
+from reference import Regression, Samples, StreamOf, Validated, cut, fit, plain_loop, worst_error
+from torch.utils.data import DataLoader
+
+from lightning_ga import AutoAccumulate, UserError
+
+
+def loader(size: int = 30, batch_size: int = 4) -> Any:
+    return DataLoader(Samples(size), batch_size=batch_size)
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 5, 100, 0.5, 0.99, 1.0])
+@pytest.mark.parametrize("factor", [1, 2])
+def test_limit_train_batches_counts_batches_of_the_recipe(limit: int | float, factor: int) -> None:
+    """The same samples as without the callback, in the same windows."""
+    settings = {"limit_train_batches": limit, "accumulate_grad_batches": factor}
+    stock, _ = fit(loader(), **settings)
+    ours, _ = fit(loader(), AutoAccumulate(micro_batch_size=3), **settings)
+    assert [sorted(w) for w in ours.windows] == [sorted(w) for w in stock.windows]
+    assert worst_error(ours.gradients, plain_loop(Samples(30), stock.windows)) <= 1e-12
+
+
+def test_limit_train_batches_cuts_a_stream() -> None:
+    """Also where the stream would end before the limit."""
+    for limit, windows in ((3, cut(range(12), 8)), (100, cut(range(30), 8))):
+        module, _ = fit(
+            DataLoader(StreamOf(Samples(30)), batch_size=4),
+            AutoAccumulate(micro_batch_size=3),
+            accumulate_grad_batches=2,
+            limit_train_batches=limit,
+            max_epochs=1,
+        )
+        assert worst_error(module.gradients, plain_loop(Samples(30), windows)) <= 1e-12
+
+
+@pytest.mark.parametrize("micro_batch", [1, 3, 4, 8])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"val_check_interval": 2},
+        {"val_check_interval": 4},
+        {"val_check_interval": 0.5},
+        {"val_check_interval": 4, "limit_train_batches": 6},
+        {"val_check_interval": 6, "check_val_every_n_epoch": None},
+        {"val_check_interval": 10, "check_val_every_n_epoch": None},
+        {"check_val_every_n_epoch": 2},
+    ],
+    ids=str,
+)
+def test_validation_runs_after_the_same_steps(micro_batch: int, settings: dict[str, Any]) -> None:
+    """Whole numbers, fractions and counts over epochs, whatever the micro-batch is."""
+    settings = {"accumulate_grad_batches": 2, "max_epochs": 3, **settings}
+    stock, _ = fit(loader(), module=Validated(), **settings)
+    ours, _ = fit(loader(), AutoAccumulate(micro_batch_size=micro_batch), module=Validated(), **settings)
+    assert ours.steps_at_validation == stock.steps_at_validation
+
+
+def test_validation_of_a_stream_runs_at_its_end() -> None:
+    """A stream of unknown length is validated when it is over."""
+    for extra in ((), (AutoAccumulate(micro_batch_size=3),)):
+        module, _ = fit(DataLoader(StreamOf(Samples(30)), batch_size=8), *extra, module=Validated())
+        assert module.steps_at_validation == [4, 8]
+
+
+def test_an_interval_above_the_epoch_is_refused_in_batches_of_the_recipe() -> None:
+    """Eight batches of the recipe are an epoch, however many micro-batches that makes."""
+    fit(loader(), AutoAccumulate(64), module=Validated(), val_check_interval=8, max_epochs=1)
+    with pytest.raises(UserError, match=r"val_check_interval=9 is more than the 8"):
+        fit(loader(), AutoAccumulate(micro_batch_size=1), module=Validated(), val_check_interval=9)
+
+
+def test_limits_are_the_users_again_after_the_fit() -> None:
+    """Nothing that was translated for the loops stays translated."""
+    _, trainer = fit(loader(), AutoAccumulate(micro_batch_size=1), limit_train_batches=3, val_check_interval=2)
+    assert (trainer.limit_train_batches, trainer.val_check_interval) == (3, 2)
+
+
+@pytest.mark.parametrize("micro_batch", [3, 8])
+def test_estimated_steps_and_schedulers_by_step_count_optimizer_steps(micro_batch: int) -> None:
+    """A OneCycle schedule made from the estimate ends exactly with training."""
+
+    class Scheduled(Regression):
+        def configure_optimizers(self) -> Any:
+            optimizer = super().configure_optimizers()
+            self.estimate = self.trainer.estimated_stepping_batches
+            schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=self.estimate)
+            return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+    module, trainer = fit(
+        loader(), AutoAccumulate(micro_batch_size=micro_batch), module=Scheduled(), accumulate_grad_batches=2
+    )
+    assert module.estimate == trainer.global_step == 8
+    assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.0)
+
+
+@pytest.mark.parametrize("settings", [{"fast_dev_run": True}, {"overfit_batches": 2}, {"max_steps": 5}])
+def test_trainer_modes_keep_their_meaning(settings: dict[str, Any]) -> None:
+    """As many optimizer steps as without the callback, on the same samples."""
+    settings = {"accumulate_grad_batches": 2, "max_epochs": 3, **settings}
+    stock, _ = fit(loader(), **settings)
+    ours, _ = fit(loader(), AutoAccumulate(micro_batch_size=3), **settings)
+    assert [sorted(w) for w in ours.windows] == [sorted(w) for w in stock.windows]

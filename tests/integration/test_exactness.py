@@ -1,0 +1,180 @@
+"""Same optimizer steps and same gradients as the recipe run whole, however the data are given."""
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from reference import Samples, SizedStreamOf, StreamOf, cut, fit, permutation, plain_loop, worst_error
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, Sampler, WeightedRandomSampler
+
+from lightning_ga import AutoAccumulate
+
+SEED = 7
+EPOCHS = 2
+
+
+class FixedLoader(DataLoader):
+    """A subclass whose constructor takes nothing that a DataLoader's takes."""
+
+    def __init__(self, samples: Dataset, *, size: int) -> None:
+        super().__init__(samples, batch_size=size, shuffle=False)
+
+
+class BucketBatches(Sampler[list[int]]):
+    """A batch sampler of the user's own: batches of varying size, in an order that changes with the epoch."""
+
+    def __init__(self, size: int, batch_size: int) -> None:
+        self.size, self.batch_size, self.epoch = size, batch_size, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return len(self.batches())
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self.batches())
+
+    def batches(self) -> list[list[int]]:
+        rng, left, batches = random.Random(self.epoch), list(range(self.size)), []
+        while left:
+            count = rng.randint(1, self.batch_size)
+            batches.append(left[:count])
+            left = left[count:]
+        rng.shuffle(batches)
+        return batches
+
+
+def in_order(dataset: Samples, epoch: int) -> list[int]:
+    return list(range(len(dataset)))
+
+
+def shuffled(dataset: Samples, epoch: int) -> list[int]:
+    return permutation(len(dataset), SEED, epoch)
+
+
+WAYS = {
+    "keyword arguments": (lambda d, b: DataLoader(dataset=d, batch_size=b), in_order),
+    "positional arguments": (lambda d, b: DataLoader(d, b, True), shuffled),
+    "subclass with fixed arguments": (lambda d, b: FixedLoader(d, size=b), in_order),
+    "batch sampler of torch": (lambda d, b: DataLoader(d, batch_sampler=BatchSampler(range(len(d)), b, False)), in_order),
+    "iterable dataset": (lambda d, b: DataLoader(StreamOf(d), batch_size=b), in_order),
+    "iterable dataset with a length": (lambda d, b: DataLoader(SizedStreamOf(d), batch_size=b), in_order),
+    "workers": (lambda d, b: DataLoader(d, b, shuffle=True, num_workers=1), shuffled),
+    "persistent workers": (lambda d, b: DataLoader(d, b, shuffle=True, num_workers=2, persistent_workers=True), shuffled),
+    "distributed sampler": (
+        lambda d, b: DataLoader(d, b, sampler=DistributedSampler(d, num_replicas=1, rank=0, seed=3)),
+        lambda d, epoch: permutation(len(d), 3, epoch),
+    ),
+    "own generator": (
+        lambda d, b: DataLoader(d, b, shuffle=True, generator=torch.Generator().manual_seed(11)),
+        lambda d, epoch: permutation(len(d), 11, epoch),
+    ),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("draw", range(3))
+def test_gradients_equal_the_recipe_run_whole(way: str, draw: int) -> None:
+    """Relative error ≤ 1e-12 in fp64 for random sizes, ragged windows included, and as many steps."""
+    rng = random.Random(f"{way} {draw}")
+    dataset = Samples(rng.randint(20, 90))
+    batch_size, factor, limit = rng.randint(1, 20), rng.randint(1, 4), rng.randint(1, 24)
+    make, order = WAYS[way]
+
+    module, trainer = fit(
+        make(dataset, batch_size),
+        AutoAccumulate(micro_batch_size=limit),
+        accumulate_grad_batches=factor,
+        max_epochs=EPOCHS,
+        seed=SEED,
+    )
+
+    windows = [w for epoch in range(EPOCHS) for w in cut(order(dataset, epoch), batch_size * factor)]
+    assert [sorted(window) for window in module.windows] == [sorted(window) for window in windows]
+    assert worst_error(module.gradients, plain_loop(dataset, windows)) <= 1e-12
+    assert max(len(indices) for _, indices in module.micro_batches) <= limit
+
+
+@pytest.mark.parametrize("effective", [1, 7, 32, 50, 500])
+@pytest.mark.parametrize("way", ["keyword arguments", "iterable dataset", "persistent workers"])
+def test_an_effective_batch_of_the_users_own(way: str, effective: int) -> None:
+    """Any effective batch, above the dataset too, whatever the loader's batch size is."""
+    dataset = Samples(53)
+    make, order = WAYS[way]
+    module, _ = fit(make(dataset, 8), AutoAccumulate(effective, micro_batch_size=5), max_epochs=EPOCHS, seed=SEED)
+    windows = [w for epoch in range(EPOCHS) for w in cut(order(dataset, epoch), effective)]
+    assert worst_error(module.gradients, plain_loop(dataset, windows)) <= 1e-12
+
+
+@pytest.mark.parametrize("factor", [1, 3])
+@pytest.mark.parametrize("limit", [1, 4, 9, 100])
+def test_a_batch_sampler_of_the_users_own_keeps_its_batches(factor: int, limit: int) -> None:
+    """Batches of varying size stay together: a window is that of the recipe, its samples weigh the same."""
+    dataset = Samples(61)
+    sampler = BucketBatches(len(dataset), batch_size=9)
+    module, _ = fit(
+        DataLoader(dataset, batch_sampler=sampler),
+        AutoAccumulate(micro_batch_size=limit),
+        accumulate_grad_batches=factor,
+        max_epochs=EPOCHS,
+    )
+    windows = []
+    for epoch in range(EPOCHS):
+        oracle = BucketBatches(len(dataset), batch_size=9)
+        oracle.set_epoch(epoch)
+        batches = oracle.batches()
+        windows += [sum(batches[start : start + factor], []) for start in range(0, len(batches), factor)]
+    assert worst_error(module.gradients, plain_loop(dataset, windows)) <= 1e-12
+
+
+def test_a_weighted_sampler_draws_the_same_for_every_micro_batch() -> None:
+    """The user's own sampler keeps its weights, and its draws depend on seed and epoch alone."""
+    dataset = Samples(40)
+    runs = []
+    for limit in (3, 16):
+        loader = DataLoader(dataset, 16, sampler=WeightedRandomSampler([0.0] * 20 + [1.0] * 20, 40))
+        module, _ = fit(loader, AutoAccumulate(micro_batch_size=limit))
+        runs.append(module.windows)
+    assert runs[0] == runs[1]
+    assert min(min(window) for window in runs[0]) >= 20
+    assert runs[0][0] != runs[0][3]  # another epoch, another draw
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_drop_last_drops_the_ragged_window(drop_last: bool) -> None:
+    """Dropped is what the whole batch would have dropped."""
+    dataset = Samples(50)
+    loader = DataLoader(dataset, batch_size=8, drop_last=drop_last)
+    module, _ = fit(loader, AutoAccumulate(micro_batch_size=3), accumulate_grad_batches=2, max_epochs=1)
+    windows = cut(range(50), 16, drop_last)
+    assert worst_error(module.gradients, plain_loop(dataset, windows)) <= 1e-12
+
+
+def test_without_normalization_gradients_are_those_of_stock_lightning() -> None:
+    """``normalize=None`` keeps the division by the nominal factor, the ragged window's error included."""
+    dataset = Samples(20)
+    stock, _ = fit(DataLoader(dataset, batch_size=4), accumulate_grad_batches=3)
+    ours, _ = fit(
+        DataLoader(dataset, batch_size=4), AutoAccumulate(micro_batch_size=4, normalize=None), accumulate_grad_batches=3
+    )
+    assert worst_error(ours.gradients, stock.gradients) <= 1e-12
+
+
+def test_full_windows_of_equal_chunks_are_bitwise_those_of_stock_lightning() -> None:
+    """Where all weights are one nothing is touched."""
+    dataset = Samples(24)
+    stock, _ = fit(DataLoader(dataset, batch_size=4), accumulate_grad_batches=3)
+    ours, _ = fit(DataLoader(dataset, batch_size=4), AutoAccumulate(micro_batch_size=4), accumulate_grad_batches=3)
+    assert all(torch.equal(a, b) for a, b in zip(ours.gradients, stock.gradients, strict=True))
+
+
+def test_the_users_loader_stays_as_it_was() -> None:
+    """After a fit it yields what it yielded before."""
+    loader = DataLoader(Samples(10), batch_size=4)
+    before: dict[str, Any] = dict(vars(loader))
+    fit(loader, AutoAccumulate(micro_batch_size=2))
+    assert vars(loader) == before
+    assert [len(batch[0]) for batch in loader] == [4, 4, 2]

@@ -1,0 +1,127 @@
+"""Effective batch and factor by epoch, also after a resume in the middle of one and in a second fit."""
+
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
+from reference import Regression, Samples, cut, fit, plain_loop, quiet_trainer, worst_error
+from torch.utils.data import DataLoader
+
+from lightning_ga import AutoAccumulate, UserError
+
+
+class Factors(pl.Callback):
+    """Notes the factor of every epoch, and the plan's."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, int]] = []
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: object, idx: int) -> None:
+        pair = (trainer.current_epoch, trainer.accumulate_grad_batches)
+        if pair not in self.seen:
+            self.seen.append(pair)
+
+
+@pytest.mark.parametrize(
+    "schedule", [{0: 4, 1: 10, 3: 20}, lambda epoch: (4, 10, 10, 20)[epoch]], ids=["mapping", "callable"]
+)
+def test_the_effective_batch_follows_the_epoch(schedule: object) -> None:
+    """Every epoch's gradients are those of its own whole batch."""
+    dataset = Samples(30)
+    factors = Factors()
+    module, _ = fit(
+        DataLoader(dataset, batch_size=4), AutoAccumulate(schedule, micro_batch_size=5), factors, max_epochs=4
+    )
+    windows = [window for size in (4, 10, 10, 20) for window in cut(range(30), size)]
+    assert worst_error(module.gradients, plain_loop(dataset, windows)) <= 1e-12
+    assert factors.seen == [(0, 1), (1, 2), (2, 2), (3, 4)]
+
+
+@pytest.mark.parametrize("schedule", [3, {0: 1, 1: 3}, {1: 3}, lambda epoch: 3 if epoch else 1])
+def test_the_factor_follows_the_epoch(schedule: object) -> None:
+    """``accumulate`` fixes the factor; before a mapping's first epoch it is one."""
+    dataset = Samples(30)
+    factors = Factors()
+    module, _ = fit(
+        DataLoader(dataset, batch_size=4), AutoAccumulate(accumulate=schedule, micro_batch_size=4), factors
+    )
+    first = 3 if schedule == 3 else 1
+    assert factors.seen == [(0, first), (1, 3)]
+    windows = cut(range(30), 4 * first) + cut(range(30), 12)
+    assert worst_error(module.gradients, plain_loop(dataset, windows)) <= 1e-12
+
+
+def test_the_users_mapping_is_not_changed() -> None:
+    """Neither by the constructor nor by training."""
+    schedule = {1: 6}
+    fit(DataLoader(Samples(12), batch_size=4), AutoAccumulate(schedule, micro_batch_size=2))
+    assert schedule == {1: 6}
+
+
+def test_a_second_fit_of_the_same_trainer_goes_on_with_the_schedule() -> None:
+    """The factor that the first fit left in the trainer is not taken for the recipe's."""
+    dataset = Samples(24)
+    factors = Factors()
+    callback = AutoAccumulate({0: 4, 2: 12}, micro_batch_size=2)
+    module, trainer = fit(DataLoader(dataset, batch_size=4), callback, factors, max_epochs=2)
+    assert trainer.accumulate_grad_batches == 2
+    trainer.fit_loop.max_epochs = 3
+    trainer.fit(module, DataLoader(dataset, batch_size=4))
+    assert factors.seen == [(0, 2), (1, 2), (2, 6)]
+
+
+def test_a_second_fit_keeps_the_recipe() -> None:
+    """Twice the same recipe is twice the same effective batch."""
+    callback = AutoAccumulate(micro_batch_size=2)
+    module, trainer = fit(DataLoader(Samples(24), batch_size=4), callback, accumulate_grad_batches=3, max_epochs=1)
+    assert (callback.plan.effective_batch_size, callback.plan.factor) == (12, 6)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, DataLoader(Samples(24), batch_size=4))
+    assert (callback.plan.effective_batch_size, callback.plan.factor) == (12, 6)
+
+
+def test_the_schedule_holds_after_a_resume_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
+    """Lightning's own scheduler trains on at factor 1 there."""
+    dataset = Samples(30)
+    checkpoint = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1, filename="{step}")
+    same_key = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=0)
+    schedule = {0: 10, 1: 15}
+    whole, _ = fit(
+        DataLoader(dataset, batch_size=5),
+        AutoAccumulate(schedule, micro_batch_size=5),
+        checkpoint,
+        enable_checkpointing=True,
+    )
+    factors = Factors()
+    resumed, _ = fit(
+        DataLoader(dataset, batch_size=5),
+        AutoAccumulate(schedule, micro_batch_size=5),
+        factors,
+        same_key,
+        enable_checkpointing=True,
+        ckpt_path=tmp_path / "step=4.ckpt",
+    )
+    assert factors.seen == [(1, 3)]
+    assert worst_error(resumed.gradients, whole.gradients[4:]) <= 1e-12
+
+
+def test_a_factor_in_both_places_is_refused() -> None:
+    """One of two contradicting factors has to go."""
+    with pytest.raises(UserError, match=r"accumulate=2 and Trainer\(accumulate_grad_batches=3\)"):
+        fit(DataLoader(Samples(8), batch_size=4), AutoAccumulate(accumulate=2), accumulate_grad_batches=3)
+
+
+def test_a_failed_fit_leaves_the_trainer_as_it_was() -> None:
+    """The factor and the loops are the recipe's again."""
+
+    class Failing(Regression):
+        def training_step(self, batch: object, batch_idx: int) -> None:
+            raise RuntimeError("on purpose")
+
+    trainer = quiet_trainer(AutoAccumulate(micro_batch_size=1), accumulate_grad_batches=2)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        trainer.fit(Failing(), DataLoader(Samples(8), batch_size=4))
+    assert trainer.accumulate_grad_batches == 2
+    assert "setup_data" not in vars(trainer.fit_loop)
+    assert "dataloader" not in vars(trainer.fit_loop._data_source)
