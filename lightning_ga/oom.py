@@ -1,0 +1,120 @@
+"""Recognise an out-of-memory error, and free what it keeps alive.
+
+A caught exception holds its traceback, the traceback the frames, and the frames the activations.
+Nothing is freed inside ``except ... as error``: note the error, leave the block, then ``release`` it.
+
+    failure = None
+    try:
+        step()
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        failure = error
+    if failure is not None:
+        release(failure)
+"""
+
+import gc
+from collections.abc import Iterator
+
+import torch
+
+_OUT_OF_MEMORY = (
+    "CUDA out of memory",
+    "CUDA error: out of memory",
+    "C10 Out of Memory",
+    "CUDA ran out of memory outside PyTorch's allocator",
+    "HIP out of memory",
+    "HIP error: out of memory",
+    "MPS backend out of memory",
+    "XPU out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUFFT_ALLOC_FAILED",
+    "CUSOLVER_STATUS_ALLOC_FAILED",
+    "Not enough memory for workspace!",
+    "NVML_SUCCESS == r INTERNAL ASSERT",
+    "DefaultCPUAllocator: can't allocate memory",
+    "DefaultCPUAllocator: not enough memory",
+)
+# cuDNN reports a workspace that it could not get as an engine that does not exist.
+_AMBIGUOUS = (
+    "Unable to find a valid cuDNN algorithm",
+    "FIND was unable to find an engine",
+    "GET was unable to find an engine",
+    "CUDNN_STATUS_NOT_SUPPORTED",
+)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out, on any device or on the host.
+
+    Looks at the error and at the ones that it was raised from or while handling. An error that
+    only happened while handling an out-of-memory error counts as well: trying again with fewer
+    samples shows it alone if it is a bug, where the other mistake would end the run.
+
+    Examples:
+        >>> is_out_of_memory(RuntimeError("CUDA error: out of memory"))
+        True
+        >>> is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+        False
+    """
+    return isinstance(error, Exception) and any(_is_one(link, _OUT_OF_MEMORY) for link in _chain(error))
+
+
+def is_ambiguous_out_of_memory(error: BaseException) -> bool:
+    """Whether the error may mean that memory ran out: it does if a smaller size passes.
+
+    Examples:
+        >>> is_ambiguous_out_of_memory(RuntimeError("GET was unable to find an engine to execute this computation"))
+        True
+    """
+    if not isinstance(error, Exception) or is_out_of_memory(error):
+        return False
+    return any(
+        isinstance(link, RuntimeError) and any(text in str(link) for text in _AMBIGUOUS) for link in _chain(error)
+    )
+
+
+def release(error: BaseException) -> None:
+    """Free what an out-of-memory error keeps alive, and give cached blocks back to the devices.
+
+    Call it outside the ``except`` block. Drops the tracebacks of the error and of its chain, so
+    that their frames die, then collects cycles and empties the caching allocators in use.
+    """
+    for link in _chain(error, suppressed=True):
+        link.__traceback__ = None
+    gc.collect()
+    empty_caches()
+
+
+def empty_caches() -> None:
+    """Give unused cached blocks of every accelerator in use back to it; starts none."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+    if torch.xpu.is_available() and torch.xpu.is_initialized():
+        torch.xpu.empty_cache()
+    if torch.backends.mps.is_available():
+        torch.mps.empty_cache()
+
+
+def _is_one(error: BaseException, texts: tuple[str, ...]) -> bool:
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
+
+
+def _chain(error: BaseException, *, suppressed: bool = False) -> Iterator[BaseException]:
+    """The error, its members if it is a group, and those it was raised from or while handling, each once."""
+    pending: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while pending:
+        link = pending.pop()
+        if link is None or id(link) in seen:
+            continue
+        seen.add(id(link))
+        yield link
+        pending.append(link.__cause__)
+        if suppressed or not link.__suppress_context__:
+            pending.append(link.__context__)
+        if isinstance(link, BaseExceptionGroup):
+            pending.extend(link.exceptions)
