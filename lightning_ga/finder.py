@@ -1,12 +1,14 @@
 """Find the largest micro-batch of a real training step, with PyTorch alone.
 
-def step(samples: int) -> None:
-    loss = loss_of(model(inputs[:samples]), targets[:samples])
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
+A plain loop, in full::
 
-limit = find_micro_batch(step, high=512, budget="4GiB").limit
+    def step(samples: int) -> None:
+        loss = loss_of(model(inputs[:samples]), targets[:samples])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    limit = find_micro_batch(step, high=512, budget="4GiB").limit
 """
 
 import gc

@@ -38,7 +38,7 @@ class _Held(weakref.ref[torch.UntypedStorage]):
     recording: int  # the recording in which it was allocated
 
 
-class LiveMemory(TorchDispatchMode):
+class LiveMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Meter of live tensor bytes; with a budget, a device that runs out of memory.
 
     The same object may be entered many times: storages that survive one step are known in the
@@ -61,14 +61,17 @@ class LiveMemory(TorchDispatchMode):
     def __init__(
         self, *, budget: int | None = None, device: torch.device | str | None = None, rounding: int = 1
     ) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.budget = budget
         self.device = None if device is None else torch.device(device)
         self.rounding = rounding
         self.live_bytes = self.peak_bytes = self.wanted_bytes = 0
         self._held: dict[int, _Held] = {}
         self._recording = 0
-        self._reset_record()
+        self._events: list[int] | None = None
+        self._sizes: list[int] = []
+        self._initial: list[int] = []  # storages that were alive at the start and died since
+        self._floor = 0  # bytes alive since the start
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -104,8 +107,8 @@ class LiveMemory(TorchDispatchMode):
         """Begin a step: the peak starts at what is alive; with ``record``, events are kept for ``trace``."""
         self.peak_bytes, self.wanted_bytes = self.live_bytes, 0
         self._recording += 1
-        self._reset_record()
         self._events = [] if record else None
+        self._sizes, self._initial, self._floor = [], [], self.live_bytes
 
     def trace(self, samples: int) -> Trace:
         """What was recorded since ``start(record=True)``, as a step of ``samples`` samples. Ends the recording."""
@@ -115,12 +118,6 @@ class LiveMemory(TorchDispatchMode):
         old = [n + 1 for n in self._initial]
         stream = [0, *old, *(event + 1 if event >= 0 else event - 1 for event in events)]
         return Trace(samples, (self._floor, *self._sizes), canonical(stream))
-
-    def _reset_record(self) -> None:
-        self._events: list[int] | None = None
-        self._sizes: list[int] = []
-        self._initial: list[int] = []  # storages that were alive at the start and died since
-        self._floor = self.live_bytes  # bytes alive since the start
 
     def _rounded(self, size: int) -> int:
         return -(-size // self.rounding) * self.rounding
@@ -223,7 +220,7 @@ class LiveMemory(TorchDispatchMode):
 
 def _addresses(args: Any, kwargs: Any) -> set[int]:
     """Storages of an operation's arguments: an output in one of them was not created by it."""
-    found = set()
+    found: set[int] = set()
     for value in (*args, *kwargs.values()) if kwargs else args:
         for item in value if isinstance(value, (list, tuple)) else (value,):
             if isinstance(item, Tensor):

@@ -70,7 +70,8 @@ def _read_amount(value: object, total: int | None) -> int | None:
     number, unit, percent = found.groups()
     if percent:
         return _read_amount(float(number) / 100, total)
-    return round(float(number) * _UNITS[(unit or "").upper()])
+    scale: int = _UNITS[(unit or "").upper()]
+    return round(float(number) * scale)
 
 
 def available_memory(device: torch.device | str) -> int:
@@ -210,9 +211,9 @@ class CudaMeter:
 
 
 @contextmanager
-def enforced_budget(device: torch.device, budget: int) -> Iterator[None]:
+def enforced_budget(device: torch.device, budget: int | None) -> Iterator[None]:
     """Let CUDA's allocator reserve no more than ``budget`` bytes inside; other devices are left alone."""
-    if not _is_cuda(device):
+    if budget is None or not _is_cuda(device):
         yield
         return
     read = getattr(torch.cuda, "get_per_process_memory_fraction", None)  # since torch 2.7

@@ -1,7 +1,7 @@
 """Recognise an out-of-memory error, and free what it keeps alive.
 
 A caught exception holds its traceback, the traceback the frames, and the frames the activations.
-Nothing is freed inside ``except ... as error``: note the error, leave the block, then ``release`` it.
+Nothing is freed inside ``except ... as error``: note the error, leave the block, then ``release`` it::
 
     failure = None
     try:
@@ -89,9 +89,9 @@ def release(error: BaseException) -> None:
 
 def empty_caches() -> None:
     """Give unused cached blocks of every accelerator in use back to it; starts none."""
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.empty_cache()
-    if torch.xpu.is_available() and torch.xpu.is_initialized():
+    if torch.xpu.is_available() and torch.xpu.is_initialized():  # type: ignore[no-untyped-call]
         torch.xpu.empty_cache()
     if torch.backends.mps.is_available():
         torch.mps.empty_cache()

@@ -78,6 +78,8 @@ def trace_sizes(high: int, budget: int, *, alive: int = 0, growing: int = 0, war
 class Search:
     """Say which micro-batch size to try next, from what came of the earlier ones.
 
+    The loop around it::
+
         search = Search(high=512, budget=2**30)
         while (size := search.propose()) > search.limit:
             search.record(*run(size))
