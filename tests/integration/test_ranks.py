@@ -1,0 +1,85 @@
+"""Data-parallel ranks (gloo): the same windows and the same gradients as one rank with the whole batch."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from reference import Samples, cut, permutation, plain_loop, worst_error
+
+pytestmark = pytest.mark.distributed
+HERE = Path(__file__).parent
+
+
+def run_ranks(folder: Path, **settings: Any) -> list[dict[str, Any]]:
+    """What every rank recorded."""
+    folder.mkdir(exist_ok=True)
+    (folder / "settings.json").write_text(json.dumps(settings))
+    command = [sys.executable, str(HERE / "ranks.py"), str(folder / "settings.json"), str(folder)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return [torch.load(folder / f"rank{rank}.pt") for rank in range(settings["ranks"])]
+
+
+def joined(records: list[dict[str, Any]]) -> list[list[int]]:
+    """Distinct samples of each window over all ranks: a rank without one runs a stand-in."""
+    return [sorted({index for part in parts for index in part}) for parts in zip(*(r["windows"] for r in records))]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "size", "batch_size", "accumulate"),
+    [
+        (2, 53, 8, {"micro_batch_size": 3}),  # ragged window of 5
+        (2, 33, 8, {"micro_batch_size": 1}),  # ragged window of 1: one rank has no sample
+        (3, 50, 4, {"effective_batch_size": 16, "micro_batch_size": 2}),  # shares of 6, 5 and 5
+        (2, 20, 50, {"effective_batch_size": 7, "micro_batch_size": 100}),
+    ],
+)
+def test_windows_and_gradients_are_those_of_one_rank(
+    ranks: int, size: int, batch_size: int, accumulate: dict[str, Any], tmp_path: Path
+) -> None:
+    """Uneven shares, ragged windows and ranks without a sample change nothing."""
+    records = run_ranks(tmp_path, ranks=ranks, size=size, batch_size=batch_size, accumulate=accumulate)
+    effective = accumulate.get("effective_batch_size", batch_size * ranks)
+    windows = [w for epoch in range(2) for w in cut(permutation(size, 7, epoch), effective)]
+    assert joined(records) == [sorted(window) for window in windows]
+    for record in records:
+        assert worst_error(record["gradients"], plain_loop(Samples(size), windows)) <= 1e-12
+
+
+def test_streams_of_the_ranks_are_weighted_by_what_they_yield(tmp_path: Path) -> None:
+    """Both ranks end in a ragged window of their own."""
+    accumulate = {"micro_batch_size": 3}
+    records = run_ranks(tmp_path, ranks=2, size=43, batch_size=5, accumulate=accumulate, loader="stream")
+    shares = [cut(range(rank, 43, 2), 5) for rank in range(2)]
+    windows = [a + b for a, b in zip(*shares, strict=True)] * 2
+    for record in records:
+        assert worst_error(record["gradients"], plain_loop(Samples(43), windows)) <= 1e-12
+
+
+def test_a_resume_with_another_number_of_ranks_goes_on_with_the_same_samples(tmp_path: Path) -> None:
+    """Two ranks start, three go on: no sample of the epoch is lost or seen twice."""
+    settings: dict[str, Any] = {"size": 40, "batch_size": 8, "accumulate": {"effective_batch_size": 12}}
+    settings["accumulate"]["micro_batch_size"] = 4
+    run_ranks(tmp_path / "first", ranks=2, save=True, trainer={"max_epochs": 1}, **settings)
+    checkpoint = str(tmp_path / "first" / "step2.ckpt")
+    records = run_ranks(tmp_path / "second", ranks=3, ckpt_path=checkpoint, **settings)
+    windows = [w for epoch in range(2) for w in cut(permutation(40, 7, epoch), 12)]
+    assert joined(records)[2:] == [sorted(window) for window in windows[2:]]
+    oracle = plain_loop(Samples(40), windows)
+    assert worst_error(records[0]["gradients"], oracle[2:]) <= 1e-12
+
+
+def test_ranks_probe_together_and_agree(tmp_path: Path) -> None:
+    """Every rank ends with the same limit, and with the gradients of the whole batch."""
+    accumulate = {"effective_batch_size": 64, "memory_budget": 6000}
+    records = run_ranks(tmp_path, ranks=2, size=128, batch_size=8, accumulate=accumulate, trainer={"max_epochs": 1})
+    assert records[0]["limit"] == records[1]["limit"] < 32
+    windows = cut(permutation(128, 7, 0), 64)
+    assert worst_error(records[0]["gradients"], plain_loop(Samples(128), windows)) <= 1e-12
