@@ -248,7 +248,8 @@ class _Prober:
                 f"The model and its optimizer alone take {alive:,} bytes, and memory_budget leaves {budget:,}: raise "
                 "memory_budget, train in a lower precision, or shard the model over more devices."
             )
-        least = min(self.trials, key=lambda trial: trial.micro_batch_size)
+        refused = [trial for trial in self.trials if trial.peak_bytes > budget] or self.trials
+        least = min(refused, key=lambda trial: trial.micro_batch_size)
         return UserError(
             f"A training step with micro_batch_size={least.micro_batch_size}, the smallest that runs, takes at least "
             f"{least.peak_bytes:,} bytes, and memory_budget leaves {budget:,}: raise memory_budget, train in a lower "

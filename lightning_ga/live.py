@@ -73,10 +73,6 @@ class LiveMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._initial: list[int] = []  # storages that were alive at the start and died since
         self._floor = 0  # bytes alive since the start
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # the wrapper that torch would put around __torch_dispatch__ costs more than the meter
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation, then count what it created."""
         for arg in args:

@@ -179,10 +179,10 @@ class Search:
         guess = largest_fitting(self._curve, low + 1, self._high, self.budget)
         if guess < self.ceiling:
             return guess
-        # The curve said that the size that failed fits: go down by 2, 4, 8, ... % of the budget, then halve.
+        # The curve said that the size that failed fits (a fragmented allocator, say): spare 2, 4, 8 % of the budget.
         spare = self.budget * 2**self._misses // 100
         guess = largest_fitting(self._curve, low + 1, high, self.budget - spare)
-        return guess if guess > low else _between(low, self.ceiling)
+        return guess if low < guess and self._misses <= 3 else _between(low, self.ceiling)
 
     def _approach(self) -> int:
         """From below without coming near the budget: needed only where the streams do not align."""

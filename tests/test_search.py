@@ -1,0 +1,164 @@
+"""The search, on fake devices whose limit is known."""
+
+from collections.abc import Callable
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from streams import CONSTANT_OR_GROWING, SQUARES, UNFORESEEN, FakeDevice, Size, linear, streams
+
+from lightning_ga.replay import Trace
+from lightning_ga.search import Search, Trial, trace_sizes
+
+
+def run(device: Callable[[int], tuple[Trial, Trace | None]], search: Search) -> Search:
+    while (size := search.propose()) > search.limit:
+        assert search.limit < size < search.ceiling
+        search.record(*device(size))
+    return search
+
+
+@settings(deadline=None, max_examples=300)
+@given(streams(CONSTANT_OR_GROWING), st.integers(8, 400), st.data())
+def test_aligned_streams_take_three_steps(stream: tuple[list[Size], list[int]], high: int, data: st.DataObject) -> None:
+    """Two traces and one trial, which is the limit; nothing that does not fit is ever run."""
+    device = FakeDevice(stream, 0)
+    device.budget = data.draw(st.integers(device.trace(8).peak(), device.trace(high + 20).peak() + 1))
+    search = run(device, Search(high=high, budget=device.budget))
+    assert search.limit == device.limit(high)
+    assert device.tried[:2] == [4, 8]
+    assert len(device.tried) <= 3 or device.tried[2:] == [9]
+
+
+@settings(deadline=None, max_examples=400)
+@given(
+    streams(st.one_of(CONSTANT_OR_GROWING, SQUARES, UNFORESEEN)),
+    st.integers(1, 600),
+    st.booleans(),
+    st.sampled_from([(4, 8), (2, 4), (2, 3)]),
+    st.data(),
+)
+def test_the_limit_is_always_found(
+    stream: tuple[list[Size], list[int]],
+    high: int,
+    traced: bool,
+    sizes: tuple[int, int],
+    data: st.DataObject,
+) -> None:
+    """Aligned or not, foreseen or not: the limit was tried and fits, and one more sample does not fit."""
+    device = FakeDevice(stream, 0, traced=traced)
+    device.budget = data.draw(st.integers(0, device.trace(high + 20).peak() + 1))
+    search = run(device, Search(high=high, budget=device.budget, sizes=sizes if high > 3 else trace_sizes(high, 10**9)))
+    assert search.limit == device.limit(high)
+    assert not search.limit or search.limit in device.tried
+    assert len(device.tried) == len(set(device.tried)) <= 25
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 10**6), min_size=1, max_size=400), st.integers(0, 10**6))
+def test_any_rising_peaks_without_traces(peaks: list[int], budget: int) -> None:
+    peaks = sorted(peaks)
+    tried = []
+
+    def device(samples: int) -> tuple[Trial, None]:
+        tried.append(samples)
+        return Trial(samples, peaks[samples - 1], peaks[samples - 1] <= budget, 0.0), None
+
+    search = run(device, Search(high=len(peaks), budget=budget, sizes=trace_sizes(len(peaks), 10**9)))
+    assert search.limit == sum(peak <= budget for peak in peaks)
+    assert search.method == "bracket"
+
+
+@pytest.mark.parametrize(
+    ("slope", "budget", "traced", "high", "tried", "limit", "method"),
+    [
+        pytest.param(10, 1005, True, 512, [4, 8, 90], 90, "replay", id="aligned"),
+        pytest.param(10, 1005, True, 64, [4, 8, 64], 64, "replay", id="all fits"),
+        pytest.param(10, 185, True, 512, [4, 8, 9], 8, "bracket", id="limit is a traced size"),
+        pytest.param(10, 1005, False, 512, [4, 8, 90, 91], 90, "bracket", id="not aligned"),
+        pytest.param(10, 165, True, 512, [4, 8, 6, 7], 6, "bracket", id="second trace too large"),
+        pytest.param(10, 135, True, 512, [4, 2, 3], 3, "bracket", id="first trace too large"),
+        pytest.param(10, 115, True, 512, [4, 2, 1], 1, "bracket", id="one sample"),
+        pytest.param(10, 105, True, 512, [4, 2, 1], 0, "bracket", id="nothing fits"),
+    ],
+)
+def test_sequence_of_trials(
+    slope: int, budget: int, traced: bool, high: int, tried: list[int], limit: int, method: str
+) -> None:
+    device = FakeDevice(linear(100, slope), budget, traced=traced)
+    search = run(device, Search(high=high, budget=budget))
+    assert (device.tried, search.limit, search.method) == (tried, limit, method)
+
+
+def test_a_device_that_holds_back_memory_is_approached_from_above_in_small_steps() -> None:
+    """Fragmentation: the allocator gives out 5 % less than the budget that the prediction aims at."""
+    device = FakeDevice(linear(0, 10), 9500)
+    search = run(device, Search(high=5000, budget=10_000))
+    assert search.limit == 950
+    assert device.tried[:5] == [4, 8, 1000, 980, 960]
+    assert len(device.tried) <= 11
+
+
+def test_memory_that_the_traces_do_not_see_is_added() -> None:
+    """A workspace outside tensors: the measured peaks are above the replayed ones."""
+    inner = FakeDevice(linear(100, 10), 10**9)
+
+    def device(samples: int) -> tuple[Trial, Trace | None]:
+        trial, trace = inner(samples)
+        peak = trial.peak_bytes + 50 + 2 * samples
+        return Trial(samples, peak, peak <= 1350, 0.0), trace if peak <= 1350 else None
+
+    search = run(device, Search(high=512, budget=1350))
+    assert (inner.tried, search.limit, search.method) == ([4, 8, 100], 100, "replay")
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    st.lists(streams(st.one_of(CONSTANT_OR_GROWING, UNFORESEEN)), min_size=2, max_size=3),
+    st.integers(4, 300),
+    st.data(),
+)
+def test_ranks_run_the_same_sizes_and_end_at_the_smallest_limit(
+    ranks: list[tuple[list[Size], list[int]]], high: int, data: st.DataObject
+) -> None:
+    devices = [FakeDevice(stream, 0) for stream in ranks]
+    for device in devices:
+        device.budget = data.draw(st.integers(device.trace(1).peak(), device.trace(high).peak() + 1))
+    searches = [
+        Search(high=high, budget=device.budget, sizes=data.draw(st.sampled_from([(4, 8), (2, 3)])))
+        for device in devices
+    ]
+    while (size := min(search.propose() for search in searches)) > searches[0].limit:
+        outcomes = [device(size) for device in devices]
+        fits = all(trial.fits for trial, _ in outcomes)
+        for search, (trial, trace) in zip(searches, outcomes):
+            search.record(Trial(size, trial.peak_bytes, fits, 0.0), trace if fits else None)
+    assert {search.limit for search in searches} == {min(device.limit(high) for device in devices)}
+
+
+def test_predict_only_tries_the_two_small_sizes_and_nothing_else() -> None:
+    device = FakeDevice(linear(100, 10), 1005)
+    search = run(device, Search(high=512, budget=1005, predict_only=True))
+    assert (device.tried, search.predicted, search.predict(90), search.method) == ([4, 8], 90, 1000, "prediction")
+
+
+def test_predict_only_checks_a_quadratic_prediction_with_a_third_trace() -> None:
+    device = FakeDevice(([lambda b: b * b], [0]), 10_050)
+    search = run(device, Search(high=512, budget=10_050, predict_only=True))
+    assert (device.tried, search.predicted) == ([4, 8, 16], 100)
+
+
+def test_predict_only_without_alignment_stays_far_below_the_budget() -> None:
+    """Doubling could take four times the memory, so it stops at a quarter of the budget."""
+    device = FakeDevice(linear(0, 10), 10_000, traced=False)
+    search = run(device, Search(high=5000, budget=10_000, predict_only=True))
+    assert (device.tried, search.predicted, search.method) == ([4, 8, 16, 32, 64, 128, 256], 256, "below")
+
+
+@pytest.mark.parametrize("high", range(1, 12))
+def test_trace_sizes_are_useful_sizes(high: int) -> None:
+    sizes = trace_sizes(high, 10**9)
+    assert sizes[-1] <= high
+    assert all(small < large for small, large in pairwise(sizes))
+    assert sizes == (1,) or sizes[0] >= 2
