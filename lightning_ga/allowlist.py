@@ -10,12 +10,13 @@ factories are refused when the configuration is loaded.
 """
 
 import inspect
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra.utils import get_object
+from hydra._internal.utils import _locate
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_ga.errors import UserError
@@ -79,7 +80,7 @@ def check_target(target: Any, allow: Sequence[str] = (), where: str = "_target_"
     if not isinstance(target, str) or not _is_below(target, allowed):
         raise _refused(target, where)
     try:
-        found = get_object(target)
+        found = _locate(target)  # what Hydra will call
     except (ImportError, ValueError, AttributeError) as error:
         raise UserError(f"{where}={target} does not exist: check its spelling.") from error
     is_plain = inspect.isclass(found) or inspect.isfunction(found)
@@ -131,7 +132,6 @@ def _is_below(name: str, modules: Sequence[str]) -> bool:
 
 def _refused(target: Any, where: str) -> UserError:
     package = str(target).split(".")[0]
-    return UserError(
-        f"{where}={target} is not on the list of what a configuration may build; if you trust it, add its package "
-        f"with allow_targets=[{package}]."
-    )
+    known = {module.split(".")[0] for module in ALLOWED} | sys.stdlib_module_names
+    way_out = "." if package in known else f"; if you trust it, add its package: allow_targets=[{package}]."
+    return UserError(f"{where}={target} is not on the list of what a configuration may build{way_out}")

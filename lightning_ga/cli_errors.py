@@ -33,10 +33,15 @@ def explain(error: BaseException, keys: Sequence[str] = ()) -> str:
         return explain_option(error)
     unknown = re.match(r"Could not override '([^']+)'", str(error))
     if unknown:
-        return explain_key(unknown[1], sibling_keys(error) or keys)
+        return explain_key(unknown[1], sibling_keys(error) or top_of(unknown[1], keys))
     if isinstance(error, InstantiationException):
         return explain_constructor(error)
     return one_line(error)
+
+
+def top_of(key: str, keys: Sequence[str]) -> Sequence[str]:
+    """The keys of the whole configuration, for a key that is looked up there."""
+    return () if "." in key else keys
 
 
 def explain_option(error: MissingConfigException) -> str:

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import lightning_utilities.core.rank_zero as rank_zero
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import TQDMProgressBar
 from rich.console import Console
@@ -19,11 +18,17 @@ from lightning_ga.report import plan_table, save_plan
 from lightning_ga.search import ProbeResult
 
 LOG_UPDATES = 5  # of a bar that is written to a file: per epoch
+INFORMATION = (  # Lightning's loggers; which one it uses depends on the order of imports
+    "lightning.fabric.utilities.rank_zero",
+    "lightning.pytorch.utilities.rank_zero",
+    "pytorch_lightning.utilities.rank_zero",
+)
 NOISE = (  # warnings about choices that this application makes on purpose
     r".*does not have many workers.*",
     r".*is smaller than the logging interval.*",
     r".*exists and is not empty.*",  # the output folder: Hydra has written its own files
-    r".*You passed `Trainer\(precision='16-mixed'.*",  # an error of ours says it
+    r".*AMP with fp16 is not supported on CPU.*",  # an error of ours says it
+    r".*The dirpath has changed from.*",  # every run has a folder of its own
     r".*isinstance\(treespec, LeafSpec\).*",  # Lightning 2.6.6 on torch 2.15
 )
 
@@ -37,7 +42,7 @@ class TrainingBar(TQDMProgressBar):
         refresh_rate: Micro-batches between two updates on a terminal.
     """
 
-    BAR_FORMAT = "{desc} {percentage:3.0f}%|{bar:10}| {n_fmt}/{total_fmt} {elapsed}<{remaining}{postfix}"
+    BAR_FORMAT = "{desc} |{bar:5}| {n_fmt}/{total_fmt} {remaining}{postfix}"
 
     def __init__(self, refresh_rate: int = 5) -> None:
         super().__init__(refresh_rate=refresh_rate)
@@ -62,7 +67,7 @@ class TrainingBar(TQDMProgressBar):
         metrics: dict[str, Any] = {name.removeprefix("train/"): value for name, value in shown.items()}
         plan = current_plan(trainer)
         if plan is not None:
-            metrics["batch"] = str(plan.effective_batch_size)
+            metrics["effective"] = str(plan.effective_batch_size)
         metrics["factor"] = str(trainer.accumulate_grad_batches)
         return metrics
 
@@ -127,16 +132,18 @@ def recipe_plan(trainer: Trainer) -> AccumulationPlan | None:
 @contextmanager
 def quiet_lightning() -> Iterator[None]:
     """Keep Lightning's information and the warnings in ``NOISE`` off the screen."""
-    log: logging.Logger = rank_zero.log  # the one logger behind rank_zero_info, of either namespace
-    level = log.level
-    log.setLevel(logging.WARNING)
+    logs = [logging.getLogger(name) for name in INFORMATION]
+    levels = [log.level for log in logs]
+    for log in logs:
+        log.setLevel(logging.WARNING)
     try:
         with warnings.catch_warnings():
             for message in NOISE:
                 warnings.filterwarnings("ignore", message)
             yield
     finally:
-        log.setLevel(level)
+        for log, level in zip(logs, levels):
+            log.setLevel(level)
 
 
 def _callbacks(trainer: Trainer) -> list[Callback]:

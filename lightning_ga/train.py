@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
+from itertools import islice
 from pathlib import Path
 from typing import NoReturn
 
@@ -27,6 +28,7 @@ from lightning_ga.tasks import TASKS, run_task
 
 FULL_ERROR = "HYDRA_FULL_ERROR"  # set: Hydra raises errors instead of printing them
 TRACEBACK = "--traceback"
+WITH_VALUE = ("--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd")
 
 
 class ReportedError(Exception):
@@ -44,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     show_traceback = TRACEBACK in arguments or os.environ.get(FULL_ERROR) == "1"
-    arguments = [argument for argument in arguments if argument != TRACEBACK]
+    arguments = options_first([argument for argument in arguments if argument != TRACEBACK])
     program = hydra.main(version_base="1.3", config_path=str(config_folder()), config_name="train")
     try:
         refuse_rerun(arguments)
@@ -101,6 +103,24 @@ def top_level_keys() -> list[str]:
     folder = config_folder()
     groups = sorted(path.name for path in folder.iterdir() if path.is_dir())
     return [*groups, *(str(key) for key in OmegaConf.load(folder / "train.yaml") if key != "defaults")]
+
+
+def options_first(arguments: Sequence[str]) -> list[str]:
+    """Options before overrides: Hydra takes overrides in one piece only, and Lightning appends some for its ranks.
+
+    Examples:
+        >>> options_first(["model=mlp", "--config-dir", "mine", "seed=1"])
+        ['--config-dir', 'mine', 'model=mlp', 'seed=1']
+    """
+    options, overrides, rest = [], [], iter(arguments)
+    for argument in rest:
+        if not argument.startswith("-"):
+            overrides.append(argument)
+            continue
+        options.append(argument)
+        if argument in WITH_VALUE:
+            options += list(islice(rest, 1))
+    return [*options, *overrides]
 
 
 def refuse_rerun(arguments: Sequence[str]) -> None:

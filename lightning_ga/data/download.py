@@ -22,7 +22,7 @@ def fetch(name: str, root: str, download: Callable[[], object]) -> None:
     try:
         download()
     except (OSError, RuntimeError) as error:  # no network, or no mirror that answers
-        reason = str(error).strip().split("\n")[0]
+        reason = str(error).strip().split("\n")[0].rstrip(":")
         raise UserError(
             f"data={name} could not be downloaded ({reason}); check the network, or copy its files into "
             f"data.root={root!r}."

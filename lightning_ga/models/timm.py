@@ -1,10 +1,15 @@
 """Any model of the timm library as a classifier."""
 
-from collections.abc import Mapping
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 import timm
+from huggingface_hub import constants
 from torch import nn
 
 from lightning_ga.errors import UserError
@@ -58,13 +63,30 @@ def build_timm(name: str, *, image_size: int, pretrained: bool = False, **argume
     if not pretrained:
         return timm.create_model(name, **arguments)
     try:
-        return timm.create_model(name, pretrained=True, **arguments)
+        with cache_only_without_network():
+            return timm.create_model(name, pretrained=True, **arguments)
     except Exception as error:  # the hub raises errors of several HTTP libraries
         reason = str(error).strip().split("\n")[0] or type(error).__name__
         raise UserError(
             f"The weights for model.pretrained=true of {name!r} could not be fetched ({reason}): check the network, "
             "or train from scratch with model.pretrained=false."
         ) from error
+
+
+@contextmanager
+def cache_only_without_network() -> Iterator[None]:
+    """Where the hub cannot be reached, look only in its cache: it would try again for most of a minute."""
+    host = urlsplit(constants.ENDPOINT).hostname
+    offline = constants.HF_HUB_OFFLINE
+    if not getproxies():
+        try:
+            socket.create_connection((host, 443), timeout=5).close()
+        except OSError:
+            constants.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = offline
 
 
 def require_timm_name(name: str) -> None:

@@ -1,0 +1,50 @@
+# make train [ARGS="model=mlp data=fashion_mnist"]    set up .venv once, then train
+# make test  [ARGS="tests/test_plan.py -k ragged"]    set up .venv with the test extras, then run the tests
+# make lint                                           ruff and mypy
+# make clean                                          remove .venv
+
+VENV ?= .venv
+CONSTRAINTS ?= constraints.txt
+IS_SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
+CANDIDATES := python3 python3.13 python3.12 python3.11
+PYTHON ?= $(shell for p in $(CANDIDATES); do $$p -c '$(IS_SUPPORTED)' 2>/dev/null && echo $$p && break; done)
+
+# The model is named unless the arguments choose one.
+MODEL := $(if $(filter model=% experiment=%,$(ARGS)),,model=resnet34d)
+
+.DEFAULT_GOAL := help
+.PHONY: help train test lint clean
+.DELETE_ON_ERROR:
+
+help:
+	@sed -n 's/^# \(make .*\)/\1/p' Makefile
+
+train: $(VENV)/.installed
+	$(VENV)/bin/python -m lightning_ga.train $(MODEL) $(ARGS)
+
+test: $(VENV)/.installed-dev
+	$(VENV)/bin/python -m pytest $(ARGS)
+
+lint: $(VENV)/.installed-dev
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+clean:
+	rm -rf $(VENV)
+
+$(VENV)/bin/python:
+	@test -n "$(PYTHON)" && $(PYTHON) -c '$(IS_SUPPORTED)' || \
+		{ echo "Error: Python 3.11, 3.12 or 3.13 is needed; install one, or name it: make PYTHON=/path/to/python3.12." >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || \
+		{ echo "Error: $(PYTHON) cannot make virtual environments; on Debian and Ubuntu: sudo apt install python3-venv." >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: pyproject.toml $(CONSTRAINTS) | $(VENV)/bin/python
+	@echo "Installing into $(VENV): about 6 GB with PyTorch, once."
+	$(VENV)/bin/python -m pip install -q --disable-pip-version-check $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) -e .
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(VENV)/bin/python -m pip install -q --disable-pip-version-check $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) -e '.[dev]'
+	@touch $@
