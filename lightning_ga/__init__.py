@@ -1,11 +1,21 @@
-"""Training with the batch size you want on the memory you have."""
+"""Training with the batch size you want on the memory you have.
 
+``AutoAccumulate`` goes into a Lightning Trainer's callbacks. What it is made of is public too and
+needs no Lightning: ``plan_accumulation``, ``find_micro_batch``, ``is_out_of_memory``. Names are
+loaded when they are first used, so that importing the package costs nothing.
+"""
+
+from importlib import import_module
 from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
 
-from lightning_ga.callback import AutoAccumulate
-from lightning_ga.errors import UserError
-from lightning_ga.plan import AccumulationPlan, plan_accumulation
-from lightning_ga.search import ProbeResult, Trial
+if TYPE_CHECKING:
+    from lightning_ga.callback import AutoAccumulate
+    from lightning_ga.errors import UserError
+    from lightning_ga.finder import find_micro_batch
+    from lightning_ga.oom import is_out_of_memory
+    from lightning_ga.plan import AccumulationPlan, plan_accumulation
+    from lightning_ga.search import ProbeResult, Trial
 
 __version__ = version("lightning_ga")
 
@@ -15,6 +25,28 @@ __all__ = [
     "ProbeResult",
     "Trial",
     "UserError",
-    "__version__",
+    "find_micro_batch",
+    "is_out_of_memory",
     "plan_accumulation",
 ]
+
+_HOMES = {
+    "AccumulationPlan": "plan",
+    "AutoAccumulate": "callback",
+    "ProbeResult": "search",
+    "Trial": "search",
+    "UserError": "errors",
+    "find_micro_batch": "finder",
+    "is_out_of_memory": "oom",
+    "plan_accumulation": "plan",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

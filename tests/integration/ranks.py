@@ -32,7 +32,14 @@ def main(settings: dict[str, Any], folder: Path) -> None:
     module = Recorder(folder, callback)
     loader = LOADERS[settings.get("loader", "shuffled")](settings["size"], settings["batch_size"], settings["ranks"])
     ckpt_path = settings.get("ckpt_path")
-    fit(loader, callback, *([Save(folder)] if settings.get("save") else []), module=module, ckpt_path=ckpt_path, **trainer)
+    fit(
+        loader,
+        callback,
+        *([Save(folder)] if settings.get("save") else []),
+        module=module,
+        ckpt_path=ckpt_path,
+        **trainer,
+    )
 
 
 class Recorder(Regression):

@@ -59,11 +59,17 @@ WAYS = {
     "keyword arguments": (lambda d, b: DataLoader(dataset=d, batch_size=b), in_order),
     "positional arguments": (lambda d, b: DataLoader(d, b, True), shuffled),
     "subclass with fixed arguments": (lambda d, b: FixedLoader(d, size=b), in_order),
-    "batch sampler of torch": (lambda d, b: DataLoader(d, batch_sampler=BatchSampler(range(len(d)), b, False)), in_order),
+    "batch sampler of torch": (
+        lambda d, b: DataLoader(d, batch_sampler=BatchSampler(range(len(d)), b, False)),
+        in_order,
+    ),
     "iterable dataset": (lambda d, b: DataLoader(StreamOf(d), batch_size=b), in_order),
     "iterable dataset with a length": (lambda d, b: DataLoader(SizedStreamOf(d), batch_size=b), in_order),
     "workers": (lambda d, b: DataLoader(d, b, shuffle=True, num_workers=1), shuffled),
-    "persistent workers": (lambda d, b: DataLoader(d, b, shuffle=True, num_workers=2, persistent_workers=True), shuffled),
+    "persistent workers": (
+        lambda d, b: DataLoader(d, b, shuffle=True, num_workers=2, persistent_workers=True),
+        shuffled,
+    ),
     "distributed sampler": (
         lambda d, b: DataLoader(d, b, sampler=DistributedSampler(d, num_replicas=1, rank=0, seed=3)),
         lambda d, epoch: permutation(len(d), 3, epoch),

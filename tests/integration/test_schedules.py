@@ -43,9 +43,7 @@ def test_the_factor_follows_the_epoch(schedule: object) -> None:
     """``accumulate`` fixes the factor; before a mapping's first epoch it is one."""
     dataset = Samples(30)
     factors = Factors()
-    module, _ = fit(
-        DataLoader(dataset, batch_size=4), AutoAccumulate(accumulate=schedule, micro_batch_size=4), factors
-    )
+    module, _ = fit(DataLoader(dataset, batch_size=4), AutoAccumulate(accumulate=schedule, micro_batch_size=4), factors)
     first = 3 if schedule == 3 else 1
     assert factors.seen == [(0, first), (1, 3)]
     windows = cut(range(30), 4 * first) + cut(range(30), 12)

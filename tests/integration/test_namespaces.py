@@ -1,0 +1,55 @@
+"""Trainers of ``pytorch_lightning`` take the callback as those of ``lightning.pytorch`` do."""
+
+import pytest
+import pytorch_lightning
+import torch
+from reference import Samples, cut, fit, flat_gradient, loss, network, plain_loop, worst_error
+from torch.utils.data import DataLoader
+
+from lightning_ga import AutoAccumulate
+
+
+class LegacyRegression(pytorch_lightning.LightningModule):
+    """The reference task in the other namespace."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = network()
+        self.gradients: list[torch.Tensor] = []
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        value = loss(self.net, batch[0], batch[1])
+        self.log("loss", value)
+        return value
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.gradients.append(flat_gradient(self.net))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.net.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("arguments", [{"micro_batch_size": 3}, {"memory_budget": 3000}])
+def test_the_other_namespace_trains_the_same(arguments: dict[str, object]) -> None:
+    """Probe included."""
+    callback = AutoAccumulate(16, **arguments)
+    module = LegacyRegression()
+    trainer = pytorch_lightning.Trainer(
+        max_epochs=1,
+        callbacks=[callback],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        accelerator="cpu",
+    )
+    trainer.fit(module, DataLoader(Samples(40), batch_size=8))
+    assert callback.plan.factor > 1
+    assert worst_error(module.gradients, plain_loop(Samples(40), cut(range(40), 16))) <= 1e-12
+
+
+def test_both_namespaces_share_nothing_between_fits() -> None:
+    """One after the other in a process."""
+    test_the_other_namespace_trains_the_same({"micro_batch_size": 3})
+    module, _ = fit(DataLoader(Samples(40), batch_size=16), AutoAccumulate(micro_batch_size=3), max_epochs=1)
+    assert worst_error(module.gradients, plain_loop(Samples(40), cut(range(40), 16))) <= 1e-12

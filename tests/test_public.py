@@ -1,0 +1,93 @@
+"""The public surface: names, signature, and what importing it costs."""
+
+import inspect
+import subprocess
+import sys
+
+import lightning.pytorch as pl
+import pytest
+import pytorch_lightning
+
+import lightning_ga
+from lightning_ga import AutoAccumulate, UserError
+
+
+def test_every_public_name_is_there() -> None:
+    """Each is loaded on first use from the room it lives in."""
+    for name in lightning_ga.__all__:
+        assert getattr(lightning_ga, name).__name__ == name
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        lightning_ga.nothing  # noqa: B018
+
+
+def test_importing_the_package_loads_none_of_the_heavy_libraries() -> None:
+    """Neither the command line's libraries nor torch."""
+    heavy = "('hydra', 'timm', 'matplotlib', 'sklearn', 'torch', 'lightning')"
+    code = f"import sys, lightning_ga; print([name for name in {heavy} if name in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_the_callback_brings_no_library_of_the_command_line() -> None:
+    """What a user's own script loads beyond Lightning (which itself loads matplotlib)."""
+    code = (
+        "import sys; from lightning_ga import AutoAccumulate as _; print({'hydra', 'timm', 'sklearn'} & {*sys.modules})"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
+
+
+def test_the_signature_is_the_one_that_others_write_against() -> None:
+    """Names, order and defaults."""
+    parameters = inspect.signature(AutoAccumulate).parameters
+    assert {name: parameter.default for name, parameter in parameters.items()} == {
+        "effective_batch_size": None,
+        "accumulate": None,
+        "micro_batch_size": "auto",
+        "max_micro_batch_size": None,
+        "objective": "memory",
+        "memory_budget": None,
+        "normalize": "samples",
+        "micro_batching": "loader",
+        "on_oom": "split",
+        "scale_lr": "none",
+        "batch_norm": "warn",
+        "verify": True,
+        "cache": True,
+    }
+    assert all(p.kind is p.KEYWORD_ONLY for name, p in parameters.items() if name != "effective_batch_size")
+
+
+def test_it_is_a_callback_of_both_namespaces() -> None:
+    """``lightning.pytorch`` and ``pytorch_lightning`` both check the type."""
+    assert isinstance(AutoAccumulate(), (pl.Callback))
+    assert isinstance(AutoAccumulate(), (pytorch_lightning.Callback))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"effective_batch_size": 0}, "effective_batch_size=0 must be at least 1"),
+        ({"effective_batch_size": 2.5}, "effective_batch_size=2.5 must be a whole number"),
+        ({"effective_batch_size": {0: 8, -1: 4}}, "epoch -1"),
+        ({"effective_batch_size": 8, "accumulate": 2}, "exclude each other"),
+        ({"accumulate": 0}, "accumulate=0 must be at least 1"),
+        ({"micro_batch_size": "big"}, '"auto"'),
+        ({"micro_batch_size": 0}, "micro_batch_size=0 must be at least 1"),
+        ({"max_micro_batch_size": -3}, "max_micro_batch_size=-3 must be at least 1"),
+        ({"memory_budget": "much"}, "memory_budget='much'"),
+        ({"memory_budget": 1.5}, "memory_budget=1.5"),
+        ({"objective": "speed"}, "objective='speed' must be one of 'memory', 'throughput'"),
+        ({"normalize": "tokens"}, "normalize='tokens'"),
+        ({"on_oom": "pray"}, "on_oom='pray' must be one of"),
+    ],
+)
+def test_a_wrong_argument_is_refused_at_once(arguments: dict[str, object], message: str) -> None:
+    """One sentence with the value and the rule, when the callback is made."""
+    with pytest.raises(UserError, match=message):
+        AutoAccumulate(**arguments)
+
+
+@pytest.mark.parametrize("arguments", [{"objective": "throughput"}, {"micro_batching": "step"}, {"scale_lr": "sqrt"}])
+def test_what_is_not_finished_is_refused_rather_than_ignored(arguments: dict[str, object]) -> None:
+    """An argument that this version only knows by name does not do nothing silently."""
+    with pytest.raises(UserError, match="is not available in this version"):
+        AutoAccumulate(**arguments)
