@@ -14,6 +14,7 @@ A plain loop, in full::
 import gc
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakSet
 
@@ -79,12 +80,26 @@ def find_micro_batch(
     chosen = _device(device)
     asked = parse_budget(budget, total_memory(chosen) if budget is not None else None)
     prober = _Prober(step, device=chosen, budget=asked, resident=resident, reset=reset, agree=agree)
-    hook = register_optimizer_step_pre_hook(prober.optimizers.note)
+    hook = register_optimizer_step_pre_hook(prober.on_optimizer_step)
     try:
-        with enforced_budget(chosen, asked):
+        with enforced_budget(chosen, asked), _quick_collection():
             return prober.find(high, predict_only)
     finally:
         hook.remove()
+
+
+@contextmanager
+def _quick_collection() -> Iterator[None]:
+    """Within, ``gc.collect`` leaves older objects aside: it takes half a second in a process of usual size."""
+    gc.collect()
+    mine = gc.get_freeze_count() == 0
+    if mine:
+        gc.freeze()
+    try:
+        yield
+    finally:
+        if mine:
+            gc.unfreeze()
 
 
 def _device(device: torch.device | str | None) -> torch.device:
@@ -140,6 +155,11 @@ class _Prober:
         peak = measured[limit] if limit in measured else search.predict(limit) or 0
         elapsed = time.perf_counter() - started
         return ProbeResult(limit, budget, peak, tuple(self.trials), self.steps, elapsed, search.method)
+
+    def on_optimizer_step(self, optimizer: Optimizer, *_: Any) -> None:
+        """Hook before every optimizer step: a phase of the step ends, and its state is known from now on."""
+        self.meter.mark()
+        self.optimizers.note(optimizer)
 
     def _warm_up(self, high: int) -> tuple[int, tuple[int, ...]]:
         """Run a first step, of two samples if these fit; the largest size left to search, and sizes to trace."""
@@ -264,8 +284,8 @@ class _Optimizers:
         self._seen: WeakSet[Optimizer] = WeakSet()
         self._warm: list[tuple[Optimizer, dict[Any, Any]]] = []
 
-    def note(self, optimizer: Optimizer, *_: Any) -> None:
-        """Hook before every optimizer step."""
+    def note(self, optimizer: Optimizer) -> None:
+        """Remember an optimizer that steps."""
         self._seen.add(optimizer)
 
     def borrow(self) -> None:

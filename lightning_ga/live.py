@@ -71,6 +71,7 @@ class LiveMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._events: list[int] | None = None
         self._sizes: list[int] = []
         self._initial: list[int] = []  # storages that were alive at the start and died since
+        self._marks: list[int] = []
         self._floor = 0  # bytes alive since the start
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -104,7 +105,12 @@ class LiveMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.peak_bytes, self.wanted_bytes = self.live_bytes, 0
         self._recording += 1
         self._events = [] if record else None
-        self._sizes, self._initial, self._floor = [], [], self.live_bytes
+        self._sizes, self._initial, self._marks, self._floor = [], [], [], self.live_bytes
+
+    def mark(self) -> None:
+        """Note in the recording that a phase of the step ends here."""
+        if self._events is not None:
+            self._marks.append(len(self._events))
 
     def trace(self, samples: int) -> Trace:
         """What was recorded since ``start(record=True)``, as a step of ``samples`` samples. Ends the recording."""
@@ -113,7 +119,8 @@ class LiveMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise RuntimeError("trace() needs start(record=True) before the step.")
         old = [n + 1 for n in self._initial]
         stream = [0, *old, *(event + 1 if event >= 0 else event - 1 for event in events)]
-        return Trace(samples, (self._floor, *self._sizes), canonical(stream))
+        marks = tuple(mark + 1 + len(old) for mark in self._marks)
+        return Trace(samples, (self._floor, *self._sizes), canonical(stream), marks)
 
     def _rounded(self, size: int) -> int:
         return -(-size // self.rounding) * self.rounding

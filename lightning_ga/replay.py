@@ -9,7 +9,7 @@ with those sizes, and the maximum is taken.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +22,7 @@ class Trace:
             before the step and outlived it.
         events: ``n`` where storage ``n`` is allocated and ``~n`` where it is released. Releases
             that follow one another are sorted: their order changes no peak.
+        marks: Positions in ``events`` where a phase of the step ends, such as before the optimizer's step.
 
     Examples:
         >>> Trace(samples=2, sizes=(100, 8, 16), events=(0, 1, 2, ~1, ~2)).peak()
@@ -31,10 +32,22 @@ class Trace:
     samples: int
     sizes: tuple[int, ...]
     events: tuple[int, ...]
+    marks: tuple[int, ...] = ()
 
     def peak(self, rounding: int = 1) -> int:
         """Most bytes alive at once, every storage rounded up to a multiple of ``rounding`` bytes."""
         return replay(self.sizes, self.events, rounding)
+
+    def phase_peaks(self, rounding: int = 1) -> tuple[int, ...]:
+        """Most bytes alive at once in each phase: one more than there are marks.
+
+        Examples:
+            >>> Trace(2, sizes=(100, 8, 16), events=(0, 1, ~1, 2, ~2), marks=(3,)).phase_peaks()
+            (108, 116)
+        """
+        alive = _running(self.sizes, self.events, rounding)
+        bounds = [0, *self.marks, len(self.events)]
+        return tuple(max(alive[max(start - 1, 0) : end], default=0) for start, end in pairwise(bounds))
 
     def transient_peak(self, rounding: int = 1) -> int:
         """Most bytes alive at once among storages that the step both allocates and releases.
@@ -48,9 +61,14 @@ class Trace:
 
 def replay(sizes: Iterable[int], events: Iterable[int], rounding: int = 1) -> int:
     """Most bytes alive at once when ``events`` run with storages of these sizes."""
+    return max(_running(sizes, events, rounding), default=0)
+
+
+def _running(sizes: Iterable[int], events: Iterable[int], rounding: int) -> list[int]:
+    """Bytes alive after each event."""
     changes = [-(-size // rounding) * rounding for size in sizes]
     changes += [-size for size in reversed(changes)]  # so that index ~n holds the release of storage n
-    return max(accumulate(map(changes.__getitem__, events)), default=0)
+    return list(accumulate(map(changes.__getitem__, events)))
 
 
 def canonical(events: Iterable[int]) -> tuple[int, ...]:

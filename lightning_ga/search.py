@@ -179,10 +179,11 @@ class Search:
         guess = largest_fitting(self._curve, low + 1, self._high, self.budget)
         if guess < self.ceiling:
             return guess
-        # The curve said that the size that failed fits (a fragmented allocator, say): spare 2, 4, 8 % of the budget.
-        spare = self.budget * 2**self._misses // 100
-        guess = largest_fitting(self._curve, low + 1, high, self.budget - spare)
-        return guess if low < guess and self._misses <= 3 else _between(low, self.ceiling)
+        # The curve said that the size that failed fits. An allocator may be fragmented: spare 2, 4, 8 % of the budget.
+        if self._curve.is_replay and self._misses <= 3:
+            spare = self.budget * 2**self._misses // 100
+            guess = largest_fitting(self._curve, low + 1, high, self.budget - spare)
+        return guess if low < guess < self.ceiling else _between(low, self.ceiling)
 
     def _approach(self) -> int:
         """From below without coming near the budget: needed only where the streams do not align."""
@@ -197,50 +198,54 @@ class Search:
         return min(2 * self.limit, self._high)
 
 
+@dataclass(frozen=True, slots=True)
 class _Curve:
-    """Peak bytes by micro-batch size: a replay if there is one, plus what the traces did not see."""
+    """Peak bytes by micro-batch size: a replay if there is one, plus the highest of some lines.
 
-    def __init__(self, small: tuple[int, int], large: tuple[int, int], replay: Replay | None) -> None:
-        self._small, self._large = small, large
-        self._replay = replay
+    With a replay, the one line is what the traces did not see. Without, there is a line for every
+    phase of the step that the traces tell apart, or one through the measured peaks.
+    """
+
+    replay: Replay | None
+    samples: tuple[int, int]
+    lines: tuple[tuple[int, int], ...]  # bytes at these two sizes
 
     @property
     def is_replay(self) -> bool:
-        return self._replay is not None
+        return self.replay is not None
 
     @property
     def is_quadratic(self) -> bool:
-        return self._replay is not None and self._replay.is_quadratic
+        return self.replay is not None and self.replay.is_quadratic
 
     def __call__(self, samples: int) -> int:
-        seen = 0 if self._replay is None else self._replay(samples)
-        (low, first), (high, second) = self._small, self._large
-        rest = second + max(0, second - first) * (samples - high) // (high - low)
-        return seen + max(rest, 0)
+        low, high = self.samples
+        rest = max(end + max(0, end - start) * (samples - high) // (high - low) for start, end in self.lines)
+        return max(rest, 0) + (0 if self.replay is None else self.replay(samples))
 
     def confirms(self, trial: Trial, trace: Trace | None) -> bool:
         """Whether a further trial has the predicted peak to the byte."""
-        aligned = self._replay is None or trace is None or self._replay.confirms(trace)
+        aligned = self.replay is None or trace is None or self.replay.confirms(trace)
         return aligned and self(trial.micro_batch_size) == trial.peak_bytes
 
 
 def _fit(fitting: list[tuple[Trial, Trace | None]], rounding: int) -> _Curve | None:
-    """The curve through the two largest steps; by replay of the two largest that were traced, if these align."""
+    """The curve through the two largest steps; by replay, then by phase, if the two largest traces allow."""
     traced = [(trial, trace) for trial, trace in fitting if trace is not None][-2:]
     if len(traced) == 2:
-        (small, first), (large, second) = traced
+        (_, first), (_, second) = traced
+        unseen = [trial.peak_bytes - trace.peak(rounding) for trial, trace in traced]
+        sizes = (first.samples, second.samples)
         replay = extrapolate(first, second, rounding=rounding)
         if replay is not None:
-            unseen = [
-                (trial.micro_batch_size, trial.peak_bytes - trace.peak(rounding))
-                for trial, trace in ((small, first), (large, second))
-            ]
-            return _Curve(unseen[0], unseen[1], replay)
+            return _Curve(replay, sizes, ((unseen[0], unseen[1]),))
+        if len(first.marks) == len(second.marks):
+            phases = zip(first.phase_peaks(rounding), second.phase_peaks(rounding))
+            return _Curve(None, sizes, tuple((start + unseen[0], end + unseen[1]) for start, end in phases))
     if len(fitting) < 2:
         return None
     small, large = fitting[-2][0], fitting[-1][0]
-    points = [(trial.micro_batch_size, trial.peak_bytes) for trial in (small, large)]
-    return _Curve(points[0], points[1], None)
+    return _Curve(None, (small.micro_batch_size, large.micro_batch_size), ((small.peak_bytes, large.peak_bytes),))
 
 
 def _between(low: int, ceiling: int) -> int:

@@ -193,7 +193,7 @@ class Residual(nn.Module):
         return self.head(hidden.mean((2, 3)))
 
 
-def train(model: nn.Module, samples: int, steps: int, memory: LiveMemory | None) -> list[torch.Tensor]:
+def train(model: nn.Module, samples: int, steps: int) -> list[torch.Tensor]:
     torch.manual_seed(1)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     for _ in range(steps):
@@ -209,9 +209,9 @@ def test_training_is_bitwise_the_same_under_the_meter() -> None:
     torch.manual_seed(0)
     plain, metered = Residual(), Residual()
     metered.load_state_dict(copy.deepcopy(plain.state_dict()))
-    expected = train(plain, 4, 3, None)
+    expected = train(plain, 4, 3)
     with LiveMemory():
-        found = train(metered, 4, 3, None)
+        found = train(metered, 4, 3)
     assert all(torch.equal(a, b) for a, b in zip(expected, found))
 
 
@@ -222,7 +222,7 @@ def test_replayed_peaks_are_measured_peaks() -> None:
         model, memory = Residual(), LiveMemory()
         memory.start(record=True)
         with memory:
-            train(model, samples, 2, memory)
+            train(model, samples, 2)
         traces.append(memory.trace(samples))
         peaks.append(memory.peak_bytes)
     assert [trace.peak() for trace in traces] == peaks
