@@ -36,8 +36,9 @@ class AutoAccumulate(Callback, LegacyCallback):  # type: ignore[misc]
         objective: What the probe looks for. Only ``"memory"``: the largest that fits.
         memory_budget: What a training step may take: ``None`` for what the device has free, a
             fraction of its memory, bytes, or text such as ``"10GiB"``.
-        normalize: ``"samples"`` weights each micro-batch by its samples; ``None`` leaves Lightning's
-            division by the nominal factor.
+        normalize: ``"samples"`` weights each micro-batch by its samples. A callable that counts the
+            items of a batch, such as ``lightning_ga.weights.TargetTokens()``, makes it exact for a
+            loss that is a mean over these. ``None`` leaves Lightning's division by the nominal factor.
         micro_batching: How micro-batches are made. Only ``"loader"``: the DataLoader yields them.
         on_oom: What an out-of-memory error in training does; this version raises it.
         scale_lr: How the learning rate follows the batch. Only ``"none"``.
@@ -86,12 +87,10 @@ class AutoAccumulate(Callback, LegacyCallback):  # type: ignore[misc]
         )
         if isinstance(normalize, str) and normalize != "samples":
             raise UserError(f'{normalize=} must be "samples", None or a callable that counts the items of a batch.')
-        if callable(normalize):
-            raise UserError('normalize=<callable> is not available in this version: use "samples" or None.')
         guards.check_budget(memory_budget)
         self._request = read_request(effective_batch_size, accumulate, micro_batch_size, max_micro_batch_size)
         self._memory_budget = memory_budget
-        self._weighted = normalize is not None
+        self._normalize = normalize
         self._session: Session | None = None
         self._factor_left: tuple[int, int] | None = None  # the factor left in the trainer, and the recipe's
 
@@ -113,7 +112,7 @@ class AutoAccumulate(Callback, LegacyCallback):  # type: ignore[misc]
         guards.check_trainer(trainer, pl_module, self._request)
         guards.check_schedule(self._request, seams.training_epochs(trainer), trainer.world_size)
         seams.run_first(trainer, self)
-        self._session = Session(trainer, self._request, self._memory_budget, weighted=self._weighted)
+        self._session = Session(trainer, self._request, self._memory_budget, normalize=self._normalize)
         seams.intercept_loaders(trainer, cut=self._session.cut, around=self._session.set_up_data)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -131,12 +130,14 @@ class AutoAccumulate(Callback, LegacyCallback):  # type: ignore[misc]
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: torch.Tensor) -> None:
         """Let the micro-batch weigh what its samples weigh in the window."""
-        weight = self._running.weight
-        if weight != 1.0:
-            loss.register_hook(lambda gradient: gradient * weight)
+        self._running.apply_weight(loss)
+
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+        """Keep gradients as they should be between two backward passes."""
+        self._running.settle_gradients()
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: torch.optim.Optimizer) -> None:
-        """Bring a window that was counted as it came to its mean."""
+        """Bring the window's gradients to the mean over what turned out to be in it."""
         self._running.close_window(optimizer)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:

@@ -2,12 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import torch
 
 from lightning_ga import seams
-from lightning_ga.errors import UserError
 from lightning_ga.feed import Feed
 from lightning_ga.loaders import count_samples
 from lightning_ga.plan import AccumulationPlan
@@ -15,7 +15,9 @@ from lightning_ga.probe import hardware, probe
 from lightning_ga.request import Budget, Request
 from lightning_ga.search import ProbeResult
 from lightning_ga.state import Position, RunState
-from lightning_ga.weights import LateWindow, known_weight
+from lightning_ga.weights import KnownWindow, LateWindow
+
+Normalize = Literal["samples"] | Callable[[Any], Any] | None
 
 
 class Session:
@@ -25,14 +27,14 @@ class Session:
         trainer: The Trainer, with its strategy's environment set up.
         request: What the user asked for.
         budget: ``memory_budget`` as the user wrote it.
-        weighted: Whether micro-batches are weighted by their samples.
+        normalize: What micro-batches are weighted by.
     """
 
-    def __init__(self, trainer: Any, request: Request, budget: Budget, *, weighted: bool) -> None:
+    def __init__(self, trainer: Any, request: Request, budget: Budget, *, normalize: Normalize) -> None:
         self.trainer = trainer
         self.request = request
         self.budget = budget
-        self.weighted = weighted
+        self.normalize = normalize
         self.recipe_factor: int = trainer.accumulate_grad_batches
         self.plan: AccumulationPlan | None = None
         self.probe: ProbeResult | None = None
@@ -41,7 +43,9 @@ class Session:
         self._restored: RunState | None = None
         self._feed: Feed | None = None
         self._micro_batch: int | None = None  # known once training starts
-        self._late: LateWindow | None = None
+        self._weights: KnownWindow | LateWindow | None = None
+        self._held: list[tuple[torch.nn.Parameter, torch.Tensor | None]] = []
+        self._sparse = sparse_parameters(trainer.lightning_module)
 
     # --- data ----------------------------------------------------------------------------------
 
@@ -109,29 +113,60 @@ class Session:
 
     def weigh(self, batch: Any) -> None:
         """Set the weight of the micro-batch that is about to be trained on."""
-        if not self.weighted:
+        if self._weights is None:
             return
-        chunk = self.feed.chunk(seams.micro_batch_index(self.trainer))
-        if self._late is not None:
-            self.weight = self._late.weigh(count_samples(batch, expected=chunk.count))
-            return
-        factor, world_size = self.trainer.accumulate_grad_batches, self.trainer.world_size
-        window = chunk.window_samples * self.feed.ranks_apart
-        self.weight = known_weight(chunk.count, window, factor=factor, world_size=world_size)
+        index, factor = seams.micro_batch_index(self.trainer), self.trainer.accumulate_grad_batches
+        chunk = self.feed.chunk(index)
+        self.weight = self._weights.weigh(
+            self._count(batch, chunk.count) if chunk.count else 0,
+            window=chunk.window_samples * self.feed.ranks_apart,
+            factor=factor,
+            first=index % factor == 0,
+        )
 
-    @torch.no_grad()
+    def apply_weight(self, loss: torch.Tensor) -> None:
+        """Let the backward pass of the micro-batch weigh as much, and keep a weightless one out altogether."""
+        if self._weights is not None:
+            self._weights.trained()
+        if self.weight != 1.0:
+            weight = self.weight
+            loss.register_hook(lambda gradient: gradient * weight)
+        if self.weight == 0.0 and not (seams.is_distributed(self.trainer) and seams.window_is_over(self.trainer)):
+            # A mean over nothing is NaN, and 0 × NaN too. Ranks that reduce must leave gradients where they are.
+            self._held = [(p, p.grad) for group in self.trainer.optimizers[0].param_groups for p in group["params"]]
+            for parameter, _ in self._held:
+                parameter.grad = None
+
+    def settle_gradients(self) -> None:
+        """After each backward pass: put held gradients back, and keep sparse ones from growing with the factor."""
+        for parameter, gradient in self._held:
+            parameter.grad = gradient
+        self._held = []
+        for parameter in self._sparse:
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                parameter.grad = parameter.grad.coalesce()
+
     def close_window(self, optimizer: torch.optim.Optimizer) -> None:
-        """Bring the gradients of a window that was counted as it came to their mean over its samples."""
-        if self._late is None:
-            return
-        total = seams.sum_over_ranks(self.trainer, self._late.total)
-        factor, world_size = self.trainer.accumulate_grad_batches, self.trainer.world_size
-        scale = self._late.close(total, factor=factor, world_size=world_size)
+        """Bring the gradients of a window to the mean over what turned out to be in it."""
+        scale = 1.0 if self._weights is None else self._weights.close(self.trainer.accumulate_grad_batches)
         if scale != 1.0:
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    if parameter.grad is not None:
-                        parameter.grad.mul_(scale)
+            scale_gradients(optimizer, scale)
+
+    def _count(self, batch: Any, expected: int) -> float:
+        if self.normalize != "samples":
+            return float(self.normalize(batch))
+        return count_samples(batch, expected=expected) if self.feed.counted_later else expected
+
+    def _new_weights(self) -> KnownWindow | LateWindow | None:
+        world_size, sum_over_ranks = self.trainer.world_size, partial(seams.sum_over_ranks, self.trainer)
+        if self.normalize is None:
+            return None
+        if self.normalize != "samples":
+            return LateWindow(world_size, sum_over_ranks=sum_over_ranks)
+        if self.feed.counted_later:
+            assert self.plan is not None
+            return LateWindow(world_size, sum_over_ranks=sum_over_ranks, reference=self.plan.micro_batch_size)
+        return KnownWindow(world_size)
 
     # --- records -------------------------------------------------------------------------------
 
@@ -167,8 +202,8 @@ class Session:
         self._arrange(epoch)
         assert self.plan is not None
         self.trainer.accumulate_grad_batches = self.plan.factor
-        if self.weighted and self.feed.counted_later:
-            self._late = LateWindow(self.plan.effective_batch_size / (self.plan.factor * self.plan.world_size))
+        if self._weights is None or self.feed.counted_later:
+            self._weights = self._new_weights()
         seams.resize_epoch(self.trainer, self.feed.length)
 
     def _arrange(self, epoch: int) -> None:
@@ -223,3 +258,17 @@ class Session:
         epoch = self._position.epoch
         total = self.feed.total(epoch)
         return None if total is None or self.feed.length is None else self.feed.recipe_batches(total)
+
+
+def sparse_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """Weights of embeddings that ask for sparse gradients."""
+    return [part.weight for part in module.modules() if getattr(part, "sparse", False) and hasattr(part, "weight")]
+
+
+@torch.no_grad()
+def scale_gradients(optimizer: torch.optim.Optimizer, scale: float) -> None:
+    """Scale all gradients in place; sparse ones stay sparse and coalesced."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                (parameter.grad._values() if parameter.grad.is_sparse else parameter.grad).mul_(scale)

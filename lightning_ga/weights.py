@@ -3,8 +3,15 @@
 A loss is a mean over the samples of one micro-batch. Lightning divides it by the accumulation
 factor A (``loops/optimization/automatic.py`` of 2.6.6, ``ClosureResult``) and data parallelism
 averages gradients over W ranks, so the optimizer sees Σ gᵢ / (A·W). The mean over the whole window
-of N samples is Σ nᵢ gᵢ / N: the micro-batch of nᵢ samples must weigh A·W·nᵢ / N.
+of N samples is Σ nᵢ gᵢ / N: the micro-batch of nᵢ samples must weigh A·W·nᵢ / N. The same holds
+for a mean over tokens, with nᵢ tokens of N.
 """
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_ga.errors import UserError
 
 
 def known_weight(count: float, window: float, *, factor: int, world_size: int) -> float:
@@ -42,30 +49,186 @@ def window_scale(total: float, *, reference: float, factor: int, world_size: int
     return factor * world_size * reference / total
 
 
-class LateWindow:
-    """Weights of a window whose samples are counted as they come.
+class KnownWindow:
+    """Weights of windows whose samples are known in advance; it costs nothing where all are equal.
 
     Args:
-        reference: A count near the mean of a micro-batch.
+        world_size: Ranks over which gradients are averaged.
 
     Examples:
-        >>> window = LateWindow(reference=2)
-        >>> window.weigh(2), window.weigh(1)
-        (1.0, 0.5)
-        >>> window.close(window.total, factor=4, world_size=1)
-        2.6666666666666665
+        >>> window = KnownWindow(world_size=1)
+        >>> window.weigh(43, window=128, factor=3, first=True)
+        1.0078125
     """
 
-    def __init__(self, reference: float) -> None:
-        self.reference = reference
-        self.total = 0.0
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+        self._window = self._seen = self._trained = self._pending = 0.0
 
-    def weigh(self, count: float) -> float:
-        """Weight of one more micro-batch of this rank."""
-        self.total += count
-        return count / self.reference
+    def weigh(self, count: float, *, window: float, factor: int, first: bool) -> float:
+        """Weight of the next micro-batch of this rank; ``first`` if it begins a window of ``window`` samples."""
+        if first:
+            self._seen = self._trained = 0.0
+        self._window, self._pending = window, count
+        self._seen += count
+        return known_weight(count, window, factor=factor, world_size=self._world_size)
 
-    def close(self, total: float, *, factor: int, world_size: int) -> float:
-        """Scale for the window's gradients, given its samples over all ranks; the next window starts empty."""
-        self.total = 0.0
-        return window_scale(total, reference=self.reference, factor=factor, world_size=world_size)
+    def trained(self) -> None:
+        """The micro-batch has reached its backward pass; steps that return ``None`` do not."""
+        self._trained += self._pending
+        self._pending = 0.0
+
+    def close(self, factor: int) -> float:
+        """Scale for the window's gradients: above one where micro-batches were skipped.
+
+        Lightning allows a step to be skipped on one rank only, so that no other need be asked.
+        """
+        skipped = self._seen - self._trained
+        return self._window / (self._window - skipped) if 0 < skipped < self._window else 1.0
+
+
+class LateWindow:
+    """Weights of windows whose samples or tokens are counted as they come.
+
+    A micro-batch weighs its count ÷ a reference near the mean count, and the window's gradients are
+    scaled once when its total is known. The reference is twice the largest mean of a window so far:
+    so hardly any weight is above one, and half precision overflows no more often than without.
+
+    Args:
+        world_size: Ranks over which gradients are averaged.
+        sum_over_ranks: Adds up one number over all ranks.
+        reference: Where to start; ``None`` takes it from the first micro-batch that counts anything.
+
+    Examples:
+        >>> window = LateWindow(1, sum_over_ranks=float, reference=2)
+        >>> for count in (2, 2, 1):
+        ...     weight = window.weigh(count, window=8, factor=4, first=count == 2)
+        ...     window.trained()
+        >>> weight, window.close(factor=4)  # a stream that ended before the window was full
+        (0.5, 2.6666666666666665)
+    """
+
+    def __init__(
+        self, world_size: int, *, sum_over_ranks: Callable[[float], float], reference: float | None = None
+    ) -> None:
+        self._world_size = world_size
+        self._sum_over_ranks = sum_over_ranks
+        self._reference = reference
+        self._fixed = reference is not None
+        self._trained = self._pending = 0.0
+        self._any = False
+
+    def weigh(self, count: float, *, window: float, factor: int, first: bool) -> float:
+        """Weight of the next micro-batch of this rank; ``window`` is not known here and not used."""
+        if first:
+            self._trained, self._any = 0.0, False
+        if not count >= 0:
+            raise UserError(f"normalize counted {count} in a micro-batch: a count is a number of at least 0.")
+        self._pending = count
+        if self._reference is None:
+            mean = self._sum_over_ranks(count) / self._world_size
+            if not mean:
+                return 0.0
+            self._reference = 2.0 * mean
+        return count / self._reference
+
+    def trained(self) -> None:
+        """The micro-batch has reached its backward pass; steps that return ``None`` do not."""
+        self._trained += self._pending
+        self._pending, self._any = 0.0, True
+
+    def close(self, factor: int) -> float:
+        """Scale for the window's gradients.
+
+        Raises:
+            UserError: If the whole window counts nothing.
+        """
+        if not self._any and self._world_size == 1:
+            return 1.0
+        total = self._sum_over_ranks(self._trained)
+        if not total:
+            raise UserError(
+                "normalize counted 0 in all micro-batches of a window, so its gradient is no mean of anything: check "
+                "what it counts (the key, ignore_index), or leave such samples out."
+            )
+        assert self._reference is not None
+        scale = window_scale(total, reference=self._reference, factor=factor, world_size=self._world_size)
+        if not self._fixed:
+            self._reference = max(self._reference, 2.0 * total / (factor * self._world_size))
+        return scale
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Counts samples: the length of the batch's first tensor. What ``normalize="samples"`` does by itself."""
+
+    def __call__(self, batch: Any) -> int:
+        """Samples of a batch."""
+        return int(next(_tensors(batch)).shape[0])
+
+
+@dataclass(frozen=True)
+class TargetTokens:
+    """Counts the targets that a token-mean loss is a mean over.
+
+    Attributes:
+        key: Where the targets are in the batch: a key, an index, or an attribute.
+        ignore_index: Targets that the loss leaves out, as in ``torch.nn.CrossEntropyLoss``.
+        shift: Whether the model predicts each token from those before it and so leaves out the first
+            of every sequence, as Hugging Face's causal language models do with ``labels``.
+
+    Examples:
+        >>> import torch
+        >>> TargetTokens()({"labels": torch.tensor([[5, 7, -100], [8, -100, -100]])})
+        3
+    """
+
+    key: str | int = "labels"
+    ignore_index: int = -100
+    shift: bool = False
+
+    def __call__(self, batch: Any) -> int:
+        """Targets of a batch that count."""
+        targets = _pick(batch, self.key)
+        return int((targets[..., 1:] if self.shift else targets).ne(self.ignore_index).sum())
+
+
+@dataclass(frozen=True)
+class AttentionMaskTokens:
+    """Counts the tokens that are no padding.
+
+    Attributes:
+        key: Where the mask (1 for a token, 0 for padding) is in the batch.
+
+    Examples:
+        >>> import torch
+        >>> AttentionMaskTokens()({"attention_mask": torch.tensor([[1, 1, 0], [1, 0, 0]])})
+        3
+    """
+
+    key: str | int = "attention_mask"
+
+    def __call__(self, batch: Any) -> int:
+        """Tokens of a batch."""
+        return int(_pick(batch, self.key).sum())
+
+
+def _pick(batch: Any, key: str | int) -> Any:
+    try:
+        return batch[key]
+    except (KeyError, IndexError, TypeError):
+        if isinstance(key, str) and hasattr(batch, key):
+            return getattr(batch, key)
+    keys = f" with the keys {sorted(map(str, batch))}" if isinstance(batch, Mapping) else ""
+    raise UserError(f"normalize looks for {key!r} in a {type(batch).__name__}{keys}: give the right key=…") from None
+
+
+def _tensors(batch: Any) -> Iterator[Any]:
+    if hasattr(batch, "shape") and len(batch.shape):
+        yield batch
+    elif isinstance(batch, Mapping):
+        for value in batch.values():
+            yield from _tensors(value)
+    elif isinstance(batch, (list, tuple)):
+        for value in batch:
+            yield from _tensors(value)

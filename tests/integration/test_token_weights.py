@@ -1,0 +1,257 @@
+"""Losses that are a mean over tokens, steps that are skipped, sparse gradients: exact all the same."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from reference import Regression, Samples, cut, fit, flat_gradient, plain_loop, worst_error
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_ga import AutoAccumulate, UserError
+from lightning_ga.weights import AttentionMaskTokens, TargetTokens
+
+LENGTH, WORDS = 9, 11
+
+
+class Sequences(Dataset):
+    """Sequences of 0 to 9 targets; a few have none."""
+
+    def __init__(self, size: int, empty: Sequence[int] = ()) -> None:
+        generator = torch.Generator().manual_seed(2)
+        self.words = torch.randint(0, WORDS, (size, LENGTH), generator=generator)
+        lengths = torch.randint(1, LENGTH + 1, (size, 1), generator=generator)
+        lengths[list(empty)] = 0
+        self.mask = torch.arange(LENGTH) < lengths
+
+    def __len__(self) -> int:
+        return len(self.words)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        words, mask = self.words[index], self.mask[index]
+        return {"words": words, "labels": torch.where(mask, words, -100), "attention_mask": mask.long()}
+
+
+class Tagger(pl.LightningModule):
+    """Its loss is a mean over targets, by PyTorch's own reduction or by hand."""
+
+    def __init__(self, by_hand: bool = False, sparse: bool = False, skip: Sequence[int] = ()) -> None:
+        super().__init__()
+        self.net = tagger(sparse)
+        self.by_hand, self.skip = by_hand, skip
+        self.gradients: list[torch.Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor | None:
+        return None if batch_idx in self.skip else token_loss(self.net, batch, self.by_hand)
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.net[0].weight.grad is not None:
+            self.gradients.append(flat_gradient(self.net))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.net.parameters(), lr=0.1)
+
+
+def tagger(sparse: bool = False) -> torch.nn.Sequential:
+    """The same weights on every call."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return torch.nn.Sequential(torch.nn.Embedding(WORDS, 6, sparse=sparse), torch.nn.Linear(6, WORDS)).double()
+
+
+def token_loss(net: torch.nn.Module, batch: Any, by_hand: bool) -> torch.Tensor:
+    """A mean over targets."""
+    logits, labels = net(batch["words"]).flatten(0, 1), batch["labels"].flatten()
+    if not by_hand:
+        return torch.nn.functional.cross_entropy(logits, labels)
+    losses = torch.nn.functional.cross_entropy(logits, labels.clamp(min=0), reduction="none")
+    mask = (labels != -100).double()
+    return (losses * mask).sum() / mask.sum()
+
+
+def plain_tagger(dataset: Sequences, windows: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    """Plain SGD, each window in one batch."""
+    net = tagger()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    gradients = []
+    for window in windows:
+        optimizer.zero_grad()
+        batch = torch.utils.data.default_collate([dataset[index] for index in window])
+        token_loss(net, batch, by_hand=False).backward()
+        gradients.append(flat_gradient(net))
+        optimizer.step()
+    return gradients
+
+
+@pytest.mark.parametrize("counter", [TargetTokens(), AttentionMaskTokens(), lambda b: (b["labels"] >= 0).sum()])
+@pytest.mark.parametrize("micro_batch", [1, 3, 5, 16])
+def test_a_mean_over_tokens_is_exact(counter: Any, micro_batch: int) -> None:
+    """Whatever the counts are, ragged windows included."""
+    dataset = Sequences(43)
+    module, _ = fit(
+        DataLoader(dataset, batch_size=16),
+        AutoAccumulate(micro_batch_size=micro_batch, normalize=counter),
+        module=Tagger(),
+        max_epochs=2,
+    )
+    assert worst_error(module.gradients, plain_tagger(dataset, cut(range(43), 16) * 2)) <= 1e-12
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+@pytest.mark.parametrize("empty", [(0, 1), (2, 3), (6, 7)])
+def test_a_micro_batch_without_tokens_is_left_out(by_hand: bool, empty: Sequence[int]) -> None:
+    """First, between and last in its window, and where a mean over nothing is NaN."""
+    dataset = Sequences(16, empty)
+    module, _ = fit(
+        DataLoader(dataset, batch_size=8),
+        AutoAccumulate(micro_batch_size=2, normalize=TargetTokens()),
+        module=Tagger(by_hand),
+        max_epochs=1,
+    )
+    assert worst_error(module.gradients, plain_tagger(dataset, cut(range(16), 8))) <= 1e-12
+
+
+def test_a_window_without_tokens_is_an_error() -> None:
+    """Rather than a step of NaN."""
+    with pytest.raises(UserError, match="counted 0 in all micro-batches of a window"):
+        fit(
+            DataLoader(Sequences(16, range(8)), batch_size=8),
+            AutoAccumulate(micro_batch_size=2, normalize=TargetTokens()),
+            module=Tagger(),
+        )
+
+
+@pytest.mark.parametrize("count", [-1, float("nan")])
+def test_a_count_that_is_none_is_an_error(count: float) -> None:
+    """Negative and NaN."""
+    with pytest.raises(UserError, match=f"normalize counted {float(count)}"):
+        fit(
+            DataLoader(Sequences(16), batch_size=8),
+            AutoAccumulate(micro_batch_size=2, normalize=lambda batch: count),
+            module=Tagger(),
+        )
+
+
+def test_a_wrong_key_is_named() -> None:
+    """With the keys that there are."""
+    with pytest.raises(UserError, match=r"'target' in a dict with the keys \['attention_mask', 'labels', 'words'\]"):
+        fit(
+            DataLoader(Sequences(8), batch_size=8),
+            AutoAccumulate(micro_batch_size=2, normalize=TargetTokens("target")),
+            module=Tagger(),
+        )
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+@pytest.mark.parametrize("normalize", ["samples", TargetTokens()])
+@pytest.mark.parametrize("skip", [(0,), (1, 2), (3,), (4, 5, 6)])
+def test_skipped_steps_are_left_out_of_the_mean(skip: Sequence[int], normalize: Any) -> None:
+    """``training_step`` returns None: the gradient is the mean over what was trained on."""
+    dataset = Sequences(23)
+    module, _ = fit(
+        DataLoader(dataset, batch_size=12),
+        AutoAccumulate(micro_batch_size=3, normalize=normalize),
+        module=Tagger(skip=skip),
+        max_epochs=1,
+    )
+    chunks = cut(range(12), 3) + [[12, 13, 14], [15, 16, 17], [18, 19, 20], [21, 22]]
+    kept = [[i for k in range(4) if w * 4 + k not in skip for i in chunks[w * 4 + k]] for w in range(2)]
+    if normalize == "samples":
+        net, oracle = Tagger(), []
+        for w, window in enumerate(kept):
+            net.net.zero_grad()
+            for k in range(4):
+                if w * 4 + k not in skip:
+                    batch = torch.utils.data.default_collate([dataset[i] for i in chunks[w * 4 + k]])
+                    share = len(chunks[w * 4 + k]) / len(window)
+                    (share * token_loss(net.net, batch, by_hand=False)).backward()
+            oracle.append(flat_gradient(net.net))
+            with torch.no_grad():
+                for parameter in net.net.parameters():
+                    parameter -= 0.1 * parameter.grad
+    else:
+        oracle = plain_tagger(dataset, kept)
+    assert worst_error(module.gradients, oracle) <= 1e-12
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+def test_a_window_that_is_skipped_whole_changes_nothing() -> None:
+    """No division by nothing."""
+    module, trainer = fit(
+        DataLoader(Sequences(12), batch_size=12),
+        AutoAccumulate(micro_batch_size=3, normalize=TargetTokens()),
+        module=Tagger(skip=range(4)),
+        max_epochs=1,
+    )
+    for ours, theirs in zip(module.net.parameters(), tagger().parameters()):
+        assert torch.equal(ours, theirs)
+
+
+class Sparse(Tagger):
+    """An embedding with sparse gradients under SparseAdam."""
+
+    def __init__(self, sparse: bool) -> None:
+        super().__init__(sparse=sparse)
+        self.net = torch.nn.Sequential(self.net[0], _Scores())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        kind = torch.optim.SparseAdam if self.net[0].sparse else torch.optim.Adam
+        return kind(list(self.net.parameters()), lr=0.1)
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        gradient = self.net[0].weight.grad
+        assert gradient.is_sparse == self.net[0].sparse
+        assert not gradient.is_sparse or gradient.is_coalesced()
+        self.gradients.append(gradient.to_dense().clone())
+
+
+class _Scores(torch.nn.Module):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden @ torch.linspace(-1, 1, 6 * WORDS, dtype=hidden.dtype).view(6, WORDS)
+
+
+@pytest.mark.parametrize("micro_batch", [1, 3, 16])
+def test_sparse_gradients_are_accumulated_sparse_and_equal_the_dense_ones(micro_batch: int) -> None:
+    """Never densified, always coalesced, scaled like any other."""
+    results = []
+    for sparse, size in ((True, micro_batch), (False, 16)):
+        module, _ = fit(
+            DataLoader(Sequences(43), batch_size=16),
+            AutoAccumulate(micro_batch_size=size, normalize=TargetTokens()),
+            module=Sparse(sparse),
+            max_epochs=1,
+        )
+        results.append(module.gradients)
+    assert worst_error(results[0][:1], results[1][:1]) <= 1e-12  # lazy and dense Adam part ways after the first step
+
+
+def test_half_precision_overflows_no_more_often_than_without_weights() -> None:
+    """The GradScaler's scale after training is the same with token weights as with none."""
+    scales = []
+    for normalize in (None, TargetTokens()):
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=4)
+        module = Tagger()
+        module.net.float()
+        fit(
+            DataLoader(Sequences(64), batch_size=16),
+            AutoAccumulate(micro_batch_size=3, normalize=normalize),
+            module=module,
+            plugins=pl.plugins.MixedPrecision("16-mixed", "cpu", scaler),
+            max_epochs=4,
+        )
+        scales.append(scaler.get_scale())
+    assert scales[1] >= scales[0]
+
+
+def test_sample_weights_of_the_reference_task_are_untouched_by_a_counter_of_samples() -> None:
+    """Counting samples as they come gives what knowing them gives."""
+    from lightning_ga.weights import Samples as CountSamples
+
+    module, _ = fit(
+        DataLoader(Samples(23), batch_size=8),
+        AutoAccumulate(micro_batch_size=3, normalize=CountSamples()),
+        max_epochs=1,
+    )
+    assert isinstance(module, Regression)
+    assert worst_error(module.gradients, plain_loop(Samples(23), cut(range(23), 8))) <= 1e-12
