@@ -99,7 +99,7 @@ def describe_setting(trainer: Trainer, module: LightningModule) -> str:
     name = module.hparams.get("name", type(module).__name__)
     millions = sum(parameter.numel() for parameter in module.parameters()) / 1e6
     device = f"{trainer.world_size} × {module.device.type}" if trainer.world_size > 1 else module.device.type
-    return f"{name}, {millions:.1f} M parameters, precision {trainer.precision}, on {device}"
+    return f"{name}, {millions:.1f} M parameters, {trainer.precision}, on {device}"
 
 
 def find_accumulate(trainer: Trainer) -> Any:

@@ -1,0 +1,61 @@
+"""Shared by all tests: one thread, so that sums have one order, and a command line to type on."""
+
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@dataclass(frozen=True)
+class Typed:
+    """What a command line did: exit code, what it printed, and the run's folder."""
+
+    code: int
+    out: str
+    err: str
+    folder: Path
+
+
+@pytest.fixture
+def command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Iterator[Callable[..., Typed]]:
+    """Type a command line in an empty folder, without starting a process."""
+    from lightning_ga.train import main
+
+    work = tmp_path / "work"
+    work.mkdir()
+    monkeypatch.chdir(work)
+    monkeypatch.setattr(sys, "argv", ["lightning-ga"])
+    precision = torch.get_float32_matmul_precision()
+    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):  # seed_everything leaves them behind
+        monkeypatch.setenv(name, "0")
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+
+    def type_line(*arguments: str, folder: str = "run") -> Typed:
+        place = [] if any(a.startswith("-") for a in arguments) else [f"hydra.run.dir=outputs/{folder}"]
+        try:
+            main([*arguments, *place])
+            code = 0
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
+        finally:
+            for handler in [handler for handler in root.handlers if handler not in handlers]:
+                root.removeHandler(handler)
+                handler.close()
+            root.handlers[:], root.level = handlers, level
+        printed = capsys.readouterr()
+        return Typed(code, printed.out, printed.err, work / "outputs" / folder)
+
+    yield type_line
+    torch.set_float32_matmul_precision(precision)

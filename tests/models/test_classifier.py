@@ -1,0 +1,117 @@
+import functools
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_ga.models import Classifier, MLPClassifier
+from lightning_ga.models.schedules import warmup_cosine
+
+
+def samples(count: int = 24) -> TensorDataset:
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(count, 1, 4, 4, generator=generator)
+    return TensorDataset(images, torch.arange(count) % 3)
+
+
+class Recorder:
+    """A scheduler that only notes when it is stepped and with what it was made."""
+
+    def __init__(self) -> None:
+        self.total_steps = None
+        self.steps = 0
+
+    def make(self, optimizer, total_steps):
+        self.total_steps = total_steps
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, self.count)
+
+    def count(self, step: int) -> float:
+        self.steps = max(self.steps, step)
+        return 1.0
+
+
+def train(model: Classifier, batch_size: int, factor: int, epochs: int = 1) -> Trainer:
+    trainer = Trainer(
+        accelerator="cpu",
+        max_epochs=epochs,
+        accumulate_grad_batches=factor,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    loader = DataLoader(samples(), batch_size=batch_size)
+    trainer.fit(model, loader, loader)
+    return trainer
+
+
+def small(**arguments) -> MLPClassifier:
+    torch.manual_seed(0)
+    return MLPClassifier([8], num_classes=3, image_size=4, **arguments)
+
+
+def test_the_training_curve_is_that_of_whole_windows():
+    """The last value of an epoch is the mean over its window, not over the last micro-batch."""
+    whole = train(small(), batch_size=8, factor=1).callback_metrics
+    parts = train(small(), batch_size=2, factor=4).callback_metrics
+    assert parts["train/loss"] == pytest.approx(whole["train/loss"].item(), rel=1e-5)
+    assert parts["train/acc"] == whole["train/acc"]
+
+
+def test_a_scheduler_steps_once_per_optimizer_step():
+    """It is told their number: 24 samples in windows of 8 make 3 an epoch."""
+    recorder = Recorder()
+    train(small(lr_scheduler=recorder.make), batch_size=2, factor=4, epochs=2)
+    assert recorder.total_steps == 6
+    assert recorder.steps == 6
+
+
+def test_a_scheduler_without_total_steps_is_taken_as_it_is():
+    """Schedulers of torch work as partials."""
+    step = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.1)
+    optimizer = train(small(lr_scheduler=step), batch_size=8, factor=1).optimizers[0]
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(1e-4)
+
+
+def test_the_cosine_rises_falls_and_stays_down():
+    """A tenth of the steps up, then down to the final share."""
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)
+    scheduler = warmup_cosine(optimizer, 20, warmup=0.1, final=0.01)
+    rates = []
+    for _ in range(25):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    assert rates[:3] == [0.5, 1.0, 1.0]
+    assert rates[2:21] == sorted(rates[2:21], reverse=True)
+    assert rates[20:] == pytest.approx([0.01] * 5)
+
+
+def test_a_test_counts_the_confusion_matrix():
+    """Every sample once, as plain numbers, and anew in a second test."""
+    model = small()
+    trainer = Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False)
+    for _ in range(2):
+        (metrics,) = trainer.test(model, DataLoader(samples(), batch_size=5), verbose=False)
+        assert sum(map(sum, model.confusion)) == 24
+        assert sum(model.confusion[i][i] for i in range(3)) / 24 == pytest.approx(metrics["test/acc"])
+
+
+def test_a_checkpoint_brings_back_model_and_arguments(tmp_path):
+    """load_from_checkpoint needs neither a configuration nor anything but plain values."""
+    model = small()
+    trainer = train(model, batch_size=8, factor=1)
+    path = tmp_path / "a.ckpt"
+    trainer.save_checkpoint(path)
+    assert torch.serialization.get_unsafe_globals_in_checkpoint(path) == []
+    loaded = MLPClassifier.load_from_checkpoint(path, weights_only=True)
+    images = torch.randn(2, 1, 4, 4)
+    assert torch.equal(loaded(images), model(images))
+
+
+def test_the_classic_perceptron():
+    """784-512-256-128-10."""
+    widths = [layer.weight.shape for layer in MLPClassifier().net if isinstance(layer, nn.Linear)]
+    assert widths == [(512, 784), (256, 512), (128, 256), (10, 128)]

@@ -1,0 +1,53 @@
+import socket
+
+import pytest
+import timm
+import torch
+
+from lightning_ga import UserError
+from lightning_ga.models import TimmClassifier
+from lightning_ga.models import timm as ours
+
+
+@pytest.mark.parametrize("name", ["resnet10t", "vit_tiny_patch16_224"])
+def test_any_timm_model_takes_images_of_any_size(name):
+    """Also models of a fixed input size: they are built for the images at hand."""
+    model = TimmClassifier(name, num_classes=7, in_channels=1, image_size=32)
+    assert model(torch.randn(2, 1, 32, 32)).shape == (2, 7)
+
+
+def test_options_reach_timm():
+    """Whatever create_model takes."""
+    assert TimmClassifier("resnet10t", options={"drop_rate": 0.25}).net.drop_rate == 0.25
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"), [("resnet34dd", "resnet34d"), ("resnet34d.ra2_in2k", "resnet34d.ra2_in1k")]
+)
+def test_an_unknown_name_shows_the_nearest(name, nearest):
+    """Models and tags of weights alike."""
+    with pytest.raises(UserError, match="nearest names") as caught:
+        TimmClassifier(name)
+    assert nearest in str(caught.value)
+
+
+def test_weights_that_cannot_be_fetched(monkeypatch, tmp_path):
+    """Without a network it says so at once: the hub's retries are left out."""
+
+    def no_network(*_args, **_arguments):
+        raise OSError("no network")
+
+    monkeypatch.setattr(socket, "create_connection", no_network)
+    monkeypatch.setattr(ours, "getproxies", dict)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(UserError, match=r"model\.pretrained=true of 'resnet10t'"):
+        TimmClassifier("resnet10t", pretrained=True)
+
+
+def test_loading_a_checkpoint_fetches_nothing(monkeypatch):
+    """A model that started from published weights is not to ask for them again."""
+    create = timm.create_model
+    monkeypatch.setattr(timm, "create_model", lambda name, pretrained=False, **rest: create(name, **rest))
+    monkeypatch.setattr(ours, "getproxies", lambda: {"https": "a proxy: the network is not tried"})
+    model = TimmClassifier("resnet10t", pretrained=True)
+    assert model.hparams["pretrained"] is False

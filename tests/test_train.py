@@ -1,0 +1,253 @@
+import csv
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_ga.train import config_folder, options_first, top_level_keys
+
+QUICK = ("model=mlp", "trainer.max_epochs=2", "trainer.accelerator=cpu", "accumulate.micro_batch_size=16")
+TINY = (*QUICK, "debug=default")
+
+
+def result(folder: Path) -> dict[str, float]:
+    return json.loads((folder / "result.json").read_text())
+
+
+def test_a_run_leaves_everything_to_read(command):
+    """Config, plan, logs by optimizer step, curves, a report per class, best and last checkpoint."""
+    run = command(*QUICK)
+    assert run.code == 0
+    assert run.err == ""
+    files = {str(path.relative_to(run.folder)) for path in run.folder.rglob("*") if path.is_file()}
+    assert {
+        "config.yaml",
+        "plan.json",
+        "result.json",
+        "loss_curves.png",
+        "classification_report.txt",
+        "classification_report.json",
+        "csv/metrics.csv",
+        "checkpoints/best.ckpt",
+        "checkpoints/last.ckpt",
+    } <= files
+    assert any(name.startswith("tensorboard/events") for name in files)
+    plan = json.loads((run.folder / "plan.json").read_text())["plan"]
+    assert (plan["effective_batch_size"], plan["factor"], plan["micro_batch_size"]) == (32, 2, 16)
+
+
+def test_the_plan_is_printed_first_and_the_result_last(command):
+    """A newcomer reads what will be done, sees it happen, then reads how it went."""
+    run = command(*QUICK)
+    lines = run.out.strip().splitlines()
+    assert lines[0].strip() == "Plan"
+    assert "32 = 16 × 2 × 1 (micro-batch × factor × ranks)" in lines[3]
+    assert lines[-2].startswith("Result after ")
+    assert "test/acc" in lines[-2]
+    for shown in ("loss=", "acc=", "effective=32", "factor=2"):
+        assert shown in run.out
+
+
+def test_curves_are_logged_by_optimizer_step(command):
+    """Two micro-batches a step make 41 steps an epoch, not 82."""
+    run = command(*QUICK, "trainer.max_epochs=1", "trainer.log_every_n_steps=1")
+    with (run.folder / "csv" / "metrics.csv").open() as file:
+        steps = [int(row["step"]) for row in csv.DictReader(file) if row["train/loss"]]
+    assert steps == list(range(41))
+
+
+def test_checkpoints_hold_plain_values_only(command):
+    """Nothing in them has to be built to load them."""
+    run = command(*TINY)
+    for name in ("best.ckpt", "last.ckpt"):
+        path = run.folder / "checkpoints" / name
+        assert torch.serialization.get_unsafe_globals_in_checkpoint(path) == []
+        assert torch.load(path, weights_only=True)["hyper_parameters"]["hidden"] == [512, 256, 128]
+
+
+def test_a_seed_decides_the_run(command):
+    """The same seed gives the same numbers, another seed others."""
+    first, again, other = (command(*TINY, f"seed={seed}", folder=name) for name, seed in (("a", 1), ("b", 1), ("c", 2)))
+    strip = [{k: v for k, v in result(run.folder).items() if k != "seconds"} for run in (first, again, other)]
+    assert strip[0] == strip[1] != strip[2]
+
+
+def test_a_small_device_trains_the_same_model(command):
+    """Under a budget the factor grows above 1, and the result is that of whole batches."""
+    whole = command("model=mlp", "trainer.max_epochs=1", "accumulate.micro_batch_size=256", "data.batch_size=256")
+    small = command(
+        "model=mlp", "trainer.max_epochs=1", "accumulate.memory_budget=15MiB", "data.batch_size=256", folder="small"
+    )
+    assert (whole.code, small.code) == (0, 0), small.err
+    records = json.loads((small.folder / "plan.json").read_text())
+    assert records["plan"]["factor"] > 1
+    assert records["probe"]["peak_bytes"] <= records["probe"]["budget_bytes"] == 15 * 2**20
+    assert result(small.folder)["test/loss"] == pytest.approx(result(whole.folder)["test/loss"], rel=1e-3)
+
+
+@pytest.mark.slow
+def test_resnet34d_learns_the_digits(command):
+    """The main job reaches 95 % on the test set; by default it trains 4 epochs, and 3 are enough."""
+    run = command("model=resnet34d", "trainer.max_epochs=3")
+    assert run.code == 0, run.err
+    assert result(run.folder)["test/acc"] >= 0.95
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["model=nope"], ["model=nope", "mlp, resnet34d, timm"]),
+        (["model=resnet34"], ["did you mean resnet34d?"]),
+        (["trainer.max_epoch=3"], ["did you mean trainer.max_epochs"]),
+        (["sed=3"], ["did you mean seed?"]),
+        (["modle=mlp"], ["did you mean model?"]),
+        (["accumulate.acumulate=3"], ["did you mean accumulate.accumulate?"]),
+        (["model=timm", "model.name=resnet34dd"], ["'resnet34dd'", "nearest names: resnet34d"]),
+        (["model=mlp", "data=cifar10"], ["python -m lightning_ga.train data=cifar10 data.download=true"]),
+        (["model=mlp", "data=image_folder"], ["data.root=FOLDER"]),
+        (["model=mlp", "precision=fp16-mixed", "trainer.accelerator=cpu"], ["needs a GPU", "bf16-mixed"]),
+        (["model=mlp", "accumulate.memory_budget=1MiB"], ["memory_budget"]),
+        (["model=mlp", "accumulate.effective_batch_size=0"], ["effective_batch_size=0 must be at least 1"]),
+        (["model=mlp", "data.batch_size=0"], ["data.batch_size=0 must be at least 1"]),
+        (["model=mlp", "+trainer.epochs=1"], ["unexpected keyword argument 'epochs'"]),
+        (["model=mlp", "task=tset"], ["did you mean test?"]),
+        (["model=mlp", "task=test"], ["needs trained weights", "ckpt_path=best"]),
+        (["model=mlp", "ckpt_path=last"], ["no run of this model"]),
+        (["model=mlp", "ckpt_path=nowhere.ckpt"], ["nowhere.ckpt is not a file"]),
+        (["optimizer._target_=torch.load"], ["torch.load is not on the list"]),
+        (["+hydra.callbacks.x._target_=os.getcwd"], ["hydra.callbacks"]),
+        (["--experimental-rerun", "x.pickle"], ["unpickles"]),
+        (["--config-dir", "nowhere"], ["nowhere"]),
+    ],
+    ids=lambda value: value[-1] if value and "=" in value[-1] else None,
+)
+def test_a_mistake_ends_in_one_sentence(command, arguments, parts):
+    """Exit code 1 and one line on stderr that names the mistake and the way out; nothing is trained."""
+    run = command(*arguments)
+    assert run.code == 1
+    assert run.err.startswith("Error: ")
+    assert len(run.err.strip().splitlines()) == 1
+    for part in parts:
+        assert part in run.err
+    assert "Epoch" not in run.out
+
+
+def test_traceback_shows_an_error_in_full(command):
+    """With --traceback the exception passes through."""
+    from lightning_ga import UserError
+
+    with pytest.raises(UserError, match="data=mnist"):
+        command("model=mlp", "data=mnist", "--traceback")
+
+
+def test_help_shows_examples_groups_and_keys(command):
+    """All that a newcomer needs, in lines of at most 110 columns."""
+    run = command("--help")
+    assert run.code == 0
+    for part in (
+        "accumulate.memory_budget=",
+        "model: mlp, resnet34d, timm",
+        "ckpt_path=last|best|PATH",
+        "--config-dir",
+    ):
+        assert part in run.out
+    assert max(map(len, run.out.splitlines())) <= 110
+
+
+def test_cfg_job_prints_the_configuration(command):
+    """It is composed, not run."""
+    run = command("--cfg", "job", "model=mlp")
+    assert "hidden:" in run.out
+    assert not Path("outputs").exists()
+
+
+def test_a_user_brings_configurations(command):
+    """--config-dir adds a folder, wherever it stands on the line; its experiment is read last."""
+    path = Path("mine/experiment/small.yaml")
+    path.parent.mkdir(parents=True)
+    path.write_text("# @package _global_\ndefaults:\n  - override /model: mlp\ndata:\n  batch_size: 7\n")
+    run = command("experiment=small", "--config-dir", "mine", "--cfg", "job", "-p", "data")
+    assert "batch_size: 7" in run.out
+
+
+def test_a_dry_run_stops_before_the_first_step(command):
+    """Plan and probe are printed and saved; no step, no checkpoint, no log."""
+    run = command("model=mlp", "dry_run=true", "accumulate.memory_budget=20MiB")
+    assert run.code == 0, run.err
+    assert "probe" in run.out
+    assert "Epoch" not in run.out
+    assert json.loads((run.folder / "plan.json").read_text())["probe"]["limit"] >= 1
+    assert not (run.folder / "checkpoints").exists()
+
+
+def test_last_goes_on_where_a_run_ended(command):
+    """ckpt_path=last is the latest run of the same model: its optimizer steps count on."""
+    command(*QUICK, "trainer.max_epochs=1", folder="first")
+    run = command(*QUICK, "trainer.max_epochs=2", "ckpt_path=last", folder="second")
+    assert run.code == 0, run.err
+    assert torch.load(run.folder / "checkpoints" / "last.ckpt", weights_only=True)["global_step"] == 82
+
+
+def test_best_is_tested_validated_and_predicted_with(command):
+    """The other tasks take the best checkpoint of the latest run and repeat its numbers."""
+    trained = result(command(*QUICK, folder="fit").folder)
+    tested = result(command("model=mlp", "task=test", "ckpt_path=best", folder="test").folder)
+    assert tested["test/acc"] == trained["test/acc"]
+    validated = result(command("model=mlp", "task=validate", "ckpt_path=best", folder="validate").folder)
+    assert validated["val/acc"] == trained["val/acc"]
+    predicted = command("model=mlp", "task=predict", "ckpt_path=best", folder="predict").folder / "predictions.csv"
+    assert len(predicted.read_text().splitlines()) == 361
+
+
+def test_a_sweep_runs_every_combination(command):
+    """Two values make two runs, each with its own folder."""
+    run = command("-m", *TINY, "seed=1,2", "hydra.sweep.dir=multirun")
+    assert run.code == 0, run.err
+    assert [Path(f"multirun/{job}/plan.json").is_file() for job in (0, 1)] == [True, True]
+
+
+def test_a_failed_job_of_a_sweep_is_named(command):
+    """The others run; the sweep ends with code 1 and the job's number and overrides."""
+    run = command("-m", *TINY, "data=cifar10,digits", "hydra.sweep.dir=multirun")
+    assert run.code == 1
+    assert "Error: job 0 (" in run.err
+    assert "data=cifar10" in run.err
+    assert Path("multirun/1/result.json").is_file()
+
+
+def test_a_sweep_refuses_several_processes_per_job(command):
+    """Each process would make a folder of its own."""
+    run = command("-m", *TINY, "trainer=ddp", "seed=1,2", "hydra.sweep.dir=multirun")
+    assert run.code == 1
+    assert "cannot start several processes" in run.err
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_two_ranks_share_an_effective_batch(tmp_path):
+    """trainer=ddp starts a process per rank; one of them prints, both train the same 32 samples a step."""
+    arguments = [*QUICK, "trainer=ddp", "trainer.max_epochs=1", "data.batch_size=16", "accumulate.micro_batch_size=8"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "default"}
+    line = [sys.executable, "-m", "lightning_ga.train", *arguments, "hydra.run.dir=run"]
+    run = subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("Plan") == 1
+    plan = json.loads((tmp_path / "run" / "plan.json").read_text())["plan"]
+    assert (plan["effective_batch_size"], plan["world_size"], plan["factor"]) == (32, 2, 2)
+    steps = torch.load(tmp_path / "run" / "checkpoints" / "last.ckpt", weights_only=True)["global_step"]
+    assert steps == 41
+
+
+def test_options_may_stand_anywhere():
+    """Hydra itself takes overrides in one piece only."""
+    assert options_first(["a=1", "-m", "b=2", "-cd", "x", "c=3"]) == ["-m", "-cd", "x", "a=1", "b=2", "c=3"]
+
+
+def test_top_level_keys_are_groups_and_keys():
+    """What an unknown key is compared with."""
+    assert {"model", "data", "seed", "task", "ckpt_path"} <= set(top_level_keys())
+    assert (config_folder() / "train.yaml").is_file()
