@@ -130,15 +130,15 @@ class AutoAccumulate(Callback, LegacyCallback):  # type: ignore[misc]
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: torch.Tensor) -> None:
         """Let the micro-batch weigh what its samples weigh in the window."""
-        self._running.apply_weight(loss)
+        self._running.gradients.apply_weight(loss)
 
     def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
         """Keep gradients as they should be between two backward passes."""
-        self._running.settle_gradients()
+        self._running.gradients.settle()
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: torch.optim.Optimizer) -> None:
         """Bring the window's gradients to the mean over what turned out to be in it."""
-        self._running.close_window(optimizer)
+        self._running.gradients.close_window(optimizer)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Keep the position, and let validation run when the recipe says."""

@@ -2,22 +2,16 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
-from typing import Any, Literal
-
-import torch
+from typing import Any
 
 from lightning_ga import seams
 from lightning_ga.feed import Feed
-from lightning_ga.loaders import count_samples
+from lightning_ga.gradients import Normalize, WindowGradients
 from lightning_ga.plan import AccumulationPlan
 from lightning_ga.probe import hardware, probe
 from lightning_ga.request import Budget, Request
 from lightning_ga.search import ProbeResult
 from lightning_ga.state import Position, RunState
-from lightning_ga.weights import KnownWindow, LateWindow
-
-Normalize = Literal["samples"] | Callable[[Any], Any] | None
 
 
 class Session:
@@ -34,18 +28,14 @@ class Session:
         self.trainer = trainer
         self.request = request
         self.budget = budget
-        self.normalize = normalize
         self.recipe_factor: int = trainer.accumulate_grad_batches
         self.plan: AccumulationPlan | None = None
         self.probe: ProbeResult | None = None
-        self.weight = 1.0
         self._position = Position(seams.shared_seed(trainer), seams.training_epoch(trainer), 0, 0)
         self._restored: RunState | None = None
         self._feed: Feed | None = None
         self._micro_batch: int | None = None  # known once training starts
-        self._weights: KnownWindow | LateWindow | None = None
-        self._held: list[tuple[torch.nn.Parameter, torch.Tensor | None]] = []
-        self._sparse = sparse_parameters(trainer.lightning_module)
+        self.gradients = WindowGradients(trainer, normalize)
 
     # --- data ----------------------------------------------------------------------------------
 
@@ -109,64 +99,11 @@ class Session:
             self._position = replace(self._position, samples_done=done)
         self._schedule_validation(index)
 
-    # --- weights -------------------------------------------------------------------------------
-
     def weigh(self, batch: Any) -> None:
         """Set the weight of the micro-batch that is about to be trained on."""
-        if self._weights is None:
-            return
-        index, factor = seams.micro_batch_index(self.trainer), self.trainer.accumulate_grad_batches
-        chunk = self.feed.chunk(index)
-        self.weight = self._weights.weigh(
-            self._count(batch, chunk.count) if chunk.count else 0,
-            window=chunk.window_samples * self.feed.ranks_apart,
-            factor=factor,
-            first=index % factor == 0,
-        )
-
-    def apply_weight(self, loss: torch.Tensor) -> None:
-        """Let the backward pass of the micro-batch weigh as much, and keep a weightless one out altogether."""
-        if self._weights is not None:
-            self._weights.trained()
-        if self.weight != 1.0:
-            weight = self.weight
-            loss.register_hook(lambda gradient: gradient * weight)
-        if self.weight == 0.0 and not (seams.is_distributed(self.trainer) and seams.window_is_over(self.trainer)):
-            # A mean over nothing is NaN, and 0 × NaN too. Ranks that reduce must leave gradients where they are.
-            self._held = [(p, p.grad) for group in self.trainer.optimizers[0].param_groups for p in group["params"]]
-            for parameter, _ in self._held:
-                parameter.grad = None
-
-    def settle_gradients(self) -> None:
-        """After each backward pass: put held gradients back, and keep sparse ones from growing with the factor."""
-        for parameter, gradient in self._held:
-            parameter.grad = gradient
-        self._held = []
-        for parameter in self._sparse:
-            if parameter.grad is not None and parameter.grad.is_sparse:
-                parameter.grad = parameter.grad.coalesce()
-
-    def close_window(self, optimizer: torch.optim.Optimizer) -> None:
-        """Bring the gradients of a window to the mean over what turned out to be in it."""
-        scale = 1.0 if self._weights is None else self._weights.close(self.trainer.accumulate_grad_batches)
-        if scale != 1.0:
-            scale_gradients(optimizer, scale)
-
-    def _count(self, batch: Any, expected: int) -> float:
-        if self.normalize != "samples":
-            return float(self.normalize(batch))
-        return count_samples(batch, expected=expected) if self.feed.counted_later else expected
-
-    def _new_weights(self) -> KnownWindow | LateWindow | None:
-        world_size, sum_over_ranks = self.trainer.world_size, partial(seams.sum_over_ranks, self.trainer)
-        if self.normalize is None:
-            return None
-        if self.normalize != "samples":
-            return LateWindow(world_size, sum_over_ranks=sum_over_ranks)
-        if self.feed.counted_later:
-            assert self.plan is not None
-            return LateWindow(world_size, sum_over_ranks=sum_over_ranks, reference=self.plan.micro_batch_size)
-        return KnownWindow(world_size)
+        chunk = self.feed.chunk(seams.micro_batch_index(self.trainer))
+        known = not self.feed.counted_later
+        self.gradients.weigh(batch, chunk, ranks_apart=self.feed.ranks_apart, known=known)
 
     # --- records -------------------------------------------------------------------------------
 
@@ -202,8 +139,7 @@ class Session:
         self._arrange(epoch)
         assert self.plan is not None
         self.trainer.accumulate_grad_batches = self.plan.factor
-        if self._weights is None or self.feed.counted_later:
-            self._weights = self._new_weights()
+        self.gradients.begin_epoch(self.plan.micro_batch_size, known=not self.feed.counted_later)
         seams.resize_epoch(self.trainer, self.feed.length)
 
     def _arrange(self, epoch: int) -> None:
@@ -258,17 +194,3 @@ class Session:
         epoch = self._position.epoch
         total = self.feed.total(epoch)
         return None if total is None or self.feed.length is None else self.feed.recipe_batches(total)
-
-
-def sparse_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """Weights of embeddings that ask for sparse gradients."""
-    return [part.weight for part in module.modules() if getattr(part, "sparse", False) and hasattr(part, "weight")]
-
-
-@torch.no_grad()
-def scale_gradients(optimizer: torch.optim.Optimizer, scale: float) -> None:
-    """Scale all gradients in place; sparse ones stay sparse and coalesced."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.grad is not None:
-                (parameter.grad._values() if parameter.grad.is_sparse else parameter.grad).mul_(scale)

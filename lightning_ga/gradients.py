@@ -1,0 +1,102 @@
+"""The gradients of a window: what each micro-batch weighs, and what is done to them before the step."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal
+
+import torch
+
+from lightning_ga import seams
+from lightning_ga.loaders import count_samples
+from lightning_ga.weights import KnownWindow, LateWindow
+from lightning_ga.windows import Chunk
+
+Normalize = Literal["samples"] | Callable[[Any], Any] | None
+
+
+class WindowGradients:
+    """Weighs backward passes so that a window's gradient is that of its samples in one pass.
+
+    Args:
+        trainer: The Trainer.
+        normalize: What micro-batches are weighted by: ``"samples"``, a callable that counts the items
+            of a batch, or ``None`` for Lightning's division by the nominal factor.
+    """
+
+    def __init__(self, trainer: Any, normalize: Normalize) -> None:
+        self._trainer = trainer
+        self._normalize = normalize
+        self._weights: KnownWindow | LateWindow | None = None
+        self._weight = 1.0
+        self._held: list[tuple[torch.nn.Parameter, torch.Tensor | None]] = []
+        self._sparse = sparse_parameters(trainer.lightning_module)
+
+    def begin_epoch(self, micro_batch: int, *, known: bool) -> None:
+        """Begin an epoch of micro-batches of at most so many samples, ``known`` in advance or not."""
+        world_size, sum_over_ranks = self._trainer.world_size, partial(seams.sum_over_ranks, self._trainer)
+        if self._normalize is None:
+            return
+        if self._normalize == "samples":
+            late = partial(LateWindow, sum_over_ranks=sum_over_ranks, reference=micro_batch)
+            self._weights = KnownWindow(world_size) if known else late(world_size)
+        elif self._weights is None:
+            self._weights = LateWindow(world_size, sum_over_ranks=sum_over_ranks)
+
+    def weigh(self, batch: Any, chunk: Chunk, *, ranks_apart: int, known: bool) -> None:
+        """Before each micro-batch: find its weight."""
+        if self._weights is None:
+            return
+        factor = self._trainer.accumulate_grad_batches
+        self._weight = self._weights.weigh(
+            self._count(batch, chunk.count, known) if chunk.count else 0,
+            window=chunk.window_samples * ranks_apart,
+            factor=factor,
+            first=seams.micro_batch_index(self._trainer) % factor == 0,
+        )
+
+    def apply_weight(self, loss: torch.Tensor) -> None:
+        """Before each backward pass: let it weigh as much, and keep a weightless one out altogether."""
+        weight = self._weight
+        if self._weights is not None:
+            self._weights.trained()
+        if weight != 1.0:
+            loss.register_hook(lambda gradient: gradient * weight)
+        if weight == 0.0 and not (seams.is_distributed(self._trainer) and seams.window_is_over(self._trainer)):
+            # A mean over nothing is NaN, and 0 × NaN too. Ranks that reduce must leave gradients where they are.
+            self._held = [(p, p.grad) for group in self._trainer.optimizers[0].param_groups for p in group["params"]]
+            for parameter, _ in self._held:
+                parameter.grad = None
+
+    def settle(self) -> None:
+        """After each backward pass: put held gradients back, and keep sparse ones from growing with the factor."""
+        for parameter, gradient in self._held:
+            parameter.grad = gradient
+        self._held = []
+        for parameter in self._sparse:
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                parameter.grad = parameter.grad.coalesce()
+
+    def close_window(self, optimizer: torch.optim.Optimizer) -> None:
+        """Before the optimizer step, after unscaling and before clipping: bring the window to its mean."""
+        scale = 1.0 if self._weights is None else self._weights.close(self._trainer.accumulate_grad_batches)
+        if scale != 1.0:
+            scale_gradients(optimizer, scale)
+
+    def _count(self, batch: Any, expected: int, known: bool) -> float:
+        if callable(self._normalize):
+            return float(self._normalize(batch))
+        return expected if known else count_samples(batch, expected=expected)
+
+
+def sparse_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """Weights of embeddings that ask for sparse gradients."""
+    return [part.weight for part in module.modules() if getattr(part, "sparse", False) and hasattr(part, "weight")]
+
+
+@torch.no_grad()
+def scale_gradients(optimizer: torch.optim.Optimizer, scale: float) -> None:
+    """Scale all gradients in place; sparse ones stay sparse and coalesced."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                (parameter.grad._values() if parameter.grad.is_sparse else parameter.grad).mul_(scale)
