@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -27,6 +26,7 @@ from lightning_ga.errors import UserError
 from lightning_ga.live import LiveMemory
 from lightning_ga.memory import CudaMeter, available_memory, enforced_budget, is_emulated, parse_budget, total_memory
 from lightning_ga.oom import is_ambiguous_out_of_memory, is_out_of_memory, release
+from lightning_ga.optimizers import SteppingOptimizers
 from lightning_ga.plan import require_count
 from lightning_ga.replay import Trace
 from lightning_ga.search import ProbeResult, Search, Trial, trace_sizes
@@ -127,7 +127,7 @@ class _Prober:
         self.asked = budget
         self.cuda = CudaMeter(device) if device.type == "cuda" else None
         self.meter = LiveMemory(device=device, rounding=512 if self.cuda else 1)
-        self.optimizers = _Optimizers()
+        self.optimizers = SteppingOptimizers()
         self.trials: list[Trial] = []
         self.steps = 0
 
@@ -202,6 +202,8 @@ class _Prober:
         self.meter.budget = None if self.cuda else budget
         self.meter.start(record=record)
         graded = self.optimizers.graded()
+        if self.cuda:
+            self.cuda.start()
         self.steps += 1
         started = time.perf_counter()
         failure = self._run(size, record=record)
@@ -219,13 +221,11 @@ class _Prober:
             self.optimizers.regrade(graded)
         if fatal and failure is not None:
             raise failure
-        fits = self.agree(failure is None and undisturbed)
+        fits = self.agree(failure is None and undisturbed and peak <= budget)
         return Trial(size, peak, fits, seconds), trace if fits else None
 
     def _run(self, size: int, *, record: bool) -> Exception | None:
         """Run the step without the cycle collector, so that every run releases memory at the same places."""
-        if self.cuda:
-            self.cuda.start()
         collecting = gc.isenabled()
         gc.disable()
         try:
@@ -275,56 +275,3 @@ class _Prober:
             f"{least.peak_bytes:,} bytes, and memory_budget leaves {budget:,}: raise memory_budget, train in a lower "
             "precision, or use activation checkpointing or a smaller model."
         )
-
-
-class _Optimizers:
-    """The optimizers that step, seen by a hook: their parameters, gradients and warmed state."""
-
-    def __init__(self) -> None:
-        self._seen: WeakSet[Optimizer] = WeakSet()
-        self._warm: list[tuple[Optimizer, dict[Any, Any]]] = []
-
-    def note(self, optimizer: Optimizer) -> None:
-        """Remember an optimizer that steps."""
-        self._seen.add(optimizer)
-
-    def borrow(self) -> None:
-        """Keep the state that a step made, in case that what comes next drops it."""
-        self._warm = [(o, {key: _copied(state) for key, state in o.state.items()}) for o in self._seen]
-
-    def lend(self) -> None:
-        """Give optimizers the state that they lost. Nothing is kept: what a step replaces must die."""
-        for optimizer, states in self._warm:
-            for key, state in states.items():
-                if key not in optimizer.state:
-                    optimizer.state[key] = state
-        self._warm = []
-
-    def tensors(self) -> Iterator[Tensor | None]:
-        """Parameters, gradients and state."""
-        for parameter in self._parameters():
-            yield from (parameter, parameter.grad)
-        for optimizer in self._seen:
-            for state in optimizer.state.values():
-                yield from (value for value in state.values() if isinstance(value, Tensor))
-
-    def graded(self) -> list[tuple[Tensor, bool]]:
-        """Which parameters have a gradient."""
-        return [(parameter, parameter.grad is not None) for parameter in self._parameters()]
-
-    def regrade(self, graded: list[tuple[Tensor, bool]]) -> None:
-        """After a failed step: no gradient where there was none, and some gradient where there was one."""
-        for parameter, had in graded:
-            if not had:
-                parameter.grad = None
-            elif parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-
-    def _parameters(self) -> Iterator[Tensor]:
-        for optimizer in self._seen:
-            for group in optimizer.param_groups:
-                yield from group["params"]
-
-
-def _copied(state: Any) -> Any:
-    return dict(state) if isinstance(state, dict) else state

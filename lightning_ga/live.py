@@ -11,7 +11,9 @@ Kernel scratch that no tensor holds is not seen. Values are bitwise those of a r
 """
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, ClassVar
 
 import torch
@@ -36,6 +38,23 @@ class _Held(weakref.ref[torch.UntypedStorage]):
     counts: bool
     number: int  # in the recorded stream
     recording: int  # the recording in which it was allocated
+
+
+_uncounted = ContextVar("uncounted", default=False)
+
+
+@contextmanager
+def uncounted() -> Iterator[None]:
+    """Tensors made within lie on the host, beside the device that a meter stands for: they never count.
+
+    For snapshots and the like: on a real accelerator they are kept in the memory of the host, and
+    on a CPU they would otherwise take their part of an emulated budget.
+    """
+    token = _uncounted.set(True)
+    try:
+        yield
+    finally:
+        _uncounted.reset(token)
 
 
 class LiveMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -167,7 +186,7 @@ class LiveMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 continue
             if older is None:
                 older = set() if func in _CREATES else _addresses(args, kwargs)
-            counts = storage._cdata not in older and self._counts(tensor)
+            counts = storage._cdata not in older and self._counts(tensor) and not _uncounted.get()
             self._hold(storage, counts=counts)
             if counts:
                 self._check(storage.nbytes())

@@ -113,7 +113,7 @@ class Search:
         self._sizes = sizes
         self._fitting: list[tuple[Trial, Trace | None]] = []  # by size
         self._curve: _Curve | None = None
-        self._verified = False
+        self._verified = self._misled = False
         self._misses = 0
 
     def propose(self) -> int:
@@ -133,12 +133,14 @@ class Search:
     def record(self, trial: Trial, trace: Trace | None = None) -> None:
         """Take the outcome of one step; ``trace`` if the step fits and was recorded."""
         size = trial.micro_batch_size
+        if self._curve is not None:
+            foreseen = self._curve.confirms(trial, trace) if trial.fits else self._curve(size) > self.budget
+            self._verified |= foreseen and trial.fits
+            self._misled |= not foreseen
         if not trial.fits:
             self.ceiling = min(self.ceiling, size)
             self._misses += 1
             return
-        if self._curve is not None:
-            self._verified = self._curve.confirms(trial, trace)
         self.limit = max(self.limit, size)
         self._fitting = sorted([*self._fitting, (trial, trace)], key=lambda pair: pair[0].micro_batch_size)
         self._curve = _fit(self._fitting, self.rounding)
@@ -165,11 +167,11 @@ class Search:
         replayed = self._curve is not None and self._curve.is_replay
         if self.predict_only:
             return "prediction" if replayed else "below"
-        return "replay" if replayed and self._verified else "bracket"
+        return "replay" if replayed and self._is_proven() else "bracket"
 
     def _is_proven(self) -> bool:
-        """Whether ``limit + 1`` is known not to fit: a replay says so that a trial confirmed to the byte."""
-        return self._verified and self._curve is not None and self._curve.is_replay
+        """Whether a replay's word counts as a trial: one confirmed it to the byte, and none ever contradicted it."""
+        return self._verified and not self._misled and self._curve is not None and self._curve.is_replay
 
     def _guess(self) -> int:
         """Where the limit should be, from the predicted curve and from what contradicts it."""
@@ -180,7 +182,7 @@ class Search:
         if guess < self.ceiling:
             return guess
         # The curve said that the size that failed fits. An allocator may be fragmented: spare 2, 4, 8 % of the budget.
-        if self._curve.is_replay and self._misses <= 3:
+        if (self._curve.is_replay or len(self._curve.lines) > 1) and self._misses <= 3:
             spare = self.budget * 2**self._misses // 100
             guess = largest_fitting(self._curve, low + 1, high, self.budget - spare)
         return guess if low < guess < self.ceiling else _between(low, self.ceiling)

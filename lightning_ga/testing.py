@@ -1,10 +1,12 @@
-"""A device that runs out of memory on any machine, for tests."""
+"""Memory that runs out on any machine, for tests: at a budget, or at a chosen operation."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_ga.live import LiveMemory
 from lightning_ga.memory import parse_budget
@@ -55,3 +57,45 @@ def limit_memory(
             yield meter
     finally:
         LiveMemory.active.remove(meter)
+
+
+@contextmanager
+def out_of_memory_at(operation: int) -> Iterator["OperationCounter"]:
+    """A context in which the ``operation``-th operation of PyTorch raises ``torch.OutOfMemoryError``, once.
+
+    Operations count from 1, in forward, backward and optimizer alike, in the order in which they
+    run: to try how a training survives at every single place.
+
+    Yields:
+        The counter: ``operations`` that ran so far.
+
+    Examples:
+        >>> with out_of_memory_at(2):
+        ...     torch.ones(3) + 1
+        Traceback (most recent call last):
+        torch.OutOfMemoryError: Injected: out of memory at operation 2, aten.add.Tensor.
+        >>> with out_of_memory_at(0) as counter:  # never: only count
+        ...     total = torch.ones(3) + 1
+        >>> counter.operations
+        2
+    """
+    with OperationCounter(operation) as counter:
+        yield counter
+
+
+class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts operations, and raises at one of them."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, fails_at: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.fails_at = fails_at
+        self.operations = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Count the operation, and run it unless it is the one that fails."""
+        self.operations += 1
+        if self.operations == self.fails_at:
+            raise torch.OutOfMemoryError(f"Injected: out of memory at operation {self.operations}, {func}.")
+        return func(*args, **(kwargs or {}))

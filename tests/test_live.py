@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_ga.live import LiveMemory
+from lightning_ga.live import LiveMemory, uncounted
 from lightning_ga.replay import extrapolate
 
 
@@ -229,3 +229,12 @@ def test_replayed_peaks_are_measured_peaks() -> None:
     prediction = extrapolate(*traces[:2])
     assert prediction is not None
     assert prediction(50) == peaks[2]
+
+
+def test_what_is_made_on_the_host_never_counts() -> None:
+    """Snapshots are kept beside the device that the meter stands for."""
+    with LiveMemory() as memory:
+        with uncounted():
+            snapshot = torch.zeros(100).clone()
+        copied = snapshot * 1
+        assert memory.live_bytes == copied.nbytes

@@ -149,3 +149,32 @@ def test_cuda_meter_and_enforced_budget() -> None:
     assert not undisturbed
     torch.zeros(2**29, dtype=torch.uint8, device=device)
     assert 0 < available_memory(device) < total_memory(device)
+
+
+@pytest.mark.parametrize(("name", "undisturbed"), [("num_ooms", False), ("num_alloc_retries", False), ("other", True)])
+def test_a_cuda_step_fits_only_if_the_allocator_had_no_trouble(
+    monkeypatch: pytest.MonkeyPatch, name: str, undisturbed: bool
+) -> None:
+    stats = {"num_ooms": 3, "num_alloc_retries": 5, "other": 7}
+    for function in ("synchronize", "empty_cache", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, function, lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 1234)
+    meter = CudaMeter(torch.device("cuda"))
+    meter.start()
+    stats[name] += 1
+    assert meter.finish() == (1234, undisturbed)
+
+
+def test_cuda_memory_and_the_fraction_that_enforces_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, fractions = torch.device("cuda", 0), [1.0]
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (600, 1000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 300)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 100)
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: fractions[-1], raising=False)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, device: fractions.append(share))
+    assert (available_memory(device), total_memory(device)) == (600 + 200 - 50, 1000)
+    with pytest.raises(RuntimeError), enforced_budget(device, 250):
+        assert fractions == [1.0, 0.25]
+        raise RuntimeError
+    assert fractions == [1.0, 0.25, 1.0]

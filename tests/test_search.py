@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from streams import CONSTANT_OR_GROWING, SQUARES, UNFORESEEN, FakeDevice, Size, linear, streams
 
-from lightning_ga.replay import Trace
+from lightning_ga.replay import Trace, canonical
 from lightning_ga.search import Search, Trial, trace_sizes
 
 
@@ -162,3 +162,19 @@ def test_trace_sizes_are_useful_sizes(high: int) -> None:
     assert sizes[-1] <= high
     assert all(small < large for small, large in pairwise(sizes))
     assert sizes == (1,) or sizes[0] >= 2
+
+
+def test_peaks_by_phase_where_streams_do_not_align() -> None:
+    """One sample at a time, under an optimizer that leads for small batches: each phase has its own line."""
+    tried = []
+
+    def device(samples: int) -> tuple[Trial, Trace | None]:
+        tried.append(samples)
+        sizes = (100, *[10] * samples, 1000)
+        loop = range(1, samples + 1)
+        events = (0, *loop, *(~n for n in reversed(loop)), samples + 1, ~(samples + 1))
+        trace = Trace(samples, sizes, canonical(events), marks=(2 * samples + 1,))
+        return Trial(samples, trace.peak(), trace.peak() <= 2000, 0.0), trace
+
+    search = run(device, Search(high=1000, budget=2000))
+    assert (tried, search.limit, search.method) == ([4, 8, 190, 191], 190, "bracket")

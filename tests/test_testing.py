@@ -8,7 +8,7 @@ from lightning_ga.errors import UserError
 from lightning_ga.live import LiveMemory
 from lightning_ga.memory import available_memory
 from lightning_ga.oom import is_out_of_memory, release
-from lightning_ga.testing import limit_memory
+from lightning_ga.testing import limit_memory, out_of_memory_at
 
 
 def train(samples: int) -> None:
@@ -78,3 +78,14 @@ def test_limits_nest() -> None:
 def test_a_bad_budget_is_refused(budget: int | str) -> None:
     with pytest.raises(UserError, match="memory_budget="), limit_memory(budget):
         pass
+
+
+def test_out_of_memory_at_every_single_operation() -> None:
+    """In forward, backward and optimizer: the operation before still ran, the error is an out-of-memory error."""
+    with out_of_memory_at(0) as counter:
+        train(3)
+    assert counter.operations > 50
+    for operation in range(1, counter.operations + 1, 10):
+        with out_of_memory_at(operation) as failing, pytest.raises(torch.OutOfMemoryError):
+            train(3)
+        assert failing.operations >= operation
