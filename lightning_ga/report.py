@@ -45,8 +45,8 @@ def plan_rows(plan: AccumulationPlan | None, probe: ProbeResult | None) -> list[
     if plan is not None:
         rows.append(("effective batch", describe_window(plan)))
     if probe is not None:
-        budget = format_bytes(probe.budget_bytes)
-        rows.append(("memory", f"peak {format_bytes(probe.peak_bytes)} of a budget of {budget}"))
+        peak, budget = format_bytes(probe.peak_bytes), format_bytes(probe.budget_bytes)
+        rows.append(("memory", f"peak {peak} at the limit, of a budget of {budget}"))
         rows.append(("limit", f"{probe.limit} samples per micro-batch"))
         trials = f"{len(probe.trials)} trial{'s' * (len(probe.trials) != 1)}, {probe.steps} steps"
         rows.append(("probe", f"{trials}, {probe.seconds:.1f} s ({probe.method})"))

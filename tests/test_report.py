@@ -32,7 +32,7 @@ def test_the_table_says_how_a_window_is_cut_and_what_the_probe_found():
     text = printed(plan_table(plan_accumulation(256, micro_batch=48, world_size=2), PROBE, setting="a model"))
     for part in (
         "256 = (43 + 43 + 42) × 2 ranks",
-        "1.9 GiB of a budget of 2.0 GiB",
+        "peak 1.9 GiB at the limit, of a budget of 2.0 GiB",
         "48 samples",
         "1 trial, 4 steps, 1.2 s",
     ):
