@@ -11,33 +11,41 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lightning_ga.callback import AutoAccumulate
-    from lightning_ga.errors import UserError
+    from lightning_ga.errors import ExactnessWarning, UserError
+    from lightning_ga.exactness import Exactness
     from lightning_ga.finder import find_micro_batch
     from lightning_ga.oom import is_out_of_memory
     from lightning_ga.plan import AccumulationPlan, plan_accumulation
     from lightning_ga.search import ProbeResult, Trial
+    from lightning_ga.steps import optimizer_steps
 
 __version__ = version("lightning_ga")
 
 __all__ = [
     "AccumulationPlan",
     "AutoAccumulate",
+    "Exactness",
+    "ExactnessWarning",
     "ProbeResult",
     "Trial",
     "UserError",
     "find_micro_batch",
     "is_out_of_memory",
+    "optimizer_steps",
     "plan_accumulation",
 ]
 
 _HOMES = {
     "AccumulationPlan": "plan",
     "AutoAccumulate": "callback",
+    "Exactness": "exactness",
+    "ExactnessWarning": "errors",
     "ProbeResult": "search",
     "Trial": "search",
     "UserError": "errors",
     "find_micro_batch": "finder",
     "is_out_of_memory": "oom",
+    "optimizer_steps": "steps",
     "plan_accumulation": "plan",
 }
 

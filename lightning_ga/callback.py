@@ -5,13 +5,14 @@ from typing import Any, Literal
 
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from pytorch_lightning import Callback as LegacyCallback
 
 from lightning_ga import guards, seams
-from lightning_ga.errors import UserError
+from lightning_ga.errors import ExactnessWarning, UserError
+from lightning_ga.exactness import Exactness
 from lightning_ga.plan import AccumulationPlan
-from lightning_ga.request import read_request, refuse_unfinished, require_choice
+from lightning_ga.request import Options, read_request, refuse_unfinished, require_choice
 from lightning_ga.search import ProbeResult
 from lightning_ga.session import Session
 from lightning_ga.state import RunState
@@ -42,8 +43,10 @@ class AutoAccumulate(Callback, LegacyCallback):  # type: ignore[misc]
         micro_batching: How micro-batches are made. Only ``"loader"``: the DataLoader yields them.
         on_oom: What an out-of-memory error in training does; this version raises it.
         scale_lr: How the learning rate follows the batch. Only ``"none"``.
-        batch_norm: What is done about BatchNorm layers. Only ``"warn"``.
-        verify: Whether exactness is measured at the start; not yet in this version.
+        batch_norm: What is done about BatchNorm layers, whose gradients are those of the micro-batch:
+            ``"warn"`` says so, with the measured difference; ``"rescale"`` lets their running
+            statistics move per window as they would in one pass; ``"ignore"`` does neither.
+        verify: Whether exactness is measured once at the start, on four samples.
         cache: Whether the limit is remembered between runs; not yet in this version.
 
     Raises:
@@ -83,14 +86,12 @@ class AutoAccumulate(Callback, LegacyCallback):  # type: ignore[misc]
             objective=(objective, "memory", "set max_micro_batch_size=… to the size that you found to be fastest"),
             micro_batching=(micro_batching, "loader", "give fit() one DataLoader of samples"),
             scale_lr=(scale_lr, "none", "scale the learning rate in configure_optimizers"),
-            batch_norm=(batch_norm, "warn", "use GroupNorm where gradients must be exact"),
         )
         if isinstance(normalize, str) and normalize != "samples":
             raise UserError(f'{normalize=} must be "samples", None or a callable that counts the items of a batch.')
         guards.check_budget(memory_budget)
         self._request = read_request(effective_batch_size, accumulate, micro_batch_size, max_micro_batch_size)
-        self._memory_budget = memory_budget
-        self._normalize = normalize
+        self._options = Options(memory_budget, normalize, batch_norm, verify)
         self._session: Session | None = None
         self._factor_left: tuple[int, int] | None = None  # the factor left in the trainer, and the recipe's
 
@@ -104,6 +105,15 @@ class AutoAccumulate(Callback, LegacyCallback):  # type: ignore[misc]
         """What the probe found; ``None`` before training and where none was needed."""
         return self._session.probe if self._session else None
 
+    @property
+    def exactness(self) -> Exactness | None:
+        """What the exactness check measured; ``None`` before training and with ``verify=False``."""
+        return self._session.exactness if self._session else None
+
+    def optimizer_steps(self) -> int | None:
+        """Optimizer steps of the whole training; see ``lightning_ga.optimizer_steps``."""
+        return self._session.optimizer_steps() if self._session else None
+
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Put the session between the user's loader and the fit loop."""
         if stage != "fit":
@@ -112,21 +122,23 @@ class AutoAccumulate(Callback, LegacyCallback):  # type: ignore[misc]
         guards.check_trainer(trainer, pl_module, self._request)
         guards.check_schedule(self._request, seams.training_epochs(trainer), trainer.world_size)
         seams.run_first(trainer, self)
-        self._session = Session(trainer, self._request, self._memory_budget, normalize=self._normalize)
+        self._session = Session(trainer, self._request, self._options)
         seams.intercept_loaders(trainer, cut=self._session.cut, around=self._session.set_up_data)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Find the limit and begin the epoch with it, where a resumed run left off."""
         self._running.start()
         rank_zero_info(f"AutoAccumulate: {self._running.summary()}")
+        for message in self._running.warnings():
+            rank_zero_warn(message, category=ExactnessWarning)
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """Cut the epoch as its schedule says."""
         self._running.start_epoch()
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Count the samples of a stream as they come."""
-        self._running.weigh(batch)
+        """Find the weight of the micro-batch."""
+        self._running.prepare(batch)
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: torch.Tensor) -> None:
         """Let the micro-batch weigh what its samples weigh in the window."""
@@ -144,10 +156,16 @@ class AutoAccumulate(Callback, LegacyCallback):  # type: ignore[misc]
         """Keep the position, and let validation run when the recipe says."""
         self._running.advance()
 
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Give model and schedules back what the user wrote."""
+        self._running.close()
+
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Leave the trainer as it was found."""
         self._factor_left = (trainer.accumulate_grad_batches, self._session.recipe_factor) if self._session else None
         self._take_factor_back(trainer)
+        if self._session:
+            self._session.close()
         seams.release_loaders(trainer)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:

@@ -1,4 +1,4 @@
-"""The one exception for a mistake that its message alone lets the user mend."""
+"""The one exception for a mistake that its message alone lets the user mend, and the one warning."""
 
 
 class UserError(ValueError):
@@ -7,3 +7,7 @@ class UserError(ValueError):
     The command line prints the message without a traceback and exits with code 1. Any other
     exception is a bug of the package and keeps its traceback.
     """
+
+
+class ExactnessWarning(UserWarning):
+    """Training goes on, but not with the gradients of the whole batch, or not for the steps that were meant."""

@@ -144,6 +144,10 @@ class Feed:
         batch = self.recipe.batch_size * self.sharers
         return -(-samples // batch) if samples == self.total(epoch) else samples // batch
 
+    def steps(self, epoch: int, effective: int | None) -> int | None:
+        """Optimizer steps of one epoch; ``None`` for a stream of unknown length."""
+        return None if self.length is None else self._windows(epoch, effective, 0).count
+
     def _batches_used(self, size: int | None) -> int | None:
         """Batches of the recipe on one rank that the trainer's limit lets through; ``None``: all."""
         if isinstance(self.limit_batches, int):

@@ -1,17 +1,15 @@
 """The gradients of a window: what each micro-batch weighs, and what is done to them before the step."""
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from lightning_ga import seams
 from lightning_ga.loaders import count_samples
+from lightning_ga.request import Normalize
 from lightning_ga.weights import KnownWindow, LateWindow
 from lightning_ga.windows import Chunk
-
-Normalize = Literal["samples"] | Callable[[Any], Any] | None
 
 
 class WindowGradients:
@@ -60,7 +58,7 @@ class WindowGradients:
         if self._weights is not None:
             self._weights.trained()
         if weight != 1.0:
-            loss.register_hook(lambda gradient: gradient * weight)
+            loss.register_hook(lambda gradient: gradient * weight)  # type: ignore[no-untyped-call]
         if weight == 0.0 and not (seams.is_distributed(self._trainer) and seams.window_is_over(self._trainer)):
             # A mean over nothing is NaN, and 0 × NaN too. Ranks that reduce must leave gradients where they are.
             self._held = [(p, p.grad) for group in self._trainer.optimizers[0].param_groups for p in group["params"]]
@@ -90,7 +88,8 @@ class WindowGradients:
 
 def sparse_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:
     """Weights of embeddings that ask for sparse gradients."""
-    return [part.weight for part in module.modules() if getattr(part, "sparse", False) and hasattr(part, "weight")]
+    sparse = (getattr(part, "weight", None) for part in module.modules() if getattr(part, "sparse", False))
+    return [weight for weight in sparse if isinstance(weight, torch.nn.Parameter)]
 
 
 @torch.no_grad()

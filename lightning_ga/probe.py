@@ -16,6 +16,8 @@ from torch.utils.data import DataLoader
 
 from lightning_ga import seams
 from lightning_ga.finder import find_micro_batch
+from lightning_ga.gradients import sparse_parameters
+from lightning_ga.live import uncounted
 from lightning_ga.loaders import collate_samples, collect_samples
 from lightning_ga.search import ProbeResult
 from lightning_ga.snapshot import Attributes, OptimizerState, PlainState, RandomState, TensorValues
@@ -49,13 +51,18 @@ def probe(
     with traceless(trainer) as restore:
         samples = heaviest(collect_samples(loader, indices), samples_budget)
         step = TrialStep(trainer, loader, samples)
+
+        def reset() -> None:
+            restore()
+            fill_gradients(trainer)
+
         return find_micro_batch(
             step,
             high=high,
             budget=budget,
             device=trainer.strategy.root_device,
             resident=lambda: resident_tensors(trainer),
-            reset=restore,
+            reset=reset,
             agree=lambda fits: seams.sum_over_ranks(trainer, float(not fits)) == 0,
         )
 
@@ -91,13 +98,14 @@ class TrialStep:
 def traceless(trainer: Any) -> Iterator[Callable[[], None]]:
     """Within, trial steps may run, and the yielded function puts back all they changed; so does the end."""
     module = trainer.lightning_module
-    modules = list(trainer.strategy.model.modules()) if trainer.strategy.model is not None else list(module.modules())
-    modules += [other for other in module.modules() if all(other is not known for known in modules)]
+    modules = list(module.modules())
+    modules += [other for other in trainer.strategy.model.modules() if all(other is not known for known in modules)]
     random_state = RandomState()
     attributes = seams.remember_progress(trainer, Attributes())
-    values = TensorValues(iter({id(t): t for m in modules for t in _own_tensors(m)}.values()))
-    plain = PlainState(modules, shared=[trainer, trainer.strategy, trainer.datamodule])
-    optimizers = [OptimizerState(optimizer) for optimizer in trainer.optimizers]
+    with uncounted():
+        values = TensorValues(iter({id(t): t for m in modules for t in _own_tensors(m)}.values()))
+        plain = PlainState(modules, shared=[trainer, trainer.strategy, trainer.datamodule])
+        optimizers = [OptimizerState(optimizer) for optimizer in trainer.optimizers]
     gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
 
     def restore() -> None:
@@ -112,14 +120,23 @@ def traceless(trainer: Any) -> Iterator[Callable[[], None]]:
 
     def prepare() -> None:
         restore()
-        plain.swap_in_copies()
-        attributes.swap_in_copies()
+        with uncounted():
+            plain.swap_in_copies()
+            attributes.swap_in_copies()
         seams.enter_trial(trainer)
 
     with ExitStack() as stack:
         stack.callback(restore)
         prepare()
         yield prepare
+
+
+def fill_gradients(trainer: Any) -> None:
+    """Let the gradients of the window's earlier micro-batches be alive, as they are in its last."""
+    sparse = {id(parameter) for parameter in sparse_parameters(trainer.lightning_module)}
+    for parameter in trainer.lightning_module.parameters():
+        if parameter.requires_grad and id(parameter) not in sparse:
+            parameter.grad = torch.zeros_like(parameter)
 
 
 def resident_tensors(trainer: Any) -> Iterator[torch.Tensor]:

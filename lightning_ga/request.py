@@ -9,6 +9,7 @@ from lightning_ga.plan import require_count
 from lightning_ga.schedule import Schedule, ScheduleLike, as_schedule, largest
 
 Budget = int | float | str | None
+Normalize = Literal["samples"] | Callable[[Any], Any] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,24 @@ class Request:
         elif total is not None:
             share = min(share, max(1, -(-total // world_size)))
         return self.capped(share)
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The arguments that say how.
+
+    Attributes:
+        budget: ``memory_budget`` as the user wrote it.
+        normalize: What micro-batches are weighted by: ``"samples"``, a callable that counts the items
+            of a batch, or ``None`` for Lightning's division by the nominal factor.
+        batch_norm: What is done about BatchNorm layers: ``"warn"``, ``"rescale"`` or ``"ignore"``.
+        verify: Whether exactness is measured.
+    """
+
+    budget: Budget = None
+    normalize: Normalize = "samples"
+    batch_norm: str = "warn"
+    verify: bool = True
 
 
 def read_request(

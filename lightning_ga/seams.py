@@ -7,6 +7,7 @@ deleting the attribute that shadows the method.
 
 import inspect
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -203,6 +204,48 @@ def enter_trial(trainer: Any) -> None:
     loop.batch_progress.is_last_batch = False
 
 
+def backward_only(trainer: Any, batch: Any) -> None:
+    """Forward and backward of one micro-batch that begins a window, without an optimizer step.
+
+    To be called after ``enter_trial``.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    loop.batch_progress.current.ready = 1
+    trainer._logger_connector.on_batch_start(batch)
+    with without_collectives(trainer):
+        loop.automatic_optimization.run(trainer.optimizers[0], 0, loop._build_kwargs(OrderedDict(), batch, 0))
+    trainer._logger_connector.on_batch_end()
+
+
+def step_schedulers_when_due(trainer: Any, frequencies: dict[int, int], window: int) -> None:
+    """Let ``frequency=n`` of schedules by step mean n optimizer steps.
+
+    The loop tests its count of micro-batches against the frequency (``training_epoch_loop.py:474``),
+    so that number is set to one that divides the count or not.
+
+    Args:
+        trainer: The Trainer.
+        frequencies: What the user wrote, by position among the trainer's schedules.
+        window: The window in its epoch that the micro-batch belongs to.
+    """
+    count = micro_batch_index(trainer) + 1
+    for position, frequency in frequencies.items():
+        due = (window + 1) % frequency == 0
+        trainer.lr_scheduler_configs[position].frequency = count if due else count + 1
+
+
+def frequencies_by_step(trainer: Any) -> dict[int, int]:
+    """Frequencies of the schedules by step that do not run on every one, by position."""
+    configs = enumerate(trainer.lr_scheduler_configs)
+    return {at: config.frequency for at, config in configs if config.interval == "step" and config.frequency > 1}
+
+
+def restore_frequencies(trainer: Any, frequencies: dict[int, int]) -> None:
+    """What the user wrote, again."""
+    for position, frequency in frequencies.items():
+        trainer.lr_scheduler_configs[position].frequency = frequency
+
+
 @contextmanager
 def without_collectives(trainer: Any) -> Iterator[None]:
     """Run a step on one rank without waiting for the others: no reduction, no broadcast of buffers."""
@@ -266,6 +309,17 @@ def check_validation_interval(trainer: Any, epoch_batches: int | None) -> None:
 def takes_an_iterator(module: Any) -> bool:
     """Whether ``training_step`` fetches batches itself (``loops/utilities.py``, ``_select_data_fetcher``)."""
     return "dataloader_iter" in inspect.signature(module.training_step).parameters
+
+
+def all_epochs(trainer: Any) -> range | None:
+    """Every epoch of the training, those before a resume too; ``None`` where there is no end."""
+    last = trainer.max_epochs
+    return None if last is None or last < 0 else range(max(1, last))
+
+
+def schedules_by_step(trainer: Any) -> list[Any]:
+    """Learning-rate schedules that step with every optimizer step."""
+    return [c.scheduler for c in trainer.lr_scheduler_configs if c.interval == "step" and c.frequency == 1]
 
 
 def training_epochs(trainer: Any) -> range:

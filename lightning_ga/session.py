@@ -5,13 +5,16 @@ from dataclasses import replace
 from typing import Any
 
 from lightning_ga import seams
+from lightning_ga.batch_norm import Momenta
+from lightning_ga.exactness import Exactness, measure_exactness
 from lightning_ga.feed import Feed
-from lightning_ga.gradients import Normalize, WindowGradients
+from lightning_ga.gradients import WindowGradients
 from lightning_ga.plan import AccumulationPlan
 from lightning_ga.probe import hardware, probe
-from lightning_ga.request import Budget, Request
+from lightning_ga.request import Options, Request
 from lightning_ga.search import ProbeResult
 from lightning_ga.state import Position, RunState
+from lightning_ga.steps import wrong_horizons
 
 
 class Session:
@@ -20,22 +23,24 @@ class Session:
     Args:
         trainer: The Trainer, with its strategy's environment set up.
         request: What the user asked for.
-        budget: ``memory_budget`` as the user wrote it.
-        normalize: What micro-batches are weighted by.
+        options: How it is to be done.
     """
 
-    def __init__(self, trainer: Any, request: Request, budget: Budget, *, normalize: Normalize) -> None:
+    def __init__(self, trainer: Any, request: Request, options: Options) -> None:
         self.trainer = trainer
         self.request = request
-        self.budget = budget
+        self.options = options
         self.recipe_factor: int = trainer.accumulate_grad_batches
         self.plan: AccumulationPlan | None = None
         self.probe: ProbeResult | None = None
+        self.exactness: Exactness | None = None
+        self.gradients = WindowGradients(trainer, options.normalize)
+        self._momenta = Momenta(trainer.lightning_module)
+        self._frequencies: dict[int, int] = {}
         self._position = Position(seams.shared_seed(trainer), seams.training_epoch(trainer), 0, 0)
         self._restored: RunState | None = None
         self._feed: Feed | None = None
         self._micro_batch: int | None = None  # known once training starts
-        self.gradients = WindowGradients(trainer, normalize)
 
     # --- data ----------------------------------------------------------------------------------
 
@@ -75,6 +80,9 @@ class Session:
         if not same_epoch:
             self._position = replace(self._position, epoch=epoch, samples_done=0)
         self._micro_batch = self._find_micro_batch(epoch)
+        if self.options.verify:
+            self.exactness = self._measure_exactness(epoch)
+        self._frequencies = seams.frequencies_by_step(trainer)
         self._begin(epoch)
         if seams.restarts_in_epoch(trainer):
             done = self.feed.epoch_plan.done
@@ -91,6 +99,18 @@ class Session:
         if self.feed.epoch != epoch:
             self._begin(epoch)
 
+    def close(self) -> None:
+        """Give the model and the schedules back what the user wrote."""
+        self._momenta.restore()
+        seams.restore_frequencies(self.trainer, self._frequencies)
+
+    def prepare(self, batch: Any) -> None:
+        """Before each micro-batch: its weight, and whether schedules of the learning rate are due after it."""
+        chunk = self.feed.chunk(seams.micro_batch_index(self.trainer))
+        known = not self.feed.counted_later
+        self.gradients.weigh(batch, chunk, ranks_apart=self.feed.ranks_apart, known=known)
+        seams.step_schedulers_when_due(self.trainer, self._frequencies, chunk.window)
+
     def advance(self) -> None:
         """After each micro-batch: keep the position, and let validation run when the recipe says."""
         index = seams.micro_batch_index(self.trainer)
@@ -99,21 +119,39 @@ class Session:
             self._position = replace(self._position, samples_done=done)
         self._schedule_validation(index)
 
-    def weigh(self, batch: Any) -> None:
-        """Set the weight of the micro-batch that is about to be trained on."""
-        chunk = self.feed.chunk(seams.micro_batch_index(self.trainer))
-        known = not self.feed.counted_later
-        self.gradients.weigh(batch, chunk, ranks_apart=self.feed.ranks_apart, known=known)
-
     # --- records -------------------------------------------------------------------------------
 
     def state(self) -> RunState:
         """What a checkpoint keeps."""
-        return RunState(self._position, hardware(self.trainer, self.budget), self.probe)
+        return RunState(self._position, hardware(self.trainer, self.options.budget), self.probe)
 
     def restore(self, state: RunState) -> None:
         """Go on where a checkpoint was written."""
         self._restored, self._position = state, state.position
+
+    def optimizer_steps(self) -> int | None:
+        """Optimizer steps of the whole training; ``None`` where the data or the epochs have no end."""
+        epochs = seams.all_epochs(self.trainer)
+        if epochs is None or self._feed is None:
+            return None
+        counts = [self.feed.steps(epoch, self._effective(epoch)) for epoch in epochs]
+        total = None if None in counts else sum(count for count in counts if count is not None)
+        most = self.trainer.max_steps
+        return total if total is None or most == -1 else min(total, most)
+
+    def warnings(self) -> list[str]:
+        """What the user should know before training: inexact gradients, horizons of schedules that are off."""
+        found, steps = [], self.optimizer_steps()
+        exactness, rescales = self.exactness, self.options.batch_norm != "warn"
+        if self.plan is not None and self.plan.factor > 1 and exactness is not None:
+            told = exactness.cause in ("exact", "unmeasured") or (exactness.cause == "batch_norm" and rescales)
+            found += [] if told else [f"Accumulation is not exact for this model, {exactness}."]
+        for name, length in wrong_horizons(seams.schedules_by_step(self.trainer), steps) if steps else []:
+            found.append(
+                f"{name} ends after {length} steps and training takes {steps}: make it with "
+                "lightning_ga.optimizer_steps(self.trainer)."
+            )
+        return found
 
     def summary(self) -> str:
         """Plan and probe in one line."""
@@ -140,25 +178,39 @@ class Session:
         assert self.plan is not None
         self.trainer.accumulate_grad_batches = self.plan.factor
         self.gradients.begin_epoch(self.plan.micro_batch_size, known=not self.feed.counted_later)
+        if self.options.batch_norm == "rescale":
+            self._momenta.rescale(self.plan.factor)
         seams.resize_epoch(self.trainer, self.feed.length)
 
     def _arrange(self, epoch: int) -> None:
+        """Cut an epoch; as whole windows while the micro-batch is not known, so that steps are counted rightly."""
+        effective = self._effective(epoch)
         known = self._micro_batch
-        world_size = self.trainer.world_size
-        guess = self.request.capped(-(-self.feed.recipe_effective(epoch) // (self.recipe_factor * world_size)))
-        effective = self.request.effective_batch(epoch, known or guess, world_size)
-        if known is None and self.request.factor(epoch) is None:
-            guess = effective or self.feed.recipe_effective(epoch)  # whole windows: the right count of optimizer steps
+        whole = self.request.factor(epoch) is None
         done = self._position.samples_done if epoch == self._position.epoch else 0
         self.plan = self.feed.arrange(
             epoch,
             effective,
-            known or guess,
+            known or ((effective or self.feed.recipe_effective(epoch)) if whole else self._guess(epoch)),
             samples_done=done // self.feed.ranks_apart,
             armed=known is not None,
         )
         if known is None:
             self.trainer.accumulate_grad_batches = self.plan.factor
+
+    def _effective(self, epoch: int) -> int | None:
+        return self.request.effective_batch(epoch, self._micro_batch or self._guess(epoch), self.trainer.world_size)
+
+    def _guess(self, epoch: int) -> int:
+        """The recipe's own micro-batch, or what the user fixed, until the limit is known."""
+        share = self.recipe_factor * self.trainer.world_size
+        return self.request.capped(-(-self.feed.recipe_effective(epoch) // share))
+
+    def _measure_exactness(self, epoch: int) -> Exactness:
+        assert self._micro_batch is not None
+        count = self.options.normalize if callable(self.options.normalize) else None
+        indices = self.feed.sample_indices(epoch)
+        return measure_exactness(self.trainer, self.feed.user_loader, indices, count=count, limit=self._micro_batch)
 
     def _find_micro_batch(self, epoch: int) -> int:
         if self.request.micro_batch is not None:
@@ -172,14 +224,14 @@ class Session:
             world_size=trainer.world_size,
         )
         self.probe = self._remembered(high) or probe(
-            trainer, feed.user_loader, feed.sample_indices(epoch), high=high, budget=self.budget
+            trainer, feed.user_loader, feed.sample_indices(epoch), high=high, budget=self.options.budget
         )
         return min(high, self.probe.limit)
 
     def _remembered(self, high: int) -> ProbeResult | None:
         """The limit of the run that wrote the checkpoint, if it was found on this hardware and is high enough."""
         kept = self._restored
-        if kept is None or kept.probe is None or kept.hardware != hardware(self.trainer, self.budget):
+        if kept is None or kept.probe is None or kept.hardware != hardware(self.trainer, self.options.budget):
             return None
         bounded = kept.probe.limit < high and all(trial.fits for trial in kept.probe.trials)
         return None if bounded else replace(kept.probe, method="checkpoint", steps=0, seconds=0.0)

@@ -111,12 +111,14 @@ def fp16_on_the_cpu() -> Any:
 def test_a_probe_leaves_no_trace(settings: dict[str, Any], budget: str, tmp_path: Path) -> None:
     """Weights, optimizer, scaler, schedule, random numbers, metrics, log files, callbacks, counters and loops."""
     make = {key: value() if callable(value) else value for key, value in settings.items()}
-    probed = AutoAccumulate(memory_budget=budget)
+    probed = AutoAccumulate(memory_budget=budget, batch_norm="ignore")
     after_probe = run(tmp_path / "probed", probed, **make)
     assert probed.probe is not None
     assert probed.plan.factor > 1
     make = {key: value() if callable(value) else value for key, value in settings.items()}
-    without = run(tmp_path / "without", AutoAccumulate(micro_batch_size=probed.probe.limit), **make)
+    without = run(
+        tmp_path / "without", AutoAccumulate(micro_batch_size=probed.probe.limit, batch_norm="ignore"), **make
+    )
     assert str(after_probe.keys()) == str(without.keys())
     for name in without:
         assert_same(after_probe[name], without[name], name)

@@ -1,0 +1,139 @@
+"""The exactness check on real models: what it measures, names and says, and that it leaves no trace."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from reference import FEATURES, Regression, Samples, fit
+from test_traceless import assert_same, run
+from torch.utils.data import DataLoader
+
+from lightning_ga import AutoAccumulate, ExactnessWarning
+
+
+class Model(Regression):
+    """A network and a loss of one's own."""
+
+    def __init__(self, net: torch.nn.Module, loss: Any) -> None:
+        super().__init__()
+        self.net, self.loss = net.double(), loss
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.loss(self.net(batch[0]), batch[1])
+
+
+def normalized() -> torch.nn.Module:
+    return torch.nn.Sequential(
+        torch.nn.Linear(FEATURES, 8), torch.nn.BatchNorm1d(8), torch.nn.Tanh(), torch.nn.Linear(8, 1)
+    )
+
+
+def plain() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(FEATURES, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
+
+
+def contrastive(embeddings: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    """Every sample is told from the others in its batch."""
+    return torch.nn.functional.cross_entropy(embeddings @ embeddings.T, torch.arange(len(embeddings)))
+
+
+def summed(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.mse_loss(prediction, target, reduction="sum")
+
+
+def verify(net: torch.nn.Module, loss: Any, **arguments: Any) -> AutoAccumulate:
+    """The callback after a fit."""
+    callback = AutoAccumulate(micro_batch_size=4, **arguments)
+    fit(DataLoader(Samples(24), batch_size=12), callback, module=Model(net, loss), max_epochs=1)
+    return callback
+
+
+def test_independent_samples_are_found_exact() -> None:
+    """Dropout is off while it is measured."""
+    exactness = verify(plain(), torch.nn.functional.mse_loss).exactness
+    assert (exactness.cause, exactness.micro_steps) == ("exact", 3)
+    assert exactness.relative_error <= 1e-12
+
+
+@pytest.mark.parametrize(
+    ("net", "loss", "cause", "says"),
+    [
+        (normalized, torch.nn.functional.mse_loss, "batch_norm", r"BatchNorm layers \(net\.1\) normalize"),
+        (plain, contrastive, "coupled", "couples the samples of a batch"),
+        (plain, summed, "sum", "is a sum over samples"),
+    ],
+)
+def test_the_cause_of_a_difference_is_named(net: Any, loss: Any, cause: str, says: str) -> None:
+    """In a warning with the measured number, and in the callback's record."""
+    with pytest.warns(ExactnessWarning, match=f"relative error .*{says}"):
+        callback = verify(net(), loss)
+    assert callback.exactness.cause == cause
+    assert callback.exactness.relative_error > 1e-3
+    assert callback.exactness.layers == (("net.1",) if cause == "batch_norm" else ())
+
+
+@pytest.mark.parametrize("batch_norm", ["ignore", "rescale"])
+def test_batch_norm_may_be_known_about(batch_norm: str) -> None:
+    """Without a warning then, but measured all the same."""
+    assert verify(normalized(), torch.nn.functional.mse_loss, batch_norm=batch_norm).exactness.cause == "batch_norm"
+
+
+def test_verification_can_be_turned_off() -> None:
+    """Nothing is measured and nothing said."""
+    assert verify(normalized(), torch.nn.functional.mse_loss, verify=False).exactness is None
+
+
+def test_a_micro_batch_of_one_is_not_measured() -> None:
+    """It has no halves; the record says so."""
+    callback = AutoAccumulate(micro_batch_size=1)
+    fit(DataLoader(Samples(4), batch_size=2), callback, max_epochs=1)
+    assert str(callback.exactness) == "not measured: a micro-batch of one sample has no halves"
+
+
+def test_what_fails_in_the_check_does_not_fail_the_run() -> None:
+    """A loss that refuses the check's small batch is said, and training goes on."""
+
+    def particular(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        if len(target) not in (3, 6):
+            raise ValueError("only threes")
+        return torch.nn.functional.mse_loss(prediction, target)
+
+    callback = AutoAccumulate(micro_batch_size=3)
+    fit(DataLoader(Samples(24), batch_size=6), callback, module=Model(plain(), particular), max_epochs=1)
+    assert str(callback.exactness) == "not measured: ValueError: only threes"
+
+
+@pytest.mark.filterwarnings("ignore::lightning_ga.ExactnessWarning")
+def test_the_check_leaves_no_trace(tmp_path: Path) -> None:
+    """Bit for bit the training without it."""
+    with_check = run(tmp_path / "with", AutoAccumulate(micro_batch_size=5))
+    without = run(tmp_path / "without", AutoAccumulate(micro_batch_size=5, verify=False))
+    for name in without:
+        assert_same(with_check[name], without[name], name)
+
+
+class Momenta(pl.Callback):
+    """Notes the momentum of a layer while training."""
+
+    def on_train_batch_start(self, trainer: Any, module: Any, *_: Any) -> None:
+        self.momentum = module.net[1].momentum
+
+
+def test_momentum_is_rescaled_during_training_and_put_back() -> None:
+    """1 − (1 − m)^(1/factor); the user's own afterwards, after an error too."""
+    net, seen = normalized(), Momenta()
+    callback = AutoAccumulate(micro_batch_size=4, batch_norm="rescale")
+    module = Model(net, torch.nn.functional.mse_loss)
+    fit(DataLoader(Samples(24), batch_size=12), callback, seen, module=module, max_epochs=1)
+    assert seen.momentum == pytest.approx(1 - 0.9 ** (1 / 3), abs=1e-12)
+    assert net[1].momentum == 0.1
+    module.loss = lambda prediction, target: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        fit(
+            DataLoader(Samples(24), batch_size=12),
+            AutoAccumulate(micro_batch_size=4, batch_norm="rescale"),
+            module=module,
+        )
+    assert net[1].momentum == 0.1
