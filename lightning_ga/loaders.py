@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_ga.errors import UserError
@@ -72,8 +72,8 @@ def read_loader(loader: object, *, world_size: int, shard: bool = True, shuffle:
 
 def rebatch(loader: "DataLoader[Any]", batch_sampler: WindowBatchSampler, *, sized: bool = True) -> "DataLoader[Any]":
     """A copy of the loader that yields the micro-batches of a window batch sampler; ``sized`` if it has a length."""
-    settings: dict[str, Any] = {"batch_sampler": batch_sampler, "drop_last": False, "generator": batch_sampler.generator}
-    return copy_loader(loader, length_of=batch_sampler if sized else None, **settings)
+    settings = {"batch_sampler": batch_sampler, "generator": batch_sampler.generator}
+    return copy_loader(loader, length_of=batch_sampler if sized else None, drop_last=False, **settings)
 
 
 def collect_samples(loader: "DataLoader[Any]", indices: list[Any]) -> list[Any]:
@@ -106,7 +106,7 @@ def copy_loader(loader: "DataLoader[Any]", *, length_of: Sized | None = None, **
     return clone
 
 
-_MAP_STYLE = DataLoader([0])._dataset_kind
+_MAP_STYLE = DataLoader(TensorDataset(torch.zeros(1)))._dataset_kind
 
 
 def _in_process(loader: "DataLoader[Any]", batches: list[list[Any]], **settings: Any) -> "DataLoader[Any]":
@@ -141,7 +141,7 @@ class _Head:
         self.draw = order.draw
 
 
-def _fresh_stream(dataset: "IterableDataset[Any]") -> Any:
+def _fresh_stream(dataset: Any) -> Any:
     """A stream from which samples may be taken without the training missing them."""
     try:
         return copy.deepcopy(dataset)

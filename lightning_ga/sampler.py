@@ -202,7 +202,8 @@ def seeded(seed: int, epoch: int, *samplers: object) -> Iterator[None]:
 
     A sampler that carries a generator keeps it: it is seeded with its own initial seed + epoch.
     """
-    own = [g for g in (getattr(s, "generator", None) for s in samplers) if isinstance(g, torch.Generator)]
+    found = (getattr(sampler, "generator", None) for sampler in samplers)
+    own = list({id(generator): generator for generator in found if isinstance(generator, torch.Generator)}.values())
     states = [generator.get_state() for generator in own]
     before = torch.get_rng_state(), np.random.get_state(), random.getstate()
     try:

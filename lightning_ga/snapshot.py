@@ -48,8 +48,8 @@ class PlainState:
         for module in modules:
             self._shared += [*module._parameters.values(), *module._buffers.values()]
         self._kept = [(module, _plain(module)) for module in modules if not isinstance(module, compiled)]
-        self._tables = [(module._parameters, dict(module._parameters)) for module in modules]
-        self._tables += [(module._buffers, dict(module._buffers)) for module in modules]
+        tables: list[dict[str, Any]] = [table for module in modules for table in (module._parameters, module._buffers)]
+        self._tables = [(table, dict(table)) for table in tables]
 
     def swap_in_copies(self) -> None:
         """Let the modules work on copies of their original attributes."""
@@ -100,7 +100,7 @@ class RandomState:
 
     def __init__(self) -> None:
         self._torch = torch.get_rng_state()
-        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
         self._numpy = np.random.get_state()
         self._python = random.getstate()
 
@@ -146,5 +146,3 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
         return copy.deepcopy(value, memo)
     except Exception:  # locks, files, generators: whatever a module may hold
         return value
-
-

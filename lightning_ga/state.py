@@ -46,8 +46,6 @@ class RunState:
     def from_dict(cls, state: Mapping[str, Any]) -> "RunState":
         """The record behind ``to_dict``."""
         probe = state["probe"]
-        return cls(
-            position=Position(**state["position"]),
-            hardware=state["hardware"],
-            probe=None if probe is None else ProbeResult(**{**probe, "trials": tuple(Trial(**t) for t in probe["trials"])}),
-        )
+        if probe is not None:
+            probe = ProbeResult(**{**probe, "trials": tuple(Trial(**trial) for trial in probe["trials"])})
+        return cls(position=Position(**state["position"]), hardware=state["hardware"], probe=probe)
