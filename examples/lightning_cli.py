@@ -32,4 +32,4 @@ class DigitsData(pl.LightningDataModule):
 
 
 if __name__ == "__main__":
-    LightningCLI(Digits, DigitsData)
+    LightningCLI(Digits, DigitsData, save_config_callback=None)

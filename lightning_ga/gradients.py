@@ -25,7 +25,7 @@ class WindowGradients:
         self._trainer = trainer
         self._normalize = normalize
         self._weights: KnownWindow | LateWindow | None = None
-        self._weight = 1.0
+        self.weight = 1.0
         self._held: list[tuple[torch.nn.Parameter, torch.Tensor | None]] = []
         self._sparse = sparse_parameters(trainer.lightning_module)
 
@@ -45,7 +45,7 @@ class WindowGradients:
         if self._weights is None:
             return
         factor = self._trainer.accumulate_grad_batches
-        self._weight = self._weights.weigh(
+        self.weight = self._weights.weigh(
             self._count(batch, chunk.count, known) if chunk.count else 0,
             window=chunk.window_samples * ranks_apart,
             factor=factor,
@@ -54,7 +54,7 @@ class WindowGradients:
 
     def apply_weight(self, loss: torch.Tensor) -> None:
         """Before each backward pass: let it weigh as much, and keep a weightless one out altogether."""
-        weight = self._weight
+        weight = self.weight
         if self._weights is not None:
             self._weights.trained()
         if weight != 1.0:
@@ -76,9 +76,13 @@ class WindowGradients:
 
     def close_window(self, optimizer: torch.optim.Optimizer) -> None:
         """Before the optimizer step, after unscaling and before clipping: bring the window to its mean."""
-        scale = 1.0 if self._weights is None else self._weights.close(self._trainer.accumulate_grad_batches)
+        scale = self.window_scale()
         if scale != 1.0:
             scale_gradients(optimizer, scale)
+
+    def window_scale(self) -> float:
+        """What the sum of the window's weighted micro-batches is to be multiplied by; ranks ask together."""
+        return 1.0 if self._weights is None else self._weights.close(self._trainer.accumulate_grad_batches)
 
     def _count(self, batch: Any, expected: int, known: bool) -> float:
         if callable(self._normalize):

@@ -9,7 +9,7 @@ import inspect
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib import import_module
 from typing import Any
 
@@ -202,6 +202,24 @@ def enter_trial(trainer: Any) -> None:
     trainer.accumulate_grad_batches = 2
     loop.batch_progress.current.ready = 2
     loop.batch_progress.is_last_batch = False
+
+
+def intercept_closures(trainer: Any, wrap: Callable[..., Any]) -> None:
+    """Let the loop take its closures from ``wrap(make, kwargs, optimizer, batch_idx)`` (``automatic.py:163``)."""
+    loop = trainer.fit_loop.epoch_loop.automatic_optimization
+    make = type(loop)._make_closure
+    shadow(loop, "_make_closure", lambda *given: wrap(lambda *again: make(loop, *again), *given))
+
+
+def release_closures(trainer: Any) -> None:
+    """Undo ``intercept_closures``."""
+    unshadow(trainer.fit_loop.epoch_loop.automatic_optimization, "_make_closure")
+
+
+def accumulating(trainer: Any) -> AbstractContextManager[None]:
+    """Within, backward passes do not reduce gradients over ranks."""
+    block = getattr(trainer.strategy, "block_backward_sync", None)
+    return nullcontext() if block is None else block()
 
 
 def backward_only(trainer: Any, batch: Any) -> None:

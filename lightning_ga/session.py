@@ -11,6 +11,7 @@ from lightning_ga.feed import Feed
 from lightning_ga.gradients import WindowGradients
 from lightning_ga.plan import AccumulationPlan
 from lightning_ga.probe import hardware, probe
+from lightning_ga.replayed import ReplayedWindow, evaluates_again
 from lightning_ga.request import Options, Request
 from lightning_ga.search import ProbeResult
 from lightning_ga.state import Position, RunState
@@ -84,6 +85,8 @@ class Session:
             self.exactness = self._measure_exactness(epoch)
         self._frequencies = seams.frequencies_by_step(trainer)
         self._begin(epoch)
+        if evaluates_again(trainer.optimizers[0]):
+            seams.intercept_closures(trainer, ReplayedWindow(trainer, self.gradients).closure)
         if seams.restarts_in_epoch(trainer):
             done = self.feed.epoch_plan.done
             seams.expect_positions_to_be_kept()
@@ -100,9 +103,10 @@ class Session:
             self._begin(epoch)
 
     def close(self) -> None:
-        """Give the model and the schedules back what the user wrote."""
+        """Give model, schedules and loops back what they had."""
         self._momenta.restore()
         seams.restore_frequencies(self.trainer, self._frequencies)
+        seams.release_closures(self.trainer)
 
     def prepare(self, batch: Any) -> None:
         """Before each micro-batch: its weight, and whether schedules of the learning rate are due after it."""

@@ -115,6 +115,7 @@ class LateWindow:
         self._sum_over_ranks = sum_over_ranks
         self._reference = reference
         self._fixed = reference is not None
+        self._largest_mean = 0.0
         self._trained = self._pending = 0.0
         self._any = False
 
@@ -122,6 +123,8 @@ class LateWindow:
         """Weight of the next micro-batch of this rank; ``window`` is not known here and not used."""
         if first:
             self._trained, self._any = 0.0, False
+            if not self._fixed and self._reference is not None:
+                self._reference = max(self._reference, 2.0 * self._largest_mean)
         if not count >= 0:
             raise UserError(f"normalize counted {count} in a micro-batch: a count is a number of at least 0.")
         self._pending = count
@@ -152,10 +155,8 @@ class LateWindow:
                 "what it counts (the key, ignore_index), or leave such samples out."
             )
         assert self._reference is not None
-        scale = window_scale(total, reference=self._reference, factor=factor, world_size=self._world_size)
-        if not self._fixed:
-            self._reference = max(self._reference, 2.0 * total / (factor * self._world_size))
-        return scale
+        self._largest_mean = max(self._largest_mean, total / (factor * self._world_size))
+        return window_scale(total, reference=self._reference, factor=factor, world_size=self._world_size)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,53 @@
+"""LBFGS evaluates its closure many times a step: each time on the whole window."""
+
+from typing import Any
+
+import pytest
+import torch
+from reference import Regression, Samples, cut, fit, loss, network
+from torch.utils.data import DataLoader
+
+from lightning_ga import AutoAccumulate
+from lightning_ga.weights import Samples as CountSamples
+
+
+class Newton(Regression):
+    """The reference task under LBFGS."""
+
+    def __init__(self, line_search: str | None) -> None:
+        super().__init__()
+        self.line_search = line_search
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.LBFGS(self.net.parameters(), lr=0.1, max_iter=4, line_search_fn=self.line_search)
+
+
+def plain_newton(dataset: Samples, windows: list[list[int]], line_search: str | None) -> list[torch.Tensor]:
+    """Final weights of a plain loop, each window in one batch."""
+    net = network()
+    optimizer = torch.optim.LBFGS(net.parameters(), lr=0.1, max_iter=4, line_search_fn=line_search)
+    for window in windows:
+
+        def closure(window: Any = window) -> torch.Tensor:
+            optimizer.zero_grad()
+            value = loss(net, dataset.inputs[window], dataset.targets[window])
+            value.backward()
+            return value
+
+        optimizer.step(closure)
+    return list(net.parameters())
+
+
+@pytest.mark.parametrize("normalize", ["samples", CountSamples()])
+@pytest.mark.parametrize("line_search", [None, "strong_wolfe"])
+@pytest.mark.parametrize("micro_batch", [1, 3, 8])
+def test_weights_are_those_of_the_whole_batch(micro_batch: int, line_search: str | None, normalize: Any) -> None:
+    """With and without a line search, which needs the loss of the whole window; ragged windows too."""
+    dataset = Samples(21)
+    callback = AutoAccumulate(micro_batch_size=micro_batch, normalize=normalize)
+    module, trainer = fit(DataLoader(dataset, batch_size=8), callback, module=Newton(line_search))
+    oracle = plain_newton(dataset, cut(range(21), 8) * 2, line_search)
+    for ours, theirs in zip(module.net.parameters(), oracle, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+    assert trainer.global_step == 6
+    assert "_make_closure" not in vars(trainer.fit_loop.epoch_loop.automatic_optimization)
