@@ -1,5 +1,6 @@
 """The windows of one epoch and their micro-batches: pure arithmetic, each answer in constant time."""
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -80,13 +81,20 @@ class GivenWindows:
     def of(cls, sizes: Sequence[int], *, per_window: int, samples_done: int = 0) -> "GivenWindows":
         """Join ``per_window`` batches of the given sizes to one window.
 
+        Windows start anew at ``samples_done``, which other windows may have led to.
+
         Examples:
             >>> GivenWindows.of([3, 5, 2], per_window=2).starts
             (0, 8, 10)
+            >>> GivenWindows.of([3, 5, 2], per_window=2, samples_done=3).starts
+            (0, 3, 10)
         """
-        ends = [0, *accumulate(sizes)]
-        starts = (*ends[:-1:per_window], ends[-1]) if sizes else (0,)
-        return cls(starts, sum(end <= samples_done for end in starts[1:]))
+        ends = list(accumulate(sizes))
+        samples_done = min(samples_done, sum(sizes))
+        before, left = ends[: bisect_left(ends, samples_done)], ends[bisect_right(ends, samples_done) :]
+        done = [*before[per_window - 1 :: per_window], samples_done] if samples_done else []
+        ragged = left[-1:] if len(left) % per_window else []
+        return cls((0, *done, *left[per_window - 1 :: per_window], *ragged), len(done))
 
     @property
     def count(self) -> int:
@@ -175,7 +183,10 @@ class EpochPlan:
         """
         window, position = divmod(index, self.factor)
         start, samples = self.windows.span(window)
-        return start + samples * (position + 1) // self.factor_of(window)
+        share, larger = divmod(samples, self.world_size)
+        parts = self.factor_of(window)
+        done, done_of_larger = (part(size, parts, position + 1)[0] for size in (share, share + 1))
+        return start + larger * done_of_larger + (self.world_size - larger) * done
 
     def chunk(self, index: int, rank: int) -> Chunk:
         """The ``index``-th micro-batch of the epoch on one rank.
