@@ -14,9 +14,13 @@ import numpy as np
 import torch
 from torch.utils.data import Sampler
 
+from lightning_ga.permutation import Permutation
 from lightning_ga.windows import Chunk, EpochPlan
 
 _SEEDS = 2**63  # torch.Generator takes seeds of 64 bits
+# The largest epoch whose order is written down, in 512 MiB and a few seconds on every rank. Beyond it both would
+# hold the training up.
+LARGEST_WRITTEN_ORDER = 2**27
 
 
 class Order(Protocol):
@@ -42,18 +46,23 @@ class Sequential:
 
 
 class Shuffled:
-    """A permutation: ``torch.randperm`` seeded with seed + epoch, as in torch's ``DistributedSampler``."""
+    """A permutation: ``torch.randperm`` seeded with seed + epoch, as in torch's ``DistributedSampler``.
+
+    Above ``LARGEST_WRITTEN_ORDER`` samples, one that is computed index by index.
+    """
 
     def __init__(self, size: int, seed: int | None = None) -> None:
         self.size = size
         self.seed = seed
 
     def draw(self, epoch: int, seed: int) -> Sequence[int]:
-        """The permutation of one epoch, four bytes a sample where that is enough."""
+        """The permutation of one epoch, at most four bytes a sample."""
+        seed = seed if self.seed is None else self.seed
+        if self.size > LARGEST_WRITTEN_ORDER:
+            return Permutation(self.size, seed=seed, epoch=epoch)
         generator = torch.Generator()
-        generator.manual_seed(((seed if self.seed is None else self.seed) + epoch) % _SEEDS)
-        dtype = torch.int32 if self.size < 2**31 else torch.int64
-        return _Indices(torch.randperm(self.size, generator=generator, dtype=dtype))
+        generator.manual_seed((seed + epoch) % _SEEDS)
+        return _Indices(torch.randperm(self.size, generator=generator, dtype=torch.int32))
 
 
 class FromSampler:
