@@ -50,6 +50,7 @@ def build(cfg: DictConfig) -> Run:
     if cfg.seed is not None:
         lightning.seed_everything(cfg.seed, workers=True, verbose=False)
     torch.set_float32_matmul_precision(cfg.precision.float32_matmul)
+    check_optimizer(cfg)
     folder = Path(cfg.paths.output_dir)
     trainer = build_trainer(cfg, folder)
     data = make(cfg.data)
@@ -87,6 +88,17 @@ def make(node: Any, **arguments: Any) -> Any:
 def make_all(nodes: DictConfig | None) -> list[Any]:
     """Build every named entry of a section."""
     return [make(node) for node in (nodes or {}).values() if node]
+
+
+def check_optimizer(cfg: DictConfig) -> None:
+    """Try the optimizer on one number: a wrong argument would come to light only when training starts."""
+    section = cfg.get("optimizer")
+    if not section:
+        return
+    try:
+        make(section)([torch.nn.Parameter(torch.zeros(1))])
+    except (TypeError, ValueError) as error:
+        raise UserError(f"optimizer ({section._target_}) could not be built: {error}.") from error
 
 
 def check_precision(cfg: DictConfig, trainer: Trainer) -> None:
