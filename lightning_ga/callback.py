@@ -122,7 +122,7 @@ class AutoAccumulate(Callback, LegacyCallback):  # type: ignore[misc]
         guards.check_trainer(trainer, pl_module, self._request)
         guards.check_schedule(self._request, seams.training_epochs(trainer), trainer.world_size)
         seams.run_first(trainer, self)
-        self._session = Session(trainer, self._request, self._options)
+        self._session = Session(trainer, self._request, self._options, active=lambda: self in trainer.callbacks)
         seams.intercept_loaders(trainer, cut=self._session.cut, around=self._session.set_up_data)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:

@@ -9,6 +9,7 @@ from lightning_ga.plan import require_effective_batch
 from lightning_ga.request import Request
 
 _RIVALS = ("GradientAccumulationScheduler", "BatchSizeFinder")
+_SHARDED = ("FSDPStrategy", "ModelParallelStrategy")
 
 
 def check_budget(memory_budget: int | float | str | None) -> None:
@@ -36,6 +37,11 @@ def check_trainer(trainer: Any, module: Any, request: Request) -> None:
         raise UserError(
             f"{type(trainer.strategy).__name__} accumulates gradients on its own, with a factor fixed at its start: "
             "use another strategy, such as ddp, or set the factor there and leave AutoAccumulate out."
+        )
+    if request.micro_batch is None and type(trainer.strategy).__name__ in _SHARDED:
+        raise UserError(
+            f"{type(trainer.strategy).__name__} shards the model, and this version cannot probe a sharded model: give "
+            "micro_batch_size=…, or use ddp."
         )
     if seams.takes_an_iterator(module):
         raise UserError(

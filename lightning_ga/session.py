@@ -25,12 +25,15 @@ class Session:
         trainer: The Trainer, with its strategy's environment set up.
         request: What the user asked for.
         options: How it is to be done.
+        active: Whether the callback takes part. Lightning's tuners take all callbacks out while they
+            run steps of their own: they get the recipe as the user wrote it.
     """
 
-    def __init__(self, trainer: Any, request: Request, options: Options) -> None:
+    def __init__(self, trainer: Any, request: Request, options: Options, active: Callable[[], bool]) -> None:
         self.trainer = trainer
         self.request = request
         self.options = options
+        self._active = active
         self.recipe_factor: int = trainer.accumulate_grad_batches
         self.plan: AccumulationPlan | None = None
         self.probe: ProbeResult | None = None
@@ -48,6 +51,8 @@ class Session:
     def cut(self, loader: Any) -> Any:
         """The user's loader, cut into micro-batches; it yields none before the micro-batch is known."""
         trainer = self.trainer
+        if not self._active():
+            return loader
         self._feed = Feed(
             loader,
             recipe_factor=self.recipe_factor,
@@ -64,6 +69,9 @@ class Session:
     def set_up_data(self, set_up: Callable[[], None]) -> None:
         """Let the loop set its data up, with the recipe's limits read in the recipe's batches."""
         trainer = self.trainer
+        if not self._active():
+            set_up()
+            return
         self._limit_batches, self._shard = trainer.limit_train_batches, seams.shards_data(trainer)
         known = self._feed
         with seams.micro_batch_units(trainer):

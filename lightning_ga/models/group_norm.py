@@ -1,0 +1,49 @@
+"""BatchNorm to GroupNorm in one call: the same network, with samples independent of one another."""
+
+import math
+from typing import cast
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+
+def to_group_norm(module: nn.Module, groups: int = 32) -> nn.Module:
+    """Replace every BatchNorm layer by a GroupNorm layer, in place, and return the module.
+
+    GroupNorm normalizes each sample by itself, so that micro-batches give exactly the gradient of the
+    whole batch. Scale and shift are taken over; running statistics have no counterpart, so weights
+    that were trained with BatchNorm need training again. Activations and dropout that timm fuses into
+    its BatchNorm layers stay.
+
+    Args:
+        module: A module, before its optimizer is made.
+        groups: Channels are normalized in so many groups, or the largest smaller number that divides them.
+
+    Returns:
+        The module; a new one if it is a BatchNorm layer itself.
+
+    Examples:
+        >>> to_group_norm(nn.Sequential(nn.Conv2d(3, 48, 3), nn.BatchNorm2d(48)))[1]
+        GroupNorm(16, 48, eps=1e-05, affine=True)
+    """
+    if isinstance(module, _BatchNorm):
+        return _replacement(module, groups)
+    for name, child in module.named_children():
+        setattr(module, name, to_group_norm(child, groups))
+    return module
+
+
+def _replacement(layer: _BatchNorm, groups: int) -> nn.Module:
+    channels = layer.num_features
+    norm = nn.GroupNorm(math.gcd(groups, channels), channels, eps=layer.eps, affine=layer.affine)
+    if layer.affine:
+        norm = norm.to(layer.weight.device, layer.weight.dtype)
+        with torch.no_grad():
+            norm.weight.copy_(layer.weight)
+            norm.bias.copy_(layer.bias)
+    norm.train(layer.training)
+    # timm's BatchNormAct2d: normalization, dropout and activation in one layer.
+    fused = [cast(nn.Module, getattr(layer, name)) for name in ("drop", "act") if hasattr(layer, name)]
+    kept = [part for part in fused if not isinstance(part, nn.Identity)]
+    return nn.Sequential(norm, *kept) if kept else norm
