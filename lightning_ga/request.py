@@ -45,7 +45,7 @@ class Request:
         the largest effective batch.
         """
         factor = largest(self.factor, epochs)
-        share = -(-(largest(self.effective, epochs) or recipe) // world_size)
+        share = -(-max(self.effective(epoch) or recipe for epoch in epochs) // world_size)
         if factor is not None:
             share = recipe if total is None else max(1, total // (factor * world_size))
         elif total is not None:
