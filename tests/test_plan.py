@@ -1,7 +1,7 @@
 """The plan of one window, against what the words promise: exact, near-equal, fewest."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_ga.errors import UserError
@@ -18,6 +18,7 @@ def requests(draw: st.DrawFn) -> tuple[int, int, int]:
     return draw(st.integers(world_size, 600)), draw(LIMITS), world_size
 
 
+@settings(deadline=None)
 @given(total=st.integers(0, 10_000), parts=st.integers(1, 200))
 def test_an_even_split_is_exact_and_sorted(total: int, parts: int) -> None:
     """Sizes sum to the total, differ by one at most and fall."""
@@ -28,6 +29,7 @@ def test_an_even_split_is_exact_and_sorted(total: int, parts: int) -> None:
     assert list(sizes) == sorted(sizes, reverse=True)
 
 
+@settings(deadline=None)
 @given(requests())
 def test_a_plan_keeps_the_effective_batch_exactly(request_: tuple[int, int, int]) -> None:
     """All chunks of all ranks sum to it, whatever divides or does not."""
@@ -37,6 +39,7 @@ def test_a_plan_keeps_the_effective_batch_exactly(request_: tuple[int, int, int]
     assert plan.world_size == len(plan.chunks) == world_size
 
 
+@settings(deadline=None)
 @given(requests())
 def test_a_plan_never_passes_the_limit_and_wastes_no_pass(request_: tuple[int, int, int]) -> None:
     """The largest chunk fits, and with one chunk fewer the largest share would not."""
@@ -47,6 +50,7 @@ def test_a_plan_never_passes_the_limit_and_wastes_no_pass(request_: tuple[int, i
     assert plan.factor * limit >= largest_share > (plan.factor - 1) * limit
 
 
+@settings(deadline=None)
 @given(requests())
 def test_ranks_run_alike(request_: tuple[int, int, int]) -> None:
     """All have the same number of chunks; shares, and chunks of a share, differ by one at most."""
@@ -74,6 +78,7 @@ def test_plans_worked_out_by_hand(
     assert plan_accumulation(effective, micro_batch=limit, world_size=world_size).chunks == chunks
 
 
+@settings(deadline=None)
 @given(samples=st.integers(1, 400), limit=LIMITS, world_size=WORLD_SIZES)
 def test_offsets_lay_the_chunks_end_to_end(samples: int, limit: int, world_size: int) -> None:
     """Ranks follow one another and every sample of the window is in one chunk."""

@@ -3,7 +3,7 @@
 from itertools import accumulate, pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_ga.plan import cut_window, plan_accumulation, split_evenly
@@ -42,6 +42,7 @@ def cut(samples: range, size: int, *, drop_last: bool = False) -> list[list[int]
     return windows[:-1] if drop_last and windows and len(windows[-1]) < size else windows
 
 
+@settings(deadline=None)
 @given(st.integers(0, 300), SIZES, LIMITS, WORLD_SIZES, st.booleans(), st.integers(0, 300))
 def test_windows_hold_every_sample_once_on_any_hardware(
     total: int, size: int, limit: int, world_size: int, drop_last: bool, done: int
@@ -54,6 +55,7 @@ def test_windows_hold_every_sample_once_on_any_hardware(
     )
 
 
+@settings(deadline=None)
 @given(st.lists(SIZES, max_size=12), st.integers(1, 4), LIMITS, WORLD_SIZES)
 def test_windows_of_given_batches_join_them_in_order(
     sizes: list[int], per_window: int, limit: int, world_size: int
@@ -67,6 +69,7 @@ def test_windows_of_given_batches_join_them_in_order(
     assert windows.largest == max(map(len, oracle), default=0)
 
 
+@settings(deadline=None)
 @given(st.lists(SIZES, min_size=1, max_size=12), st.integers(1, 4), LIMITS, WORLD_SIZES, st.data())
 def test_given_windows_go_on_where_they_stopped(
     sizes: list[int], per_window: int, limit: int, world_size: int, data: st.DataObject
@@ -82,6 +85,7 @@ def test_given_windows_go_on_where_they_stopped(
         assert windows_of(plan) == [window for window in whole if window[0] >= done]
 
 
+@settings(deadline=None)
 @given(st.integers(1, 300), SIZES, LIMITS, WORLD_SIZES, LIMITS, WORLD_SIZES, st.data())
 def test_a_resume_on_other_hardware_yields_exactly_the_rest(
     total: int, size: int, limit: int, ranks: int, other_limit: int, other_ranks: int, data: st.DataObject
@@ -98,6 +102,7 @@ def test_a_resume_on_other_hardware_yields_exactly_the_rest(
     assert after.done == stop * after.factor if stop < len(whole) else after.done == after.length
 
 
+@settings(deadline=None)
 @given(st.integers(0, 300), SIZES, LIMITS, WORLD_SIZES, st.booleans())
 def test_every_chunk_fits_and_ranks_keep_step(
     total: int, size: int, limit: int, world_size: int, drop_last: bool
@@ -111,6 +116,7 @@ def test_every_chunk_fits_and_ranks_keep_step(
         assert len({(chunk.window, chunk.window_samples, chunk.window_end) for chunk in together}) == 1
 
 
+@settings(deadline=None)
 @given(st.integers(1, 300), SIZES, LIMITS, WORLD_SIZES)
 def test_a_window_is_cut_as_the_plan_says(total: int, size: int, limit: int, world_size: int) -> None:
     """Full windows have the plan's chunks, the ragged one the fewest that hold its samples."""
@@ -129,6 +135,7 @@ def test_a_window_is_cut_as_the_plan_says(total: int, size: int, limit: int, wor
         assert [tuple(rank) for rank in ours] == list(chunks)
 
 
+@settings(deadline=None)
 @given(st.integers(0, 300), SIZES, LIMITS, WORLD_SIZES, st.booleans(), st.integers(0, 300))
 def test_the_epoch_is_as_long_as_what_it_yields(
     total: int, size: int, limit: int, world_size: int, drop_last: bool, done: int
@@ -147,6 +154,7 @@ def test_the_epoch_is_as_long_as_what_it_yields(
     assert not steps or seen == steps[-1][0].window_end
 
 
+@settings(deadline=None)
 @given(st.integers(1, 300), SIZES, LIMITS, WORLD_SIZES, st.integers(0, 300))
 def test_samples_are_counted_after_each_micro_batch(
     total: int, size: int, limit: int, world_size: int, done: int
@@ -160,6 +168,7 @@ def test_samples_are_counted_after_each_micro_batch(
         assert plan.samples_after(index) == running
 
 
+@settings(deadline=None)
 @given(SIZES, LIMITS, WORLD_SIZES, st.integers(0, 100))
 def test_a_stream_has_full_windows_without_end(size: int, limit: int, world_size: int, index: int) -> None:
     """Of a stream of unknown length nothing is known but that windows follow one another."""
@@ -172,6 +181,7 @@ def test_a_stream_has_full_windows_without_end(size: int, limit: int, world_size
     assert plan.chunk(index, 0).window_end == (window + 1) * size
 
 
+@settings(deadline=None)
 @given(st.integers(0, 1000), st.integers(1, 50))
 def test_one_part_is_found_without_the_others(total: int, parts: int) -> None:
     """``part`` gives start and size of what ``split_evenly`` lists."""
