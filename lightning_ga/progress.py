@@ -10,8 +10,8 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import TQDMProgressBar
+from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from rich.console import Console
-from tqdm import tqdm
 
 from lightning_ga.plan import AccumulationPlan
 from lightning_ga.report import plan_table, save_plan
@@ -56,9 +56,9 @@ class TrainingBar(TQDMProgressBar):
         batches = self.total_train_batches
         return max(rate, int(batches) // LOG_UPDATES) if batches != float("inf") else rate
 
-    def init_validation_tqdm(self) -> Any:
+    def init_validation_tqdm(self) -> Tqdm:
         """Validation has no bar: it is a small part of an epoch."""
-        return tqdm(disable=True)
+        return Tqdm(disable=True)
 
     def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
         """The values beside the bar."""

@@ -161,11 +161,12 @@ def weighted_average(scores: Sequence[ClassScore]) -> ClassScore:
 
 def average(name: str, scores: Sequence[ClassScore], weights: Sequence[int]) -> ClassScore:
     """A weighted mean of each score."""
-    means = [
-        ratio(sum(weight * getattr(score, field) for score, weight in zip(scores, weights)), sum(weights))
+    total = sum(weights)
+    precision, recall, f1 = (
+        ratio(sum(weight * getattr(score, field) for score, weight in zip(scores, weights)), total)
         for field in ("precision", "recall", "f1")
-    ]
-    return ClassScore(name, *means, sum(score.support for score in scores))
+    )
+    return ClassScore(name, precision, recall, f1, sum(score.support for score in scores))
 
 
 def ratio(part: float, whole: float) -> float:
