@@ -55,6 +55,7 @@ class Feed:
             self.recipe.order, share=rank if self.recipe.shared else 0, rank=rank, seed=seed
         )
         self.loader: DataLoader[Any] | None = None
+        self._ends: tuple[int, list[int]] | None = None
         self.epoch: int | None = None  # the epoch that is arranged and may be iterated
 
     @property
@@ -72,10 +73,9 @@ class Feed:
     def total(self, epoch: int) -> int | None:
         """Samples of an epoch that training uses; ``None`` for a stream of unknown length."""
         if self.recipe.batch_size is None:
-            return sum(self._batch_sizes(epoch))
-        size = self.recipe.order.size
-        batches = self._batches_used(size)
-        if batches is None:
+            return self._batch_ends(epoch)[-1]
+        size, batches = self.recipe.order.size, self._batches_used()
+        if batches is None or batches == self._batches():
             return size
         used = batches * self.recipe.batch_size * self.sharers
         return used if size is None else min(size, used)
@@ -93,12 +93,21 @@ class Feed:
             armed: False while the micro-batch is not known yet: the loader yields nothing then.
 
         Raises:
-            UserError: If a rank is left without a sample, or ranks with orders of their own cannot share a window.
+            UserError: If a rank or the whole epoch is left without a sample, or ranks with orders of their own
+                cannot share a window.
         """
-        plan = plan_accumulation(
-            effective or self.recipe_effective(epoch), micro_batch=micro_batch, world_size=self.world_size
-        )
         windows = self._windows(epoch, effective, samples_done)
+        if isinstance(windows, GivenWindows):  # windows that start anew in mid-epoch may be larger than any before
+            size = windows.largest * self.ranks_apart
+        else:
+            size = effective or self.recipe_effective(epoch)
+            total = self.total(epoch)
+            if armed and total and windows.count == 0:
+                raise UserError(
+                    f"effective_batch_size={size} is more than the {total * self.ranks_apart} samples of an epoch, "
+                    "and drop_last=True drops the only window: use drop_last=False or a smaller effective batch."
+                )
+        plan = plan_accumulation(size, micro_batch=micro_batch, world_size=self.world_size)
         self.sampler.set_epoch(epoch)
         self.sampler.plan = EpochPlan(windows, micro_batch, plan.factor, self.sharers)
         self.sampler.armed = armed
@@ -136,31 +145,47 @@ class Feed:
         return self.world_size // self.sharers
 
     def recipe_batches(self, samples: int) -> int:
-        """Batches of the recipe, on one rank, that so many samples of the arranged epoch make up."""
-        epoch = self.sampler.epoch
+        """Batches of the recipe, on one rank, that so many samples of the arranged epoch make up.
+
+        The end of the last window completes them all, whatever ragged batch or window was dropped.
+        """
+        windows, epoch = self.epoch_plan.windows, self.sampler.epoch
+        over = windows.count is not None and (not windows.count or samples >= sum(windows.span(windows.count - 1)))
         if self.recipe.batch_size is None:
-            batches = bisect_right(list(accumulate(self._batch_sizes(epoch))), samples)
-            return -(-batches // self.sharers) if samples == self.total(epoch) else batches // self.sharers
-        batch = self.recipe.batch_size * self.sharers
-        return -(-samples // batch) if samples == self.total(epoch) else samples // batch
+            ends = self._batch_ends(epoch)
+            return -(-(len(ends) - 1) // self.sharers) if over else (bisect_right(ends, samples) - 1) // self.sharers
+        batches = self._batches_used() if over else None
+        return samples // (self.recipe.batch_size * self.sharers) if batches is None else batches
 
     def steps(self, epoch: int, effective: int | None) -> int | None:
         """Optimizer steps of one epoch; ``None`` for a stream of unknown length."""
         return None if self.length is None else self._windows(epoch, effective, 0).count
 
-    def _batches_used(self, size: int | None) -> int | None:
-        """Batches of the recipe on one rank that the trainer's limit lets through; ``None``: all."""
-        if isinstance(self.limit_batches, int):
-            return self.limit_batches
-        if self.limit_batches == 1.0 or size is None or self.recipe.batch_size is None:
+    def _batches(self) -> int | None:
+        """Batches of the recipe in an epoch, on one rank; ``None`` for a stream of unknown length."""
+        size, batch = self.recipe.order.size, self.recipe.batch_size
+        if size is None or batch is None:
             return None
         share = -(-size // self.sharers)
-        batches = share // self.recipe.batch_size if self.recipe.drop_last else -(-share // self.recipe.batch_size)
+        return share // batch if self.recipe.drop_last else -(-share // batch)
+
+    def _batches_used(self) -> int | None:
+        """The same, those that the trainer's limit lets through."""
+        batches = self._batches()
+        if isinstance(self.limit_batches, int):
+            return self.limit_batches if batches is None else min(batches, self.limit_batches)
+        if self.limit_batches == 1.0:
+            return batches
+        if batches is None:
+            raise UserError(
+                f"limit_train_batches={self.limit_batches} is a fraction, and the length of the training data is not "
+                "known: use a whole number of batches."
+            )
         return self._fraction(batches)
 
     def _fraction(self, batches: int) -> int:
         used = int(batches * self.limit_batches)
-        if not used:
+        if batches and not used:
             raise UserError(
                 f"limit_train_batches={self.limit_batches} of {batches} batches leaves none: "
                 f"use at least {1 / batches:.3g}."
@@ -177,6 +202,12 @@ class Feed:
             return sizes
         return sizes[: self._fraction(-(-len(sizes) // self.sharers)) * self.sharers]
 
+    def _batch_ends(self, epoch: int) -> list[int]:
+        """Samples before each of these batches, and after the last: asked for at every micro-batch."""
+        if self._ends is None or self._ends[0] != epoch:
+            self._ends = epoch, [0, *accumulate(self._batch_sizes(epoch))]
+        return self._ends[1]
+
     def _windows(self, epoch: int, effective: int | None, samples_done: int) -> Windows:
         if effective is None and self.recipe.batch_size is None:
             per_window = self.recipe_factor * self.sharers
@@ -191,5 +222,5 @@ class Feed:
                 f"{effective - effective % self.world_size}."
             )
         total = self.total(epoch)
-        whole = total == self.recipe.order.size
-        return RegularWindows(total, size, self.recipe.drop_last and whole, samples_done)
+        drop_last = self.recipe.drop_last and total == self.recipe.order.size
+        return RegularWindows(total, size, drop_last, samples_done)

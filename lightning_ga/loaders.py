@@ -60,14 +60,16 @@ def read_loader(loader: object, *, world_size: int, shard: bool = True, shuffle:
     if isinstance(loader.dataset, IterableDataset):
         size = len(loader.dataset) if isinstance(loader.dataset, Sized) else None
         return LoaderRecipe(Stream(size), loader.batch_size, loader.drop_last, shared=world_size == 1)
-    if not shuffle:
-        return LoaderRecipe(Sequential(_length(loader.dataset)), loader.batch_size, loader.drop_last, shared=True)
     batch_sampler = loader.batch_sampler
+    sampler = getattr(batch_sampler, "sampler", None)
     if type(batch_sampler) is not BatchSampler:
         _require_length(batch_sampler, "batch sampler")
-        return LoaderRecipe(FromBatches(batch_sampler), None, False, shared=shard or world_size == 1)
-    order, shared = _read_sampler(batch_sampler.sampler, world_size)
-    return LoaderRecipe(order, batch_sampler.batch_size, batch_sampler.drop_last, shared and (shard or world_size == 1))
+        shared = (shard and not isinstance(sampler, DistributedSampler)) or world_size == 1
+        return LoaderRecipe(FromBatches(batch_sampler), None, False, shared)
+    if not shuffle:
+        return LoaderRecipe(Sequential(_length(loader.dataset)), loader.batch_size, loader.drop_last, shared=True)
+    order, shared = _read_sampler(sampler, world_size, shard=shard or world_size == 1)
+    return LoaderRecipe(order, batch_sampler.batch_size, batch_sampler.drop_last, shared)
 
 
 def rebatch(loader: "DataLoader[Any]", batch_sampler: WindowBatchSampler, *, sized: bool = True) -> "DataLoader[Any]":
@@ -115,13 +117,13 @@ def _in_process(loader: "DataLoader[Any]", batches: list[list[Any]], **settings:
     return copy_loader(loader, batch_sampler=batches, sampler=range(0), generator=generator, **(alone | settings))
 
 
-def _read_sampler(sampler: Any, world_size: int) -> tuple[Order, bool]:
-    """Order and whether all ranks share it."""
+def _read_sampler(sampler: Any, world_size: int, *, shard: bool) -> tuple[Order, bool]:
+    """Order and whether all ranks share it: by its own doing, or because the trainer may shard it."""
     if type(sampler) is SequentialSampler:
-        return Sequential(_length(sampler.data_source)), True
+        return Sequential(_length(sampler.data_source)), shard
     if type(sampler) is RandomSampler and not sampler.replacement and len(sampler) == len(sampler.data_source):
         own = sampler.generator
-        return Shuffled(len(sampler), None if own is None else own.initial_seed()), True
+        return Shuffled(len(sampler), None if own is None else own.initial_seed()), shard
     if type(sampler) is DistributedSampler and sampler.num_replicas == world_size:
         # Its ranks take turns in one order: the windows of that order need no padding to equal shares.
         whole = _length(sampler.dataset)
@@ -130,7 +132,7 @@ def _read_sampler(sampler: Any, world_size: int) -> tuple[Order, bool]:
             return Shuffled(whole, sampler.seed) if size == whole else _Head(Shuffled(whole, sampler.seed), size), True
         return Sequential(size), True
     _require_length(sampler, "sampler")
-    return FromSampler(sampler, len(sampler)), not isinstance(sampler, DistributedSampler)
+    return FromSampler(sampler, len(sampler)), shard and not isinstance(sampler, DistributedSampler)
 
 
 class _Head:
