@@ -15,7 +15,7 @@ torch.set_num_threads(1)
 
 from lightning.pytorch import Callback  # noqa: E402
 from lightning.pytorch.strategies import DDPStrategy  # noqa: E402
-from reference import Regression, Samples, StreamOf, fit  # noqa: E402
+from reference import LossBySample, Samples, StreamOf, fit  # noqa: E402
 from torch.utils.data import DataLoader, Subset  # noqa: E402
 
 from lightning_ga import AutoAccumulate  # noqa: E402
@@ -29,7 +29,8 @@ def main(settings: dict[str, Any], folder: Path) -> None:
     callback = AutoAccumulate(**settings["accumulate"])
     strategy = DDPStrategy(start_method="fork", process_group_backend="gloo")
     trainer = {"strategy": strategy, "devices": settings["ranks"], **settings.get("trainer", {})}
-    module = Recorder(folder, callback)
+    dtype = getattr(torch, settings.get("dtype", "float64"))
+    module = Recorder(folder, callback, dtype)
     loader = LOADERS[settings.get("loader", "shuffled")](settings["size"], settings["batch_size"], settings["ranks"])
     ckpt_path = settings.get("ckpt_path")
     fit(
@@ -42,16 +43,18 @@ def main(settings: dict[str, Any], folder: Path) -> None:
     )
 
 
-class Recorder(Regression):
+class Recorder(LossBySample):
     """Writes its records when training ends: with forked ranks the parent sees none of them."""
 
-    def __init__(self, folder: Path, callback: AutoAccumulate) -> None:
-        super().__init__()
+    def __init__(self, folder: Path, callback: AutoAccumulate, dtype: torch.dtype) -> None:
+        super().__init__(dtype=dtype)
         self.folder, self.callback = folder, callback
 
     def on_train_end(self) -> None:
         record = {
             "windows": self.windows,
+            "micro_batches": self.micro_batches,
+            "losses": self.losses,
             "gradients": self.gradients,
             "weights": [parameter.detach() for parameter in self.parameters()],
             "plan": repr(self.callback.plan),
@@ -84,6 +87,8 @@ def own_stream(size: int, batch_size: int, ranks: int) -> Any:
 
 
 LOADERS = {
+    "float32": lambda size, b, _: DataLoader(Samples(size, torch.float32), b, shuffle=True),
+    "float32, workers": lambda size, b, _: DataLoader(Samples(size, torch.float32), b, shuffle=True, num_workers=2),
     "shuffled": lambda size, b, _: DataLoader(Samples(size), b, shuffle=True),
     "workers": lambda size, b, _: DataLoader(Samples(size), b, shuffle=True, num_workers=1),
     "in order": lambda size, b, _: DataLoader(Samples(size), b),
