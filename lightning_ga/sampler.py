@@ -18,6 +18,7 @@ from lightning_ga.permutation import Permutation
 from lightning_ga.windows import Chunk, EpochPlan
 
 _SEEDS = 2**63  # torch.Generator takes seeds of 64 bits
+_RANKS = 0x9E3779B1  # puts ranks far apart within 32 bits: the generator on the host leaves the others out
 # The largest epoch whose order is written down, in 512 MiB and a few seconds on every rank. Beyond it both would
 # hold the training up.
 LARGEST_WRITTEN_ORDER = 2**27
@@ -157,7 +158,7 @@ class WindowBatchSampler(Sampler[list[Any]]):
     def __iter__(self) -> Iterator[list[Any]]:
         # Not a generator function: the loader draws its worker seed right after this call, and that
         # seed must not depend on how often the loader was iterated before.
-        self.generator.manual_seed((self.seed + self.epoch + (self.rank << 32)) % _SEEDS)
+        self.generator.manual_seed((self.seed + self.epoch + self.rank * _RANKS) % _SEEDS)
         return self._chunks(self.plan) if self.armed and self.plan else iter(())
 
     def chunk(self, index: int) -> Chunk:
