@@ -1,25 +1,15 @@
-"""The exactness check: does a batch cut in halves give the gradient of the batch in one pass?
+"""Whether a batch cut in halves gives the gradient of the batch in one pass, and if not, why.
 
-One small batch runs once whole and once in halves, dropout off. For a loss that is a mean over
-independent samples the weighted halves add up to the whole, to rounding. Where they do not, the
-relative difference says by how much, and its shape says why.
+For a loss that is a mean over independent samples the weighted halves add up to the whole, to
+rounding. Where they do not, the relative difference says by how much, and its shape says why.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-from torch.utils.data import DataLoader
-
-from lightning_ga import seams
-from lightning_ga.batch_norm import batch_norm_layers
-from lightning_ga.live import uncounted
-from lightning_ga.loaders import collate_samples, collect_samples
-from lightning_ga.probe import traceless
-
-SAMPLES = 4  # halves of two: BatchNorm refuses one sample
 
 Cause = Literal["exact", "batch_norm", "sum", "coupled", "unmeasured"]
 
@@ -61,45 +51,6 @@ class Exactness:
         return meaning if self.relative_error is None else f"relative error {self.relative_error:.1e}: {meaning}"
 
 
-def measure_exactness(
-    trainer: Any,
-    loader: "DataLoader[Any]",
-    indices: list[Any],
-    *,
-    count: Callable[[Any], float] | None,
-    limit: int,
-) -> Exactness:
-    """Run the check on a few real samples and leave no trace.
-
-    Args:
-        trainer: A Trainer at ``on_train_start``.
-        loader: The user's DataLoader.
-        indices: Indices of samples to run on.
-        count: Counts the items of a batch that the loss is a mean over; ``None`` for samples.
-        limit: Largest micro-batch that is known to fit, in samples.
-    """
-    tolerance = rounding(trainer)
-    size = min(SAMPLES, limit, len(indices))
-    if size < 2:
-        return _unmeasured(tolerance, "a micro-batch of one sample has no halves")
-    try:
-        with traceless(trainer) as prepare:
-            samples = collect_samples(loader, indices[:size])
-            parts = [samples, samples[: size // 2], samples[size // 2 :]]
-            gradients, counts = [], []
-            for part in parts:
-                prepare()
-                batch = collate_samples(loader, part, len(part))
-                counts.append(float(len(part) if count is None else count(batch)))
-                gradients.append(_gradient(trainer, batch))
-            layers = tuple(batch_norm_layers(trainer.lightning_module))
-    except Exception as error:  # the check must never cost a run; what went wrong is said instead
-        return _unmeasured(tolerance, f"{type(error).__name__}: {error}")
-    if not all(number > 0 for number in counts):
-        return _unmeasured(tolerance, f"normalize counts {counts} in a batch and its halves")
-    return judge(*gradients, share=counts[1] / (counts[1] + counts[2]), tolerance=tolerance, layers=layers)
-
-
 def judge(
     whole: list[torch.Tensor],
     first: list[torch.Tensor],
@@ -128,7 +79,7 @@ def judge(
     """
     size = _norm(whole)
     if not 0 < size < float("inf"):
-        return _unmeasured(tolerance, f"the gradient's norm is {size}")
+        return unmeasured(tolerance, f"the gradient's norm is {size}")
     error = _norm(share * a + (1 - share) * b - w for w, a, b in zip(whole, first, second)) / size
     summed = _norm(a + b - w for w, a, b in zip(whole, first, second)) / size
     if error <= tolerance:
@@ -138,45 +89,10 @@ def judge(
     return Exactness(error, tolerance, "batch_norm" if layers else "coupled", layers)
 
 
-def rounding(trainer: Any) -> float:
-    """Relative difference that the precision in use explains."""
-    precision = str(trainer.precision)
-    if "bf16" in precision:
-        return 5e-2
-    if "16" in precision or trainer.strategy.root_device.type == "cuda":  # TF32 has fp16's ten bits
-        return 1e-2
-    return 1e-3
-
-
-def _gradient(trainer: Any, batch: Any) -> list[torch.Tensor]:
-    """Gradient of the module's loss on one batch, on the host; dropout off."""
-    _without_dropout(trainer.lightning_module)
-    seams.backward_only(trainer, seams.to_device(trainer, batch))
-    return [_on_host(parameter) for parameter in trainer.lightning_module.parameters() if parameter.requires_grad]
-
-
-def _on_host(parameter: torch.nn.Parameter) -> torch.Tensor:
-    gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-    gradient = gradient.to_dense() if gradient.is_sparse else gradient
-    with uncounted():
-        return gradient.detach().to("cpu", torch.float64, copy=True)
-
-
-def _without_dropout(module: torch.nn.Module) -> None:
-    """Evaluation mode, but for what computes something else there: BatchNorm, and RNNs that cuDNN runs."""
-    batch_norms = batch_norm_layers(module).values()
-    module.eval()
-    for batch_norm in batch_norms:
-        batch_norm.train()
-    for layer in module.modules():
-        if isinstance(layer, torch.nn.RNNBase):
-            layer.train()
-            layer.dropout = 0.0
-
-
-def _norm(tensors: list[torch.Tensor] | Iterator[torch.Tensor]) -> float:
+def _norm(tensors: Iterable[torch.Tensor]) -> float:
     return math.sqrt(sum(float(tensor.pow(2).sum()) for tensor in tensors))
 
 
-def _unmeasured(tolerance: float, reason: str) -> Exactness:
+def unmeasured(tolerance: float, reason: str) -> Exactness:
+    """The record of a check that could not be made."""
     return Exactness(None, tolerance, "unmeasured", reason=reason, micro_steps=0)

@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from rich.console import Console
 
+from lightning_ga.exactness import Exactness
 from lightning_ga.plan import AccumulationPlan
 from lightning_ga.report import plan_table, save_plan
 from lightning_ga.search import ProbeResult
@@ -87,9 +88,9 @@ class PlanReport(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """AutoAccumulate, which comes first among the callbacks, has its plan by now."""
         if trainer.is_global_zero:
-            plan, probe = current_plan(trainer), current_probe(trainer)
-            save_plan(self.folder / "plan.json", plan, probe)
-            Console(width=80).print(plan_table(plan, probe, setting=describe_setting(trainer, pl_module)))
+            records = current_plan(trainer), current_probe(trainer), current_exactness(trainer)
+            save_plan(self.folder / "plan.json", *records)
+            Console(width=80).print(plan_table(*records, setting=describe_setting(trainer, pl_module)))
         if self.dry_run:
             trainer.fit_loop.epoch_loop.max_steps = trainer.global_step
 
@@ -118,6 +119,12 @@ def current_probe(trainer: Trainer) -> ProbeResult | None:
     """What the probe found, if one ran."""
     probe: ProbeResult | None = getattr(find_accumulate(trainer), "probe", None)
     return probe
+
+
+def current_exactness(trainer: Trainer) -> Exactness | None:
+    """What the exactness check measured, if it ran."""
+    exactness: Exactness | None = getattr(find_accumulate(trainer), "exactness", None)
+    return exactness
 
 
 def recipe_plan(trainer: Trainer) -> AccumulationPlan | None:

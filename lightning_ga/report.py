@@ -15,18 +15,26 @@ from matplotlib.figure import Figure
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from lightning_ga.exactness import Exactness
 from lightning_ga.plan import AccumulationPlan
 from lightning_ga.search import ProbeResult
 
 Curve = list[tuple[int, float]]
 
 
-def plan_table(plan: AccumulationPlan | None, probe: ProbeResult | None = None, *, setting: str = "") -> Table:
+def plan_table(
+    plan: AccumulationPlan | None,
+    probe: ProbeResult | None = None,
+    exactness: Exactness | None = None,
+    *,
+    setting: str = "",
+) -> Table:
     """The plan before the first step, in at most 80 columns.
 
     Args:
         plan: How a window is cut; nothing where no effective batch is known.
         probe: What the probe found, if one ran.
+        exactness: What the exactness check measured, if it ran.
         setting: One line on what is trained.
     """
     table = Table(title="Plan", title_justify="left", title_style="bold", show_header=False, box=SIMPLE_HEAD, width=80)
@@ -34,12 +42,14 @@ def plan_table(plan: AccumulationPlan | None, probe: ProbeResult | None = None, 
     table.add_column(overflow="fold")
     if setting:
         table.add_row("training", setting)
-    for name, value in plan_rows(plan, probe):
+    for name, value in plan_rows(plan, probe, exactness):
         table.add_row(name, value)
     return table
 
 
-def plan_rows(plan: AccumulationPlan | None, probe: ProbeResult | None) -> list[tuple[str, str]]:
+def plan_rows(
+    plan: AccumulationPlan | None, probe: ProbeResult | None, exactness: Exactness | None = None
+) -> list[tuple[str, str]]:
     """The rows of the plan's table, as pairs of a name and a text."""
     rows = []
     if plan is not None:
@@ -50,6 +60,9 @@ def plan_rows(plan: AccumulationPlan | None, probe: ProbeResult | None) -> list[
         rows.append(("limit", f"{probe.limit} samples per micro-batch"))
         trials = f"{len(probe.trials)} trial{'s' * (len(probe.trials) != 1)}, {probe.steps} steps"
         rows.append(("probe", f"{trials}, {probe.seconds:.1f} s ({probe.method})"))
+    if exactness is not None:
+        whole = plan is not None and plan.factor == 1
+        rows.append(("exactness", "whole windows: nothing is accumulated" if whole else str(exactness)))
     return rows or [("effective batch", "set by the loader")]
 
 
@@ -101,9 +114,12 @@ def format_bytes(count: float) -> str:
     return f"{count:.1f} TiB"
 
 
-def save_plan(path: Path, plan: AccumulationPlan | None, probe: ProbeResult | None) -> None:
-    """Both records as JSON, ``null`` for one that is not there."""
-    write_json(path, {"plan": asdict(plan) if plan else None, "probe": asdict(probe) if probe else None})
+def save_plan(
+    path: Path, plan: AccumulationPlan | None, probe: ProbeResult | None, exactness: Exactness | None = None
+) -> None:
+    """The records as JSON, ``null`` for one that is not there."""
+    records = {"plan": plan, "probe": probe, "exactness": exactness}
+    write_json(path, {name: asdict(record) if record else None for name, record in records.items()})
 
 
 def write_json(path: Path, content: Any) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from lightning_ga import seams
 from lightning_ga.batch_norm import Momenta
-from lightning_ga.exactness import Exactness, measure_exactness
+from lightning_ga.exactness import Exactness
 from lightning_ga.feed import Feed
 from lightning_ga.gradients import WindowGradients
 from lightning_ga.plan import AccumulationPlan
@@ -16,6 +16,7 @@ from lightning_ga.request import Options, Request
 from lightning_ga.search import ProbeResult
 from lightning_ga.state import Position, RunState
 from lightning_ga.steps import wrong_horizons
+from lightning_ga.verify import measure_exactness
 
 
 class Session:

@@ -52,7 +52,7 @@ def test_pure_modules_import_the_standard_library_and_each_other(module: str):
 @pytest.mark.parametrize("module", [m for m in modules() if m.split(".")[0] in (*COMMAND_LINE, "models", "data")])
 def test_the_command_line_does_not_know_the_callback(module: str):
     """Hydra binds them: models, data and train work with any callbacks."""
-    allowed = {*COMMAND_LINE, "errors", "plan", "search"}
+    allowed = {*COMMAND_LINE, "errors", "plan", "search", "exactness", "steps"}
     assert {name for name in own(module) if name.split(".")[0] not in ("models", "data")} <= allowed
     assert not {"lightning_ga.callback", "lightning_ga.AutoAccumulate"} & imports(module)
 

@@ -5,6 +5,7 @@ import pytest
 from rich.console import Console
 from sklearn.metrics import classification_report
 
+from lightning_ga.exactness import Exactness
 from lightning_ga.plan import plan_accumulation
 from lightning_ga.report import (
     class_scores,
@@ -46,13 +47,23 @@ def test_a_table_without_a_plan():
 
 
 def test_a_plan_is_saved_whole(tmp_path):
-    """Every field of both records, and null for a probe that did not run."""
-    save_plan(tmp_path / "new" / "plan.json", plan_accumulation(10, micro_batch=4), PROBE)
+    """Every field of the records, and null for what did not run."""
+    save_plan(
+        tmp_path / "new" / "plan.json", plan_accumulation(10, micro_batch=4), PROBE, Exactness(1e-7, 1e-3, "exact")
+    )
     content = json.loads((tmp_path / "new" / "plan.json").read_text())
     assert content["plan"]["chunks"] == [[4, 3, 3]]
     assert content["probe"]["trials"][0]["fits"] is True
+    assert content["exactness"]["relative_error"] == 1e-7
     save_plan(tmp_path / "plan.json", None, None)
-    assert json.loads((tmp_path / "plan.json").read_text()) == {"plan": None, "probe": None}
+    assert json.loads((tmp_path / "plan.json").read_text()) == {"plan": None, "probe": None, "exactness": None}
+
+
+@pytest.mark.parametrize(("micro_batch", "says"), [(10, "nothing is accumulated"), (4, "relative error 1.0e-07")])
+def test_the_table_says_whether_accumulation_is_exact(micro_batch, says):
+    """A number where there is accumulation."""
+    plan = plan_accumulation(10, micro_batch=micro_batch)
+    assert says in printed(plan_table(plan, None, Exactness(1e-7, 1e-3, "exact")))
 
 
 def test_scores_are_those_of_scikit_learn():

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
 
+from lightning_ga.steps import optimizer_steps
+
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 MakeScheduler = Callable[..., torch.optim.lr_scheduler.LRScheduler]
 Batch = tuple[Tensor, Tensor]
@@ -106,7 +108,7 @@ class Classifier(LightningModule):
             return optimizer
         arguments = {}
         if "total_steps" in inspect.signature(self.make_scheduler).parameters:
-            arguments["total_steps"] = int(self.trainer.estimated_stepping_batches)
+            arguments["total_steps"] = int(optimizer_steps(self.trainer))
         scheduler = self.make_scheduler(optimizer, **arguments)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
