@@ -228,7 +228,8 @@ def backward_only(trainer: Any, batch: Any) -> None:
     To be called after ``enter_trial``.
     """
     loop = trainer.fit_loop.epoch_loop
-    loop.batch_progress.current.ready = 1
+    # No multiple of the trial's factor of 2, and not the epoch's last: an epoch of one batch would take the step.
+    loop.batch_progress.current.ready = 3 if trainer.num_training_batches == 1 else 1
     trainer._logger_connector.on_batch_start(batch)
     with without_collectives(trainer):
         loop.automatic_optimization.run(trainer.optimizers[0], 0, loop._build_kwargs(OrderedDict(), batch, 0))
