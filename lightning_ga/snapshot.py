@@ -8,6 +8,7 @@ on deep copies and the originals are put back untouched, so that references held
 import copy
 import random
 import sys
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -71,28 +72,37 @@ class PlainState:
 
 
 class OptimizerState:
-    """State, groups and bookkeeping of an optimizer."""
+    """State, groups and bookkeeping of an optimizer, and of one that it wraps.
+
+    Containers are refilled and tensors written in place, at any depth: LBFGS keeps lists of tensors.
+    Parameters are the module's and not restored here.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-        self._state = {parameter: dict(state) for parameter, state in optimizer.state.items()}
-        self._tensors = TensorValues(
-            value for state in self._state.values() for value in state.values() if isinstance(value, torch.Tensor)
-        )
-        self._groups = [{**group, "params": list(group["params"])} for group in optimizer.param_groups]
-        self._others = {k: v for k, v in optimizer.__dict__.items() if k not in ("state", "param_groups")}
+        tensors: list[torch.Tensor] = []
+        self._containers: list[tuple[Any, Any]] = []
+        self._collect(optimizer, tensors, seen=set())
+        self._tensors = TensorValues(iter(tensors))
 
     def restore(self) -> None:
-        """Put everything back, the tensors in place."""
-        self._optimizer.state.clear()
-        self._optimizer.state.update({parameter: dict(state) for parameter, state in self._state.items()})
+        """Put everything back."""
+        for container, content in self._containers:
+            container.clear()
+            (container.extend if isinstance(container, (list, deque)) else container.update)(content)
         self._tensors.restore()
-        for group, kept in zip(self._optimizer.param_groups, self._groups):
-            group.clear()
-            group.update({**kept, "params": list(kept["params"])})
-        for name in self._optimizer.__dict__.keys() - self._others.keys() - {"state", "param_groups"}:
-            del self._optimizer.__dict__[name]
-        self._optimizer.__dict__.update(self._others)
+
+    def _collect(self, value: Any, tensors: list[torch.Tensor], seen: set[int]) -> None:
+        value = vars(value) if isinstance(value, torch.optim.Optimizer) else value
+        if id(value) in seen or isinstance(value, torch.nn.Parameter):
+            return
+        seen.add(id(value))
+        if isinstance(value, torch.Tensor):
+            tensors.append(value)
+        if isinstance(value, (dict, list, set, deque)):
+            self._containers.append((value, copy.copy(value)))
+        if isinstance(value, (dict, list, tuple, deque)):
+            for inner in value.values() if isinstance(value, dict) else value:
+                self._collect(inner, tensors, seen)
 
 
 class RandomState:
@@ -139,10 +149,18 @@ def _plain(module: torch.nn.Module) -> dict[str, Any]:
 
 
 def _copied(value: Any, memo: dict[int, Any]) -> Any:
-    """A deep copy where one can be had; data stay shared, as trials only read them."""
+    """A deep copy as far as one can be had; data stay shared, as trials only read them."""
     if isinstance(value, (Dataset, DataLoader)):
         return value
+    known = len(memo)
     try:
         return copy.deepcopy(value, memo)
-    except Exception:  # locks, files, generators: whatever a module may hold
-        return value
+    except Exception:  # locks, files, tensors with a graph: whatever a module may hold
+        while len(memo) > known:  # what a failed attempt left half done
+            memo.popitem()
+    memo[id(value)] = copied = type(value)() if type(value) in (dict, list) else value
+    if isinstance(copied, dict) and copied is not value:
+        copied.update((key, _copied(inner, memo)) for key, inner in value.items())
+    elif copied is not value:
+        copied.extend(_copied(inner, memo) for inner in value)
+    return copied
