@@ -26,6 +26,8 @@ from lightning_ga.replay import Trace, canonical
 _LEAVES: tuple[type, ...] = (Tensor, int, float, bool, type(None), torch.dtype, torch.device)
 # Operations whose output was made just now, although it is their own argument.
 _CREATES = (torch.ops.aten.lift_fresh.default, torch.ops.aten.resize_.default, torch.ops.aten.resize_as_.default)
+# Adds to a sparse tensor in place by making its parts anew: how backward passes accumulate sparse gradients.
+_ADDS = torch.ops.aten.add_.Tensor
 
 
 class _Held(weakref.ref[torch.UntypedStorage]):
@@ -176,7 +178,8 @@ class LiveMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
         older: set[int] | None = None
         for tensor in outputs:
             if not _has_storage(tensor):
-                self._see(_plain(tensor), func, args, kwargs)
+                sparse_sum = func is _ADDS and tensor.layout is torch.sparse_coo
+                self._see(_plain(tensor), _CREATES[0] if sparse_sum else func, args, kwargs)
                 continue
             storage = tensor.untyped_storage()
             held = self._held.get(storage._cdata)

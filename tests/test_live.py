@@ -112,6 +112,15 @@ def test_storages_are_rounded_up() -> None:
         assert len(kept) == 3
 
 
+@pytest.mark.parametrize("passes", [1, 2, 5])
+def test_sparse_gradients_that_accumulate_count_in_full(passes: int) -> None:
+    embedding = nn.Embedding(1000, 4, sparse=True)
+    with LiveMemory() as memory:
+        for step in range(passes):
+            embedding(torch.arange(10 * step, 10 * step + 10)).sum().backward()
+        assert memory.live_bytes == embedding.weight.nbytes + passes * 10 * (8 + 4 * 4)
+
+
 @pytest.mark.filterwarnings("ignore:Sparse (invariant|CSR):UserWarning")
 @pytest.mark.filterwarnings("ignore:torch.*quantize:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
