@@ -27,10 +27,11 @@ class WindowGradients:
         self._weights: KnownWindow | LateWindow | None = None
         self.weight = 1.0
         self._held: list[tuple[torch.nn.Parameter, torch.Tensor | None]] = []
-        self._sparse = sparse_parameters(trainer.lightning_module)
+        self._sparse: list[torch.nn.Parameter] | None = None
 
     def begin_epoch(self, micro_batch: int, *, known: bool) -> None:
         """Begin an epoch of micro-batches of at most so many samples, ``known`` in advance or not."""
+        self._sparse = None  # looked for once an epoch, when there are gradients to be seen
         world_size, sum_over_ranks = self._trainer.world_size, partial(seams.sum_over_ranks, self._trainer)
         if self._normalize is None:
             return
@@ -70,6 +71,8 @@ class WindowGradients:
         for parameter, gradient in self._held:
             parameter.grad = gradient
         self._held = []
+        if self._sparse is None:
+            self._sparse = sparse_parameters(self._trainer.lightning_module)
         for parameter in self._sparse:
             if parameter.grad is not None and parameter.grad.is_sparse:
                 parameter.grad = parameter.grad.coalesce()
@@ -91,9 +94,10 @@ class WindowGradients:
 
 
 def sparse_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """Weights of embeddings that ask for sparse gradients."""
-    sparse = (getattr(part, "weight", None) for part in module.modules() if getattr(part, "sparse", False))
-    return [weight for weight in sparse if isinstance(weight, torch.nn.Parameter)]
+    """Weights of embeddings that ask for sparse gradients, and every parameter that has one now."""
+    asked = [getattr(part, "weight", None) for part in module.modules() if getattr(part, "sparse", False)]
+    having = [parameter for parameter in module.parameters() if parameter.grad is not None and parameter.grad.is_sparse]
+    return list({id(p): p for p in (*asked, *having) if isinstance(p, torch.nn.Parameter)}.values())
 
 
 @torch.no_grad()

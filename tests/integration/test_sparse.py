@@ -1,0 +1,170 @@
+"""Sparse embeddings accumulate sparse, without growing with the factor, and train as dense ones do."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from reference import cut, fit
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_ga import AutoAccumulate
+from lightning_ga.gradients import WindowGradients
+from lightning_ga.testing import limit_memory
+
+MICRO_BATCH, TOKENS = 8, 64
+TOUCHED = MICRO_BATCH * TOKENS  # rows, all of them by every micro-batch
+LARGE = (200_000, 64)  # rows, columns
+
+
+class Words(Dataset):
+    """Any eight samples in a row hold the same 512 words of a large vocabulary, each in an order of its own."""
+
+    def __init__(self, size: int, rows: int) -> None:
+        generator = torch.Generator().manual_seed(3)
+        words = torch.randperm(rows, generator=generator)[:TOUCHED]
+        groups = [words[torch.randperm(TOUCHED, generator=generator)] for _ in range(-(-size // MICRO_BATCH))]
+        self.words = torch.cat(groups).view(-1, TOKENS)[:size]
+
+    def __len__(self) -> int:
+        return len(self.words)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.words[index]
+
+
+def mean_square(embedded: torch.Tensor) -> torch.Tensor:
+    """Pulls every row that is touched towards a point of its own."""
+    wanted = torch.linspace(-1, 1, embedded[0].numel(), dtype=embedded.dtype).view(embedded.shape[1:])
+    return (embedded - wanted).square().mean()
+
+
+class Lookup(pl.LightningModule):
+    """One embedding; how it looks words up is a choice."""
+
+    def __init__(self, table: torch.nn.Module) -> None:
+        super().__init__()
+        self.table = table
+
+    def training_step(self, words: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return mean_square(self.table(words))
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        gradient = next(self.parameters()).grad
+        assert gradient.is_sparse
+        assert gradient.is_coalesced()
+        assert gradient._nnz() == TOUCHED
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SparseAdam(list(self.parameters()), lr=0.1, eps=1e-100)
+
+
+class Functional(torch.nn.Module):
+    """Asks for sparse gradients in its forward pass only."""
+
+    def __init__(self, rows: int, columns: int) -> None:
+        super().__init__()
+        self.rows = torch.nn.Parameter(torch.randn(rows, columns))
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.embedding(words, self.rows, sparse=True)
+
+
+class Bag(torch.nn.Module):
+    """An ``EmbeddingBag`` of one word a bag."""
+
+    def __init__(self, rows: int, columns: int) -> None:
+        super().__init__()
+        self.bag = torch.nn.EmbeddingBag(rows, columns, sparse=True)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        return self.bag(words.view(-1, 1)).view(*words.shape, -1)
+
+
+def embedding(rows: int, columns: int, sparse: bool = True) -> torch.nn.Embedding:
+    """The same rows on every call."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return torch.nn.Embedding(rows, columns, sparse=sparse)
+
+
+class Meter(pl.Callback):
+    """Most bytes alive in the training steps beyond what never changes: parameters and optimizer state.
+
+    Measured from the first micro-batch of the second window on, when the optimizer has its state.
+    """
+
+    def __init__(self, memory: Any, factor: int) -> None:
+        self.memory, self.factor = memory, factor
+        self.bytes = 0
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == self.factor:
+            self.memory.start()
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        state = trainer.optimizers[0].state.values()
+        tensors = [*module.parameters(), *(x for one in state for x in one.values() if isinstance(x, torch.Tensor))]
+        assert len(tensors) == 3
+        self.bytes = self.memory.peak_bytes - sum(tensor.nbytes for tensor in tensors)
+
+
+def peak_beyond_parameters(factor: int, table: Any, normalize: Any = "samples") -> int:
+    """Of the second window of ``factor`` micro-batches on the large embedding."""
+    window = factor * MICRO_BATCH
+    data = Words(2 * window, LARGE[0])
+    with limit_memory("10GiB") as memory:
+        meter = Meter(memory, factor)
+        fit(
+            DataLoader(data, batch_size=window),
+            AutoAccumulate(micro_batch_size=MICRO_BATCH, normalize=normalize),
+            meter,
+            module=Lookup(table(*LARGE)),
+            max_epochs=1,
+        )
+    return meter.bytes
+
+
+@pytest.mark.parametrize("table", [embedding, Bag, Functional])
+@pytest.mark.parametrize("normalize", ["samples", torch.numel], ids=["samples", "tokens"])
+def test_the_peak_does_not_grow_with_the_factor(table: Any, normalize: Any) -> None:
+    """A factor of 64 takes at most a tenth more than one of 2; a dense gradient never exists."""
+    two, many = (peak_beyond_parameters(factor, table, normalize) for factor in (2, 64))
+    assert many <= 1.1 * two
+    assert many < LARGE[0] * LARGE[1] * 4 / 10
+
+
+def test_this_would_show_gradients_that_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Left alone, PyTorch keeps the rows of all micro-batches side by side."""
+    monkeypatch.setattr(WindowGradients, "settle", lambda self: None)
+    monkeypatch.setattr(Lookup, "on_before_optimizer_step", lambda *_: None)
+    two, many = (peak_beyond_parameters(factor, embedding) for factor in (2, 64))
+    assert many > 10 * two
+
+
+def plain_dense(windows: Iterable[torch.Tensor], rows: int) -> torch.Tensor:
+    """Adam on a dense embedding, each window in one batch."""
+    table = embedding(rows, 16, sparse=False).double()
+    optimizer = torch.optim.Adam(table.parameters(), lr=0.1, eps=1e-100)
+    for words in windows:
+        optimizer.zero_grad()
+        mean_square(table(words)).backward()
+        optimizer.step()
+    return table.weight.detach()
+
+
+@pytest.mark.parametrize("normalize", ["samples", torch.numel], ids=["samples", "tokens"])
+@pytest.mark.parametrize("micro_batch", [8, 5, 3, 100])
+def test_training_is_that_of_a_dense_embedding(micro_batch: int, normalize: Any) -> None:
+    """With unequal micro-batches and a ragged window. Every window touches the same rows: lazy Adam is Adam."""
+    rows, data = 5000, Words(3 * 64 + 24, 5000)
+    module = Lookup(embedding(rows, 16).double())
+    fit(
+        DataLoader(data, batch_size=64),
+        AutoAccumulate(micro_batch_size=micro_batch, normalize=normalize),
+        module=module,
+        max_epochs=2,
+    )
+    dense = plain_dense([data.words[window] for window in cut(range(len(data)), 64) * 2], rows)
+    torch.testing.assert_close(module.table.weight.detach(), dense, rtol=1e-10, atol=1e-12)
