@@ -190,8 +190,8 @@ def test_a_list_of_losses_with_their_graph_does_not_grow() -> None:
     loss = (module.net[0].weight * 2).sum()
     outputs, inner = {"losses": [loss]}, [loss]
     outputs["losses"] = inner
-    module.inner = inner  # type: ignore[assignment]
     module.outputs = outputs  # type: ignore[assignment]
+    module.inner = inner  # type: ignore[assignment]
     module.last = loss
 
     def change(module: Eventful) -> None:

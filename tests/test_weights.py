@@ -137,6 +137,18 @@ def test_a_late_window_leaves_skipped_micro_batches_out() -> None:
     assert late.close(2) == 1.0
 
 
+def test_a_micro_batch_with_two_backward_passes_counts_once() -> None:
+    """However often its loss is gone back from."""
+    late, known = LateWindow(1, sum_over_ranks=float, reference=4.0), KnownWindow(world_size=1)
+    late.weigh(8, window=-1, factor=2, first=True)
+    known.weigh(8, window=16, factor=2, first=True)
+    for window in (late, late, known, known):
+        window.trained()
+    known.weigh(8, window=16, factor=2, first=False)
+    assert late.close(2) == 2 * 4.0 / 8
+    assert known.close(2) == 2.0  # the second was skipped
+
+
 def test_a_window_that_counts_nothing_is_refused() -> None:
     """A mean over nothing is none: the message says what to check."""
     late = LateWindow(world_size=1, sum_over_ranks=float)
