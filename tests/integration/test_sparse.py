@@ -126,8 +126,11 @@ def peak_beyond_parameters(factor: int, table: Any, normalize: Any = "samples") 
     return meter.bytes
 
 
-@pytest.mark.parametrize("table", [embedding, Bag, Functional])
-@pytest.mark.parametrize("normalize", ["samples", torch.numel], ids=["samples", "tokens"])
+@pytest.mark.parametrize(
+    ("table", "normalize"),
+    [(embedding, "samples"), (embedding, torch.numel), (Bag, "samples"), (Functional, torch.numel)],
+    ids=["embedding", "embedding by tokens", "bag", "functional by tokens"],
+)
 def test_the_peak_does_not_grow_with_the_factor(table: Any, normalize: Any) -> None:
     """A factor of 64 takes at most a tenth more than one of 2; a dense gradient never exists."""
     two, many = (peak_beyond_parameters(factor, table, normalize) for factor in (2, 64))
