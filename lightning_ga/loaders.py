@@ -74,7 +74,10 @@ def read_loader(loader: object, *, world_size: int, shard: bool = True, shuffle:
 
 def rebatch(loader: "DataLoader[Any]", batch_sampler: WindowBatchSampler, *, sized: bool = True) -> "DataLoader[Any]":
     """A copy of the loader that yields the micro-batches of a window batch sampler; ``sized`` if it has a length."""
-    settings = {"batch_sampler": batch_sampler, "generator": batch_sampler.generator}
+    settings: dict[str, Any] = {"batch_sampler": batch_sampler, "generator": batch_sampler.generator}
+    if isinstance(batch_sampler.order, Sequential):
+        # Lightning makes loaders anew that it takes for shuffled where it was told not to (``overfit_batches``).
+        settings["sampler"] = SequentialSampler(range(batch_sampler.order.size))
     return copy_loader(loader, length_of=batch_sampler if sized else None, drop_last=False, **settings)
 
 

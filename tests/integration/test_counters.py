@@ -99,6 +99,13 @@ def test_estimated_steps_and_schedulers_by_step_count_optimizer_steps(micro_batc
     assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.0)
 
 
+def test_overfitting_turns_a_shuffle_off() -> None:
+    """The first batches of the dataset, in every epoch."""
+    shuffled = DataLoader(Samples(30), batch_size=4, shuffle=True)
+    module, _ = fit(shuffled, AutoAccumulate(micro_batch_size=3), overfit_batches=2)
+    assert module.windows == cut(range(8), 4) * 2
+
+
 @pytest.mark.parametrize("settings", [{"fast_dev_run": True}, {"overfit_batches": 2}, {"max_steps": 5}])
 def test_trainer_modes_keep_their_meaning(settings: dict[str, Any]) -> None:
     """As many optimizer steps as without the callback, on the same samples."""
