@@ -50,6 +50,7 @@ class Feed:
         self.recipe_factor = recipe_factor
         self.world_size = world_size
         self.limit_batches = limit_batches
+        self._shuffle = shuffle
         self.sharers = world_size if self.recipe.shared else 1
         self.sampler = WindowBatchSampler(
             self.recipe.order, share=rank if self.recipe.shared else 0, rank=rank, seed=seed
@@ -113,7 +114,8 @@ class Feed:
         self.sampler.armed = armed
         self.epoch = epoch if armed else None
         if self.loader is None:
-            self.loader = rebatch(self.user_loader, self.sampler, sized=self.length is not None)
+            sized = self.length is not None
+            self.loader = rebatch(self.user_loader, self.sampler, sized=sized, shuffle=self._shuffle)
         object.__setattr__(self.loader, "batch_size", plan.micro_batch_size)
         return plan
 

@@ -72,12 +72,21 @@ def read_loader(loader: object, *, world_size: int, shard: bool = True, shuffle:
     return LoaderRecipe(order, batch_sampler.batch_size, batch_sampler.drop_last, shared)
 
 
-def rebatch(loader: "DataLoader[Any]", batch_sampler: WindowBatchSampler, *, sized: bool = True) -> "DataLoader[Any]":
-    """A copy of the loader that yields the micro-batches of a window batch sampler; ``sized`` if it has a length."""
+def rebatch(
+    loader: "DataLoader[Any]", batch_sampler: WindowBatchSampler, *, sized: bool = True, shuffle: bool = True
+) -> "DataLoader[Any]":
+    """A copy of the loader that yields the micro-batches of a window batch sampler.
+
+    Args:
+        loader: The user's loader.
+        batch_sampler: What the copy takes its indices from.
+        sized: Whether the copy has a length.
+        shuffle: False where the trainer asks for the order of the dataset.
+    """
     settings: dict[str, Any] = {"batch_sampler": batch_sampler, "generator": batch_sampler.generator}
-    if isinstance(batch_sampler.order, Sequential):
+    if not shuffle:
         # Lightning makes loaders anew that it takes for shuffled where it was told not to (``overfit_batches``).
-        settings["sampler"] = SequentialSampler(range(batch_sampler.order.size))
+        settings["sampler"] = SequentialSampler(range(batch_sampler.order.size or 0))
     return copy_loader(loader, length_of=batch_sampler if sized else None, drop_last=False, **settings)
 
 
