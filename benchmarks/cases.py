@@ -1,0 +1,86 @@
+"""The rows of the fidelity table: what is trained, how it is cut, and what must come out."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Precision = Literal["true", "bf16-mixed", "16-mixed"]
+Kind = Literal["sgd", "sparse_adam", "lbfgs", "lbfgs_strong_wolfe"]
+
+FP64_TARGET = 1e-12
+FP32_TARGET = 1e-6
+WHOLE_TARGET = 2.0  # times the whole batch's own error
+HALF_TARGETS = {"bf16-mixed": 2e-2, "16-mixed": 2e-3}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One row. The last window of the epoch is measured, over all ranks.
+
+    Attributes:
+        name: As the table shows it.
+        samples: Samples of the epoch.
+        effective: Samples of a full window.
+        micro: Most samples of a micro-batch.
+        factor: Micro-batches of a full window on one rank.
+        task: Key of ``tasks.TASKS``.
+        precision: ``"true"`` is run in fp64 and in fp32, the others as they are.
+        optimizer: Which one takes the steps.
+        clip: Largest norm of the gradient; ``None`` does not clip.
+        skip: Micro-batches for which ``training_step`` returns ``None``.
+        ranks: Data-parallel ranks.
+        fp32_target: Largest error of ours in fp32; ``None`` where the whole batch itself does not keep it.
+        targeted: False where no stack that accumulates can be exact.
+    """
+
+    name: str
+    samples: int = 128
+    effective: int = 128
+    micro: int = 32
+    factor: int = 4
+    task: str = "samples"
+    precision: Precision = "true"
+    optimizer: Kind = "sgd"
+    clip: float | None = None
+    skip: Sequence[int] = field(default=())
+    ranks: int = 1
+    fp32_target: float | None = FP32_TARGET
+    targeted: bool = True
+
+    def windows(self) -> list[list[int]]:
+        """Samples of each window, without those of skipped micro-batches."""
+        skipped = {index for k in self.skip for index in range(k * self.micro, (k + 1) * self.micro)}
+        starts = range(0, self.samples, self.effective)
+        return [
+            [index for index in range(start, min(start + self.effective, self.samples)) if index not in skipped]
+            for start in starts
+        ]
+
+
+UNEQUAL: dict[str, Any] = {"micro": 43, "factor": 3}
+
+CASES: tuple[Case, ...] = (
+    Case("equal: 4×32"),
+    Case("unequal: 43+43+42", **UNEQUAL),
+    Case("ragged: 1 of 4", samples=128 + 32),
+    Case("ragged: 2 of 4", samples=128 + 64),
+    Case("ragged: 3 of 4", samples=128 + 96),
+    Case("tokens: 4×4 sentences", task="tokens", samples=16, effective=16, micro=4),
+    Case("skipped: 1 of 4", skip=(1,)),
+    Case("DDP, shares 51+50", samples=101, effective=101, micro=26, factor=2, ranks=2),
+    Case("bf16-mixed ᵃ", precision="bf16-mixed", **UNEQUAL),
+    Case("fp16, GradScaler ᵃ", precision="16-mixed", **UNEQUAL),
+    Case("SparseAdam ᵃ", task="sparse", optimizer="sparse_adam", **UNEQUAL),
+    Case("clipping by norm ᵃ", clip=0.1, **UNEQUAL),
+    Case("LBFGS ᵇ", optimizer="lbfgs", fp32_target=None, **UNEQUAL),
+    Case("LBFGS strong Wolfe ᵇ", optimizer="lbfgs_strong_wolfe", **UNEQUAL),
+    Case("(BatchNorm, 4×32)", task="batch norm", targeted=False),
+)
+
+LEGEND = """\
+Relative error of the gradient that the optimizer sees to the whole batch's in
+fp64, the worst of {draws} draws. Lightning, Accelerate and "ours fp64" compute in
+fp64; "ours" and "whole" (one batch, no accumulation) in fp32. In the rows bf16
+and fp16 all compute in that.
+ᵃ 43+43+42. ᵇ The same; the change of the parameters in one step of several
+closure calls. BatchNorm, which no accumulation can get right, has no target."""

@@ -1,0 +1,73 @@
+"""How a benchmark shows what it measured: a table of 80 columns, and JSON with every number."""
+
+import io
+import json
+import os
+import platform
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+RESULTS = Path(__file__).parent / "results"
+WIDTH = 80
+
+
+def environment() -> dict[str, Any]:
+    """What the numbers depend on: versions, processor, threads."""
+    return {
+        "python": platform.python_version(),
+        **{name: installed(name) for name in ("torch", "lightning", "accelerate", "timm")},
+        "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} logical CPUs",
+        "threads": torch.get_num_threads(),
+    }
+
+
+def installed(package: str) -> str | None:
+    """Version of a package, ``None`` where there is none."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def write_json(name: str, record: Mapping[str, Any], folder: Path | None = None) -> Path:
+    """Write a benchmark's record beside the others."""
+    folder = folder or RESULTS
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.json"
+    path.write_text(json.dumps({"environment": environment(), **record}, indent=1, ensure_ascii=False) + "\n")
+    return path
+
+
+def read_json(name: str, folder: Path | None = None) -> dict[str, Any]:
+    """A record that was written before."""
+    record: dict[str, Any] = json.loads(((folder or RESULTS) / f"{name}.json").read_text())
+    return record
+
+
+def as_text(table: Table, caption: str = "") -> str:
+    """A table as it looks in a terminal of 80 columns, and what is to be said below it."""
+    console = Console(width=WIDTH, highlight=False, color_system=None, file=io.StringIO())
+    console.print(table)
+    lines = console.file.getvalue().splitlines() + caption.splitlines()  # type: ignore[attr-defined]
+    return "\n".join(line.rstrip() for line in lines if line.strip())
+
+
+def error(value: float | None) -> str:
+    """A relative error in a few characters: a percentage where it is no rounding.
+
+    Examples:
+        >>> error(0.5), error(0.0097), error(1.234e-16), error(None)
+        ('50 %', '0.97 %', '1e-16', 'n/a')
+    """
+    if value is None:
+        return "n/a"
+    if value < 0.005:
+        return f"{value:.0e}"
+    percent = 100 * value
+    return f"{percent:.0f} %" if percent >= 9.95 else f"{percent:#.2g} %"

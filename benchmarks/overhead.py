@@ -1,0 +1,243 @@
+"""What does exactness cost? ``python -m benchmarks.overhead``.
+
+A resnet34d on 32×32 images in windows of 4 micro-batches of 8, on one CPU thread: stock Lightning,
+stock Lightning again (the control: what it differs from itself is the noise of the measurement),
+``AutoAccumulate`` with equal weights, and with token weights. The four take turns, a window each,
+in bouts of fresh models. Exits with 1 if a median ratio is above its target.
+
+A busy machine hides what is small. So the parts are measured as well, where they stand out: what a
+window takes longer on a model of one tiny layer (hooks, weights, sampler), and what scaling the
+gradients of the real model takes, which token weights do once a window.
+"""
+
+import argparse
+import os
+import random
+import statistics
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import timm
+import torch
+from rich import box
+from rich.table import Table
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from benchmarks.measure import quiet
+from benchmarks.output import as_text, write_json
+from benchmarks.turns import Stopwatch, take_turns
+from lightning_ga import AutoAccumulate
+from lightning_ga.gradients import scale_gradients
+
+MICRO, FACTOR = 8, 4
+WARM_UP = 2  # windows of each bout that are not counted
+STOCK = "stock Lightning"
+TINY = "tiny"
+TINY_ROUNDS = 300
+TARGETS = {"stock Lightning again": None, "ours, equal weights": 1.01, "ours, token weights": 1.02}
+
+
+class Images(pl.LightningModule):
+    """A bare classifier: the less it does itself, the more an addition shows."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.net = tiny() if name == TINY else timm.create_model(name, num_classes=10)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """Mean loss of a micro-batch."""
+        images, labels = batch
+        return torch.nn.functional.cross_entropy(self.net(images), labels)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """SGD: the cheapest step."""
+        return torch.optim.SGD(self.parameters(), lr=1e-3, momentum=0.9)
+
+
+def tiny() -> nn.Module:
+    """A model that takes next to no time."""
+    return nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, 10))
+
+
+def count_labels(batch: Any) -> int:
+    """What ``normalize=`` is given: a count that reads the batch."""
+    return int((batch[1] >= 0).sum())
+
+
+def fit(watch: Stopwatch, *, name: str, model: str, windows: int) -> None:
+    """Train a fresh model for some windows."""
+    samples = MICRO * FACTOR * windows
+    data = TensorDataset(torch.randn(samples, 3, 32, 32), torch.randint(10, (samples,)))
+    settings: dict[str, Any] = {"callbacks": [watch], "accumulate_grad_batches": FACTOR}
+    if name.startswith("ours"):
+        normalize: Any = count_labels if "token" in name else "samples"
+        ours = AutoAccumulate(MICRO * FACTOR, micro_batch_size=MICRO, normalize=normalize)
+        settings = {"callbacks": [ours, watch]}
+    trainer = pl.Trainer(
+        max_epochs=1,
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **settings,
+    )
+    trainer.fit(Images(model), DataLoader(data, batch_size=MICRO))
+
+
+def bout(model: str, rounds: int, order: Sequence[str]) -> dict[str, dict[str, list[float]]]:
+    """Seconds of each window of each program, wall-clock and processor."""
+    fits = [partial(fit, name=name, model=model, windows=rounds + WARM_UP) for name in order]
+    watches = take_turns(fits, FACTOR)
+    return {
+        name: {"wall": watch.wall[WARM_UP:], "cpu": watch.cpu[WARM_UP:]}
+        for name, watch in sorted(zip(order, watches), key=lambda pair: pair[0])
+    }
+
+
+def added_seconds(order: Sequence[str]) -> dict[str, float]:
+    """What a window of each program takes longer than stock Lightning's, whatever the model is."""
+    times = bout(TINY, TINY_ROUNDS, order)
+    stock = times[STOCK]["wall"]
+    return {name: statistics.median(a - b for a, b in zip(times[name]["wall"], stock)) for name in TARGETS}
+
+
+def scaling_seconds(model: str, repeats: int = 30) -> float:
+    """What scaling all gradients of a model takes."""
+    net = timm.create_model(model, num_classes=10)
+    for parameter in net.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer = torch.optim.SGD(net.parameters())
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        scale_gradients(optimizer, 1.0)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def by_parts(added: Mapping[str, float], scaling: float, window: float) -> dict[str, float]:
+    """Ratio to stock Lightning that the parts add up to.
+
+    Examples:
+        >>> by_parts({"ours, equal weights": 0.25, "ours, token weights": 0.25}, scaling=0.5, window=1.0)
+        {'ours, equal weights': 1.25, 'ours, token weights': 1.75}
+    """
+    return {name: 1 + (seconds + scaling * ("token" in name)) / window for name, seconds in added.items()}
+
+
+def ratios(bouts: Sequence[dict[str, dict[str, list[float]]]], name: str, clock: str) -> list[list[float]]:
+    """Ratio to stock Lightning of each window, to the one of the same round; a list for each bout.
+
+    Examples:
+        >>> ratios([{STOCK: {"wall": [1.0, 2.0]}, "ours": {"wall": [1.5, 2.0]}}], "ours", "wall")
+        [[1.5, 1.0]]
+    """
+    return [[a / b for a, b in zip(one[name][clock], one[STOCK][clock])] for one in bouts]
+
+
+def pooled_median(bouts: Sequence[Sequence[float]]) -> float:
+    """Median over the windows of all bouts."""
+    return statistics.median(ratio for one in bouts for ratio in one)
+
+
+def interval(bouts: Sequence[Sequence[float]], draws: int = 2000, seed: int = 0) -> tuple[float, float]:
+    """Where the median lies with 95 % confidence.
+
+    A bootstrap over bouts, as windows of one bout are no independent measurements: where a model
+    happens to lie in memory makes it faster or slower for good.
+    """
+    rng = random.Random(seed)
+    medians = sorted(pooled_median(rng.choices(bouts, k=len(bouts))) for _ in range(draws))
+    return medians[int(0.025 * draws)], medians[int(0.975 * draws)]
+
+
+def summarize(bouts: Sequence[dict[str, dict[str, list[float]]]], parts: Mapping[str, float]) -> list[dict[str, Any]]:
+    """Median ratios, their confidence intervals, what the parts add up to, and whether targets are met."""
+    rows = []
+    for name, target in TARGETS.items():
+        row: dict[str, Any] = {"name": name, "target": target, "by_parts": parts[name]}
+        for clock in ("wall", "cpu"):
+            found = ratios(bouts, name, clock)
+            row |= {clock: pooled_median(found), f"{clock}_95": interval(found), "pairs": sum(map(len, found))}
+        rows.append({**row, "met": None if target is None else row["wall"] <= target})
+    return rows
+
+
+def table(rows: Sequence[dict[str, Any]]) -> Table:
+    """Rows as they are shown."""
+    shown = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    shown.add_column("÷ Lightning", no_wrap=True)
+    for title in ("wall clock (95 %)", "processor (95 %)", "parts", "target", "met"):
+        shown.add_column(title, justify="right", no_wrap=True)
+    for row in rows:
+        met = {True: "yes", False: "NO", None: "–"}[row["met"]]
+        target = "–" if row["target"] is None else f"{row['target']}"
+        clocks = [_with_interval(row, clock) for clock in ("wall", "cpu")]
+        shown.add_row(
+            row["name"].removeprefix("stock ").removesuffix(" weights"), *clocks, f"{row['by_parts']:.4f}", target, met
+        )
+    return shown
+
+
+def _with_interval(row: dict[str, Any], clock: str) -> str:
+    low, high = row[f"{clock}_95"]
+    return f"{row[clock]:.3f} ({low:.2f}–{high:.2f})"
+
+
+def text(record: Mapping[str, Any]) -> str:
+    """Table and legend of a record."""
+    factor, micro, pairs = record["factor"], record["micro_batch"], record["rows"][0]["pairs"]
+    window, scaling = record["window_seconds"], 1e3 * record["scaling_seconds"]
+    added = 1e6 * record["added_seconds"]["ours, equal weights"] / factor
+    return as_text(
+        table(record["rows"]),
+        f"{record['model']} at 32×32, windows of {factor} micro-batches of {micro}, one thread. Medians of\n"
+        f"{pairs} windows, each beside one of stock Lightning ({window:.2f} s). Stock Lightning\n"
+        f"again is what the measurement makes of no difference; load average {record['load_average']:.1f}.\n"
+        f"Parts: {added:.0f} µs a micro-step, as measured on a tiny model; with tokens,\n"
+        f"{scaling:.1f} ms a window to scale the gradients.",
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, show, write; 1 if a target is missed."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.overhead", description=__doc__)
+    parser.add_argument("--bouts", type=int, default=9, help="bouts of fresh models (default: 9)")
+    parser.add_argument("--rounds", type=int, default=10, help="windows of each program a bout (default: 10)")
+    parser.add_argument("--model", default="resnet34d", help="a timm model (default: resnet34d)")
+    settings = parser.parse_args(arguments)
+    quiet()
+    start, rng = time.perf_counter(), random.Random(0)
+    order = [STOCK, *TARGETS]
+    bouts = []
+    for number in range(settings.bouts):
+        rng.shuffle(order)
+        bouts.append(bout(settings.model, settings.rounds, order))
+        print(f"\rbout {number + 1} of {settings.bouts}", end="", flush=True)
+    window = statistics.median(second for one in bouts for second in one[STOCK]["wall"])
+    added, scaling = added_seconds(order), scaling_seconds(settings.model)
+    record = {
+        "model": settings.model,
+        "micro_batch": MICRO,
+        "factor": FACTOR,
+        "window_seconds": window,
+        "added_seconds": added,
+        "scaling_seconds": scaling,
+        "load_average": os.getloadavg()[1],
+        "seconds": round(time.perf_counter() - start, 1),
+        "rows": summarize(bouts, by_parts(added, scaling, window)),
+        "bouts": bouts,
+    }
+    print(f"\r{text(record)}\n{write_json('overhead', record).name}, {record['seconds']} s")
+    return int(any(row["met"] is False for row in record["rows"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

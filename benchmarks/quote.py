@@ -1,0 +1,36 @@
+"""Put the tables of ``benchmarks/results`` into the documentation: ``python -m benchmarks.quote``.
+
+A table stands between ``<!-- benchmark: NAME -->`` and ``<!-- end -->``.
+"""
+
+import re
+import sys
+from pathlib import Path
+
+from benchmarks import fidelity, overhead, training
+from benchmarks.output import read_json
+
+TEXTS = {"fidelity": fidelity.text, "overhead": overhead.text, "training": training.text}
+PAGES = (Path(__file__).parents[1] / "docs" / "exactness.md",)
+_PLACE = re.compile(r"(<!-- benchmark: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def quoted(page: str) -> str:
+    """The page with its tables as the last run of each benchmark wrote them."""
+
+    def fill(place: re.Match[str]) -> str:
+        name = place[2]
+        return f"{place[1]}```text\n{TEXTS[name](read_json(name))}\n```\n{place[3]}"
+
+    return _PLACE.sub(fill, page)
+
+
+def main() -> int:
+    """Rewrite the pages."""
+    for page in PAGES:
+        page.write_text(quoted(page.read_text()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,264 @@
+"""Does the same training come out? ``python -m benchmarks.training``.
+
+scikit-learn's digits, a small GroupNorm network, SGD, three seeds: the effective batch of 64 in one
+pass, as 16×4, and as 13+13+13+13+12. All see the same samples in the same order. Two more groups of
+rows show what no accumulation can help: ReLU networks, whose kinks amplify rounding (a whole batch
+whose samples are merely summed in another order parts ways as well; in fp64 nothing does), and
+BatchNorm, with its momentum as it is and rescaled. Exits with 1 if weights or accuracy of ours
+differ from the whole batch's.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+from rich import box
+from rich.table import Table
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset, default_collate
+
+from benchmarks.measure import quiet
+from benchmarks.output import as_text, error, write_json
+from lightning_ga import AutoAccumulate
+
+EFFECTIVE = 64
+TRAINED_ON = 1300  # of 1,797 digits; 21 windows an epoch, the last of 20
+WEIGHTS_TARGET = 1e-4
+Network = Literal["group norm", "relu", "batch norm"]
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """One way to train.
+
+    Attributes:
+        name: As the table shows it.
+        network: Which one; GELU unless it says otherwise.
+        micro: Most samples of a micro-batch.
+        stock: Whether stock Lightning accumulates, rather than ours.
+        double: Whether all is computed in fp64.
+        reverse: Whether the samples of a batch come in reverse order.
+        rescale: Whether BatchNorm's momentum is rescaled for the factor.
+        targeted: Whether weights and accuracy must be those of the whole batch.
+    """
+
+    name: str
+    network: Network = "group norm"
+    micro: int = EFFECTIVE
+    stock: bool = False
+    double: bool = False
+    reverse: bool = False
+    rescale: bool = False
+    targeted: bool = False
+
+    @property
+    def factor(self) -> int:
+        """Micro-batches of a full window."""
+        return -(-EFFECTIVE // self.micro)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of weights and images."""
+        return torch.float64 if self.double else torch.float32
+
+
+# The first of each group is the whole batch that the others are compared with.
+GROUPS = (
+    (
+        Program("64 whole", stock=True),
+        Program("16×4, stock Lightning", micro=16, stock=True),
+        Program("16×4, ours", micro=16, targeted=True),
+        Program("13+13+13+13+12, stock Lightning", micro=13, stock=True),
+        Program("13+13+13+13+12, ours", micro=13, targeted=True),
+    ),
+    (
+        Program("ReLU: 64 whole", "relu", stock=True),
+        Program("ReLU: 64 whole, summed in reverse", "relu", stock=True, reverse=True),
+        Program("ReLU: 16×4, ours", "relu", micro=16),
+    ),
+    (
+        Program("ReLU in fp64: 64 whole", "relu", stock=True, double=True),
+        Program("ReLU in fp64: 16×4, ours", "relu", micro=16, double=True, targeted=True),
+    ),
+    (
+        Program("BatchNorm: 64 whole", "batch norm", stock=True),
+        Program("BatchNorm: 4×16, ours", "batch norm", micro=4),
+        Program("BatchNorm: 4×16, ours, rescaled", "batch norm", micro=4, rescale=True),
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """What a training ended with.
+
+    Attributes:
+        weights: All parameters in one vector.
+        accuracy: Of the held-out digits.
+        steps: Optimizer steps.
+    """
+
+    weights: Tensor
+    accuracy: float
+    steps: int
+
+
+class Digits(pl.LightningModule):
+    """Two convolutions with normalization; no dropout."""
+
+    def __init__(self, program: Program) -> None:
+        super().__init__()
+        activation = nn.ReLU if program.network == "relu" else nn.GELU
+        self.net = nn.Sequential(
+            nn.Conv2d(1, 16, 3, padding=1),
+            _norm(program, 16),
+            activation(),
+            nn.Conv2d(16, 32, 3, stride=2, padding=1),
+            _norm(program, 32),
+            activation(),
+            nn.Flatten(),
+            nn.Linear(32 * 4 * 4, 10),
+        ).to(program.dtype)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """Mean loss of a micro-batch."""
+        images, labels = batch
+        return nn.functional.cross_entropy(self.net(images), labels)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """SGD with momentum."""
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+
+
+def _norm(program: Program, channels: int) -> nn.Module:
+    return nn.BatchNorm2d(channels) if program.network == "batch norm" else nn.GroupNorm(4, channels)
+
+
+@cache
+def digits(dtype: torch.dtype) -> tuple[TensorDataset, Tensor, Tensor]:
+    """Training set, held-out images and labels; split once and for all."""
+    images, labels = load_digits(return_X_y=True)
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+    inputs = (torch.from_numpy(images).to(dtype) / 16).view(-1, 1, 8, 8)[order]
+    targets = torch.from_numpy(labels)[order]
+    return TensorDataset(inputs[:TRAINED_ON], targets[:TRAINED_ON]), inputs[TRAINED_ON:], targets[TRAINED_ON:]
+
+
+def train(program: Program, seed: int, epochs: int) -> Trained:
+    """Train from the seed's weights on the seed's order of samples."""
+    dataset, images, labels = digits(program.dtype)
+    pl.seed_everything(seed, verbose=False)
+    module = Digits(program)
+    order = DistributedSampler(dataset, num_replicas=1, rank=0, seed=seed)  # one that stock and ours share
+    collate = _in_reverse if program.reverse else default_collate
+    loader = DataLoader(dataset, batch_size=program.micro, sampler=order, collate_fn=collate)
+    settings: dict[str, Any] = {"accumulate_grad_batches": program.factor}
+    if not program.stock:
+        settings = {"callbacks": [_accumulate(program)]}
+    trainer = pl.Trainer(
+        max_epochs=epochs,
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **settings,
+    )
+    trainer.fit(module, loader)
+    weights = torch.cat([parameter.detach().flatten().double() for parameter in module.parameters()])
+    with torch.no_grad():
+        accuracy = (module.eval().net(images).argmax(1) == labels).double().mean()
+    return Trained(weights, float(accuracy), trainer.global_step)
+
+
+def _accumulate(program: Program) -> AutoAccumulate:
+    rescale: Literal["rescale", "ignore"] = "rescale" if program.rescale else "ignore"
+    return AutoAccumulate(EFFECTIVE, micro_batch_size=program.micro, batch_norm=rescale)
+
+
+def _in_reverse(samples: list[Any]) -> Any:
+    return default_collate(samples[::-1])
+
+
+def row(program: Program, whole: Sequence[Trained], trained: Sequence[Trained]) -> dict[str, Any]:
+    """A program beside the whole batch, seed by seed."""
+    weights = [float((a.weights - b.weights).norm() / b.weights.norm()) for a, b in zip(trained, whole)]
+    largest = [float((a.weights - b.weights).abs().max()) for a, b in zip(trained, whole)]
+    accuracies, oracle = [one.accuracy for one in trained], [one.accuracy for one in whole]
+    exact = max(weights) <= WEIGHTS_TARGET and accuracies == oracle
+    return {
+        "program": {**asdict(program), "factor": program.factor},
+        "weights": weights,
+        "largest_difference": largest,
+        "accuracy": accuracies,
+        "steps": trained[0].steps,
+        "met": exact if program.targeted else None,
+    }
+
+
+def table(groups: Sequence[Sequence[dict[str, Any]]]) -> Table:
+    """Rows as they are shown."""
+    shown = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    shown.add_column("effective batch of 64 as", no_wrap=True)
+    for title in ("weights", "accuracy of each seed, %", "met"):
+        shown.add_column(title, justify="right", no_wrap=True)
+    for rows in groups:
+        for one in rows:
+            met = {True: "yes", False: "NO", None: "–"}[one["met"]]
+            accuracies = "  ".join(f"{100 * accuracy:.2f}" for accuracy in one["accuracy"])
+            shown.add_row(one["program"]["name"], _distance(one), accuracies, met)
+        shown.add_section()
+    return shown
+
+
+def _distance(one: dict[str, Any]) -> str:
+    return error(max(one["weights"])) if any(one["weights"]) else "–"
+
+
+def text(record: Mapping[str, Any]) -> str:
+    """Table and legend of a record."""
+    steps = record["groups"][0][0]["steps"]
+    trained = (
+        f"scikit-learn digits, {record['trained_on']:,} to train on, {record['epochs']} epochs, {steps} optimizer steps"
+    )
+    legend = (
+        f"{trained} of SGD\nwith momentum. weights: relative distance of the final weights to those of the\n"
+        "whole batch that heads the group, the largest over the seeds."
+    )
+    return as_text(table(record["groups"]), legend)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Train, show, write; 1 if a target is missed."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.training", description=__doc__)
+    parser.add_argument("--epochs", type=int, default=5, help="epochs of each training (default: 5)")
+    parser.add_argument("--seeds", type=int, default=3, help="seeds of each program (default: 3)")
+    settings = parser.parse_args(arguments)
+    quiet()
+    start = time.perf_counter()
+    seeds, groups = range(settings.seeds), []
+    for programs in GROUPS:
+        trained = [[train(program, seed, settings.epochs) for seed in seeds] for program in programs]
+        groups.append([row(program, trained[0], one) for program, one in zip(programs, trained)])
+    record = {
+        "epochs": settings.epochs,
+        "seeds": list(seeds),
+        "trained_on": TRAINED_ON,
+        "weights_target": WEIGHTS_TARGET,
+        "seconds": round(time.perf_counter() - start, 1),
+        "groups": groups,
+    }
+    print(f"{text(record)}\n{write_json('training', record).name}, {record['seconds']} s")
+    return int(any(one["met"] is False for rows in groups for one in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

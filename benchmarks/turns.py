@@ -1,0 +1,106 @@
+"""Trainers that take turns, a window each, so that each is timed beside the others.
+
+On a busy machine two runs a minute apart differ by more than what is to be measured. Here every
+trainer has a thread of its own and only the one whose turn it is computes: windows that are
+compared are a second apart, and what slows one down slows down all.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+
+
+class Turns:
+    """Passes the turn around in order, until all have had enough or one has failed.
+
+    Args:
+        players: How many take turns.
+    """
+
+    def __init__(self, players: int) -> None:
+        self._changed = threading.Condition()
+        self._waiting = list(range(players))
+        self.failure: BaseException | None = None
+
+    def wait(self, player: int) -> None:
+        """Block until it is this player's turn.
+
+        Raises:
+            RuntimeError: If another has failed.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self.failure or self._waiting[0] == player)
+        if self.failure:
+            raise RuntimeError("another trainer failed") from self.failure
+
+    def pass_on(self, *, leave: bool = False) -> None:
+        """Let the next one go on; who leaves gets no more turns."""
+        with self._changed:
+            player = self._waiting.pop(0)
+            self._waiting += [] if leave else [player]
+            self._changed.notify_all()
+
+    def fail(self, failure: BaseException) -> None:
+        """Wake all, to end."""
+        with self._changed:
+            self.failure = self.failure or failure
+            self._changed.notify_all()
+
+
+class Stopwatch(pl.Callback):
+    """Times every window, from the end of the last one to its own end, and lets others go in between.
+
+    All of the loop is inside: fetching, every hook of every callback, the optimizer step.
+
+    Args:
+        turns: Shared by all.
+        player: Its place among them.
+        factor: Micro-batches of a window.
+    """
+
+    def __init__(self, turns: Turns, player: int, factor: int) -> None:
+        self.turns, self.player, self.factor = turns, player, factor
+        self.wall: list[float] = []
+        self.cpu: list[float] = []
+        self._since = (0.0, 0.0)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Stop after a window's last micro-batch; start again when it is the own turn."""
+        if (batch_idx + 1) % self.factor:
+            return
+        wall, cpu = self._since
+        self.wall.append(time.perf_counter() - wall)
+        self.cpu.append(time.thread_time() - cpu)
+        self.turns.pass_on()
+        self.turns.wait(self.player)
+        self._since = (time.perf_counter(), time.thread_time())
+
+
+def take_turns(fits: Sequence[Callable[[Stopwatch], None]], factor: int) -> list[Stopwatch]:
+    """Run fits side by side; each is given the stopwatch that it must have as its last callback.
+
+    Raises:
+        RuntimeError: If one of them fails.
+    """
+    turns = Turns(len(fits))
+    watches = [Stopwatch(turns, player, factor) for player in range(len(fits))]
+    threads = [threading.Thread(target=_play, args=(turns, fit, watch)) for fit, watch in zip(fits, watches)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if turns.failure:
+        raise RuntimeError("a trainer failed") from turns.failure
+    return watches
+
+
+def _play(turns: Turns, fit: Callable[[Stopwatch], None], watch: Stopwatch) -> None:
+    try:
+        turns.wait(watch.player)
+        fit(watch)
+        turns.pass_on(leave=True)
+    except BaseException as failure:
+        turns.fail(failure)
