@@ -105,6 +105,14 @@ def test_what_fails_in_the_check_does_not_fail_the_run() -> None:
     assert str(callback.exactness) == "not measured: ValueError: only threes"
 
 
+def test_an_epoch_of_one_window_is_measured_without_a_step() -> None:
+    """Its first micro-batch is also its last: clipping must not come between."""
+    callback = AutoAccumulate(64, micro_batch_size=8)
+    module = Model(plain(), torch.nn.functional.mse_loss)
+    fit(DataLoader(Samples(64), batch_size=64), callback, module=module, gradient_clip_val=0.01, max_epochs=1)
+    assert callback.exactness.relative_error <= 1e-12
+
+
 @pytest.mark.filterwarnings("ignore::lightning_ga.ExactnessWarning")
 def test_the_check_leaves_no_trace(tmp_path: Path) -> None:
     """Bit for bit the training without it."""
