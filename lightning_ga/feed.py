@@ -1,6 +1,7 @@
 """What training is fed with in one fit: the user's loader, cut into windows and micro-batches."""
 
 from bisect import bisect_right
+from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
 
@@ -28,6 +29,7 @@ class Feed:
         limit_batches: ``Trainer(limit_train_batches=…)``: a count of the recipe's batches, or a fraction.
         shard: Whether the trainer may share one order among ranks.
         shuffle: False where the trainer asks for the order of the dataset.
+        largest_over_ranks: The largest of one number over all ranks.
 
     Raises:
         UserError: If the loader cannot be cut anew.
@@ -44,6 +46,7 @@ class Feed:
         limit_batches: int | float = 1.0,
         shard: bool = True,
         shuffle: bool = True,
+        largest_over_ranks: Callable[[int], int] = int,
     ) -> None:
         self.recipe = read_loader(loader, world_size=world_size, shard=shard, shuffle=shuffle)
         self.user_loader = loader
@@ -51,6 +54,7 @@ class Feed:
         self.world_size = world_size
         self.limit_batches = limit_batches
         self._shuffle = shuffle
+        self._largest_over_ranks = largest_over_ranks
         self.sharers = world_size if self.recipe.shared else 1
         self.sampler = WindowBatchSampler(
             self.recipe.order, share=rank if self.recipe.shared else 0, rank=rank, seed=seed
@@ -61,7 +65,12 @@ class Feed:
 
     @property
     def counted_later(self) -> bool:
-        """Whether samples are known only as they come: streams end where they please."""
+        """Whether a window's samples are known only as they come: streams end where they please, other ranks too."""
+        return isinstance(self.recipe.order, Stream) or self.ranks_apart > 1
+
+    @property
+    def streams(self) -> bool:
+        """Whether the loader reads an iterable dataset, whose samples are counted in each batch."""
         return isinstance(self.recipe.order, Stream)
 
     def recipe_effective(self, epoch: int) -> int:
@@ -99,18 +108,18 @@ class Feed:
         """
         windows = self._windows(epoch, effective, samples_done)
         if isinstance(windows, GivenWindows):  # windows that start anew in mid-epoch may be larger than any before
-            size = windows.largest * self.ranks_apart
+            size = self._largest_over_ranks(windows.largest) * self.ranks_apart
         else:
             size = effective or self.recipe_effective(epoch)
             total = self.total(epoch)
-            if armed and total and windows.count == 0:
+            if total and windows.count == 0 and samples_done == 0:
                 raise UserError(
                     f"effective_batch_size={size} is more than the {total * self.ranks_apart} samples of an epoch, "
                     "and drop_last=True drops the only window: use drop_last=False or a smaller effective batch."
                 )
         plan = plan_accumulation(size, micro_batch=micro_batch, world_size=self.world_size)
         self.sampler.set_epoch(epoch)
-        self.sampler.plan = EpochPlan(windows, micro_batch, plan.factor, self.sharers)
+        self.sampler.plan = EpochPlan(windows, micro_batch, plan.factor, self.sharers, whole=self.ranks_apart > 1)
         self.sampler.armed = armed
         self.epoch = epoch if armed else None
         if self.loader is None:

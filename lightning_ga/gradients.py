@@ -26,7 +26,7 @@ class WindowGradients:
         self._normalize = normalize
         self._weights: KnownWindow | LateWindow | None = None
         self.weight = 1.0
-        self._held: list[tuple[torch.nn.Parameter, torch.Tensor | None]] = []
+        self._zeroing: list[Any] = []
         self._sparse: list[torch.nn.Parameter] | None = None
 
     def begin_epoch(self, micro_batch: int, *, known: bool) -> None:
@@ -60,17 +60,16 @@ class WindowGradients:
             self._weights.trained()
         if weight != 1.0:
             loss.register_hook(lambda gradient: gradient * weight)  # type: ignore[no-untyped-call]
-        if weight == 0.0 and not (seams.is_distributed(self._trainer) and seams.window_is_over(self._trainer)):
-            # A mean over nothing is NaN, and 0 × NaN too. Ranks that reduce must leave gradients where they are.
-            self._held = [(p, p.grad) for group in self._trainer.optimizers[0].param_groups for p in group["params"]]
-            for parameter, _ in self._held:
-                parameter.grad = None
+        if weight == 0.0:
+            # A mean over nothing is NaN, and 0 × NaN too: gradients are made zero as they come, before ranks reduce.
+            parameters = (p for p in self._trainer.lightning_module.parameters() if p.requires_grad)
+            self._zeroing = [parameter.register_hook(torch.zeros_like) for parameter in parameters]
 
     def settle(self) -> None:
-        """After each backward pass: put held gradients back, and keep sparse ones from growing with the factor."""
-        for parameter, gradient in self._held:
-            parameter.grad = gradient
-        self._held = []
+        """After each backward pass: keep sparse gradients from growing with the factor."""
+        for hook in self._zeroing:
+            hook.remove()
+        self._zeroing = []
         if self._sparse is None:
             self._sparse = sparse_parameters(self._trainer.lightning_module)
         for parameter in self._sparse:

@@ -15,7 +15,16 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_ga.errors import UserError
-from lightning_ga.sampler import FromBatches, FromSampler, Order, Sequential, Shuffled, Stream, WindowBatchSampler
+from lightning_ga.sampler import (
+    FromBatches,
+    FromSampler,
+    Order,
+    Sequential,
+    Shuffled,
+    Stream,
+    WindowBatchSampler,
+    seeded,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,18 +100,26 @@ def rebatch(
 
 
 def collect_samples(loader: "DataLoader[Any]", indices: list[Any]) -> list[Any]:
-    """The samples behind some indices, not yet collated, fetched in this process."""
-    dataset = loader.dataset
-    if isinstance(dataset, IterableDataset):
+    """The samples behind some indices, not yet collated.
+
+    Where the user has workers one of them fetches: files that a dataset opens on first use must not
+    be open in this process when training starts its workers.
+    """
+    dataset, settings = loader.dataset, dict[str, Any](collate_fn=list, pin_memory=False)
+    if loader.num_workers:
+        settings |= {"num_workers": 1, "prefetch_factor": 2, "timeout": loader.timeout}
+    elif isinstance(dataset, IterableDataset):
         dataset = _fresh_stream(dataset)
-    single = _in_process(loader, [indices], collate_fn=list, dataset=dataset, pin_memory=False)
-    return list(next(iter(DataLoader.__iter__(single)), []))
+    alone = _apart(loader, [indices], dataset=dataset, **settings)
+    with seeded(0, 0, dataset):
+        return list(next(iter(DataLoader.__iter__(alone)), []))
 
 
 def collate_samples(loader: "DataLoader[Any]", samples: list[Any], count: int) -> Any:
     """A batch of ``count`` samples as the loader makes it, repeating the given ones in turn."""
     indices = [position % len(samples) for position in range(count)]
-    return next(iter(_in_process(loader, [indices], dataset=samples, _dataset_kind=_MAP_STYLE)))
+    with seeded(0, 0, loader.collate_fn):
+        return next(iter(_apart(loader, [indices], dataset=samples, _dataset_kind=_MAP_STYLE)))
 
 
 def copy_loader(loader: "DataLoader[Any]", *, length_of: Sized | None = None, **settings: Any) -> "DataLoader[Any]":
@@ -123,7 +140,7 @@ def copy_loader(loader: "DataLoader[Any]", *, length_of: Sized | None = None, **
 _MAP_STYLE = DataLoader(TensorDataset(torch.zeros(1)))._dataset_kind
 
 
-def _in_process(loader: "DataLoader[Any]", batches: list[list[Any]], **settings: Any) -> "DataLoader[Any]":
+def _apart(loader: "DataLoader[Any]", batches: list[list[Any]], **settings: Any) -> "DataLoader[Any]":
     alone = {"num_workers": 0, "prefetch_factor": None, "persistent_workers": False, "timeout": 0, "drop_last": False}
     generator = torch.Generator()
     return copy_loader(loader, batch_sampler=batches, sampler=range(0), generator=generator, **(alone | settings))

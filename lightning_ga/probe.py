@@ -16,9 +16,9 @@ from torch.utils.data import DataLoader
 
 from lightning_ga import seams
 from lightning_ga.finder import find_micro_batch
-from lightning_ga.gradients import sparse_parameters
 from lightning_ga.live import uncounted
 from lightning_ga.loaders import collate_samples, collect_samples
+from lightning_ga.oom import is_out_of_memory, release
 from lightning_ga.search import ProbeResult
 from lightning_ga.snapshot import Attributes, OptimizerState, PlainState, RandomState, TensorValues
 
@@ -32,6 +32,7 @@ def probe(
     indices: list[Any],
     *,
     high: int,
+    share: int,
     budget: int | float | str | None,
     samples_budget: int = SAMPLES_KEPT,
 ) -> ProbeResult:
@@ -42,6 +43,7 @@ def probe(
         loader: The user's DataLoader, for its dataset and the way it collates samples.
         indices: Indices of samples to try; the heaviest of them make up the trial batches.
         high: Largest micro-batch that is of use, in samples.
+        share: Samples of a window on one rank.
         budget: ``memory_budget`` as the user wrote it.
         samples_budget: Distinct samples in a trial batch.
 
@@ -51,10 +53,12 @@ def probe(
     with traceless(trainer) as restore:
         samples = heaviest(collect_samples(loader, indices), samples_budget)
         step = TrialStep(trainer, loader, samples)
+        with uncounted():
+            alive = WindowGradientsAlive(trainer, seams.to_device(trainer, collate_samples(loader, samples, 2)), share)
 
         def reset() -> None:
             restore()
-            fill_gradients(trainer)
+            alive.fill()
 
         return find_micro_batch(
             step,
@@ -90,7 +94,9 @@ class TrialStep:
         trainer._logger_connector.on_batch_start(batch)
         kwargs = epoch_loop._build_kwargs(OrderedDict(), batch, 1)
         with seams.without_collectives(trainer):
-            epoch_loop.automatic_optimization.run(trainer.optimizers[0], 1, kwargs)
+            seams.call_module_hook(trainer, "on_train_batch_start", batch, 1)
+            outputs = epoch_loop.automatic_optimization.run(trainer.optimizers[0], 1, kwargs)
+            seams.call_module_hook(trainer, "on_train_batch_end", outputs, batch, 1)
         trainer._logger_connector.on_batch_end()
 
 
@@ -131,12 +137,51 @@ def traceless(trainer: Any) -> Iterator[Callable[[], None]]:
         yield prepare
 
 
-def fill_gradients(trainer: Any) -> None:
-    """Let the gradients of the window's earlier micro-batches be alive, as they are in its last."""
-    sparse = {id(parameter) for parameter in sparse_parameters(trainer.lightning_module)}
-    for parameter in trainer.lightning_module.parameters():
-        if parameter.requires_grad and id(parameter) not in sparse:
-            parameter.grad = torch.zeros_like(parameter)
+class WindowGradientsAlive:
+    """Gradients of the window's earlier micro-batches, alive as they are in its last.
+
+    Which parameters have one, and whether it is sparse, is seen in a backward pass of two samples. A
+    sparse one has the rows of a whole window.
+
+    Args:
+        trainer: The Trainer, its state swapped for a trial.
+        batch: Two samples.
+        share: Samples of a window on one rank.
+    """
+
+    def __init__(self, trainer: Any, batch: Any, share: int) -> None:
+        refused = None
+        try:
+            seams.backward_only(trainer, batch)
+        except Exception as error:
+            refused = error
+        if refused is not None:
+            if not is_out_of_memory(refused):
+                raise refused
+            release(refused)
+        parameters = list(trainer.lightning_module.parameters())
+        if refused is not None:  # the finder will say that nothing fits; until then all may have a gradient
+            self._having: list[tuple[torch.Tensor, int | None]] = [(p, None) for p in parameters if p.requires_grad]
+            return
+        self._having = [
+            (p, _rows(p.grad, share) if p.grad.is_sparse else None) for p in parameters if p.grad is not None
+        ]
+
+    def fill(self) -> None:
+        """Give every parameter its gradient, of zeros."""
+        for parameter, rows in self._having:
+            parameter.grad = torch.zeros_like(parameter) if rows is None else _sparse_zeros(parameter, rows)
+
+
+def _rows(gradient: torch.Tensor, share: int) -> int:
+    """Most distinct rows that a window's sparse gradient may have."""
+    return int(min(len(gradient), gradient.coalesce().indices().shape[1] / 2 * share))
+
+
+def _sparse_zeros(parameter: torch.Tensor, rows: int) -> torch.Tensor:
+    values = parameter.new_zeros(rows, *parameter.shape[1:])
+    indices = torch.arange(rows, device=parameter.device)[None]
+    return torch.sparse_coo_tensor(indices, values, parameter.shape, is_coalesced=True)
 
 
 def resident_tensors(trainer: Any) -> Iterator[torch.Tensor]:

@@ -210,15 +210,15 @@ def _set_epoch(sampler: object, epoch: int) -> None:
 def seeded(seed: int, epoch: int, *samplers: object) -> Iterator[None]:
     """Draw random numbers as a function of the seed alone, and leave every generator as it was.
 
-    A sampler that carries a generator keeps it: it is seeded with its own initial seed + epoch.
+    Generators that a sampler carries count too: one of torch is seeded with its own initial seed +
+    epoch, those of Python and NumPy with the seed.
     """
-    found = (getattr(sampler, "generator", None) for sampler in samplers)
-    own = list({id(generator): generator for generator in found if isinstance(generator, torch.Generator)}.values())
-    states = [generator.get_state() for generator in own]
+    own = {id(value): value for sampler in samplers for value in getattr(sampler, "__dict__", {}).values()}
+    kept = [(generator, _state_of(generator)) for generator in own.values() if _is_generator(generator)]
     before = torch.get_rng_state(), np.random.get_state(), random.getstate()
     try:
-        for generator in own:
-            generator.manual_seed((generator.initial_seed() + epoch) % _SEEDS)
+        for generator, _ in kept:
+            _seed(generator, seed, epoch)
         torch.default_generator.manual_seed(seed % _SEEDS)
         np.random.seed(seed % 2**32)
         random.seed(seed)
@@ -227,5 +227,31 @@ def seeded(seed: int, epoch: int, *samplers: object) -> Iterator[None]:
         torch.set_rng_state(before[0])
         np.random.set_state(before[1])
         random.setstate(before[2])
-        for generator, state in zip(own, states):
-            generator.set_state(state)
+        for generator, state in kept:
+            _restore(generator, state)
+
+
+def _is_generator(value: object) -> bool:
+    return isinstance(value, (torch.Generator, random.Random, np.random.RandomState, np.random.Generator))
+
+
+def _state_of(generator: Any) -> Any:
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
+
+
+def _restore(generator: Any, state: Any) -> None:
+    if isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    else:
+        (generator.setstate if isinstance(generator, random.Random) else generator.set_state)(state)
+
+
+def _seed(generator: Any, seed: int, epoch: int) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.manual_seed((generator.initial_seed() + epoch) % _SEEDS)
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = type(generator.bit_generator)(seed % _SEEDS).state
+    else:
+        generator.seed(seed % 2**32)

@@ -149,6 +149,14 @@ def expect_positions_to_be_kept() -> None:
     warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch ended")
 
 
+def largest_over_ranks(trainer: Any, value: int) -> int:
+    """The largest of one number over all ranks."""
+    if not is_distributed(trainer):
+        return value
+    largest = torch.tensor(value, device=trainer.strategy.root_device)
+    return int(trainer.strategy.reduce(largest, reduce_op="max"))
+
+
 def is_distributed(trainer: Any) -> bool:
     """Whether gradients are averaged over several ranks."""
     return int(trainer.world_size) > 1
@@ -186,6 +194,10 @@ def remember_progress(trainer: Any, kept: Attributes) -> Attributes:
     connector = trainer._logger_connector
     kept.keep(connector, "_progress_bar_metrics", "_logged_metrics", "_callback_metrics", copied=True)
     kept.keep(connector, "_current_fx", "_first_loop_iter")
+    for config in trainer.lr_scheduler_configs:
+        kept.keep(config.scheduler, *vars(config.scheduler))
+    if trainer.datamodule is not None:
+        kept.keep(trainer.datamodule, *vars(trainer.datamodule))
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     if scaler is not None:
         kept.keep(trainer.precision_plugin, "scaler", copied=True)
@@ -202,6 +214,22 @@ def enter_trial(trainer: Any) -> None:
     trainer.accumulate_grad_batches = 2
     loop.batch_progress.current.ready = 2
     loop.batch_progress.is_last_batch = False
+    _never_overflow(getattr(trainer.precision_plugin, "scaler", None))
+    call_module_hook(trainer, "on_train_start")
+    call_module_hook(trainer, "on_train_epoch_start")
+
+
+def call_module_hook(trainer: Any, name: str, *arguments: Any) -> None:
+    """A hook of the module alone: steps may need what it sets up; callbacks see no trial."""
+    sibling(trainer, "trainer.call")._call_lightning_module_hook(trainer, name, *arguments)
+
+
+def _never_overflow(scaler: Any) -> None:
+    """Let a trial's copy of the scaler start low: a step that is skipped makes no optimizer state."""
+    if scaler is not None and scaler.is_enabled():
+        scaler._init_scale = 1.0
+        if scaler._scale is not None:
+            scaler._scale.fill_(1.0)
 
 
 def intercept_closures(trainer: Any, wrap: Callable[..., Any]) -> None:
@@ -232,6 +260,7 @@ def backward_only(trainer: Any, batch: Any) -> None:
     loop.batch_progress.current.ready = 3 if trainer.num_training_batches == 1 else 1
     trainer._logger_connector.on_batch_start(batch)
     with without_collectives(trainer):
+        call_module_hook(trainer, "on_train_batch_start", batch, 0)
         loop.automatic_optimization.run(trainer.optimizers[0], 0, loop._build_kwargs(OrderedDict(), batch, 0))
     trainer._logger_connector.on_batch_end()
 
@@ -298,13 +327,14 @@ def validate_when_due(trainer: Any, before: int, after: int, epoch_batches: int 
     interval = trainer.val_check_interval
     if getattr(trainer, "_val_check_time_interval", None) is not None:
         return
-    if isinstance(interval, float):
-        if epoch_batches is None:
-            return
-        interval = max(1, int(epoch_batches * interval))
     loop = trainer.fit_loop.epoch_loop
     index = loop.total_batch_idx if trainer.check_val_every_n_epoch is None else loop.batch_idx
-    due = after // interval > before // interval
+    if isinstance(interval, float):
+        interval = None if epoch_batches is None else max(1, int(epoch_batches * interval))
+    if interval is None:  # a stream is validated when it is over
+        due = loop.batch_progress.is_last_batch
+    else:
+        due = after // interval > before // interval
     trainer.val_check_batch = index + 1 if due else index + 2
 
 

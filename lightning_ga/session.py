@@ -2,10 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from lightning_ga import seams
 from lightning_ga.batch_norm import Momenta
+from lightning_ga.errors import UserError
 from lightning_ga.exactness import Exactness
 from lightning_ga.feed import Feed
 from lightning_ga.gradients import WindowGradients
@@ -40,7 +42,8 @@ class Session:
         self.probe: ProbeResult | None = None
         self.exactness: Exactness | None = None
         self.gradients = WindowGradients(trainer, options.normalize)
-        self._momenta = Momenta(trainer.lightning_module)
+        self._momenta: Momenta | None = None
+        self._begun: tuple[Feed, int] | None = None  # what the loops were told of last
         self._frequencies: dict[int, int] = {}
         self._position = Position(seams.shared_seed(trainer), seams.training_epoch(trainer), 0, 0)
         self._restored: RunState | None = None
@@ -63,6 +66,7 @@ class Session:
             limit_batches=self._limit_batches,
             shard=self._shard,
             shuffle=not trainer.overfit_batches,
+            largest_over_ranks=partial(seams.largest_over_ranks, trainer),
         )
         self._arrange(seams.training_epoch(trainer))
         return self._feed.loader
@@ -93,6 +97,8 @@ class Session:
         if self.options.verify:
             self.exactness = self._measure_exactness(epoch)
         self._frequencies = seams.frequencies_by_step(trainer)
+        if self.options.batch_norm == "rescale":
+            self._momenta = Momenta(trainer.lightning_module)
         self._begin(epoch)
         if evaluates_again(trainer.optimizers[0]):
             seams.intercept_closures(trainer, ReplayedWindow(trainer, self.gradients).closure)
@@ -108,20 +114,20 @@ class Session:
     def start_epoch(self) -> None:
         """Cut the next epoch as its schedule says; the loop iterates it anew."""
         epoch = seams.training_epoch(self.trainer)
-        if self.feed.epoch != epoch:
+        if self._begun != (self.feed, epoch):
             self._begin(epoch)
 
     def close(self) -> None:
         """Give model, schedules and loops back what they had."""
-        self._momenta.restore()
+        if self._momenta is not None:
+            self._momenta.restore()
         seams.restore_frequencies(self.trainer, self._frequencies)
         seams.release_closures(self.trainer)
 
     def prepare(self, batch: Any) -> None:
         """Before each micro-batch: its weight, and whether schedules of the learning rate are due after it."""
         chunk = self.feed.chunk(seams.micro_batch_index(self.trainer))
-        known = not self.feed.counted_later
-        self.gradients.weigh(batch, chunk, ranks_apart=self.feed.ranks_apart, known=known)
+        self.gradients.weigh(batch, chunk, ranks_apart=self.feed.ranks_apart, known=not self.feed.streams)
         seams.step_schedulers_when_due(self.trainer, self._frequencies, chunk.window)
 
     def advance(self) -> None:
@@ -185,13 +191,17 @@ class Session:
     def _begin(self, epoch: int) -> None:
         """Cut an epoch for training and tell the loops."""
         if epoch != self._position.epoch:
-            before = self._position.batches_before + (self._epoch_batches() or 0)
+            passed = self._epoch_batches()
+            if passed is None:  # a stream: as many as it turned out to hold
+                passed = self.feed.recipe_batches(self._position.samples_done // self.feed.ranks_apart)
+            before = self._position.batches_before + passed
             self._position = replace(self._position, epoch=epoch, samples_done=0, batches_before=before)
         self._arrange(epoch)
+        self._begun = (self.feed, epoch)
         assert self.plan is not None
         self.trainer.accumulate_grad_batches = self.plan.factor
         self.gradients.begin_epoch(self.plan.micro_batch_size, known=not self.feed.counted_later)
-        if self.options.batch_norm == "rescale":
+        if self._momenta is not None:
             self._momenta.rescale(self.plan.factor)
         seams.resize_epoch(self.trainer, self.feed.length)
 
@@ -236,8 +246,15 @@ class Session:
             total=None if total is None else total * feed.ranks_apart,
             world_size=trainer.world_size,
         )
+        if evaluates_again(trainer.optimizers[0]):
+            raise UserError(
+                f"{type(trainer.optimizers[0]).__name__} keeps a history that grows over many steps, so that no trial "
+                "of one step shows what it takes: give micro_batch_size=… to do without a probe."
+            )
+        share = -(-(self._effective(epoch) or feed.recipe_effective(epoch)) // trainer.world_size)
+        samples = feed.sample_indices(epoch)
         self.probe = self._remembered(high) or probe(
-            trainer, feed.user_loader, feed.sample_indices(epoch), high=high, budget=self.options.budget
+            trainer, feed.user_loader, samples, high=high, share=share, budget=self.options.budget
         )
         return min(high, self.probe.limit)
 

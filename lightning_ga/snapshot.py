@@ -10,11 +10,15 @@ import random
 import sys
 from collections import deque
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader, Dataset
+
+from lightning_ga.errors import UserError
 
 # What nn.Module keeps of itself: tensors are restored in place, children on their own, hooks stay.
 _MODULE_TABLES = {name for name in vars(torch.nn.Module()) if name != "training"}
@@ -24,13 +28,22 @@ class TensorValues:
     """Tensors and their values, restored in place."""
 
     def __init__(self, tensors: Iterator[torch.Tensor]) -> None:
-        self._kept = [(tensor, tensor.detach().to("cpu", copy=True), tensor.requires_grad) for tensor in tensors]
+        kept = []
+        for tensor in tensors:
+            if is_lazy(tensor):
+                raise UserError(
+                    "The module has parameters without a shape yet (a lazy module): run one forward pass before fit(), "
+                    "or give micro_batch_size=… to do without a probe."
+                )
+            kept.append((tensor, tensor.detach().to("cpu", copy=True), tensor.requires_grad))
+        self._kept = kept
 
     @torch.no_grad()
     def restore(self) -> None:
         """Write every value back, and whether the tensor wants gradients."""
         for tensor, value, requires_grad in self._kept:
-            tensor.copy_(value)
+            if 0 not in tensor.stride():  # an expanded buffer cannot be written to, by a step neither
+                tensor.copy_(value)
             if tensor.requires_grad != requires_grad:
                 tensor.requires_grad_(requires_grad)
 
@@ -48,7 +61,10 @@ class PlainState:
         self._shared = [*shared, *modules]
         for module in modules:
             self._shared += [*module._parameters.values(), *module._buffers.values()]
-        self._kept = [(module, _plain(module)) for module in modules if not isinstance(module, compiled)]
+        owners = {id(owner): owner for module in modules for owner in _hook_owners(module)}
+        self._shared += owners.values()
+        swapped = [*(module for module in modules if not isinstance(module, compiled)), *owners.values()]
+        self._kept = [(thing, _plain(thing)) for thing in swapped]
         tables: list[dict[str, Any]] = [table for module in modules for table in (module._parameters, module._buffers)]
         self._tables = [(table, dict(table)) for table in tables]
 
@@ -144,8 +160,18 @@ class Attributes:
             vars(owner)[name] = value
 
 
-def _plain(module: torch.nn.Module) -> dict[str, Any]:
+def _plain(module: Any) -> dict[str, Any]:
     return {name: value for name, value in module.__dict__.items() if name not in _MODULE_TABLES}
+
+
+def _hook_owners(module: torch.nn.Module) -> Iterator[Any]:
+    """Objects whose methods are hooks of a module, feature extractors for example: a hook finds its own object."""
+    for name in _MODULE_TABLES:
+        for hook in vars(module)[name].values() if "_hooks" in name and isinstance(vars(module)[name], dict) else ():
+            function = hook.func if isinstance(hook, partial) else hook
+            owner = getattr(function, "__self__", None)
+            if hasattr(owner, "__dict__") and not isinstance(owner, (torch.nn.Module, type)):
+                yield owner
 
 
 def _copied(value: Any, memo: dict[int, Any]) -> Any:

@@ -142,12 +142,15 @@ class EpochPlan:
         micro_batch: Most samples of a chunk.
         factor: Chunks per rank of every window but the last.
         world_size: Ranks that share the epoch's order.
+        whole: Whether the last window has as many chunks as the others: where each rank has data of its
+            own, the ranks know nothing of one another's last windows.
     """
 
     windows: Windows
     micro_batch: int
     factor: int
     world_size: int
+    whole: bool = False
 
     @property
     def length(self) -> int | None:
@@ -169,7 +172,7 @@ class EpochPlan:
     def factor_of(self, window: int) -> int:
         """Chunks per rank of one window."""
         count = self.windows.count
-        if count is None or window < count - 1:
+        if self.whole or count is None or window < count - 1:
             return self.factor
         share, _ = divmod(self.windows.span(window)[1] + self.world_size - 1, self.world_size)
         return max(1, min(self.factor, -(-share // self.micro_batch)))

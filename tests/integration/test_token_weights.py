@@ -235,7 +235,7 @@ def test_half_precision_overflows_no_more_often_than_without_weights() -> None:
         module.net.float()
         fit(
             DataLoader(Sequences(64), batch_size=16),
-            AutoAccumulate(micro_batch_size=3, normalize=normalize),
+            AutoAccumulate(micro_batch_size=3, normalize=normalize, verify=False),
             module=module,
             plugins=pl.plugins.MixedPrecision("16-mixed", "cpu", scaler),
             max_epochs=4,
