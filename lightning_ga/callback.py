@@ -93,7 +93,6 @@ class AutoAccumulate(Callback, LegacyCallback):  # type: ignore[misc]
         self._request = read_request(effective_batch_size, accumulate, micro_batch_size, max_micro_batch_size)
         self._options = Options(memory_budget, normalize, batch_norm, verify)
         self._session: Session | None = None
-        self._factor_left: tuple[int, int] | None = None  # the factor left in the trainer, and the recipe's
 
     @property
     def plan(self) -> AccumulationPlan | None:
@@ -118,7 +117,7 @@ class AutoAccumulate(Callback, LegacyCallback):  # type: ignore[misc]
         """Put the session between the user's loader and the fit loop."""
         if stage != "fit":
             return
-        self._take_factor_back(trainer)
+        seams.take_factor_back(trainer)
         guards.check_trainer(trainer, pl_module, self._request)
         guards.check_schedule(self._request, seams.training_epochs(trainer), trainer.world_size)
         seams.run_first(trainer, self)
@@ -162,16 +161,15 @@ class AutoAccumulate(Callback, LegacyCallback):  # type: ignore[misc]
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Leave the trainer as it was found."""
-        self._factor_left = (trainer.accumulate_grad_batches, self._session.recipe_factor) if self._session else None
-        self._take_factor_back(trainer)
         if self._session:
+            trainer.accumulate_grad_batches = self._session.recipe_factor
             self._session.close()
         seams.release_loaders(trainer)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Take the patches back. The factor stays until the next fit, as with Lightning's own scheduler."""
         if stage == "fit" and self._session:
-            self._factor_left = (trainer.accumulate_grad_batches, self._session.recipe_factor)
+            seams.leave_factor(trainer, self._session.recipe_factor)
             seams.release_loaders(trainer)
 
     def state_dict(self) -> dict[str, Any]:
@@ -183,10 +181,9 @@ class AutoAccumulate(Callback, LegacyCallback):  # type: ignore[misc]
         if self._session:
             self._session.restore(RunState.from_dict(state_dict))
 
-    def _take_factor_back(self, trainer: Any) -> None:
-        if self._factor_left and trainer.accumulate_grad_batches == self._factor_left[0]:
-            trainer.accumulate_grad_batches = self._factor_left[1]
-        self._factor_left = None
+    def __getstate__(self) -> dict[str, Any]:
+        """What travels to other processes: what was asked for, not the fit that is running."""
+        return {**self.__dict__, "_session": None}
 
     @property
     def _running(self) -> Session:

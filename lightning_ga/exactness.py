@@ -82,6 +82,8 @@ def judge(
         return unmeasured(tolerance, f"the gradient's norm is {size}")
     error = _norm(share * a + (1 - share) * b - w for w, a, b in zip(whole, first, second)) / size
     summed = _norm(a + b - w for w, a, b in zip(whole, first, second)) / size
+    if error != error:
+        return unmeasured(tolerance, "the gradient of a half is NaN")
     if error <= tolerance:
         return Exactness(error, tolerance, "exact")
     if summed <= tolerance:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from lightning_ga import seams
-from lightning_ga.loaders import count_samples
+from lightning_ga.loaders import count_samples, kept_samples
 from lightning_ga.request import Normalize
 from lightning_ga.weights import KnownWindow, LateWindow
 from lightning_ga.windows import Chunk
@@ -48,6 +48,7 @@ class WindowGradients:
         factor = self._trainer.accumulate_grad_batches
         self.weight = self._weights.weigh(
             self._count(batch, chunk.count, known) if chunk.count else 0,
+            planned=chunk.count,
             window=chunk.window_samples * ranks_apart,
             factor=factor,
             first=seams.micro_batch_index(self._trainer) % factor == 0,
@@ -89,7 +90,7 @@ class WindowGradients:
     def _count(self, batch: Any, expected: int, known: bool) -> float:
         if callable(self._normalize):
             return float(self._normalize(batch))
-        return expected if known else count_samples(batch, expected=expected)
+        return kept_samples(batch, expected) if known else count_samples(batch, expected=expected)
 
 
 def sparse_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:

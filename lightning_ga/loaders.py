@@ -15,6 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_ga.errors import UserError
+from lightning_ga.live import uncounted
 from lightning_ga.sampler import (
     FromBatches,
     FromSampler,
@@ -117,9 +118,10 @@ def collect_samples(loader: "DataLoader[Any]", indices: list[Any]) -> list[Any]:
 
 def collate_samples(loader: "DataLoader[Any]", samples: list[Any], count: int) -> Any:
     """A batch of ``count`` samples as the loader makes it, repeating the given ones in turn."""
-    indices = [position % len(samples) for position in range(count)]
+    with uncounted():  # a collate_fn may change what it is given; on a device samples lie on the host
+        copies = [copy.deepcopy(samples[position % len(samples)]) for position in range(count)]
     with seeded(0, 0, loader.collate_fn):
-        return next(iter(_apart(loader, [indices], dataset=samples, _dataset_kind=_MAP_STYLE)))
+        return next(iter(_apart(loader, [list(range(count))], dataset=copies, _dataset_kind=_MAP_STYLE)))
 
 
 def copy_loader(loader: "DataLoader[Any]", *, length_of: Sized | None = None, **settings: Any) -> "DataLoader[Any]":
@@ -206,6 +208,19 @@ def count_samples(batch: Any, expected: int) -> int:
     """
     lengths = list(_lengths(batch))
     return expected if not lengths or expected in lengths else lengths[0]
+
+
+def kept_samples(batch: Any, expected: int) -> int:
+    """Samples that a collate_fn has kept: fewer than expected only if all tensors of the batch agree on it.
+
+    Examples:
+        >>> kept_samples([torch.zeros(3, 7), torch.zeros(3)], expected=4)
+        3
+        >>> kept_samples({"nodes": torch.zeros(3, 7), "graphs": torch.zeros(2)}, expected=4)
+        4
+    """
+    lengths = set(_lengths(batch))
+    return min(expected, *lengths) if len(lengths) == 1 else expected
 
 
 def _lengths(batch: Any) -> Iterator[int]:

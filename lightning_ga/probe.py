@@ -93,7 +93,7 @@ class TrialStep:
         batch = seams.to_device(trainer, batch)
         trainer._logger_connector.on_batch_start(batch)
         kwargs = epoch_loop._build_kwargs(OrderedDict(), batch, 1)
-        with seams.without_collectives(trainer):
+        with seams.muted(trainer), seams.without_collectives(trainer):
             seams.call_module_hook(trainer, "on_train_batch_start", batch, 1)
             outputs = epoch_loop.automatic_optimization.run(trainer.optimizers[0], 1, kwargs)
             seams.call_module_hook(trainer, "on_train_batch_end", outputs, batch, 1)

@@ -130,9 +130,16 @@ def _require_micro_batch(name: str, value: Any) -> None:
     require_count(name, value)
 
 
+@dataclass(frozen=True, slots=True)
+class _FromOne:
+    """Before the first epoch of a mapping the factor is 1, as in Lightning's scheduler."""
+
+    schedule: Schedule
+
+    def __call__(self, epoch: int) -> int:
+        return self.schedule(epoch) or 1
+
+
 def _factors(accumulate: ScheduleLike | None) -> Schedule:
-    """Factor by epoch; before the first epoch of a mapping it is 1, as in Lightning's scheduler."""
-    if accumulate is None:
-        return lambda _epoch: None
-    schedule: Callable[[int], int | None] = as_schedule(accumulate, name="accumulate")
-    return lambda epoch: schedule(epoch) or 1
+    schedule = as_schedule(accumulate, name="accumulate")
+    return schedule if accumulate is None else _FromOne(schedule)

@@ -6,8 +6,9 @@ whatever the micro-batch and the number of ranks are, after a resume too.
 """
 
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any, Protocol
 
 import numpy as np
@@ -77,7 +78,7 @@ class FromSampler:
         """The sampler's own order for one epoch."""
         _set_epoch(self.sampler, epoch)
         with seeded(seed + epoch, epoch, self.sampler):
-            return list(self.sampler)
+            return list(islice(self.sampler, self.size))
 
 
 class FromBatches:
@@ -94,8 +95,11 @@ class FromBatches:
             _set_epoch(self.batch_sampler, epoch)
             _set_epoch(inner, epoch)
             with seeded(seed + epoch, epoch, self.batch_sampler, inner):
-                self._drawn = (epoch, seed), [list(batch) for batch in self.batch_sampler]
+                self._drawn = (epoch, seed), [list(batch) for batch in islice(self.batch_sampler, self._count())]
         return self._drawn[1]
+
+    def _count(self) -> int | None:
+        return len(self.batch_sampler) if isinstance(self.batch_sampler, Sized) else None
 
     @property
     def size(self) -> int:

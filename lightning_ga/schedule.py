@@ -1,6 +1,7 @@
 """One number, a mapping from epoch or a callable: all become a function of the epoch."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from lightning_ga.errors import UserError
 from lightning_ga.plan import require_count
@@ -28,13 +29,13 @@ def as_schedule(value: ScheduleLike | None, *, name: str) -> Schedule:
         [32, 32, 64, 64]
     """
     if value is None:
-        return lambda _epoch: None
+        return _Constant(None)
     if isinstance(value, Mapping):
         return _from_mapping(value, name)
     if callable(value):
-        return _from_callable(value, name)
+        return _Checked(name, value)
     require_count(name, value)
-    return lambda _epoch: value
+    return _Constant(value)
 
 
 def largest(schedule: Schedule, epochs: range) -> int | None:
@@ -49,6 +50,37 @@ def largest(schedule: Schedule, epochs: range) -> int | None:
     return max(known) if len(known) == len(counts) and known else None
 
 
+@dataclass(frozen=True, slots=True)
+class _Constant:
+    count: int | None
+
+    def __call__(self, _epoch: int) -> int | None:
+        return self.count
+
+
+@dataclass(frozen=True, slots=True)
+class _Steps:
+    """A count from each of some epochs on; nothing before the first."""
+
+    counts: tuple[tuple[int, int], ...]
+
+    def __call__(self, epoch: int) -> int | None:
+        return max(((start, count) for start, count in self.counts if start <= epoch), default=(0, None))[1]
+
+
+@dataclass(frozen=True, slots=True)
+class _Checked:
+    """A callable of the user's, whose counts are checked when it is asked."""
+
+    name: str
+    schedule: Callable[[int], int]
+
+    def __call__(self, epoch: int) -> int:
+        count = self.schedule(epoch)
+        require_count(f"{self.name}(epoch={epoch})", count)
+        return count
+
+
 def _from_mapping(value: Mapping[int, int], name: str) -> Schedule:
     if not value:
         raise UserError(f"{name}={{}} is empty: give at least one epoch, for example {{0: 32}}.")
@@ -59,17 +91,4 @@ def _from_mapping(value: Mapping[int, int], name: str) -> Schedule:
             raise UserError(f"{name} has the epoch {key!r}; epochs are whole numbers and start at 0.")
         require_count(f"{name}[{epoch}]", count)
         steps[epoch] = count
-
-    def schedule(epoch: int) -> int | None:
-        return max(((start, count) for start, count in steps.items() if start <= epoch), default=(0, None))[1]
-
-    return schedule
-
-
-def _from_callable(value: Callable[[int], int], name: str) -> Schedule:
-    def schedule(epoch: int) -> int:
-        count = value(epoch)
-        require_count(f"{name}(epoch={epoch})", count)
-        return count
-
-    return schedule
+    return _Steps(tuple(sorted(steps.items())))

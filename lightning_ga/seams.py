@@ -6,6 +6,7 @@ deleting the attribute that shadows the method.
 """
 
 import inspect
+import re
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -141,12 +142,22 @@ def align_logger_steps(trainer: Any) -> None:
     loop._batches_that_stepped = loop.global_step - int(rises)
 
 
+_REPEATS = "You're resuming from a checkpoint that ended before the epoch ended"
+
+
 def expect_positions_to_be_kept() -> None:
     """Silence Lightning's warning that a resume in mid-epoch repeats samples: here it does not.
 
     ``training_epoch_loop.py:215`` warns for every loader that keeps no state of its own.
     """
-    warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch ended")
+    warnings.filterwarnings("ignore", message=_REPEATS)
+
+
+def expect_nothing_of_positions() -> None:
+    """Undo ``expect_positions_to_be_kept``."""
+    ours = [entry for entry in warnings.filters if isinstance(entry[1], re.Pattern) and entry[1].pattern == _REPEATS]
+    for entry in ours:
+        warnings.filters.remove(entry)  # type: ignore[attr-defined]
 
 
 def largest_over_ranks(trainer: Any, value: int) -> int:
@@ -207,7 +218,6 @@ def remember_progress(trainer: Any, kept: Attributes) -> Attributes:
 def enter_trial(trainer: Any) -> None:
     """Let the next step be the last micro-batch of a window, seen by no callback, logger or profiler."""
     loop = trainer.fit_loop.epoch_loop
-    trainer.callbacks = []
     trainer._loggers = [sibling(trainer, "loggers.logger").DummyLogger()] if trainer._loggers else []
     trainer.profiler = sibling(trainer, "profilers").PassThroughProfiler()
     loop._results = type(loop._results)(training=True)
@@ -215,8 +225,24 @@ def enter_trial(trainer: Any) -> None:
     loop.batch_progress.current.ready = 2
     loop.batch_progress.is_last_batch = False
     _never_overflow(getattr(trainer.precision_plugin, "scaler", None))
-    call_module_hook(trainer, "on_train_start")
-    call_module_hook(trainer, "on_train_epoch_start")
+    with muted(trainer):
+        call_module_hook(trainer, "on_train_start")
+        call_module_hook(trainer, "on_train_epoch_start")
+
+
+@contextmanager
+def muted(trainer: Any) -> Iterator[None]:
+    """Within, callbacks are called by no hook; they stay in ``trainer.callbacks``, where steps may look for them.
+
+    The loops and plugins call them through this function of ``trainer/call.py``.
+    """
+    call = sibling(trainer, "trainer.call")
+    kept = call._call_callback_hooks
+    call._call_callback_hooks = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        call._call_callback_hooks = kept
 
 
 def call_module_hook(trainer: Any, name: str, *arguments: Any) -> None:
@@ -259,7 +285,7 @@ def backward_only(trainer: Any, batch: Any) -> None:
     # No multiple of the trial's factor of 2, and not the epoch's last: an epoch of one batch would take the step.
     loop.batch_progress.current.ready = 3 if trainer.num_training_batches == 1 else 1
     trainer._logger_connector.on_batch_start(batch)
-    with without_collectives(trainer):
+    with muted(trainer), without_collectives(trainer):
         call_module_hook(trainer, "on_train_batch_start", batch, 0)
         loop.automatic_optimization.run(trainer.optimizers[0], 0, loop._build_kwargs(OrderedDict(), batch, 0))
     trainer._logger_connector.on_batch_end()
@@ -331,11 +357,21 @@ def validate_when_due(trainer: Any, before: int, after: int, epoch_batches: int 
     index = loop.total_batch_idx if trainer.check_val_every_n_epoch is None else loop.batch_idx
     if isinstance(interval, float):
         interval = None if epoch_batches is None else max(1, int(epoch_batches * interval))
-    if interval is None:  # a stream is validated when it is over
-        due = loop.batch_progress.is_last_batch
-    else:
-        due = after // interval > before // interval
+    over = bool(loop.batch_progress.is_last_batch)
+    due = over if interval is None else after // interval > before // interval  # a stream is validated when it is over
     trainer.val_check_batch = index + 1 if due else index + 2
+
+
+def leave_factor(trainer: Any, recipe: int) -> None:
+    """Remember beside the factor that a fit leaves in the trainer which one the user wrote."""
+    trainer.__dict__["_recipe_factor"] = (trainer.accumulate_grad_batches, recipe)
+
+
+def take_factor_back(trainer: Any) -> None:
+    """Let the trainer have the user's factor again, unless it was set anew meanwhile."""
+    left, recipe = trainer.__dict__.pop("_recipe_factor", (None, None))
+    if trainer.accumulate_grad_batches == left:
+        trainer.accumulate_grad_batches = recipe
 
 
 def run_first(trainer: Any, callback: Any) -> None:

@@ -104,7 +104,8 @@ class Session:
             seams.intercept_closures(trainer, ReplayedWindow(trainer, self.gradients).closure)
         if seams.restarts_in_epoch(trainer):
             done = self.feed.epoch_plan.done
-            seams.expect_positions_to_be_kept()
+            if same_epoch:
+                seams.expect_positions_to_be_kept()
             seams.move_to_micro_batch(trainer, done, same_epoch=same_epoch)
             if done:
                 self._schedule_validation(done - 1)
@@ -122,6 +123,7 @@ class Session:
         if self._momenta is not None:
             self._momenta.restore()
         seams.restore_frequencies(self.trainer, self._frequencies)
+        seams.expect_nothing_of_positions()
         seams.release_closures(self.trainer)
 
     def prepare(self, batch: Any) -> None:
@@ -165,6 +167,16 @@ class Session:
         if self.plan is not None and self.plan.factor > 1 and exactness is not None:
             told = exactness.cause in ("exact", "unmeasured") or (exactness.cause == "batch_norm" and rescales)
             found += [] if told else [f"Accumulation is not exact for this model, {exactness}."]
+        if (
+            self.feed.streams
+            and self.feed.user_loader.num_workers > 1
+            and self.plan is not None
+            and self.plan.factor > 1
+        ):
+            found.append(
+                "Several data workers read an iterable dataset in turn, a micro-batch each, so windows hold other "
+                "samples than batches of the whole size would: use num_workers=1 for the same windows."
+            )
         for name, length in wrong_horizons(seams.schedules_by_step(self.trainer), steps) if steps else []:
             found.append(
                 f"{name} ends after {length} steps and training takes {steps}: make it with "
@@ -180,7 +192,8 @@ class Session:
                 f"; limit {self.probe.limit} within {self.probe.budget_bytes / 2**20:,.0f} MiB, found by "
                 f"{self.probe.method} in {self.probe.steps} steps and {self.probe.seconds:.1f} s"
             )
-        return f"{self.plan}{found}."
+        unmeasured = self.exactness is not None and self.exactness.cause == "unmeasured"
+        return f"{self.plan}{found}{f'; exactness {self.exactness}' if unmeasured else ''}."
 
     @property
     def feed(self) -> Feed:

@@ -10,7 +10,7 @@ from lightning_ga import seams
 from lightning_ga.batch_norm import batch_norm_layers
 from lightning_ga.exactness import Exactness, judge, unmeasured
 from lightning_ga.live import uncounted
-from lightning_ga.loaders import collate_samples, collect_samples
+from lightning_ga.loaders import collate_samples, collect_samples, kept_samples
 from lightning_ga.probe import traceless
 
 SAMPLES = 4  # halves of two: BatchNorm refuses one sample
@@ -45,7 +45,7 @@ def measure_exactness(
             for part in parts:
                 prepare()
                 batch = collate_samples(loader, part, len(part))
-                counts.append(float(len(part) if count is None else count(batch)))
+                counts.append(float(kept_samples(batch, len(part)) if count is None else count(batch)))
                 gradients.append(_gradient(trainer, batch))
             layers = tuple(batch_norm_layers(trainer.lightning_module))
     except Exception as error:  # the check must never cost a run; what went wrong is said instead

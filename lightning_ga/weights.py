@@ -65,12 +65,20 @@ class KnownWindow:
         self._world_size = world_size
         self._window = self._seen = self._trained = self._pending = 0.0
 
-    def weigh(self, count: float, *, window: float, factor: int, first: bool) -> float:
-        """Weight of the next micro-batch of this rank; ``first`` if it begins a window of ``window`` samples."""
+    def weigh(self, count: float, *, window: float, factor: int, first: bool, planned: float | None = None) -> float:
+        """Weight of the next micro-batch of this rank.
+
+        Args:
+            count: Its samples.
+            window: Samples of the window as planned, over all ranks.
+            factor: The accumulation factor.
+            first: Whether it begins the window.
+            planned: Its samples as planned, where a collate_fn has dropped some.
+        """
         if first:
             self._seen = self._trained = 0.0
         self._window, self._pending = window, count
-        self._seen += count
+        self._seen += count if planned is None else planned
         return known_weight(count, window, factor=factor, world_size=self._world_size)
 
     def trained(self) -> None:
@@ -79,9 +87,9 @@ class KnownWindow:
         self._pending = 0.0
 
     def close(self, factor: int) -> float:
-        """Scale for the window's gradients: above one where micro-batches were skipped.
+        """Scale for the window's gradients: above one where micro-batches were skipped or samples dropped.
 
-        Lightning allows a step to be skipped on one rank only, so that no other need be asked.
+        Other ranks are not asked: Lightning allows a step to be skipped on one rank only.
         """
         skipped = self._seen - self._trained
         return self._window / (self._window - skipped) if 0 < skipped < self._window else 1.0
@@ -119,14 +127,14 @@ class LateWindow:
         self._trained = self._pending = 0.0
         self._any = False
 
-    def weigh(self, count: float, *, window: float, factor: int, first: bool) -> float:
-        """Weight of the next micro-batch of this rank; ``window`` is not known here and not used."""
+    def weigh(self, count: float, *, window: float, factor: int, first: bool, planned: float | None = None) -> float:
+        """Weight of the next micro-batch of this rank; what was planned does not matter here."""
         if first:
             self._trained, self._any = 0.0, False
             if not self._fixed and self._reference is not None:
                 self._reference = max(self._reference, 2.0 * self._largest_mean)
-        if not count >= 0:
-            raise UserError(f"normalize counted {count} in a micro-batch: a count is a number of at least 0.")
+        if not 0 <= count < float("inf"):
+            raise UserError(f"normalize counted {count} in a micro-batch: a count is a finite number of at least 0.")
         self._pending = count
         if self._reference is None:
             mean = self._sum_over_ranks(count) / self._world_size

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -147,6 +148,62 @@ def test_a_weighted_sampler_draws_the_same_for_every_micro_batch() -> None:
     assert runs[0] == runs[1]
     assert min(min(window) for window in runs[0]) >= 20
     assert runs[0][0] != runs[0][3]  # another epoch, another draw
+
+
+class OwnRandom(Sampler[list[int]]):
+    """A batch sampler with random numbers of its own and no word of epochs."""
+
+    def __init__(self) -> None:
+        self.rng = random.Random(0)
+
+    def __len__(self) -> int:
+        return 8
+
+    def __iter__(self) -> Iterator[list[int]]:
+        left = list(range(40))
+        self.rng.shuffle(left)
+        ends = [0, *sorted(self.rng.sample(range(1, 40), 7)), 40]
+        return iter([left[a:b] for a, b in pairwise(ends)])
+
+
+def test_random_numbers_of_a_sampler_are_a_function_of_the_epoch() -> None:
+    """Every epoch holds each sample once, in windows that are the sampler's own batches."""
+    loader = DataLoader(Samples(40), batch_sampler=OwnRandom())
+    module, _ = fit(loader, AutoAccumulate(micro_batch_size=3), max_epochs=3)
+    windows = [sorted(set(window)) for window in module.windows]  # small ones have stand-ins
+    epochs = [windows[start : start + 8] for start in (0, 8, 16)]
+    assert all(sorted(sum(epoch, [])) == list(range(40)) for epoch in epochs)
+    assert epochs[0] != epochs[1]
+    assert worst_error(module.gradients, plain_loop(Samples(40), windows)) <= 1e-12
+
+
+def test_a_sampler_without_an_end_is_cut_at_its_length() -> None:
+    """As torch's loaders never ask it for more than the loop takes."""
+
+    class Endless(Sampler[int]):
+        def __len__(self) -> int:
+            return 20
+
+        def __iter__(self) -> Iterator[int]:
+            index = 0
+            while True:
+                yield index % 20
+                index += 1
+
+    module, _ = fit(DataLoader(Samples(20), 8, sampler=Endless()), AutoAccumulate(micro_batch_size=3), max_epochs=1)
+    assert module.windows == cut(range(20), 8)
+
+
+def test_samples_that_a_collate_fn_drops_are_left_out_of_the_mean() -> None:
+    """Corrupt ones, for example: the gradient is the mean over what is left."""
+
+    def keeping(batch: list[Any]) -> Any:
+        return torch.utils.data.default_collate([sample for sample in batch if sample[2] not in (1, 12, 13)])
+
+    loader = DataLoader(Samples(24), batch_size=12, collate_fn=keeping)
+    module, _ = fit(loader, AutoAccumulate(micro_batch_size=5), max_epochs=1)
+    windows = [[i for i in window if i not in (1, 12, 13)] for window in cut(range(24), 12)]
+    assert worst_error(module.gradients, plain_loop(Samples(24), windows)) <= 1e-12
 
 
 @pytest.mark.parametrize("drop_last", [False, True])

@@ -1,5 +1,6 @@
 """Effective batch and factor by epoch, also after a resume in the middle of one and in a second fit."""
 
+import pickle
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -102,6 +103,40 @@ def test_the_schedule_holds_after_a_resume_in_the_middle_of_an_epoch(tmp_path: P
     )
     assert factors.seen == [(1, 3)]
     assert worst_error(resumed.gradients, whole.gradients[4:]) <= 1e-12
+
+
+def test_a_schedule_holds_where_loaders_are_reloaded() -> None:
+    """``reload_dataloaders_every_n_epochs`` makes a new loader, which is cut as its epoch says."""
+
+    class Data(pl.LightningDataModule):
+        def train_dataloader(self) -> "DataLoader[object]":
+            return DataLoader(Samples(30), batch_size=5)
+
+    module = Regression()
+    trainer = quiet_trainer(
+        AutoAccumulate({0: 6, 1: 10, 2: 15}, micro_batch_size=4), max_epochs=3, reload_dataloaders_every_n_epochs=1
+    )
+    trainer.fit(module, datamodule=Data())
+    assert module.windows == [window for size in (6, 10, 15) for window in cut(range(30), size)]
+
+
+def test_one_callback_in_two_trainers_keeps_the_recipe_of_each() -> None:
+    """What one fit left in its trainer is nothing to the other."""
+    callback = AutoAccumulate(micro_batch_size=4)
+    fit(DataLoader(Samples(48), batch_size=16), callback)
+    _, trainer = fit(DataLoader(Samples(48), batch_size=4), callback, accumulate_grad_batches=4, max_epochs=1)
+    assert (callback.plan.effective_batch_size, trainer.global_step) == (16, 3)
+
+
+@pytest.mark.parametrize("schedule", [None, 8, {0: 8, 2: 4}])
+def test_the_callback_can_be_pickled(schedule: object) -> None:
+    """As strategies that spawn their processes do, before and after a fit."""
+    callback = AutoAccumulate(schedule, micro_batch_size=4)
+    fit(DataLoader(Samples(16), batch_size=8), callback, max_epochs=1)
+    copied = pickle.loads(pickle.dumps(callback))
+    assert copied.plan is None
+    fit(DataLoader(Samples(16), batch_size=8), copied, max_epochs=1)
+    assert copied.plan == callback.plan
 
 
 def test_a_factor_in_both_places_is_refused() -> None:

@@ -1,0 +1,255 @@
+"""The probe on modules, data and optimizers of every kind: it finds the limit and disturbs nothing."""
+
+import os
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from reference import FEATURES, Regression, Samples, fit, loss
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+from lightning_ga import AutoAccumulate, UserError
+from lightning_ga.probe import heaviest
+from lightning_ga.testing import limit_memory
+
+BUDGET = 60_000
+
+
+class Wide(Regression):
+    """Large enough that a budget of 60 kB cuts a window of 64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Sequential(torch.nn.Linear(FEATURES, 48), torch.nn.Tanh(), torch.nn.Linear(48, 1)).double()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return loss(self.net, batch[0], batch[1])
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        pass
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=1e-3)
+
+
+def probe(module: pl.LightningModule, dataset: Any = None, *, callbacks: Any = (), **settings: Any) -> AutoAccumulate:
+    """The callback after a fit of one epoch within the budget."""
+    callback = AutoAccumulate(64, memory_budget=settings.pop("budget", BUDGET))
+    loader = DataLoader(Samples(128) if dataset is None else dataset, batch_size=64, **settings.pop("loader", {}))
+    fit(loader, *callbacks, callback, module=module, max_epochs=1, **settings)
+    return callback
+
+
+def test_training_at_the_limit_fits_and_one_more_does_not() -> None:
+    """In the real fit, on an emulated device, to the sample."""
+    limit = probe(Wide()).probe.limit
+    assert 1 < limit < 64
+    dataset = Samples(4 * limit + 4)  # it lies on the host
+
+    def train(micro_batch: int) -> None:
+        callback = AutoAccumulate(4 * micro_batch, micro_batch_size=micro_batch, verify=False)
+        with limit_memory(BUDGET):
+            fit(DataLoader(dataset, batch_size=8), callback, module=Wide(), max_epochs=2)
+
+    train(limit)
+    with pytest.raises(torch.OutOfMemoryError):
+        train(limit + 1)
+
+
+def test_the_limit_holds_where_a_scaler_overflows_at_first() -> None:
+    """A trial whose step is skipped would not see the optimizer's state."""
+
+    class Loud(Wide):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            return 100 * super().training_step(batch, batch_idx)
+
+    def plugin() -> Any:
+        return pl.plugins.MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**16))
+
+    module = Loud().float()
+    data = [tuple(t.float() if torch.is_tensor(t) else t for t in Samples(128)[i]) for i in range(128)]
+    limit = probe(module, data, budget=18_000, plugins=plugin()).probe.limit
+    assert limit < 64
+    callback = AutoAccumulate(64, micro_batch_size=limit, verify=False)
+    with limit_memory(18_000):
+        fit(DataLoader(data, batch_size=64), callback, module=Loud().float(), max_epochs=8, plugins=plugin())
+
+
+def test_parameters_without_a_gradient_take_no_memory_for_one() -> None:
+    """An unused head costs its weights, not its gradient and moments."""
+    limits = []
+    for unused in (1, 24):
+        module = Wide()
+        module.head = torch.nn.Linear(unused, 24, dtype=torch.float64)
+        extra = 8 * 24 * (unused + 1)
+        limits.append(probe(module, budget=BUDGET + extra).probe.limit)
+    assert limits[0] == limits[1]
+
+
+def test_steps_find_what_the_modules_own_hooks_prepare() -> None:
+    """State made in hooks is there in trials, and made anew for training."""
+
+    class Prepared(Wide):
+        def on_train_start(self) -> None:
+            self.first = []
+
+        def on_train_epoch_start(self) -> None:
+            self.epoch_losses = []
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            self.current = batch_idx
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            assert self.current == batch_idx
+            value = super().training_step(batch, batch_idx)
+            self.epoch_losses.append(value.detach())
+            self.first.append(batch_idx)
+            return value
+
+    module = Prepared()
+    callback = probe(module)
+    assert len(module.epoch_losses) == len(module.first) == 2 * callback.plan.factor
+    assert callback.exactness.cause == "exact"
+
+
+def test_steps_find_the_callbacks_and_callbacks_hear_of_no_trial() -> None:
+    """They may be looked up, and are called for real batches only."""
+
+    class Counting(pl.Callback):
+        calls = 0
+
+        def on_before_backward(self, *_: Any) -> None:
+            self.calls += 1
+
+    class Looking(Wide):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            assert any(isinstance(callback, Counting) for callback in self.trainer.callbacks)
+            return super().training_step(batch, batch_idx)
+
+    counting = Counting()
+    callback = probe(Looking(), callbacks=[counting])
+    assert counting.calls == 2 * callback.plan.factor
+
+
+def test_features_tapped_by_a_hook_are_found() -> None:
+    """The object that a hook writes to is the one that the step reads."""
+
+    class Tap:
+        def __init__(self, layer: torch.nn.Module) -> None:
+            self.calls, self.out = 0, None
+            layer.register_forward_hook(self.hook)
+
+        def hook(self, module: torch.nn.Module, inputs: Any, out: torch.Tensor) -> None:
+            self.calls, self.out = self.calls + 1, out
+
+    class Tapped(Wide):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tap = Tap(self.net[0])
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            return super().training_step(batch, batch_idx) + self.tap.out.pow(2).mean()
+
+    module = Tapped()
+    callback = probe(module)
+    assert module.tap.calls == 2 * callback.plan.factor
+
+
+def test_a_collate_fn_may_change_what_it_is_given() -> None:
+    """Samples that trials share are copied for it."""
+
+    def taking(batch: list[dict[str, Any]]) -> Any:
+        targets = torch.stack([sample.pop("target") for sample in batch])
+        return [default_collate([sample["input"] for sample in batch]), targets]
+
+    dataset = Samples(128)
+
+    class Dicts(Dataset):
+        def __len__(self) -> int:
+            return len(dataset)
+
+        def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+            return {"input": dataset.inputs[index], "target": dataset.targets[index]}
+
+    assert probe(Wide(), Dicts(), loader={"collate_fn": taking}).plan.factor > 1
+
+
+class Opening(Samples):
+    """Opens a handle on first use, in whichever process that is."""
+
+    handle: int | None = None
+
+    def __getitem__(self, index: int) -> Any:
+        if self.handle is None:
+            self.handle = os.getpid()
+        return super().__getitem__(index)
+
+
+def test_a_dataset_is_read_by_workers_only() -> None:
+    """What it opens on first use is not open in the process that workers are forked from."""
+    dataset = Opening(128)
+    probe(Wide(), dataset, loader={"num_workers": 1})
+    assert dataset.handle is None
+
+
+def test_random_numbers_of_a_dataset_are_untouched() -> None:
+    """Augmentations of the first epoch are those without a probe."""
+
+    class Noisy(Samples):
+        def __init__(self) -> None:
+            super().__init__(64)
+            self.rng = np.random.default_rng(3)
+            self.drawn: list[float] = []
+
+        def __getitem__(self, index: int) -> Any:
+            self.drawn.append(float(self.rng.random()))
+            return super().__getitem__(index)
+
+    dataset = Noisy()
+    probe(Wide(), dataset)
+    assert dataset.drawn[-64:] == [float(x) for x in np.random.default_rng(3).random(64)]
+
+
+def test_lazy_modules_and_growing_optimizers_are_refused_with_the_way_out() -> None:
+    """Rather than a wrong limit."""
+
+    class Lazy(Wide):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = torch.nn.Sequential(torch.nn.LazyLinear(8), torch.nn.Linear(8, 1)).double()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    class Growing(Wide):
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.LBFGS(self.parameters())
+
+    with pytest.raises(UserError, match="lazy module"):
+        probe(Lazy())
+    with pytest.raises(UserError, match="LBFGS keeps a history"):
+        probe(Growing())
+
+
+def test_the_heaviest_samples_are_tried() -> None:
+    """Most elements first."""
+    samples = [torch.zeros(2), {"ids": torch.zeros(9)}, [torch.zeros(3), 1], "four"]
+    assert heaviest(samples, 2) == [samples[1], samples[2]]
+
+
+def test_a_limit_of_other_hardware_is_looked_for_again(tmp_path: Any) -> None:
+    """A checkpoint's limit holds for its own budget only."""
+    settings: dict[str, Any] = {"module": Wide(), "max_epochs": 1}
+    loader = DataLoader(Samples(128), batch_size=64)
+    first = AutoAccumulate(64, memory_budget=BUDGET)
+    _, trainer = fit(loader, first, **settings)
+    trainer.save_checkpoint(tmp_path / "run.ckpt")
+    settings = {"ckpt_path": tmp_path / "run.ckpt", "max_epochs": 2}
+    same, other = AutoAccumulate(64, memory_budget=BUDGET), AutoAccumulate(64, memory_budget=BUDGET - 20_000)
+    fit(loader, same, module=Wide(), **settings)
+    fit(loader, other, module=Wide(), **settings)
+    assert (same.probe.method, same.probe.limit) == ("checkpoint", first.probe.limit)
+    assert other.probe.method != "checkpoint"
+    assert other.probe.limit < first.probe.limit
