@@ -16,7 +16,7 @@ torch.set_num_threads(1)
 from lightning.pytorch import Callback  # noqa: E402
 from lightning.pytorch.strategies import DDPStrategy  # noqa: E402
 from reference import LossBySample, Samples, StreamOf, fit  # noqa: E402
-from torch.utils.data import DataLoader, Subset  # noqa: E402
+from torch.utils.data import DataLoader, Sampler, Subset  # noqa: E402
 
 from lightning_ga import AutoAccumulate  # noqa: E402
 
@@ -26,11 +26,13 @@ def main(settings: dict[str, Any], folder: Path) -> None:
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", message=".*(LeafSpec|many workers|number of training batches|resource_tracker).*")
     warnings.filterwarnings("ignore", category=ResourceWarning)
-    callback = AutoAccumulate(**settings["accumulate"])
+    masked = settings.get("masked", [])
+    normalize = {"normalize": lambda batch: mask_of(batch, masked).sum()} if masked else {}
+    callback = AutoAccumulate(**settings["accumulate"], **normalize)
     strategy = DDPStrategy(start_method="fork", process_group_backend="gloo")
     trainer = {"strategy": strategy, "devices": settings["ranks"], **settings.get("trainer", {})}
     dtype = getattr(torch, settings.get("dtype", "float64"))
-    module = Recorder(folder, callback, dtype)
+    module = Masked(folder, callback, masked) if masked else Recorder(folder, callback, dtype)
     loader = LOADERS[settings.get("loader", "shuffled")](settings["size"], settings["batch_size"], settings["ranks"])
     ckpt_path = settings.get("ckpt_path")
     fit(
@@ -64,6 +66,50 @@ class Recorder(LossBySample):
         torch.save(record, self.folder / f"rank{self.global_rank}.pt")
 
 
+class Masked(Recorder):
+    """Its loss is a mean over samples that are not masked, made by hand: NaN where there are none."""
+
+    def __init__(self, folder: Path, callback: AutoAccumulate, masked: list[int]) -> None:
+        super().__init__(folder, callback, torch.float64)
+        self.masked = masked
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        mask = mask_of(batch, self.masked).double()[:, None]
+        self.micro_batches.append((self.global_step, batch[2].tolist()))
+        return ((self.net(batch[0]) - batch[1]).square() * mask).sum() / mask.sum()
+
+
+def mask_of(batch: Any, masked: list[int]) -> torch.Tensor:
+    """Which samples of a batch count."""
+    return ~torch.isin(batch[2], torch.tensor(masked))
+
+
+class OwnBatches(Sampler[list[int]]):
+    """A batch sampler that knows its rank; batches of the ranks differ in size."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __iter__(self) -> Any:
+        rank, start = torch.distributed.get_rank(), 20 * torch.distributed.get_rank()
+        for size in ((9, 3, 5, 2), (4, 6, 1, 7))[rank]:
+            yield list(range(start, start + size))
+            start += size
+
+
+class OwnShare(Sampler[int]):
+    """A sampler that knows its rank; the ranks have 23 and 22 samples."""
+
+    def __len__(self) -> int:
+        return len(self.share())
+
+    def __iter__(self) -> Any:
+        return iter(self.share())
+
+    def share(self) -> range:
+        return range(torch.distributed.get_rank(), 45, 2)
+
+
 class Save(Callback):
     """A checkpoint after every optimizer step."""
 
@@ -94,6 +140,8 @@ LOADERS = {
     "in order": lambda size, b, _: DataLoader(Samples(size), b),
     "subset": lambda size, b, _: DataLoader(Subset(Samples(size + 5), range(size)), b),
     "stream": own_stream,
+    "own batches": lambda size, _, __: DataLoader(Samples(size), batch_sampler=OwnBatches()),
+    "own share": lambda size, b, _: DataLoader(Samples(size), b, sampler=OwnShare()),
 }
 
 if __name__ == "__main__":

@@ -63,6 +63,40 @@ def test_streams_of_the_ranks_are_weighted_by_what_they_yield(tmp_path: Path) ->
         assert worst_error(record["gradients"], plain_loop(Samples(43), windows)) <= 1e-12
 
 
+def test_batches_that_the_ranks_cut_themselves_are_weighted_by_what_they_hold(tmp_path: Path) -> None:
+    """Windows of 13, 9, 6 and 9 samples, in as many micro-batches on each rank: nobody waits for the other."""
+    settings: dict[str, Any] = {"trainer": {"use_distributed_sampler": False}, "loader": "own batches"}
+    records = run_ranks(
+        tmp_path, ranks=2, size=45, batch_size=0, accumulate={"micro_batch_size": 4, "verify": False}, **settings
+    )
+    ends = ([0, 9, 12, 17, 19], [20, 24, 30, 31, 38])
+    windows = [[i for share in ends for i in range(share[k], share[k + 1])] for k in range(4)] * 2
+    assert joined(records) == windows
+    for record in records:
+        assert worst_error(record["gradients"], plain_loop(Samples(45), windows)) <= 1e-12
+
+
+def test_shares_of_different_sizes_end_in_an_exact_window(tmp_path: Path) -> None:
+    """The last window has three samples on one rank and two on the other."""
+    settings: dict[str, Any] = {"trainer": {"use_distributed_sampler": False}, "loader": "own share"}
+    records = run_ranks(tmp_path, ranks=2, size=45, batch_size=4, accumulate={"micro_batch_size": 2}, **settings)
+    windows = [a + b for a, b in zip(cut(range(0, 45, 2), 4), cut(range(1, 45, 2), 4), strict=True)] * 2
+    for record in records:
+        assert worst_error(record["gradients"], plain_loop(Samples(45), windows)) <= 1e-12
+
+
+def test_an_empty_micro_batch_on_one_rank_is_left_out(tmp_path: Path) -> None:
+    """Last in its window, where ranks reduce, and with a mean that is NaN over nothing."""
+    accumulate = {"effective_batch_size": 8, "micro_batch_size": 2, "verify": False}
+    masked = [6, 7, 12, 13]
+    records = run_ranks(
+        tmp_path, ranks=2, size=16, batch_size=4, accumulate=accumulate, loader="in order", masked=masked
+    )
+    windows = [[i for i in window if i not in masked] for window in cut(range(16), 8)] * 2
+    for record in records:
+        assert worst_error(record["gradients"], plain_loop(Samples(16), windows)) <= 1e-12
+
+
 def test_a_resume_with_another_number_of_ranks_goes_on_with_the_same_samples(tmp_path: Path) -> None:
     """Two ranks start, three go on: no sample of the epoch is lost or seen twice."""
     settings: dict[str, Any] = {"size": 40, "batch_size": 8, "accumulate": {"effective_batch_size": 12}}
