@@ -5,9 +5,7 @@ one share per rank, and every share into the same number of *chunks*, the micro-
 differ by one at most, so no pass peaks higher than needed and none is nearly empty.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 from lightning_ga.errors import UserError
 
@@ -85,17 +83,6 @@ def cut_window(samples: int, *, micro_batch: int, world_size: int) -> tuple[tupl
     shares = split_evenly(samples, world_size)
     factor = -(-shares[0] // micro_batch)
     return tuple(split_evenly(share, factor) for share in shares)
-
-
-def chunk_offsets(chunks: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
-    """Where each chunk starts in its window when ranks follow one another: same shape as ``chunks``.
-
-    Examples:
-        >>> chunk_offsets(((2, 2), (2, 1)))
-        ((0, 2), (4, 6))
-    """
-    starts = [0, *accumulate(sum(rank) for rank in chunks)]
-    return tuple(tuple(start + done for done in (0, *accumulate(rank[:-1]))) for start, rank in zip(starts, chunks))
 
 
 def require_count(name: str, value: int) -> None:

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_ga.errors import UserError
-from lightning_ga.plan import AccumulationPlan, chunk_offsets, cut_window, plan_accumulation, split_evenly
+from lightning_ga.plan import AccumulationPlan, cut_window, plan_accumulation, split_evenly
 
 WORLD_SIZES = st.integers(1, 9)
 LIMITS = st.integers(1, 70)
@@ -76,16 +76,6 @@ def test_plans_worked_out_by_hand(
 ) -> None:
     """The example of the documentation, a ragged share, a window that fits whole, an empty chunk."""
     assert plan_accumulation(effective, micro_batch=limit, world_size=world_size).chunks == chunks
-
-
-@settings(deadline=None)
-@given(samples=st.integers(1, 400), limit=LIMITS, world_size=WORLD_SIZES)
-def test_offsets_lay_the_chunks_end_to_end(samples: int, limit: int, world_size: int) -> None:
-    """Ranks follow one another and every sample of the window is in one chunk."""
-    chunks = cut_window(samples, micro_batch=limit, world_size=world_size)
-    offsets = chunk_offsets(chunks)
-    taken = [place for rank, starts in zip(chunks, offsets) for n, s in zip(rank, starts) for place in range(s, s + n)]
-    assert taken == list(range(samples))
 
 
 @pytest.mark.parametrize(
