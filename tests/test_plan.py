@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_ga.errors import UserError
-from lightning_ga.plan import AccumulationPlan, cut_window, plan_accumulation, split_evenly
+from lightning_ga.plan import AccumulationPlan, plan_accumulation, split_evenly
 
 WORLD_SIZES = st.integers(1, 9)
 LIMITS = st.integers(1, 70)
