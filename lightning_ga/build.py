@@ -1,11 +1,16 @@
 """From a configuration to objects: what is allowed, in which order, and what cannot work."""
 
+import inspect
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import lightning
 import torch
 from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
 from hydra.types import RunMode
 from hydra.utils import instantiate
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
@@ -14,12 +19,15 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from omegaconf import DictConfig, OmegaConf
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lightning_ga.allowlist import check_targets
 from lightning_ga.errors import UserError
 from lightning_ga.progress import PlanReport
+from lightning_ga.values import check_values
 
 HALF_PRECISION = ("16-mixed", "16-true", "16")
+TRIAL_STEPS = 100  # of a schedule that is only tried
 
 
 class Run(NamedTuple):
@@ -47,6 +55,7 @@ def build(cfg: DictConfig) -> Run:
         UserError: If something cannot work: found before anything is trained.
     """
     check_targets(OmegaConf.to_container(cfg, resolve=True), cfg.allow_targets)
+    check_values(cfg)
     if cfg.seed is not None:
         lightning.seed_everything(cfg.seed, workers=True, verbose=False)
     torch.set_float32_matmul_precision(cfg.precision.float32_matmul)
@@ -58,6 +67,7 @@ def build(cfg: DictConfig) -> Run:
         cfg.data.num_classes = data.num_classes  # the model's configuration refers to it
     config = OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))
     assert isinstance(config, DictConfig)
+    check_classes(config, data)
     return Run(config, folder, make(config.model), data, trainer)
 
 
@@ -91,14 +101,47 @@ def make_all(nodes: DictConfig | None) -> list[Any]:
 
 
 def check_optimizer(cfg: DictConfig) -> None:
-    """Try the optimizer on one number: a wrong argument would come to light only when training starts."""
-    section = cfg.get("optimizer")
-    if not section:
+    """Try optimizer and schedule on one number: a wrong argument would come to light only when training starts."""
+    if not cfg.get("optimizer"):
         return
+    with told_as("optimizer", cfg.optimizer):
+        optimizer = make(cfg.optimizer)([torch.nn.Parameter(torch.zeros(1))])
+    if not cfg.get("lr_scheduler"):
+        return
+    with told_as("lr_scheduler", cfg.lr_scheduler), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the optimizer itself takes no steps
+        make_scheduler = make(cfg.lr_scheduler)
+        known = inspect.signature(make_scheduler).parameters
+        scheduler = make_scheduler(optimizer, **({"total_steps": TRIAL_STEPS} if "total_steps" in known else {}))
+        if isinstance(scheduler, LRScheduler) and not isinstance(scheduler, ReduceLROnPlateau):
+            for _ in range(2):  # some arguments are used in the first step only
+                scheduler.step()
+
+
+@contextmanager
+def told_as(name: str, section: DictConfig) -> Iterator[None]:
+    """Any error of a constructor in one sentence: what it is given comes from the configuration alone."""
     try:
-        make(section)([torch.nn.Parameter(torch.zeros(1))])
-    except (TypeError, ValueError) as error:
-        raise UserError(f"optimizer ({section._target_}) could not be built: {error}.") from error
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        cause = error.__cause__ if isinstance(error, HydraException) and error.__cause__ else error
+        kind = "" if isinstance(cause, TypeError | ValueError) else f"{type(cause).__name__}: "
+        raise UserError(
+            f"{name} ({section.get('_target_')}) could not be built: {kind}{str(cause).rstrip('.')}; "
+            f"its arguments are {name}.<argument>, shown by --cfg job -p {name}."
+        ) from error
+
+
+def check_classes(config: DictConfig, data: LightningDataModule) -> None:
+    """Refuse a model with fewer outputs than the set has classes."""
+    outputs, classes = config.model.get("num_classes"), getattr(data, "num_classes", None)
+    if isinstance(outputs, int) and isinstance(classes, int) and outputs < classes:
+        raise UserError(
+            f"model.num_classes={outputs} is less than the {classes} classes of the data: leave model.num_classes out, "
+            "it follows the data."
+        )
 
 
 def check_precision(cfg: DictConfig, trainer: Trainer) -> None:

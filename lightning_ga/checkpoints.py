@@ -4,7 +4,6 @@
 saves its resolved configuration beside its ``checkpoints`` folder, and that is what is compared.
 """
 
-import pickle
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -65,6 +64,9 @@ def require_safe(path: Path) -> None:
     """
     try:
         torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
-        reason = str(error).strip().split("\n")[0]
-        raise UserError(f"{str(path)!r} is not a checkpoint of tensors and plain values ({reason})") from error
+    except Exception as error:  # on bytes that are no pickle the unpickler fails in any way
+        reason = str(error).strip().split("\n")[0] or type(error).__name__
+        raise UserError(
+            f"{str(path)!r} is not a checkpoint of tensors and plain values ({reason}): give ckpt_path=last, "
+            "ckpt_path=best or the path of a .ckpt file."
+        ) from error

@@ -79,14 +79,19 @@ class PlanReport(Callback):
     Args:
         folder: Where ``plan.json`` goes.
         dry_run: End the fit right there, without a single training step.
+
+    Attributes:
+        started: Whether there was anything to train.
     """
 
     def __init__(self, folder: Path, *, dry_run: bool = False) -> None:
         self.folder = folder
         self.dry_run = dry_run
+        self.started = False
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """AutoAccumulate, which comes first among the callbacks, has its plan by now."""
+        self.started = True
         if trainer.is_global_zero:
             records = current_plan(trainer), current_probe(trainer), current_exactness(trainer)
             save_plan(self.folder / "plan.json", *records)

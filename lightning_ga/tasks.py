@@ -56,6 +56,7 @@ def wanted_checkpoint(run: Run) -> Path | None:
 def fit(run: Run, checkpoint: Path | None) -> Metrics:
     """Train, from a checkpoint if there is one; then test the best weights."""
     safely(run.trainer.fit)(run.model, datamodule=run.data, ckpt_path=checkpoint)
+    tell_if_complete(run)
     if run.config.dry_run:
         return {}
     metrics = measured(run)
@@ -67,6 +68,20 @@ def fit(run: Run, checkpoint: Path | None) -> Metrics:
         weights = Path(best.best_model_path) if best is not None and best.best_model_path else None
         metrics |= test(run, weights)
     return metrics
+
+
+def tell_if_complete(run: Run) -> None:
+    """Say that a fit had nothing left to do: Lightning returns from it without a word."""
+    trainer = run.trainer
+    started = any(getattr(callback, "started", False) for callback in trainer.callbacks)  # type: ignore[attr-defined]
+    if started or not trainer.is_global_zero:
+        return
+    key = "max_steps" if 0 <= trainer.max_steps <= trainer.global_step else "max_epochs"
+    done = trainer.global_step if key == "max_steps" else trainer.current_epoch
+    print(
+        f"Training was already complete ({trainer.global_step} optimizer steps): "
+        f"go on with trainer.{key}={done + 1} or more."
+    )
 
 
 def validate(run: Run, checkpoint: Path | None) -> Metrics:

@@ -82,10 +82,7 @@ def test_the_classic_recipes(experiment: str, batch: int, accumulate: int | None
     config = resolved(composed(f"experiment={experiment}"))
     assert config["data"]["batch_size"] == batch
     assert config["trainer"]["precision"] == precision
-    if accumulate is None:
-        assert config["accumulate"] is None
-    else:
-        assert (config["accumulate"]["micro_batch_size"], config["accumulate"]["accumulate"]) == (batch, accumulate)
+    assert (config["accumulate"]["micro_batch_size"], config["accumulate"]["accumulate"]) == (batch, accumulate)
 
 
 def test_keys_that_users_type():

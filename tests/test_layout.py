@@ -11,7 +11,7 @@ import lightning_ga
 
 PACKAGE = Path(lightning_ga.__file__).parent
 PURE = ("errors", "plan", "schedule", "search", "replay", "weights", "windows")
-COMMAND_LINE = ("allowlist", "build", "checkpoints", "cli_errors", "progress", "report", "tasks", "train")
+COMMAND_LINE = ("allowlist", "build", "checkpoints", "cli_errors", "progress", "report", "tasks", "train", "values")
 
 
 def modules() -> list[str]:

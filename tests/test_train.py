@@ -112,7 +112,7 @@ def test_resnet34d_learns_the_digits(command):
         (["model=mlp", "precision=fp16-mixed", "trainer.accelerator=cpu"], ["needs a GPU", "bf16-mixed"]),
         (["model=mlp", "accumulate.memory_budget=1MiB"], ["memory_budget"]),
         (["model=mlp", "accumulate.effective_batch_size=0"], ["effective_batch_size=0 must be at least 1"]),
-        (["model=mlp", "data.batch_size=0"], ["data.batch_size=0 must be at least 1"]),
+        (["model=mlp", "data.batch_size=0"], ["data.batch_size=0 must be a whole number of at least 1"]),
         (["model=mlp", "+trainer.epochs=1"], ["unexpected keyword argument 'epochs'"]),
         (["model=mlp", "optimizer.lr=abc"], ["optimizer (torch.optim.Adam) could not be built"]),
         (["model=mlp", "+optimizer.foo=1"], ["unexpected keyword argument 'foo'"]),
@@ -125,6 +125,19 @@ def test_resnet34d_learns_the_digits(command):
         (["+hydra.callbacks.x._target_=os.getcwd"], ["hydra.callbacks"]),
         (["--experimental-rerun", "x.pickle"], ["unpickles"]),
         (["--config-dir", "nowhere"], ["nowhere"]),
+        (["model=mlp", "optimizer.betas=[0.9]"], ["optimizer (torch.optim.Adam) could not be built: IndexError"]),
+        (["model=mlp", "lr_scheduler=step", "lr_scheduler.step_size=abc"], ["lr_scheduler (torch.optim.lr_scheduler"]),
+        (["model=mlp", "lr_scheduler=step", "lr_scheduler.step_size=0"], ["lr_scheduler (torch.optim.lr_scheduler"]),
+        (["model=mlp", "lr_scheduler=onecycle", "lr_scheduler.max_lr=abc"], ["lr_scheduler (torch.optim.lr_scheduler"]),
+        (["model=mlp", "trainer.max_epochs=-1"], ["trainer.max_epochs=-1 has no end", "lr_scheduler=none"]),
+        (["model=mlp", "ckpt_path=/etc/passwd"], ["'/etc/passwd' is not a checkpoint"]),
+        (["model=mlp", "model.num_classes=3"], ["model.num_classes=3 is less than the 10 classes"]),
+        (["model=mlp", "data.num_classes=3"], ["data.num_classes=3 is less than the 10 classes of digits"]),
+        (["model=mlp", "data.val_fraction=0.001"], ["cannot be held out", "data.val_fraction"]),
+        (["model=mlp", "seed=abc"], ["seed=abc must be a whole number from 0", "seed=0"]),
+        (["model=mlp", "accumulate.foo=3"], ["no key accumulate.foo", "effective_batch_size"]),
+        (["model=mlp", "+accumulate.foo=3"], ["unexpected keyword argument 'foo'", "effective_batch_size"]),
+        (["model=mlp", "+accumulate.acumulate=3"], ["did you mean accumulate?"]),
     ],
     ids=lambda value: value[-1] if value and "=" in value[-1] else None,
 )
@@ -193,6 +206,23 @@ def test_last_goes_on_where_a_run_ended(command):
     run = command(*QUICK, "trainer.max_epochs=2", "ckpt_path=last", folder="second")
     assert run.code == 0, run.err
     assert torch.load(run.folder / "checkpoints" / "last.ckpt", weights_only=True)["global_step"] == 82
+
+
+def test_a_finished_run_says_that_it_is_complete(command):
+    """Resumed with nothing left to do, it prints how to go on."""
+    command(*TINY, folder="first")
+    run = command(*TINY, "ckpt_path=last", folder="second")
+    assert run.code == 0, run.err
+    assert "Training was already complete (8 optimizer steps): go on with trainer.max_epochs=3 or more." in run.out
+
+
+def test_one_cycle_is_not_prolonged(command):
+    """It would fail in the middle of an epoch; it is refused before the first step."""
+    command(*TINY, "lr_scheduler=onecycle", folder="first")
+    run = command(*TINY, "lr_scheduler=onecycle", "ckpt_path=last", "trainer.max_epochs=3", folder="second")
+    assert run.code == 1
+    assert run.err.startswith("Error: OneCycleLR was made for 8 optimizer steps and cannot be prolonged to 12")
+    assert len(run.err.strip().splitlines()) == 1
 
 
 def test_best_is_tested_validated_and_predicted_with(command):

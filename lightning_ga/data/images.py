@@ -141,7 +141,9 @@ class ImageData(LightningDataModule):
     def setup(self, stage: str) -> None:
         """Read the set once."""
         if self.splits is None:
-            self.splits = self.read()
+            splits = self.read()
+            self._check_labels(splits)
+            self.splits = splits
 
     def transform(self, augment: Sequence[Transform] = ()) -> Transform:
         """From a raw image to a float tensor ``(channels, image_size, image_size)``."""
@@ -172,8 +174,23 @@ class ImageData(LightningDataModule):
     def hold_out(self, samples: Labelled, fraction: float) -> tuple[Labelled, Labelled]:
         """Split off a share of the samples, in the same mix of classes: what stays, what is held out."""
         places, labels = range(len(samples.labels)), samples.labels.tolist()
-        kept, held = train_test_split(places, test_size=fraction, stratify=labels, random_state=self.split_seed)
+        try:
+            kept, held = train_test_split(places, test_size=fraction, stratify=labels, random_state=self.split_seed)
+        except ValueError as error:
+            raise UserError(
+                f"A share of {fraction} of {len(labels)} samples cannot be held out with every class in both parts "
+                f"({error}): change data.val_fraction or data.test_fraction."
+            ) from error
         return samples.subset(sorted(kept)), samples.subset(sorted(held))
+
+    def _check_labels(self, splits: Splits) -> None:
+        """Refuse classes beyond ``num_classes``: the loss would fail on them."""
+        found = max((int(part.labels.max()) + 1 for part in splits if len(part.labels)), default=0)
+        if self.num_classes is not None and found > self.num_classes:
+            raise UserError(
+                f"data.num_classes={self.num_classes} is less than the {found} classes of {self.name}: use "
+                f"data.num_classes={found}."
+            )
 
     def _loader(self, part: str, batch_size: int, shuffle: bool = False) -> DataLoader[Sample]:
         assert self.splits is not None, "setup() comes first"

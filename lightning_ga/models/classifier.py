@@ -7,6 +7,7 @@ step is the same whatever the micro-batch.
 """
 
 import inspect
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -14,9 +15,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812 (the name PyTorch users know)
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import OneCycleLR
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
 
+from lightning_ga.errors import UserError
 from lightning_ga.steps import optimizer_steps
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -63,6 +66,17 @@ class Classifier(LightningModule):
         logits: Tensor = self.net(images)
         return logits
 
+    def on_train_start(self) -> None:
+        """Refuse a resumed schedule that ends before the training: it would fail in the middle."""
+        steps = optimizer_steps(self.trainer)
+        for config in self.trainer.lr_scheduler_configs:
+            scheduler = config.scheduler
+            if isinstance(scheduler, OneCycleLR) and scheduler.total_steps < steps:
+                raise UserError(
+                    f"OneCycleLR was made for {scheduler.total_steps} optimizer steps and cannot be prolonged to "
+                    f"{steps}: keep trainer.max_epochs as it was, or train from the start, without ckpt_path."
+                )
+
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Mean loss of one micro-batch; logs the means of the window so far."""
         images, targets = batch
@@ -108,7 +122,7 @@ class Classifier(LightningModule):
             return optimizer
         arguments = {}
         if "total_steps" in inspect.signature(self.make_scheduler).parameters:
-            arguments["total_steps"] = int(optimizer_steps(self.trainer))
+            arguments["total_steps"] = finite_steps(self.trainer)
         scheduler = self.make_scheduler(optimizer, **arguments)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
@@ -119,3 +133,18 @@ class Classifier(LightningModule):
         self.log(f"{stage}/loss", F.cross_entropy(logits, targets), batch_size=len(targets), sync_dist=True)
         self.log(f"{stage}/acc", accuracy, on_step=False, on_epoch=True, batch_size=len(targets))
         return logits
+
+
+def finite_steps(trainer: Any) -> int:
+    """Optimizer steps of the whole training, for a schedule that must know its end.
+
+    Raises:
+        UserError: If the training has no end.
+    """
+    steps = optimizer_steps(trainer)
+    if math.isinf(steps):
+        raise UserError(
+            f"trainer.max_epochs={trainer.max_epochs} has no end, and the learning-rate schedule needs one: give "
+            "trainer.max_epochs=… or trainer.max_steps=…, or choose lr_scheduler=none."
+        )
+    return int(steps)
