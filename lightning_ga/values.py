@@ -92,6 +92,7 @@ RULES: Mapping[str, Rule] = {
     "trainer.check_val_every_n_epoch": whole(1, 1, or_null="validation by steps alone"),
     "trainer.log_every_n_steps": whole(0, 5, or_null="Lightning's default"),
     "trainer.num_sanity_val_steps": whole(0, 0, endless=True, or_null="Lightning's default"),
+    "trainer.deterministic": Rule("true, false or warn", "true", lambda value: value in (True, False, None, "warn")),
     "data.download": SWITCH,
     "data.batch_size": COUNT,
     "data.eval_batch_size": COUNT,

@@ -60,22 +60,16 @@ class Classifier(LightningModule):
         self.test_confusion = MulticlassConfusionMatrix(num_classes)
         self.confusion: list[list[int]] | None = None
         self._starts_window = True
+        self._saved_ends: list[int | None] = []
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits ``(batch, num_classes)``."""
         logits: Tensor = self.net(images)
         return logits
 
-    def on_train_start(self) -> None:
-        """Refuse a resumed schedule that ends before the training: it would fail in the middle."""
-        steps = optimizer_steps(self.trainer)
-        for config in self.trainer.lr_scheduler_configs:
-            scheduler = config.scheduler
-            if isinstance(scheduler, OneCycleLR) and scheduler.total_steps < steps:
-                raise UserError(
-                    f"OneCycleLR was made for {scheduler.total_steps} optimizer steps and cannot be prolonged to "
-                    f"{steps}: keep trainer.max_epochs as it was, or train from the start, without ckpt_path."
-                )
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Remember the ends of saved schedules: they are restored with these, whatever the training takes now."""
+        self._saved_ends = [state.get("total_steps") for state in checkpoint.get("lr_schedulers", ())]
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Mean loss of one micro-batch; logs the means of the window so far."""
@@ -124,6 +118,9 @@ class Classifier(LightningModule):
         if "total_steps" in inspect.signature(self.make_scheduler).parameters:
             arguments["total_steps"] = finite_steps(self.trainer)
         scheduler = self.make_scheduler(optimizer, **arguments)
+        if isinstance(scheduler, OneCycleLR):
+            for end in self._saved_ends:
+                refuse_longer(scheduler, end)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def _evaluate(self, batch: Batch, stage: str, accuracy: MulticlassAccuracy) -> Tensor:
@@ -148,3 +145,16 @@ def finite_steps(trainer: Any) -> int:
             "trainer.max_epochs=… or trainer.max_steps=…, or choose lr_scheduler=none."
         )
     return int(steps)
+
+
+def refuse_longer(scheduler: OneCycleLR, end: int | None) -> None:
+    """Refuse to resume a OneCycle schedule past its end: it would fail in the middle of the training.
+
+    Raises:
+        UserError: If the saved schedule ends before the training does.
+    """
+    if end is not None and end < scheduler.total_steps:
+        raise UserError(
+            f"OneCycleLR was made for {end} optimizer steps and cannot be prolonged to {scheduler.total_steps}: keep "
+            "trainer.max_epochs as it was, or train from the start, without ckpt_path."
+        )
