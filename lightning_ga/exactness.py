@@ -92,7 +92,8 @@ def judge(
 
 
 def _norm(tensors: Iterable[torch.Tensor]) -> float:
-    return math.sqrt(sum(float(tensor.pow(2).sum()) for tensor in tensors))
+    values = (tensor.coalesce().values() if tensor.is_sparse else tensor for tensor in tensors)
+    return math.sqrt(sum(float(value.pow(2).sum()) for value in values))
 
 
 def unmeasured(tolerance: float, reason: str) -> Exactness:

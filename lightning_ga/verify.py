@@ -74,7 +74,7 @@ def _gradient(trainer: Any, batch: Any) -> list[torch.Tensor]:
 
 def _on_host(parameter: torch.nn.Parameter) -> torch.Tensor:
     gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-    gradient = gradient.to_dense() if gradient.is_sparse else gradient
+    gradient = gradient.coalesce() if gradient.is_sparse else gradient
     with uncounted():
         return gradient.detach().to("cpu", torch.float64, copy=True)
 

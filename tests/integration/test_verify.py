@@ -145,3 +145,22 @@ def test_momentum_is_rescaled_during_training_and_put_back() -> None:
             module=module,
         )
     assert net[1].momentum == 0.1
+
+
+def test_sparse_gradients_are_compared_as_they_are() -> None:
+    """Without a dense copy of a large embedding."""
+
+    class Embedded(Regression):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = torch.nn.EmbeddingBag(1_000, 3, sparse=True, mode="sum", dtype=torch.float64)
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            return (self.net(batch[2][:, None]).sum(1) - batch[1][:, 0]).square().mean()
+
+        def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+            assert self.net.weight.grad.is_sparse
+
+    callback = AutoAccumulate(micro_batch_size=4)
+    fit(DataLoader(Samples(24), batch_size=12), callback, module=Embedded(), max_epochs=1)
+    assert callback.exactness.cause == "exact"
