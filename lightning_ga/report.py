@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
@@ -235,7 +236,8 @@ def plot_losses(path: Path, curves: Mapping[str, Curve]) -> bool:
     if validation:
         axes.plot(*zip(*validation), color="C1", linewidth=2, marker="o", label="validation")
     axes.set(xlabel="optimizer step", ylabel="loss", title="Loss")
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(bottom=0, top=1.05 * max(value for curve in (train, validation) for _, value in curve))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
