@@ -5,6 +5,7 @@ Everything here is made from frozen records, plain counts or the CSV log; nothin
 
 import csv
 import json
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -236,7 +237,8 @@ def plot_losses(path: Path, curves: Mapping[str, Curve]) -> bool:
     if validation:
         axes.plot(*zip(*validation), color="C1", linewidth=2, marker="o", label="validation")
     axes.set(xlabel="optimizer step", ylabel="loss", title="Loss")
-    axes.set_ylim(bottom=0, top=1.05 * max(value for curve in (train, validation) for _, value in curve))
+    finite = [value for curve in (train, validation) for _, value in curve if math.isfinite(value)]
+    axes.set_ylim(bottom=0, top=1.05 * max(finite, default=1.0))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
