@@ -238,7 +238,7 @@ def plot_losses(path: Path, curves: Mapping[str, Curve]) -> bool:
         axes.plot(*zip(*validation), color="C1", linewidth=2, marker="o", label="validation")
     axes.set(xlabel="optimizer step", ylabel="loss", title="Loss")
     finite = [value for curve in (train, validation) for _, value in curve if math.isfinite(value)]
-    axes.set_ylim(bottom=0, top=1.05 * max(finite, default=1.0))
+    axes.set_ylim(bottom=0, top=1.05 * (max(finite, default=0.0) or 1.0))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
