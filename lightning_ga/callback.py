@@ -13,8 +13,8 @@ from lightning_ga.errors import ExactnessWarning, UserError
 from lightning_ga.exactness import Exactness
 from lightning_ga.plan import AccumulationPlan
 from lightning_ga.request import Options, read_request, refuse_unfinished, require_choice
+from lightning_ga.run import Run
 from lightning_ga.search import ProbeResult
-from lightning_ga.session import Session
 from lightning_ga.state import RunState
 
 
@@ -92,37 +92,37 @@ class AutoAccumulate(Callback, LegacyCallback):  # type: ignore[misc]
         guards.check_budget(memory_budget)
         self._request = read_request(effective_batch_size, accumulate, micro_batch_size, max_micro_batch_size)
         self._options = Options(memory_budget, normalize, batch_norm, verify)
-        self._session: Session | None = None
+        self._run: Run | None = None
 
     @property
     def plan(self) -> AccumulationPlan | None:
         """How a full window is cut; ``None`` before training."""
-        return self._session.plan if self._session else None
+        return self._run.plan if self._run else None
 
     @property
     def probe(self) -> ProbeResult | None:
         """What the probe found; ``None`` before training and where none was needed."""
-        return self._session.probe if self._session else None
+        return self._run.probe if self._run else None
 
     @property
     def exactness(self) -> Exactness | None:
         """What the exactness check measured; ``None`` before training and with ``verify=False``."""
-        return self._session.exactness if self._session else None
+        return self._run.exactness if self._run else None
 
     def optimizer_steps(self) -> int | None:
         """Optimizer steps of the whole training; see ``lightning_ga.optimizer_steps``."""
-        return self._session.optimizer_steps() if self._session else None
+        return self._run.optimizer_steps() if self._run else None
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Put the session between the user's loader and the fit loop."""
+        """Put the run between the user's loader and the fit loop."""
         if stage != "fit":
             return
         seams.take_factor_back(trainer)
         guards.check_trainer(trainer, pl_module, self._request)
         guards.check_schedule(self._request, seams.training_epochs(trainer), trainer.world_size)
         seams.run_first(trainer, self)
-        self._session = Session(trainer, self._request, self._options, active=lambda: self in trainer.callbacks)
-        seams.intercept_loaders(trainer, cut=self._session.cut, around=self._session.set_up_data)
+        self._run = Run(trainer, self._request, self._options, active=lambda: self in trainer.callbacks)
+        seams.intercept_loaders(trainer, cut=self._run.cut, around=self._run.set_up_data)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Find the limit and begin the epoch with it, where a resumed run left off."""
@@ -161,31 +161,31 @@ class AutoAccumulate(Callback, LegacyCallback):  # type: ignore[misc]
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Leave the trainer as it was found."""
-        if self._session:
-            trainer.accumulate_grad_batches = self._session.recipe_factor
-            self._session.close()
+        if self._run:
+            trainer.accumulate_grad_batches = self._run.recipe_factor
+            self._run.close()
         seams.release_loaders(trainer)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Take the patches back. The factor stays until the next fit, as with Lightning's own scheduler."""
-        if stage == "fit" and self._session:
-            seams.leave_factor(trainer, self._session.recipe_factor)
+        if stage == "fit" and self._run:
+            seams.leave_factor(trainer, self._run.recipe_factor)
             seams.release_loaders(trainer)
 
     def state_dict(self) -> dict[str, Any]:
         """Seed and position of the data and what the probe found, as plain values."""
-        return self._session.state().to_dict() if self._session else {}
+        return self._run.state().to_dict() if self._run else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the data's seed and position over; called before the loader is cut."""
-        if self._session:
-            self._session.restore(RunState.from_dict(state_dict))
+        if self._run:
+            self._run.restore(RunState.from_dict(state_dict))
 
     def __getstate__(self) -> dict[str, Any]:
         """What travels to other processes: what was asked for, not the fit that is running."""
-        return {**self.__dict__, "_session": None}
+        return {**self.__dict__, "_run": None}
 
     @property
-    def _running(self) -> Session:
-        assert self._session is not None, "hooks of training run after setup"
-        return self._session
+    def _running(self) -> Run:
+        assert self._run is not None, "hooks of training run after setup"
+        return self._run

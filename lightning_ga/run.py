@@ -21,7 +21,7 @@ from lightning_ga.steps import wrong_horizons
 from lightning_ga.verify import measure_exactness
 
 
-class Session:
+class Run:
     """What lives from ``setup`` to ``teardown`` of one fit.
 
     Args:
