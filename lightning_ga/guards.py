@@ -5,7 +5,7 @@ from typing import Any
 from lightning_ga import seams
 from lightning_ga.errors import UserError
 from lightning_ga.memory import parse_budget
-from lightning_ga.plan import require_effective_batch
+from lightning_ga.plan import require_count, require_effective_batch
 from lightning_ga.request import Request
 
 _RIVALS = ("GradientAccumulationScheduler", "BatchSizeFinder")
@@ -28,6 +28,7 @@ def check_trainer(trainer: Any, module: Any, request: Request) -> None:
         UserError: For manual optimization, strategies that accumulate on their own, ``dataloader_iter`` steps,
             callbacks that set the same things, and contradicting factors.
     """
+    require_count("accumulate_grad_batches", trainer.accumulate_grad_batches)
     if not module.automatic_optimization:
         raise UserError(
             f"{type(module).__name__} sets automatic_optimization=False, and AutoAccumulate steers the automatic one: "

@@ -22,8 +22,7 @@ from lightning_ga.oom import is_out_of_memory, release
 from lightning_ga.search import ProbeResult
 from lightning_ga.snapshot import Attributes, OptimizerState, PlainState, RandomState, TensorValues
 
-SAMPLES_WEIGHED = 256  # samples of the dataset among which the heaviest are looked for
-SAMPLES_KEPT = 32
+SAMPLES_KEPT = 32  # distinct samples in a trial batch
 
 
 def probe(
@@ -34,7 +33,6 @@ def probe(
     high: int,
     share: int,
     budget: int | float | str | None,
-    samples_budget: int = SAMPLES_KEPT,
 ) -> ProbeResult:
     """Find the largest micro-batch of a training step of this Trainer.
 
@@ -45,13 +43,12 @@ def probe(
         high: Largest micro-batch that is of use, in samples.
         share: Samples of a window on one rank.
         budget: ``memory_budget`` as the user wrote it.
-        samples_budget: Distinct samples in a trial batch.
 
     Raises:
         UserError: If not even the smallest micro-batch fits.
     """
     with traceless(trainer) as restore:
-        samples = heaviest(collect_samples(loader, indices), samples_budget)
+        samples = heaviest(collect_samples(loader, indices), SAMPLES_KEPT)
         step = TrialStep(trainer, loader, samples)
         with uncounted():
             alive = WindowGradientsAlive(trainer, seams.to_device(trainer, collate_samples(loader, samples, 2)), share)

@@ -163,16 +163,12 @@ class Run:
     def warnings(self) -> list[str]:
         """What the user should know before training: inexact gradients, horizons of schedules that are off."""
         found, steps = [], self.optimizer_steps()
-        exactness, rescales = self.exactness, self.options.batch_norm != "warn"
-        if self.plan is not None and self.plan.factor > 1 and exactness is not None:
-            told = exactness.cause in ("exact", "unmeasured") or (exactness.cause == "batch_norm" and rescales)
-            found += [] if told else [f"Accumulation is not exact for this model, {exactness}."]
-        if (
-            self.feed.streams
-            and self.feed.user_loader.num_workers > 1
-            and self.plan is not None
-            and self.plan.factor > 1
-        ):
+        accumulates = self.plan is not None and self.plan.factor > 1
+        if accumulates and self.exactness is not None:
+            cause, known = self.exactness.cause, self.options.batch_norm != "warn"
+            told = cause in ("exact", "unmeasured") or (cause == "batch_norm" and known)
+            found += [] if told else [f"Accumulation is not exact for this model, {self.exactness}."]
+        if accumulates and self.feed.streams and self.feed.user_loader.num_workers > 1:
             found.append(
                 "Several data workers read an iterable dataset in turn, a micro-batch each, so windows hold other "
                 "samples than batches of the whole size would: use num_workers=1 for the same windows."

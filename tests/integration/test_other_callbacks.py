@@ -115,6 +115,12 @@ def test_a_callback_that_sets_the_same_is_refused(rival: pl.Callback) -> None:
         fit(None, AutoAccumulate(), rival, module=WithLoader())
 
 
+def test_a_factor_of_the_trainers_below_one_is_refused() -> None:
+    """Lightning takes it and divides by it."""
+    with pytest.raises(UserError, match="accumulate_grad_batches=0 must be at least 1"):
+        fit(loader(), AutoAccumulate(micro_batch_size=2), accumulate_grad_batches=0)
+
+
 def test_manual_optimization_is_refused_with_the_way_out() -> None:
     """``plan_accumulation`` cuts windows by hand."""
 

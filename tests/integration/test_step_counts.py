@@ -83,7 +83,9 @@ def one_cycle_too_long(optimizer: Any, steps: int) -> Any:
 
 def test_a_horizon_that_is_right_says_nothing() -> None:
     """Warnings are errors here."""
-    fit(loader(), AutoAccumulate({0: 4, 1: 10}, micro_batch_size=3), module=Scheduled(cosine))
+    module, trainer = fit(loader(), AutoAccumulate({0: 4, 1: 10}, micro_batch_size=3), module=Scheduled(cosine))
+    assert module.steps == trainer.global_step == 11
+    assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.0)
 
 
 def test_a_horizon_that_is_wrong_warns_with_both_numbers() -> None:
