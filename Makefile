@@ -23,7 +23,7 @@ train: $(VENV)/.installed
 	$(VENV)/bin/python -m lightning_ga.train $(MODEL) $(ARGS)
 
 test: $(VENV)/.installed-dev
-	$(VENV)/bin/python -m pytest -n 2 $(ARGS)
+	$(VENV)/bin/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff check .

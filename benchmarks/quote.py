@@ -7,11 +7,20 @@ import re
 import sys
 from pathlib import Path
 
-from benchmarks import fidelity, overhead, training
+from benchmarks import chaos, fidelity, overhead, planning, probe, training
 from benchmarks.output import read_json
 
-TEXTS = {"fidelity": fidelity.text, "overhead": overhead.text, "training": training.text}
-PAGES = (Path(__file__).parents[1] / "docs" / "exactness.md",)
+TEXTS = {
+    "chaos": chaos.text,
+    "fidelity": fidelity.text,
+    "overhead": overhead.text,
+    "planning": planning.text,
+    "probe": probe.text,
+    "training": training.text,
+}
+PAGES = tuple(
+    Path(__file__).parents[1] / "docs" / name for name in ("exactness.md", "planning.md", "probe.md", "surviving.md")
+)
 _PLACE = re.compile(r"(<!-- benchmark: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 

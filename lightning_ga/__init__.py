@@ -10,20 +10,25 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lightning_ga.atomic import AtomicCheckpointIO
     from lightning_ga.callback import AutoAccumulate
+    from lightning_ga.device import DevicePlan
     from lightning_ga.errors import ExactnessWarning, UserError
     from lightning_ga.exactness import Exactness
     from lightning_ga.finder import find_micro_batch
     from lightning_ga.oom import is_out_of_memory
     from lightning_ga.plan import AccumulationPlan, plan_accumulation
-    from lightning_ga.search import ProbeResult, Trial
+    from lightning_ga.planning import plan_for_device
+    from lightning_ga.results import ProbeResult, Trial
     from lightning_ga.steps import optimizer_steps
 
 __version__ = version("lightning_ga")
 
 __all__ = [
     "AccumulationPlan",
+    "AtomicCheckpointIO",
     "AutoAccumulate",
+    "DevicePlan",
     "Exactness",
     "ExactnessWarning",
     "ProbeResult",
@@ -33,20 +38,24 @@ __all__ = [
     "is_out_of_memory",
     "optimizer_steps",
     "plan_accumulation",
+    "plan_for_device",
 ]
 
 _HOMES = {
     "AccumulationPlan": "plan",
+    "AtomicCheckpointIO": "atomic",
     "AutoAccumulate": "callback",
+    "DevicePlan": "device",
     "Exactness": "exactness",
     "ExactnessWarning": "errors",
-    "ProbeResult": "search",
-    "Trial": "search",
+    "ProbeResult": "results",
+    "Trial": "results",
     "UserError": "errors",
     "find_micro_batch": "finder",
     "is_out_of_memory": "oom",
     "optimizer_steps": "steps",
     "plan_accumulation": "plan",
+    "plan_for_device": "planning",
 }
 
 

@@ -13,6 +13,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from hydra.utils import instantiate
+from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.callbacks import Checkpoint
@@ -22,6 +23,8 @@ from omegaconf import DictConfig, OmegaConf
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lightning_ga.allowlist import check_targets
+from lightning_ga.atomic import AtomicCheckpointIO
+from lightning_ga.device import settings_on_this_host
 from lightning_ga.errors import UserError
 from lightning_ga.progress import PlanReport
 from lightning_ga.values import check_values
@@ -74,6 +77,7 @@ def build(cfg: DictConfig) -> Run:
 def build_trainer(cfg: DictConfig, folder: Path) -> Trainer:
     """The Trainer; a dry run has no loggers, no checkpoints and no bar."""
     report = PlanReport(folder, dry_run=cfg.dry_run)
+    elsewhere, ranks = settings_on_this_host(cfg.trainer) if cfg.device_memory is not None else ({}, 1)
     accumulate = [make(cfg.accumulate)] if cfg.accumulate else []
     others = [] if cfg.dry_run else make_all(cfg.callbacks)
     loggers: list[Logger] = [] if cfg.dry_run else make_all(cfg.logger)
@@ -84,8 +88,14 @@ def build_trainer(cfg: DictConfig, folder: Path) -> Trainer:
         logger=loggers or False,
         enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in others),
         enable_progress_bar=not cfg.dry_run,
+        **elsewhere,
     )
-    check_precision(cfg, trainer)
+    if elsewhere:  # one process here stands for one of them
+        vars(trainer.strategy)["world_size"] = ranks
+    else:
+        check_precision(cfg, trainer)
+    if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:  # one of the user's own stays
+        trainer.strategy.checkpoint_io = AtomicCheckpointIO()
     check_sweep(trainer)
     return trainer
 

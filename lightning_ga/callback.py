@@ -12,9 +12,10 @@ from lightning_ga import guards, seams
 from lightning_ga.errors import ExactnessWarning, UserError
 from lightning_ga.exactness import Exactness
 from lightning_ga.plan import AccumulationPlan
+from lightning_ga.protection import Protection, Witness
 from lightning_ga.request import Options, read_request, refuse_unfinished, require_choice
+from lightning_ga.results import ProbeResult
 from lightning_ga.run import Run
-from lightning_ga.search import ProbeResult
 from lightning_ga.state import RunState
 
 
@@ -34,20 +35,25 @@ class AutoAccumulate(Callback, LegacyCallback):  # type: ignore[misc]
             large as fits and leaves at least one full window an epoch.
         micro_batch_size: Samples of one forward and backward pass; ``"auto"`` probes for the limit.
         max_micro_batch_size: Never probe or use more than this.
-        objective: What the probe looks for. Only ``"memory"``: the largest that fits.
+        objective: What the probe looks for: ``"memory"`` takes the largest micro-batch that fits, ``"throughput"``
+            the smallest whose window takes at most 3 % longer than the fastest.
         memory_budget: What a training step may take: ``None`` for what the device has free, a
             fraction of its memory, bytes, or text such as ``"10GiB"``.
         normalize: ``"samples"`` weights each micro-batch by its samples. A callable that counts the
             items of a batch, such as ``lightning_ga.weights.TargetTokens()``, makes it exact for a
             loss that is a mean over these. ``None`` leaves Lightning's division by the nominal factor.
-        micro_batching: How micro-batches are made. Only ``"loader"``: the DataLoader yields them.
-        on_oom: What an out-of-memory error in training does; this version raises it.
+        micro_batching: Where batches are cut: ``"loader"`` lets the DataLoader yield micro-batches, so that one
+            is a batch for every callback and counter. ``"step"`` lets it yield the recipe's batches and cuts
+            each within the training step.
+        on_oom: What an out-of-memory error in training, validation, test or prediction does: ``"split"``
+            runs the batch again in parts, with the same result; ``"raise"`` ends the run.
         scale_lr: How the learning rate follows the batch. Only ``"none"``.
         batch_norm: What is done about BatchNorm layers, whose gradients are those of the micro-batch:
             ``"warn"`` says so, with the measured difference; ``"rescale"`` lets their running
             statistics move per window as they would in one pass; ``"ignore"`` does neither.
         verify: Whether exactness is measured once at the start, on four samples.
-        cache: Whether the limit is remembered between runs; not yet in this version.
+        cache: Whether the limit is remembered between runs, for the same model, data shape, precision,
+            optimizer, device and budget; one step verifies a remembered one.
 
     Raises:
         UserError: If an argument is wrong, or contradicts another or the Trainer.
@@ -83,16 +89,16 @@ class AutoAccumulate(Callback, LegacyCallback):  # type: ignore[misc]
             batch_norm=(batch_norm, ("warn", "rescale", "ignore")),
         )
         refuse_unfinished(
-            objective=(objective, "memory", "set max_micro_batch_size=… to the size that you found to be fastest"),
-            micro_batching=(micro_batching, "loader", "give fit() one DataLoader of samples"),
             scale_lr=(scale_lr, "none", "scale the learning rate in configure_optimizers"),
         )
         if isinstance(normalize, str) and normalize != "samples":
             raise UserError(f'{normalize=} must be "samples", None or a callable that counts the items of a batch.')
         guards.check_budget(memory_budget)
         self._request = read_request(effective_batch_size, accumulate, micro_batch_size, max_micro_batch_size)
-        self._options = Options(memory_budget, normalize, batch_norm, verify)
+        self._options = Options(memory_budget, normalize, batch_norm, verify, objective, cache, on_oom, micro_batching)
         self._run: Run | None = None
+        self._evaluation: Protection | None = None  # of a stage on its own
+        self._witness: Witness | None = None
 
     @property
     def plan(self) -> AccumulationPlan | None:
@@ -113,15 +119,24 @@ class AutoAccumulate(Callback, LegacyCallback):  # type: ignore[misc]
         """Optimizer steps of the whole training; see ``lightning_ga.optimizer_steps``."""
         return self._run.optimizer_steps() if self._run else None
 
+    @property
+    def oom_events(self) -> int:
+        """Out-of-memory errors that were survived since the last fit began, those before a resume too."""
+        return self._witness.events if self._witness else 0
+
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Put the run between the user's loader and the fit loop."""
+        """Put the run between the user's loader and the fit loop, and between batches and the errors they may meet."""
         if stage != "fit":
+            self._witness = self._witness or Witness(trainer)
+            self._evaluation = Protection(trainer, retries=self._options.on_oom == "split", report=self._witness)
+            self._evaluation.watch_batches()
             return
         seams.take_factor_back(trainer)
         guards.check_trainer(trainer, pl_module, self._request)
         guards.check_schedule(self._request, seams.training_epochs(trainer), trainer.world_size)
         seams.run_first(trainer, self)
-        self._run = Run(trainer, self._request, self._options, active=lambda: self in trainer.callbacks)
+        self._witness = Witness(trainer)
+        self._run = Run(trainer, self._request, self._options, self._witness, active=lambda: self in trainer.callbacks)
         seams.intercept_loaders(trainer, cut=self._run.cut, around=self._run.set_up_data)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -161,16 +176,24 @@ class AutoAccumulate(Callback, LegacyCallback):  # type: ignore[misc]
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Leave the trainer as it was found."""
-        if self._run:
+        if self._run and self._evaluation is None:
             trainer.accumulate_grad_batches = self._run.recipe_factor
             self._run.close()
-        seams.release_loaders(trainer)
+        self._take_back(trainer)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Take the patches back. The factor stays until the next fit, as with Lightning's own scheduler."""
         if stage == "fit" and self._run:
+            self._run.close()  # again: StochasticWeightAveraging gives momenta back in on_train_end, ours among them
             seams.leave_factor(trainer, self._run.recipe_factor)
-            seams.release_loaders(trainer)
+        self._take_back(trainer)
+
+    def _take_back(self, trainer: Any) -> None:
+        for protection in (self._run.protection if self._run else None, self._evaluation):
+            if protection is not None:
+                protection.stop()
+        self._evaluation = None
+        seams.release_loaders(trainer)
 
     def state_dict(self) -> dict[str, Any]:
         """Seed and position of the data and what the probe found, as plain values."""
@@ -183,7 +206,7 @@ class AutoAccumulate(Callback, LegacyCallback):  # type: ignore[misc]
 
     def __getstate__(self) -> dict[str, Any]:
         """What travels to other processes: what was asked for, not the fit that is running."""
-        return {**self.__dict__, "_run": None}
+        return {**self.__dict__, "_run": None, "_evaluation": None, "_witness": None}
 
     @property
     def _running(self) -> Run:

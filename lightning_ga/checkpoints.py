@@ -4,13 +4,15 @@
 saves its resolved configuration beside its ``checkpoints`` folder, and that is what is compared.
 """
 
-from collections.abc import Mapping, Sequence
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from omegaconf import OmegaConf
 
+from lightning_ga.atomic import PART
 from lightning_ga.errors import UserError
 
 BUILT_ELSEWHERE = ("optimizer", "lr_scheduler")  # they do not decide whether weights fit
@@ -30,18 +32,28 @@ def find_checkpoint(wanted: str, model: Mapping[str, Any], roots: Sequence[Path]
     path = latest(wanted, model, roots) if wanted in ("last", "best") else Path(wanted)
     if not path.is_file():
         raise UserError(f"ckpt_path={wanted} is not a file; give last, best or the path of a .ckpt file.")
+    require_whole(path, roots)
     require_safe(path)
     return path
 
 
 def latest(kind: str, model: Mapping[str, Any], roots: Sequence[Path]) -> Path:
     """``checkpoints/<kind>.ckpt`` of the latest run of the same model."""
-    files = [path for root in roots for path in root.glob(f"**/checkpoints/{kind}.ckpt")]
+    path = next(of_model(f"{kind}.ckpt", model, roots), None)
+    if path is not None:
+        return path
+    folders = " or ".join(f"{str(root)!r}" for root in roots)
+    torn = next(of_model(f"{kind}.ckpt{PART}", model, roots), None)
+    begun = f" ({str(torn)!r} was being written when its run was killed, and is not whole)" if torn else ""
+    raise UserError(f"ckpt_path={kind}: no run of this model below {folders} has left one{begun}; train it first.")
+
+
+def of_model(name: str, model: Mapping[str, Any], roots: Sequence[Path]) -> Iterator[Path]:
+    """Files of a name or pattern that runs of the same model have left, the latest first."""
+    files = [path for root in roots for path in root.glob(f"**/checkpoints/{name}")]
     for path in sorted(files, key=lambda path: path.stat().st_mtime, reverse=True):
         if architecture(saved_model(path)) == architecture(model):
-            return path
-    folders = " or ".join(f"{str(root)!r}" for root in roots)
-    raise UserError(f"ckpt_path={kind}: no run of this model below {folders} has left one; train it first.")
+            yield path
 
 
 def saved_model(checkpoint: Path) -> Mapping[str, Any]:
@@ -54,6 +66,29 @@ def saved_model(checkpoint: Path) -> Mapping[str, Any]:
 def architecture(model: Mapping[str, Any]) -> dict[str, Any]:
     """The part of a ``model`` section that the weights depend on."""
     return {key: value for key, value in model.items() if key not in (*BUILT_ELSEWHERE, "pretrained")}
+
+
+def require_whole(path: Path, roots: Sequence[Path] = ()) -> None:
+    """Refuse a checkpoint whose writing was cut off; another is named, and none is taken in its place.
+
+    Raises:
+        UserError: If its end is missing.
+    """
+    if not begins_as_archive(path) or zipfile.is_zipfile(path):
+        return
+    others = (other for other in of_model("*.ckpt", saved_model(path), roots) if other != path)
+    whole = next((other for other in others if zipfile.is_zipfile(other)), None)
+    hint = "give the path of another one" if whole is None else f"give the path of another one, such as {str(whole)!r}"
+    raise UserError(
+        f"{str(path)!r} is a torn checkpoint: its end is missing, as when writing or copying it was cut off. "
+        f"Nothing was loaded in its place: {hint}."
+    )
+
+
+def begins_as_archive(path: Path) -> bool:
+    """Whether a file begins as those of ``torch.save`` do."""
+    with path.open("rb") as file:
+        return file.read(4) == b"PK\x03\x04"
 
 
 def require_safe(path: Path) -> None:

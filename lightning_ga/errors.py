@@ -9,5 +9,9 @@ class UserError(ValueError):
     """
 
 
+class RankError(UserError):
+    """A ``UserError`` of one rank alone: the others only see that it is gone, so each says its own."""
+
+
 class ExactnessWarning(UserWarning):
     """Training goes on, but not with the gradients of the whole batch, or not for the steps that were meant."""

@@ -1,16 +1,17 @@
 """What training is fed with in one fit: the user's loader, cut into windows and micro-batches."""
 
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, RandomSampler, WeightedRandomSampler
 
 from lightning_ga.errors import UserError
-from lightning_ga.loaders import read_loader, rebatch
-from lightning_ga.plan import AccumulationPlan, plan_accumulation, require_effective_batch
-from lightning_ga.sampler import FromBatches, Sequential, Shuffled, Stream, WindowBatchSampler
+from lightning_ga.heaviest import Looks
+from lightning_ga.loaders import kept_samples, read_loader, rebatch
+from lightning_ga.plan import AccumulationPlan, in_batches, plan_accumulation, require_effective_batch
+from lightning_ga.sampler import FromBatches, FromSampler, Sequential, Shuffled, Stream, WindowBatchSampler
 from lightning_ga.windows import Chunk, EpochPlan, GivenWindows, RegularWindows, Windows
 
 
@@ -30,6 +31,7 @@ class Feed:
         shard: Whether the trainer may share one order among ranks.
         shuffle: False where the trainer asks for the order of the dataset.
         largest_over_ranks: The largest of one number over all ranks.
+        keep_batches: Whether windows of the recipe are fed as the recipe's batches: they are cut elsewhere.
 
     Raises:
         UserError: If the loader cannot be cut anew.
@@ -47,6 +49,7 @@ class Feed:
         shard: bool = True,
         shuffle: bool = True,
         largest_over_ranks: Callable[[int], int] = int,
+        keep_batches: bool = False,
     ) -> None:
         self.recipe = read_loader(loader, world_size=world_size, shard=shard, shuffle=shuffle)
         self.user_loader = loader
@@ -55,6 +58,7 @@ class Feed:
         self.limit_batches = limit_batches
         self._shuffle = shuffle
         self._largest_over_ranks = largest_over_ranks
+        self._keeps_batches = keep_batches and world_size == 1  # ranks share windows out evenly
         self.sharers = world_size if self.recipe.shared else 1
         self.sampler = WindowBatchSampler(
             self.recipe.order, share=rank if self.recipe.shared else 0, rank=rank, seed=seed
@@ -118,8 +122,13 @@ class Feed:
                     "and drop_last=True drops the only window: use drop_last=False or a smaller effective batch."
                 )
         plan = plan_accumulation(size, micro_batch=micro_batch, world_size=self.world_size)
+        batches: Sequence[int] | None = None
+        if self._keeps_batches and effective is None:
+            batches = self._batch_ends(epoch) if isinstance(windows, GivenWindows) else ()
+            plan = in_batches(size, self.recipe_factor) if batches else plan
         self.sampler.set_epoch(epoch)
-        self.sampler.plan = EpochPlan(windows, micro_batch, plan.factor, self.sharers, whole=self.ranks_apart > 1)
+        whole = self.ranks_apart > 1
+        self.sampler.plan = EpochPlan(windows, micro_batch, plan.factor, self.sharers, whole=whole, batches=batches)
         self.sampler.armed = armed
         self.epoch = epoch if armed else None
         if self.loader is None:
@@ -139,6 +148,11 @@ class Feed:
         assert self.sampler.plan is not None, "the feed is read before it was arranged"
         return self.sampler.plan
 
+    @property
+    def done(self) -> int:
+        """Micro-batches of the arranged epoch that an earlier run has trained on."""
+        return self.epoch_plan.done
+
     def chunk(self, index: int) -> Chunk:
         """The ``index``-th micro-batch of the epoch on this rank."""
         return self.sampler.chunk(index)
@@ -149,6 +163,24 @@ class Feed:
         if isinstance(order, (Sequential, Shuffled)):
             return list(range(0, order.size, max(1, order.size // most)))[:most]
         return list(order.draw(epoch, self.sampler.seed)[0:most])
+
+    def looks(self, epoch: int) -> Looks:
+        """Looks at all samples that training may meet, as far as that is known."""
+        order, total = self.recipe.order, self.total(epoch)
+        if isinstance(order, Stream):
+            return Looks(None, order.size)
+        sampler = order.sampler if isinstance(order, FromSampler) else None
+        if isinstance(order, Sequential):
+            met: Sequence[Any] = range(order.size if total is None else total)
+        elif isinstance(order, Shuffled):
+            met = range(order.size)
+        elif type(sampler) is RandomSampler:
+            met = range(len(sampler.data_source))
+        elif type(sampler) is WeightedRandomSampler:
+            met = sampler.weights.nonzero().flatten().tolist()
+        else:
+            met = order.draw(epoch, self.sampler.seed)
+        return Looks(met, len(met))
 
     @property
     def ranks_apart(self) -> int:
@@ -167,6 +199,14 @@ class Feed:
             return -(-(len(ends) - 1) // self.sharers) if over else (bisect_right(ends, samples) - 1) // self.sharers
         batches = self._batches_used() if over else None
         return samples // (self.recipe.batch_size * self.sharers) if batches is None else batches
+
+    def batches_after(self, index: int) -> int:
+        """Batches of the recipe that are done once each rank has done this micro-batch; none before the first."""
+        return self.recipe_batches(self.epoch_plan.samples_after(index)) if index >= 0 else 0
+
+    def count(self, batch: Any, chunk: Chunk) -> int | None:
+        """Samples that a batch of the epoch should hold; ``None`` where only the batch can tell."""
+        return None if self.streams or not chunk.count else kept_samples(batch, chunk.count)
 
     def steps(self, epoch: int, effective: int | None) -> int | None:
         """Optimizer steps of one epoch; ``None`` for a stream of unknown length."""

@@ -1,12 +1,14 @@
 """The gradients of a window: what each micro-batch weighs, and what is done to them before the step."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 
 from lightning_ga import seams
-from lightning_ga.loaders import count_samples, kept_samples
+from lightning_ga.loaders import count_samples
 from lightning_ga.request import Normalize
 from lightning_ga.weights import KnownWindow, LateWindow
 from lightning_ga.windows import Chunk
@@ -27,6 +29,7 @@ class WindowGradients:
         self._weights: KnownWindow | LateWindow | None = None
         self.weight = 1.0
         self._zeroing: list[Any] = []
+        self._kept: dict[str, Any] | None = None
         self._sparse: list[torch.nn.Parameter] | None = None
 
     def begin_epoch(self, micro_batch: int, *, known: bool) -> None:
@@ -41,18 +44,56 @@ class WindowGradients:
         elif self._weights is None:
             self._weights = LateWindow(world_size, sum_over_ranks=sum_over_ranks)
 
-    def weigh(self, batch: Any, chunk: Chunk, *, ranks_apart: int, known: bool) -> None:
-        """Before each micro-batch: find its weight."""
+    def weigh(self, batch: Any, chunk: Chunk, *, ranks_apart: int, samples: int | None) -> None:
+        """Before each micro-batch: find its weight; ``samples`` if they are known without looking."""
         if self._weights is None:
             return
         factor = self._trainer.accumulate_grad_batches
         self.weight = self._weights.weigh(
-            self._count(batch, chunk.count, known) if chunk.count else 0,
+            self._count(batch, chunk.count, samples) if chunk.count else 0,
             planned=chunk.count,
             window=chunk.window_samples * ranks_apart,
             factor=factor,
             first=seams.micro_batch_index(self._trainer) % factor == 0,
         )
+
+    def share_of(self, part: Any, batch: Any, *, samples: int, whole: int) -> float:
+        """What a part of a batch weighs in it: its samples, or what ``normalize`` counts."""
+        if not callable(self._normalize):
+            return samples / whole
+        total = float(self._normalize(batch))
+        return float(self._normalize(part)) / total if total else 0.0
+
+    @contextmanager
+    def weighing_a_part(self, share: float) -> Iterator[None]:
+        """Within, the next backward pass is that of a part of the micro-batch."""
+        weight, self.weight = self.weight, self.weight * share
+        if self._weights is not None:
+            self._weights.take_part(share)
+        try:
+            yield
+        finally:
+            self.weight = weight
+
+    @contextmanager
+    def counted_before(self) -> Iterator[None]:
+        """Within, passes are evaluated again: what the window holds has been counted."""
+        kept = None if self._weights is None else dict(vars(self._weights))
+        try:
+            yield
+        finally:
+            if self._weights is not None and kept is not None:
+                vars(self._weights).update(kept)
+
+    def keep(self) -> None:
+        """Remember where the weights of the window are."""
+        self._kept = None if self._weights is None else dict(vars(self._weights))
+
+    def put_back(self) -> None:
+        """After a failed attempt: the weights as they were kept, and no hook left on a parameter."""
+        if self._weights is not None and self._kept is not None:
+            vars(self._weights).update(self._kept)
+        self._stop_zeroing()
 
     def apply_weight(self, loss: torch.Tensor) -> None:
         """Before each backward pass: let it weigh as much, and keep a weightless one out altogether."""
@@ -68,14 +109,17 @@ class WindowGradients:
 
     def settle(self) -> None:
         """After each backward pass: keep sparse gradients from growing with the factor."""
-        for hook in self._zeroing:
-            hook.remove()
-        self._zeroing = []
+        self._stop_zeroing()
         if self._sparse is None:
             self._sparse = sparse_parameters(self._trainer.lightning_module)
         for parameter in self._sparse:
             if parameter.grad is not None and parameter.grad.is_sparse:
                 parameter.grad = parameter.grad.coalesce()
+
+    def _stop_zeroing(self) -> None:
+        for hook in self._zeroing:
+            hook.remove()
+        self._zeroing = []
 
     def close_window(self, optimizer: torch.optim.Optimizer) -> None:
         """Before the optimizer step, after unscaling and before clipping: bring the window to its mean."""
@@ -87,10 +131,10 @@ class WindowGradients:
         """What the sum of the window's weighted micro-batches is to be multiplied by; ranks ask together."""
         return 1.0 if self._weights is None else self._weights.close(self._trainer.accumulate_grad_batches)
 
-    def _count(self, batch: Any, expected: int, known: bool) -> float:
+    def _count(self, batch: Any, expected: int, samples: int | None) -> float:
         if callable(self._normalize):
             return float(self._normalize(batch))
-        return kept_samples(batch, expected) if known else count_samples(batch, expected=expected)
+        return count_samples(batch, expected=expected) if samples is None else samples
 
 
 def sparse_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:

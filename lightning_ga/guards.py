@@ -8,8 +8,15 @@ from lightning_ga.memory import parse_budget
 from lightning_ga.plan import require_count, require_effective_batch
 from lightning_ga.request import Request
 
+_BY_HAND = """\
+    optimizer = self.optimizers()
+    optimizer.zero_grad()
+    (sizes,) = plan_accumulation(len(batch), micro_batch=…).chunks
+    for part in batch.split(sizes):
+        self.manual_backward(self.loss(part) * len(part) / len(batch))
+    optimizer.step()
+"""
 _RIVALS = ("GradientAccumulationScheduler", "BatchSizeFinder")
-_SHARDED = ("FSDPStrategy", "ModelParallelStrategy")
 
 
 def check_budget(memory_budget: int | float | str | None) -> None:
@@ -32,17 +39,12 @@ def check_trainer(trainer: Any, module: Any, request: Request) -> None:
     if not module.automatic_optimization:
         raise UserError(
             f"{type(module).__name__} sets automatic_optimization=False, and AutoAccumulate steers the automatic one: "
-            "cut your windows by hand with lightning_ga.plan_accumulation(effective_batch, micro_batch=…)."
+            f"cut each batch by hand with lightning_ga.plan_accumulation, in training_step:\n\n{_BY_HAND}"
         )
     if trainer.strategy.handles_gradient_accumulation:
         raise UserError(
             f"{type(trainer.strategy).__name__} accumulates gradients on its own, with a factor fixed at its start: "
             "use another strategy, such as ddp, or set the factor there and leave AutoAccumulate out."
-        )
-    if request.micro_batch is None and type(trainer.strategy).__name__ in _SHARDED:
-        raise UserError(
-            f"{type(trainer.strategy).__name__} shards the model, and this version cannot probe a sharded model: give "
-            "micro_batch_size=…, or use ddp."
         )
     if seams.takes_an_iterator(module):
         raise UserError(

@@ -258,8 +258,9 @@ def _plain(tensor: Tensor) -> Iterable[Tensor]:
     if _has_storage(tensor):
         return (tensor,)
     if is_traceable_wrapper_subclass(tensor):
-        inner, _ = tensor.__tensor_flatten__()
-        return [plain for name in inner for plain in _plain(getattr(tensor, name))]
+        names, _ = tensor.__tensor_flatten__()
+        inner = (getattr(tensor, name) for name in names)  # a DTensor names its mesh of devices too
+        return [plain for part in inner if isinstance(part, Tensor) for plain in _plain(part)]
     if tensor.layout is torch.sparse_coo:
         return (tensor._indices(), tensor._values())
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):

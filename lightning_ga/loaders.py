@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_ga.errors import UserError
-from lightning_ga.live import uncounted
 from lightning_ga.sampler import (
     FromBatches,
     FromSampler,
@@ -24,7 +23,6 @@ from lightning_ga.sampler import (
     Shuffled,
     Stream,
     WindowBatchSampler,
-    seeded,
 )
 
 
@@ -100,30 +98,6 @@ def rebatch(
     return copy_loader(loader, length_of=batch_sampler if sized else None, drop_last=False, **settings)
 
 
-def collect_samples(loader: "DataLoader[Any]", indices: list[Any]) -> list[Any]:
-    """The samples behind some indices, not yet collated.
-
-    Where the user has workers one of them fetches: files that a dataset opens on first use must not
-    be open in this process when training starts its workers.
-    """
-    dataset, settings = loader.dataset, dict[str, Any](collate_fn=list, pin_memory=False)
-    if loader.num_workers:
-        settings |= {"num_workers": 1, "prefetch_factor": 2, "timeout": loader.timeout}
-    elif isinstance(dataset, IterableDataset):
-        dataset = _fresh_stream(dataset)
-    alone = _apart(loader, [indices], dataset=dataset, **settings)
-    with seeded(0, 0, dataset):
-        return list(next(iter(DataLoader.__iter__(alone)), []))
-
-
-def collate_samples(loader: "DataLoader[Any]", samples: list[Any], count: int) -> Any:
-    """A batch of ``count`` samples as the loader makes it, repeating the given ones in turn."""
-    with uncounted():  # a collate_fn may change what it is given; on a device samples lie on the host
-        copies = [copy.deepcopy(samples[position % len(samples)]) for position in range(count)]
-    with seeded(0, 0, loader.collate_fn):
-        return next(iter(_apart(loader, [list(range(count))], dataset=copies, _dataset_kind=_MAP_STYLE)))
-
-
 def copy_loader(loader: "DataLoader[Any]", *, length_of: Sized | None = None, **settings: Any) -> "DataLoader[Any]":
     """A shallow copy of a loader of any class with some attributes exchanged.
 
@@ -137,15 +111,6 @@ def copy_loader(loader: "DataLoader[Any]", *, length_of: Sized | None = None, **
     if length_of is not None and (isinstance(loader.dataset, IterableDataset) or cls.__len__ is not DataLoader.__len__):
         object.__setattr__(clone, "__class__", type(cls.__name__, (cls,), {"__len__": lambda _self: len(length_of)}))
     return clone
-
-
-_MAP_STYLE = DataLoader(TensorDataset(torch.zeros(1)))._dataset_kind
-
-
-def _apart(loader: "DataLoader[Any]", batches: list[list[Any]], **settings: Any) -> "DataLoader[Any]":
-    alone = {"num_workers": 0, "prefetch_factor": None, "persistent_workers": False, "timeout": 0, "drop_last": False}
-    generator = torch.Generator()
-    return copy_loader(loader, batch_sampler=batches, sampler=range(0), generator=generator, **(alone | settings))
 
 
 def _read_sampler(sampler: Any, world_size: int, *, shard: bool) -> tuple[Order, bool]:
@@ -172,19 +137,6 @@ class _Head:
     def __init__(self, order: Order, size: int) -> None:
         self.size = size
         self.draw = order.draw
-
-
-def _fresh_stream(dataset: Any) -> Any:
-    """A stream from which samples may be taken without the training missing them."""
-    try:
-        return copy.deepcopy(dataset)
-    except Exception:  # open files, generators: whatever a dataset may hold
-        if iter(dataset) is not dataset:
-            return dataset
-        raise UserError(
-            f"The stream of {type(dataset).__name__} can be read only once, so the probe cannot look at its samples "
-            "without losing them: give micro_batch_size=… to do without a probe."
-        ) from None
 
 
 def _length(dataset: Any) -> int:

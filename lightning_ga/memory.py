@@ -1,4 +1,4 @@
-"""How much memory there is, how much of it a training may take, and how much a step took on CUDA.
+"""How much memory there is, and how much of it a training may take.
 
 All amounts are bytes. On a CPU the machine's free memory and the limits of the control group
 (containers, SLURM) both bound; the smaller is what a process can use before it is killed. Inside
@@ -9,7 +9,6 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
@@ -177,37 +176,26 @@ def _read_group(folder: Path, limit_name: str, used_name: str, cache_name: str) 
     return None if limit >= _NO_LIMIT else (limit, max(0, used - int(cache)))
 
 
-class CudaMeter:
-    """Peak of one step in CUDA's caching allocator, and whether the allocator had to struggle for it.
+def describe_memory(device: torch.device) -> str:
+    """What is taken and what is free, for messages.
 
-    A step fits only if the allocator neither ran out (``num_ooms``) nor had to free its cache to go
-    on (``num_alloc_retries``): it would do so again and again, which is slow, or fail at the next
-    change of order.
+    Examples:
+        >>> "free" in describe_memory(torch.device("cpu"))
+        True
     """
+    try:
+        free = f"{available_memory(device) / 2**20:,.0f} MiB free on {device}"
+    except UserError:
+        return str(device)
+    if not _is_cuda(device):
+        return free
+    return f"{torch.cuda.memory_allocated(device) / 2**20:,.0f} MiB taken by tensors, {free}"
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._before = (0, 0)
 
-    def allocated(self) -> int:
-        """Bytes that tensors take now."""
-        return int(torch.cuda.memory_allocated(self.device))
-
-    def start(self) -> None:
-        """Empty the cache and begin a step."""
-        torch.cuda.synchronize(self.device)
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(self.device)
-        self._before = self._troubles()
-
-    def finish(self) -> tuple[int, bool]:
-        """Peak of allocated bytes since ``start``, and whether the step ran without trouble."""
-        torch.cuda.synchronize(self.device)
-        return int(torch.cuda.max_memory_allocated(self.device)), self._troubles() == self._before
-
-    def _troubles(self) -> tuple[int, int]:
-        stats: dict[str, Any] = torch.cuda.memory_stats(self.device)
-        return stats.get("num_ooms", 0), stats.get("num_alloc_retries", 0)
+def synchronize(device: torch.device) -> None:
+    """Wait until an accelerator has done what it was given; a CPU always has."""
+    if device.type != "cpu":
+        getattr(torch, device.type).synchronize()
 
 
 @contextmanager

@@ -22,26 +22,41 @@ import torch
 _OUT_OF_MEMORY = (
     "CUDA out of memory",
     "CUDA error: out of memory",
+    "CUDA driver error: out of memory",
+    "Triton Error [CUDA]: out of memory",
     "C10 Out of Memory",
     "CUDA ran out of memory outside PyTorch's allocator",
     "HIP out of memory",
     "HIP error: out of memory",
     "MPS backend out of memory",
+    "Invalid buffer size: ",  # one of MPS that no device of its kind can hold
     "XPU out of memory",
+    "UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY",
+    "UR_RESULT_ERROR_OUT_OF_HOST_MEMORY",
     "CUBLAS_STATUS_ALLOC_FAILED",
+    "HIPBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "miopenStatusAllocFailed",
     "CUFFT_ALLOC_FAILED",
+    "HIPFFT_ALLOC_FAILED",
     "CUSOLVER_STATUS_ALLOC_FAILED",
+    "CUSPARSE_STATUS_ALLOC_FAILED",
     "Not enough memory for workspace!",
     "NVML_SUCCESS == r INTERNAL ASSERT",
     "DefaultCPUAllocator: can't allocate memory",
     "DefaultCPUAllocator: not enough memory",
 )
-# cuDNN reports a workspace that it could not get as an engine that does not exist.
+# cuDNN reports a workspace that it could not get as an engine that does not exist or as a failure of its own, and
+# cuBLAS a handle that it could not make as one that was never asked for.
 _AMBIGUOUS = (
     "Unable to find a valid cuDNN algorithm",
     "FIND was unable to find an engine",
     "GET was unable to find an engine",
     "CUDNN_STATUS_NOT_SUPPORTED",
+    "CUDNN_STATUS_INTERNAL_ERROR",
+    "CUDNN_STATUS_EXECUTION_FAILED",
+    "CUBLAS_STATUS_NOT_INITIALIZED",
+    "UR_RESULT_ERROR_OUT_OF_RESOURCES",
 )
 
 

@@ -73,6 +73,17 @@ def plan_accumulation(effective_batch: int, *, micro_batch: int, world_size: int
     return AccumulationPlan(effective_batch, world_size, chunks[0][0], len(chunks[0]), chunks)
 
 
+def in_batches(samples: int, factor: int) -> AccumulationPlan:
+    """The plan of a window that is fed in so many batches of the recipe, whatever their sizes are.
+
+    Examples:
+        >>> in_batches(9, factor=4).chunks
+        ((3, 2, 2, 2),)
+    """
+    chunks = (split_evenly(samples, factor),)
+    return AccumulationPlan(samples, 1, chunks[0][0], factor, chunks)
+
+
 def cut_window(samples: int, *, micro_batch: int, world_size: int) -> tuple[tuple[int, ...], ...]:
     """Chunks of a window of any size, one tuple per rank and all of the same length.
 
@@ -101,3 +112,20 @@ def require_effective_batch(effective_batch: int, world_size: int) -> None:
             f"effective_batch_size={effective_batch} is below the number of ranks, {world_size}: every rank needs "
             f"at least one sample per optimizer step. Use effective_batch_size={world_size} or fewer devices."
         )
+
+
+def cut_further(plan: AccumulationPlan, *, micro_batch: int) -> AccumulationPlan:
+    """Cut each chunk of a plan into the fewest near-equal ones of at most ``micro_batch`` samples.
+
+    Ranks may then hold different numbers of chunks; ``factor`` is the largest.
+
+    Examples:
+        >>> cut_further(plan_accumulation(16, micro_batch=8), micro_batch=3).chunks
+        ((3, 3, 2, 3, 3, 2),)
+    """
+    chunks = tuple(
+        tuple(size for chunk in rank for size in split_evenly(chunk, max(1, -(-chunk // micro_batch))))
+        for rank in plan.chunks
+    )
+    largest = max(max(rank) for rank in chunks)
+    return AccumulationPlan(plan.effective_batch_size, plan.world_size, largest, max(map(len, chunks)), chunks)

@@ -13,10 +13,12 @@ from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from rich.console import Console
 
+from lightning_ga.device import current_device
 from lightning_ga.exactness import Exactness
 from lightning_ga.plan import AccumulationPlan
+from lightning_ga.plots import plot_probe
 from lightning_ga.report import plan_table, save_plan
-from lightning_ga.search import ProbeResult
+from lightning_ga.results import ProbeResult
 
 LOG_UPDATES = 5  # of a bar that is written to a file: per epoch
 INFORMATION = (  # Lightning's loggers; which one it uses depends on the order of imports
@@ -74,10 +76,10 @@ class TrainingBar(TQDMProgressBar):
 
 
 class PlanReport(Callback):
-    """Prints the plan and saves it as JSON once training is set up, before the first step.
+    """Prints the plan and saves it as JSON and as a picture once training is set up, before the first step.
 
     Args:
-        folder: Where ``plan.json`` goes.
+        folder: Where ``plan.json`` and ``probe.png`` go.
         dry_run: End the fit right there, without a single training step.
 
     Attributes:
@@ -93,19 +95,22 @@ class PlanReport(Callback):
         """AutoAccumulate, which comes first among the callbacks, has its plan by now."""
         self.started = True
         if trainer.is_global_zero:
-            records = current_plan(trainer), current_probe(trainer), current_exactness(trainer)
+            records = current_plan(trainer), current_probe(trainer), current_exactness(trainer), current_device()
             save_plan(self.folder / "plan.json", *records)
+            if records[1] is not None:
+                plot_probe(self.folder / "probe.png", records[1])
             Console(width=80).print(plan_table(*records, setting=describe_setting(trainer, pl_module)))
         if self.dry_run:
             trainer.fit_loop.epoch_loop.max_steps = trainer.global_step
 
 
 def describe_setting(trainer: Trainer, module: LightningModule) -> str:
-    """Model, parameters, precision and device in one line."""
+    """Model, parameters, precision and device, unless it is another one, in one line."""
     name = module.hparams.get("name", type(module).__name__)
     millions = sum(parameter.numel() for parameter in module.parameters()) / 1e6
     device = f"{trainer.world_size} × {module.device.type}" if trainer.world_size > 1 else module.device.type
-    return f"{name}, {millions:.1f} M parameters, {trainer.precision}, on {device}"
+    place = "" if current_device() is not None else f", on {device}"
+    return f"{name}, {millions:.1f} M parameters, {trainer.precision}{place}"
 
 
 def find_accumulate(trainer: Trainer) -> Any:
@@ -124,6 +129,11 @@ def current_probe(trainer: Trainer) -> ProbeResult | None:
     """What the probe found, if one ran."""
     probe: ProbeResult | None = getattr(find_accumulate(trainer), "probe", None)
     return probe
+
+
+def survived_errors(trainer: Trainer) -> int:
+    """Out-of-memory errors that cost a retry each, not the run."""
+    return getattr(find_accumulate(trainer), "oom_events", 0)
 
 
 def current_exactness(trainer: Trainer) -> Exactness | None:

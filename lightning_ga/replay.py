@@ -49,6 +49,12 @@ class Trace:
         bounds = [0, *self.marks, len(self.events)]
         return tuple(max(alive[max(start - 1, 0) : end], default=0) for start, end in pairwise(bounds))
 
+    def kept_bytes(self, rounding: int = 1) -> int:
+        """Bytes of the storages that outlive the step: those that were alive before it, and those it leaves."""
+        released = {~event for event in self.events if event < 0}
+        kept = (size for number, size in enumerate(self.sizes) if number not in released)
+        return sum(-(-size // rounding) * rounding for size in kept)
+
     def transient_peak(self, rounding: int = 1) -> int:
         """Most bytes alive at once among storages that the step both allocates and releases.
 

@@ -57,13 +57,14 @@ class ReplayedWindow:
 
     def run_again(self, make: Callable[[_Part], Any]) -> Any:
         """Every micro-batch anew, the first one zeroing the gradients; returns the last closure."""
-        for part in self._parts[:-1]:
-            self._gradients.weight = part.weight
-            with seams.accumulating(self._trainer):
-                part.loss = _value(make(part)())
-        self._gradients.weight = self._parts[-1].weight
-        closure = make(self._parts[-1])
-        self.note_last(closure())
+        with self._gradients.counted_before():
+            for part in self._parts[:-1]:
+                self._gradients.weight = part.weight
+                with seams.accumulating(self._trainer):
+                    part.loss = _value(make(part)())
+            self._gradients.weight = self._parts[-1].weight
+            closure = make(self._parts[-1])
+            self.note_last(closure())
         return closure
 
     def note_last(self, loss: torch.Tensor | None) -> None:

@@ -63,12 +63,20 @@ class Options:
             of a batch, or ``None`` for Lightning's division by the nominal factor.
         batch_norm: What is done about BatchNorm layers: ``"warn"``, ``"rescale"`` or ``"ignore"``.
         verify: Whether exactness is measured.
+        objective: What a micro-batch is chosen for: ``"memory"`` or ``"throughput"``.
+        cache: Whether limits are remembered between runs.
+        on_oom: What happens when memory runs out: ``"split"`` or ``"raise"``.
+        micro_batching: Where batches are cut: in the ``"loader"`` or in the ``"step"``.
     """
 
     budget: Budget = None
     normalize: Normalize = "samples"
     batch_norm: str = "warn"
     verify: bool = True
+    objective: str = "memory"
+    cache: bool = True
+    on_oom: str = "split"
+    micro_batching: str = "loader"
 
 
 def read_request(

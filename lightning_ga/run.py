@@ -1,24 +1,34 @@
 """One fit: the loader it is fed by, the plan of its epochs, its weights and its place in the data."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from lightning_utilities.core.rank_zero import rank_zero_info
+
 from lightning_ga import seams
 from lightning_ga.batch_norm import Momenta
+from lightning_ga.cache import LimitCache
+from lightning_ga.device import current_device
 from lightning_ga.errors import UserError
+from lightning_ga.estimate import estimate
 from lightning_ga.exactness import Exactness
 from lightning_ga.feed import Feed
+from lightning_ga.fingerprint import hardware
 from lightning_ga.gradients import WindowGradients
-from lightning_ga.plan import AccumulationPlan
-from lightning_ga.probe import hardware, probe
-from lightning_ga.replayed import ReplayedWindow, evaluates_again
+from lightning_ga.plan import AccumulationPlan, cut_further
+from lightning_ga.probe import probe
+from lightning_ga.protection import Protection, Witness
+from lightning_ga.replayed import evaluates_again
 from lightning_ga.request import Options, Request
-from lightning_ga.search import ProbeResult
+from lightning_ga.results import ProbeResult, lowered, outdated
 from lightning_ga.state import Position, RunState
 from lightning_ga.steps import wrong_horizons
+from lightning_ga.uncut import UncutFeed
 from lightning_ga.verify import measure_exactness
+
+_NO_LIMIT = 2**31
 
 
 class Run:
@@ -28,11 +38,14 @@ class Run:
         trainer: The Trainer, with its strategy's environment set up.
         request: What the user asked for.
         options: How it is to be done.
+        witness: Told of every out-of-memory error that was survived.
         active: Whether the callback takes part. Lightning's tuners take all callbacks out while they
             run steps of their own: they get the recipe as the user wrote it.
     """
 
-    def __init__(self, trainer: Any, request: Request, options: Options, active: Callable[[], bool]) -> None:
+    def __init__(
+        self, trainer: Any, request: Request, options: Options, witness: Witness, active: Callable[[], bool]
+    ) -> None:
         self.trainer = trainer
         self.request = request
         self.options = options
@@ -43,12 +56,18 @@ class Run:
         self.exactness: Exactness | None = None
         self.gradients = WindowGradients(trainer, options.normalize)
         self._momenta: Momenta | None = None
-        self._begun: tuple[Feed, int] | None = None  # what the loops were told of last
+        self._begun: tuple[Feed | UncutFeed, int] | None = None  # what the loops were told of last
         self._frequencies: dict[int, int] = {}
         self._position = Position(seams.shared_seed(trainer), seams.training_epoch(trainer), 0, 0)
         self._restored: RunState | None = None
-        self._feed: Feed | None = None
+        self._feed: Feed | UncutFeed | None = None
         self._micro_batch: int | None = None  # known once training starts
+        self._fed_at_most = 1  # samples of a batch as the loader yields it
+        self._kind: Mapping[str, Any] | None = None  # of training step, as the cache knows it
+        self.witness = witness
+        self.protection = Protection(trainer, retries=options.on_oom == "split", report=witness)
+        self.protection.survivor.coming = self._samples_of_next
+        self.protection.watch_batches()
 
     # --- data ----------------------------------------------------------------------------------
 
@@ -57,17 +76,23 @@ class Run:
         trainer = self.trainer
         if not self._active():
             return loader
-        self._feed = Feed(
-            loader,
-            recipe_factor=self.recipe_factor,
-            world_size=trainer.world_size,
-            rank=trainer.global_rank,
-            seed=self._position.seed,
-            limit_batches=self._limit_batches,
-            shard=self._shard,
-            shuffle=not trainer.overfit_batches,
-            largest_over_ranks=partial(seams.largest_over_ranks, trainer),
-        )
+        settings: dict[str, Any] = {
+            "recipe_factor": self.recipe_factor,
+            "world_size": trainer.world_size,
+            "rank": trainer.global_rank,
+            "seed": self._position.seed,
+            "limit_batches": self._limit_batches,
+            "shard": self._shard,
+            "shuffle": not trainer.overfit_batches,
+            "largest_over_ranks": partial(seams.largest_over_ranks, trainer),
+            "keep_batches": self.options.micro_batching == "step",
+        }
+        try:
+            self._feed = Feed(loader, **settings)
+        except UserError as why:
+            self._feed = UncutFeed(loader, *seams.batches_of(trainer, loader), **settings)
+            if self.options.micro_batching == "loader":
+                rank_zero_info(f"AutoAccumulate cuts batches in the training step, as the loader cannot be. {why}")
         self._arrange(seams.training_epoch(trainer))
         return self._feed.loader
 
@@ -91,21 +116,27 @@ class Run:
         """Find the micro-batch and begin with it, where a restored run left off."""
         trainer, epoch = self.trainer, seams.training_epoch(self.trainer)
         same_epoch = self._restored is not None and self._position.epoch == epoch
-        if not same_epoch:
-            self._position = replace(self._position, epoch=epoch, samples_done=0)
-        self._micro_batch = self._find_micro_batch(epoch)
-        if self.options.verify:
-            self.exactness = self._measure_exactness(epoch)
+        self._enter(epoch)
+        self.protection.survivor.read_module()
+        with self.protection.aside():
+            self._micro_batch = min(self._find_micro_batch(epoch), self._proved_too_much_before() or _NO_LIMIT)
+            if current_device() is not None:
+                self._begin(epoch)
+                seams.end_training(trainer)  # what fits on another device may not fit here
+                return
+            if self.options.verify:
+                self.exactness = self._measure_exactness(epoch)
         self._frequencies = seams.frequencies_by_step(trainer)
         if self.options.batch_norm == "rescale":
             self._momenta = Momenta(trainer.lightning_module)
         self._begin(epoch)
-        if evaluates_again(trainer.optimizers[0]):
-            seams.intercept_closures(trainer, ReplayedWindow(trainer, self.gradients).closure)
+        self.protection.watch_training(self.gradients, in_step=self.in_step)
         if seams.restarts_in_epoch(trainer):
-            done = self.feed.epoch_plan.done
+            done = self.feed.done
             if same_epoch:
                 seams.expect_positions_to_be_kept()
+            else:
+                seams.begin_next_epoch(trainer)
             seams.move_to_micro_batch(trainer, done, same_epoch=same_epoch)
             if done:
                 self._schedule_validation(done - 1)
@@ -116,6 +147,7 @@ class Run:
         """Cut the next epoch as its schedule says; the loop iterates it anew."""
         epoch = seams.training_epoch(self.trainer)
         if self._begun != (self.feed, epoch):
+            self._lower()
             self._begin(epoch)
 
     def close(self) -> None:
@@ -124,13 +156,21 @@ class Run:
             self._momenta.restore()
         seams.restore_frequencies(self.trainer, self._frequencies)
         seams.expect_nothing_of_positions()
-        seams.release_closures(self.trainer)
+        self.protection.stop_training()
 
     def prepare(self, batch: Any) -> None:
         """Before each micro-batch: its weight, and whether schedules of the learning rate are due after it."""
         chunk = self.feed.chunk(seams.micro_batch_index(self.trainer))
-        self.gradients.weigh(batch, chunk, ranks_apart=self.feed.ranks_apart, known=not self.feed.streams)
+        samples = self.feed.count(batch, chunk)
+        self.gradients.weigh(batch, chunk, ranks_apart=self.feed.ranks_apart, samples=samples)
+        self.protection.expect(samples)
         seams.step_schedulers_when_due(self.trainer, self._frequencies, chunk.window)
+
+    def _samples_of_next(self, batch: Any) -> int | None:
+        """Samples of the batch that training goes on with, before the loop counts it."""
+        if self._begun is None or not self._active():
+            return None
+        return self.feed.count(batch, self.feed.chunk(seams.micro_batch_index(self.trainer) + 1))
 
     def advance(self) -> None:
         """After each micro-batch: keep the position, and let validation run when the recipe says."""
@@ -138,17 +178,20 @@ class Run:
         if seams.window_is_over(self.trainer):
             done = self.feed.chunk(index).window_end * self.feed.ranks_apart
             self._position = replace(self._position, samples_done=done)
+            self.protection.after_window(self._micro_batch or 1)
         self._schedule_validation(index)
 
     # --- records -------------------------------------------------------------------------------
 
     def state(self) -> RunState:
         """What a checkpoint keeps."""
-        return RunState(self._position, hardware(self.trainer, self.options.budget), self.probe)
+        lowest = self.protection.limit if self.witness.events else None
+        kind = hardware(self.trainer, self.options.budget)
+        return RunState(self._position, kind, self.probe, lowest, self.witness.events)
 
     def restore(self, state: RunState) -> None:
         """Go on where a checkpoint was written."""
-        self._restored, self._position = state, state.position
+        self._restored, self._position, self.witness.events = state, state.position, state.oom_events
 
     def optimizer_steps(self) -> int | None:
         """Optimizer steps of the whole training; ``None`` where the data or the epochs have no end."""
@@ -192,51 +235,69 @@ class Run:
         return f"{self.plan}{found}{f'; exactness {self.exactness}' if unmeasured else ''}."
 
     @property
-    def feed(self) -> Feed:
+    def in_step(self) -> bool:
+        """Whether the loader yields the recipe's batches, and they are cut in the step."""
+        return self.options.micro_batching == "step" or isinstance(self._feed, UncutFeed)
+
+    @property
+    def feed(self) -> Feed | UncutFeed:
         """The loader as it is cut."""
         assert self._feed is not None, "the training data are not set up yet"
         return self._feed
 
     def _begin(self, epoch: int) -> None:
         """Cut an epoch for training and tell the loops."""
-        if epoch != self._position.epoch:
-            passed = self._epoch_batches()
-            if passed is None:  # a stream: as many as it turned out to hold
-                passed = self.feed.recipe_batches(self._position.samples_done // self.feed.ranks_apart)
-            before = self._position.batches_before + passed
-            self._position = replace(self._position, epoch=epoch, samples_done=0, batches_before=before)
+        self._enter(epoch)
         self._arrange(epoch)
         self._begun = (self.feed, epoch)
         assert self.plan is not None
-        self.trainer.accumulate_grad_batches = self.plan.factor
-        self.gradients.begin_epoch(self.plan.micro_batch_size, known=not self.feed.counted_later)
+        self.gradients.begin_epoch(self._fed_at_most, known=not self.feed.counted_later)
+        if self.in_step:
+            assert self._micro_batch is not None
+            self.protection.limit = self._micro_batch
         if self._momenta is not None:
             self._momenta.rescale(self.plan.factor)
         seams.resize_epoch(self.trainer, self.feed.length)
 
+    def _enter(self, epoch: int) -> None:
+        """Keep count of the recipe's batches where one epoch follows another."""
+        if epoch == self._position.epoch:
+            return
+        passed = self._epoch_batches()
+        if passed is None:  # a stream: as many as it turned out to hold
+            passed = self.feed.recipe_batches(self._position.samples_done // self.feed.ranks_apart)
+        before = self._position.batches_before + passed * (epoch - self._position.epoch)
+        self._position = replace(self._position, epoch=epoch, samples_done=0, batches_before=before)
+
     def _arrange(self, epoch: int) -> None:
         """Cut an epoch; as whole windows while the micro-batch is not known, so that steps are counted rightly."""
-        effective = self._effective(epoch)
-        known = self._micro_batch
+        effective, known = self._effective(epoch), self._micro_batch
         whole = self.request.factor(epoch) is None
         done = self._position.samples_done if epoch == self._position.epoch else 0
-        self.plan = self.feed.arrange(
+        cut = self._recipe_batch(epoch) if self.in_step else known
+        fed = self.feed.arrange(
             epoch,
             effective,
-            known or ((effective or self.feed.recipe_effective(epoch)) if whole else self._guess(epoch)),
+            cut or ((effective or self.feed.recipe_effective(epoch)) if whole else self._guess(epoch)),
             samples_done=done // self.feed.ranks_apart,
             armed=known is not None,
         )
-        if known is None:
-            self.trainer.accumulate_grad_batches = self.plan.factor
+        self.trainer.accumulate_grad_batches = fed.factor
+        self._fed_at_most = fed.micro_batch_size
+        self.plan = cut_further(fed, micro_batch=known) if self.in_step and known else fed
 
     def _effective(self, epoch: int) -> int | None:
-        return self.request.effective_batch(epoch, self._micro_batch or self._guess(epoch), self.trainer.world_size)
+        micro_batch = self._recipe_batch(epoch) if self.in_step else self._micro_batch or self._guess(epoch)
+        return self.request.effective_batch(epoch, micro_batch, self.trainer.world_size)
 
     def _guess(self, epoch: int) -> int:
         """The recipe's own micro-batch, or what the user fixed, until the limit is known."""
-        share = self.recipe_factor * self.trainer.world_size
-        return self.request.capped(-(-self.feed.recipe_effective(epoch) // share))
+        return self.request.capped(self._recipe_batch(epoch))
+
+    def _recipe_batch(self, epoch: int) -> int:
+        """What the user's loader yields to a rank, at most."""
+        share: int = self.recipe_factor * self.trainer.world_size
+        return -(-self.feed.recipe_effective(epoch) // share)
 
     def _measure_exactness(self, epoch: int) -> Exactness:
         assert self._micro_batch is not None
@@ -245,7 +306,8 @@ class Run:
         return measure_exactness(self.trainer, self.feed.user_loader, indices, count=count, limit=self._micro_batch)
 
     def _find_micro_batch(self, epoch: int) -> int:
-        if self.request.micro_batch is not None:
+        device = current_device()
+        if self.request.micro_batch is not None and device is None:
             return self.request.capped(self.request.micro_batch)
         trainer, feed = self.trainer, self.feed
         total = feed.total(epoch)
@@ -255,29 +317,67 @@ class Run:
             total=None if total is None else total * feed.ranks_apart,
             world_size=trainer.world_size,
         )
+        high = min(high, self._recipe_batch(epoch)) if self.in_step else high
         if evaluates_again(trainer.optimizers[0]):
             raise UserError(
                 f"{type(trainer.optimizers[0]).__name__} keeps a history that grows over many steps, so that no trial "
                 "of one step shows what it takes: give micro_batch_size=… to do without a probe."
             )
         share = -(-(self._effective(epoch) or feed.recipe_effective(epoch)) // trainer.world_size)
-        samples = feed.sample_indices(epoch)
-        self.probe = self._remembered(high) or probe(
-            trainer, feed.user_loader, samples, high=high, share=share, budget=self.options.budget
-        )
-        return min(high, self.probe.limit)
+        looks, budget = feed.looks(epoch), self.options.budget
+        if device is not None:
+            beside = self.protection.memory
+            self.probe = estimate(
+                trainer, feed.user_loader, looks, device, high=high, share=share, budget=budget, beside=beside
+            )
+            return self.probe.limit
+        self.probe = self._remembered(high)
+        if self.probe is None:
+            self.probe, self._kind = probe(
+                trainer,
+                feed.user_loader,
+                looks,
+                high=high,
+                share=share,
+                options=self.options,
+                beside=self.protection.memory,
+                whole=self._recipe_batch(epoch) if self.in_step else None,
+            )
+        return min(high, self.probe.fastest or self.probe.limit)
 
     def _remembered(self, high: int) -> ProbeResult | None:
         """The limit of the run that wrote the checkpoint, if it was found on this hardware and is high enough."""
         kept = self._restored
-        if kept is None or kept.probe is None or kept.hardware != hardware(self.trainer, self.options.budget):
+        if kept is None or kept.probe is None or not self._on_hardware_of(kept):
             return None
-        bounded = kept.probe.limit < high and all(trial.fits for trial in kept.probe.trials)
-        return None if bounded else replace(kept.probe, method="checkpoint", steps=0, seconds=0.0)
+        reason = outdated(kept.probe, kept.probe.budget_bytes, high)
+        return None if reason else replace(kept.probe, method="checkpoint", steps=0, seconds=0.0)
+
+    def _proved_too_much_before(self) -> int | None:
+        """The limit of a restored run that memory ran out in, on this hardware."""
+        kept = self._restored
+        return kept.limit if kept is not None and self._on_hardware_of(kept) else None
+
+    def _on_hardware_of(self, kept: RunState) -> bool:
+        """Whether all ranks run on what the first rank of a restored run had: they probe together or not at all."""
+        same = kept.hardware == hardware(self.trainer, self.options.budget)
+        return seams.smallest_over_ranks(self.trainer, int(same)) == 1
+
+    def _lower(self) -> None:
+        """Between two epochs: what proved too much on any rank is not planned any more."""
+        limit = seams.smallest_over_ranks(self.trainer, self.protection.limit or _NO_LIMIT)
+        if self._micro_batch is None or limit >= self._micro_batch:
+            return
+        self._micro_batch = limit
+        self.protection.limit = limit
+        if self.probe is not None:
+            self.probe = lowered(self.probe, limit)
+            if self._kind is not None and self.options.cache:
+                LimitCache().write(self._kind, self.probe)
 
     def _schedule_validation(self, index: int) -> None:
-        plan, before = self.feed.epoch_plan, self._position.batches_before
-        done = [self.feed.recipe_batches(plan.samples_after(i)) if i >= 0 else 0 for i in (index - 1, index)]
+        before = self._position.batches_before
+        done = [self.feed.batches_after(i) for i in (index - 1, index)]
         offset = before if self.trainer.check_val_every_n_epoch is None else 0
         seams.validate_when_due(self.trainer, offset + done[0], offset + done[1], self._epoch_batches())
 

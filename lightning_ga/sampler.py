@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch.utils.data import Sampler
 
+from lightning_ga.live import uncounted
 from lightning_ga.permutation import Permutation
 from lightning_ga.windows import Chunk, EpochPlan
 
@@ -64,7 +65,8 @@ class Shuffled:
             return Permutation(self.size, seed=seed, epoch=epoch)
         generator = torch.Generator()
         generator.manual_seed((seed + epoch) % _SEEDS)
-        return _Indices(torch.randperm(self.size, generator=generator, dtype=torch.int32))
+        with uncounted():  # it lies on the host
+            return _Indices(torch.randperm(self.size, generator=generator, dtype=torch.int32))
 
 
 class FromSampler:

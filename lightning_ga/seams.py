@@ -11,6 +11,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -40,6 +41,39 @@ def intercept_loaders(trainer: Any, cut: Callable[[Any], Any], around: Callable[
     source, request, set_up = loop._data_source, type(loop._data_source).dataloader, type(loop).setup_data
     shadow(source, "dataloader", lambda: cut(request(source)))
     shadow(loop, "setup_data", lambda: around(lambda: set_up(loop)))
+
+
+def batches_of(trainer: Any, loader: Any) -> tuple[Callable[[], Iterator[Any]], int | None]:
+    """What yields the batches of any training data as the loop would, and how many there are if that is known.
+
+    As ``fit_loop.setup_data`` does (:235 to :257): collections of loaders are combined, each loader is
+    prepared for the ranks, and samplers are told the epoch (:445).
+    """
+    module = sibling(trainer, "utilities.combined_loader")
+    connector, states = sibling(trainer, "trainer.connectors.data_connector"), sibling(trainer, "trainer.states")
+    combined = loader if isinstance(loader, module.CombinedLoader) else module.CombinedLoader(loader, "max_size_cycle")
+    stages = states.TrainerFn.FITTING, states.RunningStage.TRAINING
+    combined.flattened = [connector._process_dataloader(trainer, *stages, part) for part in combined.flattened]
+
+    def batches() -> Iterator[Any]:
+        for part in combined.flattened:
+            for sampler in filter(None, (getattr(part, "sampler", None), getattr(part, "batch_sampler", None))):
+                getattr(sampler, "set_epoch", int)(training_epoch(trainer))
+        return (batch for batch, *_ in iter(combined))
+
+    lengths = [length_of(part) for part in combined.flattened]
+    known = [length for length in lengths if length is not None]
+    if not known or len(known) < len(lengths):
+        return batches, None
+    return batches, {"min_size": min(known), "sequential": sum(known)}.get(combined._mode, max(known))
+
+
+def length_of(loader: Any) -> int | None:
+    """Batches of any loader, ``None`` if it does not tell."""
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return None
 
 
 def release_loaders(trainer: Any) -> None:
@@ -129,6 +163,24 @@ def move_to_micro_batch(trainer: Any, done: int, *, same_epoch: bool) -> None:
         setattr(progress.total, name, getattr(progress.total, name) + moved)
 
 
+def begin_next_epoch(trainer: Any) -> None:
+    """Let a restored loop begin its next epoch as any other, if the one of the checkpoint was over.
+
+    Restored from a checkpoint of an epoch's last micro-batch, the loop takes itself for in the middle of
+    the next epoch (``fit_loop.py:398`` and ``:447``). Nobody is told that it starts, and the count of
+    epochs that have begun stays behind: a checkpoint written in it would be taken for one between
+    epochs, and the next resume would lose its place and an optimizer step.
+    """
+    loop = trainer.fit_loop
+    progress = loop.epoch_progress.current
+    if progress.ready != progress.processed:
+        return
+    if progress.completed < progress.processed:  # with max_steps, a checkpoint written in on_train_epoch_end
+        loop.epoch_progress.increment_completed()
+    if hasattr(loop, "reset_restart_stage"):  # 2.5.0 has no stages
+        loop.reset_restart_stage()
+
+
 def align_logger_steps(trainer: Any) -> None:
     """Let a restored loop give loggers the number of optimizer steps, once it has restarted.
 
@@ -168,9 +220,19 @@ def largest_over_ranks(trainer: Any, value: int) -> int:
     return int(trainer.strategy.reduce(largest, reduce_op="max"))
 
 
+def smallest_over_ranks(trainer: Any, value: int) -> int:
+    """The smallest of one number over all ranks."""
+    return -largest_over_ranks(trainer, -value)
+
+
 def is_distributed(trainer: Any) -> bool:
     """Whether gradients are averaged over several ranks."""
     return int(trainer.world_size) > 1
+
+
+def is_sharded(trainer: Any) -> bool:
+    """Whether ranks hold parts of the model, so that no rank can run a step alone, or fail alone without a hang."""
+    return any(base.__name__ in ("FSDPStrategy", "ModelParallelStrategy") for base in type(trainer.strategy).__mro__)
 
 
 def sum_over_ranks(trainer: Any, value: float) -> float:
@@ -183,8 +245,17 @@ def sum_over_ranks(trainer: Any, value: float) -> float:
 
 def to_device(trainer: Any, batch: Any) -> Any:
     """A batch as ``training_step`` gets it (``loops/training_epoch_loop.py:320``)."""
+    return transferred(trainer, before_transfer(trainer, batch))
+
+
+def before_transfer(trainer: Any, batch: Any) -> Any:
+    """What ``to_device`` does on the host."""
     batch = trainer.precision_plugin.convert_input(batch)
-    batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
+    return trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
+
+
+def transferred(trainer: Any, batch: Any) -> Any:
+    """The rest of it: the transfer, and what comes after it on the device."""
     return sibling(trainer, "trainer.call")._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=0)
 
 
@@ -194,21 +265,21 @@ def sibling(trainer: Any, name: str) -> Any:
     return import_module(f"{root}.{name}")
 
 
+def owners(trainer: Any) -> list[Any]:
+    """Objects whose attributes a step may set: the trainer, the datamodule, schedules of the learning rate."""
+    schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+    return [trainer, *schedulers, *([] if trainer.datamodule is None else [trainer.datamodule])]
+
+
 def remember_progress(trainer: Any, kept: Attributes) -> Attributes:
-    """All attributes of the trainer that a training step changes; counters are copied for each trial."""
+    """All attributes of loops and connectors that a training step changes; counters are copied for each trial."""
     loop = trainer.fit_loop.epoch_loop
-    kept.keep(trainer, "callbacks", "_loggers", "profiler", "accumulate_grad_batches", "should_stop")
-    kept.keep(loop, "_results", "_batches_that_stepped")
-    kept.keep(loop, "batch_progress", "scheduler_progress", copied=True)
-    kept.keep(loop.automatic_optimization, "_skip_backward")
+    kept.keep(loop, "_results")
+    kept.keep(loop, "batch_progress", copied=True)
     kept.keep(loop.automatic_optimization, "optim_progress", copied=True)
     connector = trainer._logger_connector
     kept.keep(connector, "_progress_bar_metrics", "_logged_metrics", "_callback_metrics", copied=True)
-    kept.keep(connector, "_current_fx", "_first_loop_iter")
-    for config in trainer.lr_scheduler_configs:
-        kept.keep(config.scheduler, *vars(config.scheduler))
-    if trainer.datamodule is not None:
-        kept.keep(trainer.datamodule, *vars(trainer.datamodule))
+    kept.keep(connector, "_first_loop_iter")
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     if scaler is not None:
         kept.keep(trainer.precision_plugin, "scaler", copied=True)
@@ -218,7 +289,7 @@ def remember_progress(trainer: Any, kept: Attributes) -> Attributes:
 def enter_trial(trainer: Any) -> None:
     """Let the next step be the last micro-batch of a window, seen by no callback, logger or profiler."""
     loop = trainer.fit_loop.epoch_loop
-    trainer._loggers = [sibling(trainer, "loggers.logger").DummyLogger()] if trainer._loggers else []
+    trainer._loggers = [sibling(trainer, "loggers.logger").DummyLogger() for _ in trainer._loggers]
     trainer.profiler = sibling(trainer, "profilers").PassThroughProfiler()
     loop._results = type(loop._results)(training=True)
     trainer.accumulate_grad_batches = 2
@@ -327,15 +398,17 @@ def without_collectives(trainer: Any) -> Iterator[None]:
     if not hasattr(strategy, "block_backward_sync"):
         yield
         return
+    # With static_graph a first backward pass reduces even so, unless it looks as if it had.
+    kept = Attributes()
     with strategy.block_backward_sync():
-        synced = getattr(strategy.model, "require_forward_param_sync", None)
-        if synced is not None:
-            strategy.model.require_forward_param_sync = False
+        for name, value in (("require_forward_param_sync", False), ("_static_graph_delay_allreduce_enqueued", True)):
+            if hasattr(strategy.model, name):
+                kept.keep(strategy.model, name)
+                setattr(strategy.model, name, value)
         try:
             yield
         finally:
-            if synced is not None:
-                strategy.model.require_forward_param_sync = synced
+            kept.restore()
 
 
 def validate_when_due(trainer: Any, before: int, after: int, epoch_batches: int | None) -> None:
@@ -360,6 +433,11 @@ def validate_when_due(trainer: Any, before: int, after: int, epoch_batches: int 
     over = bool(loop.batch_progress.is_last_batch)
     due = over if interval is None else after // interval > before // interval  # a stream is validated when it is over
     trainer.val_check_batch = index + 1 if due else index + 2
+
+
+def end_training(trainer: Any) -> None:
+    """Let the fit end before its first training step, when its start is over."""
+    trainer.fit_loop.epoch_loop.max_steps = trainer.global_step
 
 
 def leave_factor(trainer: Any, recipe: int) -> None:
@@ -391,9 +469,9 @@ def check_validation_interval(trainer: Any, epoch_batches: int | None) -> None:
         )
 
 
-def takes_an_iterator(module: Any) -> bool:
-    """Whether ``training_step`` fetches batches itself (``loops/utilities.py``, ``_select_data_fetcher``)."""
-    return "dataloader_iter" in inspect.signature(module.training_step).parameters
+def takes_an_iterator(module: Any, step: str = "training_step") -> bool:
+    """Whether a step fetches batches itself (``loops/utilities.py``, ``_select_data_fetcher``)."""
+    return "dataloader_iter" in inspect.signature(getattr(module, step)).parameters
 
 
 def all_epochs(trainer: Any) -> range | None:
@@ -412,3 +490,102 @@ def training_epochs(trainer: Any) -> range:
     first = training_epoch(trainer)
     last = trainer.max_epochs
     return range(first, first + 1) if last is None or last < 0 else range(first, max(first + 1, last))
+
+
+@contextmanager
+def logs_held_back(trainer: Any, note: Callable[..., None]) -> Iterator[Callable[..., None]]:
+    """Within, ``log`` calls ``note`` instead of the results of the running loop; yields what would have been called.
+
+    ``LightningModule.log`` ends in ``results.log(fx, name, value, **settings)`` (``core/module.py:380``).
+    """
+    results = trainer._results
+    if results is None:
+        yield lambda *_, **__: None
+        return
+    shadow(results, "log", note)
+    try:
+        yield lambda *arguments, **settings: type(results).log(results, *arguments, **settings)
+    finally:
+        unshadow(results, "log")
+
+
+def stage(trainer: Any) -> str:
+    """What a batch is for now."""
+    if trainer.predicting:
+        return "prediction"
+    if trainer.testing:
+        return "test"
+    return "validation" if trainer.validating or trainer.sanity_checking else "training"
+
+
+def zero_no_gradients(closure: Any) -> None:
+    """Let a closure of the loop leave gradients as they are: an earlier part of its batch has zeroed them."""
+    closure._zero_grad_fn = None
+
+
+def zeroes_gradients(closure: Any) -> bool:
+    """Whether a closure of the loop zeroes gradients before its backward pass."""
+    return closure._zero_grad_fn is not None
+
+
+def intercept_optimizer_step(trainer: Any, around: Callable[..., None], ready: Callable[[], None]) -> None:
+    """Let the loop take its optimizer steps through ``around(step, batch_idx, closure)`` (``automatic.py:239``).
+
+    ``ready`` is called between clipping and the update (``plugins/precision/precision.py``, ``_after_closure``).
+    """
+    loop, plugin = trainer.fit_loop.epoch_loop.automatic_optimization, trainer.precision_plugin
+    step, after_closure = type(loop)._optimizer_step, type(plugin)._after_closure
+
+    def after(*arguments: Any) -> None:
+        after_closure(plugin, *arguments)
+        ready()
+
+    shadow(loop, "_optimizer_step", lambda *given: around(lambda *again: step(loop, *again), *given))
+    shadow(plugin, "_after_closure", after)
+
+
+def release_optimizer_step(trainer: Any) -> None:
+    """Undo ``intercept_optimizer_step``."""
+    unshadow(trainer.fit_loop.epoch_loop.automatic_optimization, "_optimizer_step")
+    unshadow(trainer.precision_plugin, "_after_closure")
+
+
+def step_again(trainer: Any, optimizer: Any) -> None:
+    """The optimizer's step alone, after the loop's attempt failed in it, and the count that the loop left out."""
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    if scaler is None:
+        optimizer.step()
+    else:
+        scaler.step(optimizer)
+        scaler.update()
+    trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.increment_completed()
+
+
+STEPS = ("validation_step", "test_step", "predict_step")
+
+
+def intercept_evaluation(trainer: Any, around: Callable[..., Any], move: Callable[..., Any]) -> None:
+    """Let steps of evaluation loops go through ``around(name, step, *arguments)``, and batches through ``move``.
+
+    The loops call both on the strategy (``trainer/call.py``, ``_call_strategy_hook``).
+    """
+    strategy = trainer.strategy
+    for name in STEPS:
+        shadow(strategy, name, partial(around, name, partial(getattr(type(strategy), name), strategy)))
+    to_device = type(strategy).batch_to_device
+
+    def batch_to_device(batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
+        return move(lambda part: to_device(strategy, part, device=device, dataloader_idx=dataloader_idx), batch)
+
+    shadow(strategy, "batch_to_device", batch_to_device)
+
+
+def release_evaluation(trainer: Any) -> None:
+    """Undo ``intercept_evaluation``."""
+    for name in (*STEPS, "batch_to_device"):
+        unshadow(trainer.strategy, name)
+
+
+def parameters(trainer: Any) -> list[torch.nn.Parameter]:
+    """The module's parameters."""
+    return list(trainer.lightning_module.parameters())

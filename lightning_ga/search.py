@@ -6,50 +6,13 @@ it. Where the prediction misses, or the streams do not align, measured peaks and
 the limit from both sides. The limit was always tried, or, where nothing may be tried, predicted.
 """
 
-from dataclasses import dataclass
-from math import isqrt
+from math import isqrt, sqrt
 
-from lightning_ga.replay import Replay, Trace, extrapolate, largest_fitting
+from lightning_ga.curve import Curve, Step, fit_curve
+from lightning_ga.replay import Trace, largest_fitting
+from lightning_ga.results import Trial
 
-
-@dataclass(frozen=True, slots=True)
-class Trial:
-    """One training step tried at a micro-batch size.
-
-    Attributes:
-        micro_batch_size: Samples of the step.
-        peak_bytes: Most bytes alive at once during the step.
-        fits: Whether the step ran within the budget.
-        seconds: Wall time of the step.
-    """
-
-    micro_batch_size: int
-    peak_bytes: int
-    fits: bool
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class ProbeResult:
-    """What a probe found.
-
-    Attributes:
-        limit: Largest micro-batch that fits in the budget, or the largest that was asked for.
-        budget_bytes: Memory that a step may take, in bytes.
-        peak_bytes: Peak at the limit, in bytes.
-        trials: Steps that were tried, in order.
-        steps: Training steps run in all, warm-up included.
-        seconds: Wall time of the whole probe.
-        method: What found the limit, e.g. ``"replay"`` or ``"bracket"``.
-    """
-
-    limit: int
-    budget_bytes: int
-    peak_bytes: int
-    trials: tuple[Trial, ...]
-    steps: int
-    seconds: float
-    method: str
+CURVE_POINTS = 32
 
 
 def trace_sizes(high: int, budget: int, *, alive: int = 0, growing: int = 0, warm_up: int = 2) -> tuple[int, ...]:
@@ -81,10 +44,10 @@ class Search:
     The loop around it::
 
         search = Search(high=512, budget=2**30)
-        while (size := search.propose()) > search.limit:
+        while (size := search.propose()) != search.limit:
             search.record(*run(size))
 
-    A proposal equal to ``limit`` means that nothing larger is worth a trial. With several ranks,
+    A proposal equal to ``limit`` means that nothing is worth a trial any more. With several ranks,
     each keeps a search of its own and all run the smallest proposal: it ends at the limit of all.
 
     Args:
@@ -93,31 +56,41 @@ class Search:
         sizes: First sizes to trace, in rising order.
         rounding: Bytes that the allocator rounds up to: 1 on a CPU, 512 on CUDA.
         predict_only: Try nothing near the budget: the result is ``predicted`` then.
+        closest: Share of the budget that a trial may come to where only that leads on.
 
     Attributes:
         limit: Largest size that was tried and fits; 0 before one did.
         ceiling: Smallest size known not to fit, by trial; ``high + 1`` before one failed.
         method: ``"replay"`` if a verified prediction found the limit, ``"prediction"`` if one that
-            was not verified did, ``"below"`` if it was approached with trials from below, else ``"bracket"``.
+            was not verified did, ``"below"`` if it was approached with trials from below, ``"phases"``
+            if the peaks of the step's phases led to it, else ``"bracket"``.
     """
 
     def __init__(
-        self, *, high: int, budget: int, sizes: tuple[int, ...] = (4, 8), rounding: int = 1, predict_only: bool = False
+        self,
+        *,
+        high: int,
+        budget: int,
+        sizes: tuple[int, ...] = (4, 8),
+        rounding: int = 1,
+        predict_only: bool = False,
+        closest: float = 1.0,
     ) -> None:
         self.budget = budget
         self.rounding = rounding
         self.predict_only = predict_only
+        self._closest = int(closest * budget)
         self.limit = 0
         self.ceiling = high + 1
         self._high = high
         self._sizes = sizes
-        self._fitting: list[tuple[Trial, Trace | None]] = []  # by size
-        self._curve: _Curve | None = None
+        self._fitting: list[Step] = []  # by size
+        self._curve: Curve | None = None
         self._verified = self._misled = False
         self._misses = 0
 
     def propose(self) -> int:
-        """The next size to try, above ``limit`` and below ``ceiling``; ``limit`` itself at the end."""
+        """The next size to try, below ``ceiling``; ``limit`` itself at the end."""
         if self.limit + 1 >= self.ceiling:
             return self.limit
         for size in self._sizes:
@@ -126,15 +99,18 @@ class Search:
         if self.predict_only:
             return self._approach()
         guess = self._guess()
+        check = 2 * self.limit
+        if len(self._fitting) == len(self._sizes) and self._is_quadratic() and check < guess:
+            return check  # a third trace, as two cannot tell a square from sizes that vary
         if guess == self.limit and not self._is_proven():
-            return self.limit + 1
+            return self._unused_between_traces() or self.limit + 1
         return guess
 
-    def record(self, trial: Trial, trace: Trace | None = None) -> None:
-        """Take the outcome of one step; ``trace`` if the step fits and was recorded."""
-        size = trial.micro_batch_size
+    def record(self, trial: Trial, *recorded: Trace | None) -> None:
+        """Take the outcome of one step, with its traces if it fits and was recorded, the best first."""
+        size, traces = trial.micro_batch_size, tuple(trace for trace in recorded if trace is not None)
         if self._curve is not None:
-            foreseen = self._curve.confirms(trial, trace) if trial.fits else self._curve(size) > self.budget
+            foreseen = self._curve.confirms(trial, traces) if trial.fits else self._curve(size) > self.budget
             self._verified |= foreseen and trial.fits
             self._misled |= not foreseen
         if not trial.fits:
@@ -142,13 +118,13 @@ class Search:
             self._misses += 1
             return
         self.limit = max(self.limit, size)
-        self._fitting = sorted([*self._fitting, (trial, trace)], key=lambda pair: pair[0].micro_batch_size)
-        self._curve = _fit(self._fitting, self.rounding)
+        self._fitting = sorted([*self._fitting, (trial, traces)], key=lambda pair: pair[0].micro_batch_size)
+        self._curve = fit_curve(self._fitting, self.rounding)
 
     @property
     def wants_trace(self) -> bool:
         """Whether the next step should be recorded; later ones need not be where recording disturbs."""
-        return len(self._fitting) < len(self._sizes)
+        return self.predict_only or len(self._fitting) < len(self._sizes) + self._is_quadratic()
 
     @property
     def predicted(self) -> int:
@@ -167,7 +143,30 @@ class Search:
         replayed = self._curve is not None and self._curve.is_replay
         if self.predict_only:
             return "prediction" if replayed else "below"
-        return "replay" if replayed and self._is_proven() else "bracket"
+        if replayed and self._is_proven():
+            return "replay"
+        return "phases" if self._curve is not None and len(self._curve.lines) > 1 else "bracket"
+
+    def curve(self, limit: int) -> tuple[tuple[int, int], ...]:
+        """Predicted peak in bytes at sizes from one to somewhat above the limit, for a plot; empty without a curve.
+
+        Lines stand for a curve only near the steps they go through, so there is none without a replay.
+        """
+        if self._curve is None or not self._curve.is_replay:
+            return ()
+        end = max(limit + 1, limit * 5 // 4)
+        sizes = {1, limit, limit + 1, *(1 + (end - 1) * part // CURVE_POINTS for part in range(CURVE_POINTS + 1))}
+        return tuple((size, self._curve(size)) for size in sorted(sizes))
+
+    def _unused_between_traces(self) -> int | None:
+        """A size whose trial confirms a replay that puts the limit at a trace: the alternative is one too many."""
+        if self._curve is None or not self._curve.is_replay or self._misled:
+            return None
+        low, high = self._curve.samples
+        return (low + high) // 2 if high - low > 1 else None
+
+    def _is_quadratic(self) -> bool:
+        return self._curve is not None and self._curve.is_quadratic
 
     def _is_proven(self) -> bool:
         """Whether a replay's word counts as a trial: one confirmed it to the byte, and none ever contradicted it."""
@@ -194,60 +193,22 @@ class Search:
             return _between(0, self.ceiling)
         if self._curve is not None and self._curve.is_replay and (self._verified or not self._curve.is_quadratic):
             return self.limit
-        # A doubling takes at most four times the memory of this step (attention or similarity matrices).
-        if self._misses or 4 * last.peak_bytes > self.budget:
+        if self._misses:
             return self.limit
-        return min(2 * self.limit, self._high)
+        fixed, growing = self._parts()
+        # What grows takes at most the square of the growth in samples: attention and similarity matrices do.
+        growth = min(2.0, sqrt(max(0, self._closest - fixed) / max(1, growing)))
+        further = min(int(growth * self.limit), self._high)
+        return further if 20 * further > 21 * self.limit or further == self._high else self.limit
 
-
-@dataclass(frozen=True, slots=True)
-class _Curve:
-    """Peak bytes by micro-batch size: a replay if there is one, plus the highest of some lines.
-
-    With a replay, the one line is what the traces did not see. Without, there is a line for every
-    phase of the step that the traces tell apart, or one through the measured peaks.
-    """
-
-    replay: Replay | None
-    samples: tuple[int, int]
-    lines: tuple[tuple[int, int], ...]  # bytes at these two sizes
-
-    @property
-    def is_replay(self) -> bool:
-        return self.replay is not None
-
-    @property
-    def is_quadratic(self) -> bool:
-        return self.replay is not None and self.replay.is_quadratic
-
-    def __call__(self, samples: int) -> int:
-        low, high = self.samples
-        rest = max(end + max(0, end - start) * (samples - high) // (high - low) for start, end in self.lines)
-        return max(rest, 0) + (0 if self.replay is None else self.replay(samples))
-
-    def confirms(self, trial: Trial, trace: Trace | None) -> bool:
-        """Whether a further trial has the predicted peak to the byte."""
-        aligned = self.replay is None or trace is None or self.replay.confirms(trace)
-        return aligned and self(trial.micro_batch_size) == trial.peak_bytes
-
-
-def _fit(fitting: list[tuple[Trial, Trace | None]], rounding: int) -> _Curve | None:
-    """The curve through the two largest steps; by replay, then by phase, if the two largest traces allow."""
-    traced = [(trial, trace) for trial, trace in fitting if trace is not None][-2:]
-    if len(traced) == 2:
-        (_, first), (_, second) = traced
-        unseen = [trial.peak_bytes - trace.peak(rounding) for trial, trace in traced]
-        sizes = (first.samples, second.samples)
-        replay = extrapolate(first, second, rounding=rounding)
-        if replay is not None:
-            return _Curve(replay, sizes, ((unseen[0], unseen[1]),))
-        if len(first.marks) == len(second.marks):
-            phases = zip(first.phase_peaks(rounding), second.phase_peaks(rounding))
-            return _Curve(None, sizes, tuple((start + unseen[0], end + unseen[1]) for start, end in phases))
-    if len(fitting) < 2:
-        return None
-    small, large = fitting[-2][0], fitting[-1][0]
-    return _Curve(None, (small.micro_batch_size, large.micro_batch_size), ((small.peak_bytes, large.peak_bytes),))
+    def _parts(self) -> tuple[int, int]:
+        """Bytes of the largest step that stay as they are when the samples grow, and bytes that may grow."""
+        trial, traces = self._fitting[-1]
+        kept = [max(trace.kept_bytes(self.rounding) for trace in traces) for _, traces in self._fitting if traces]
+        if not traces or len(kept) < 2 or kept[-1] != kept[-2]:
+            return 0, trial.peak_bytes
+        unseen = max(0, trial.peak_bytes - max(trace.peak(self.rounding) for trace in traces))
+        return kept[-1], unseen + max(trace.transient_peak(self.rounding) for trace in traces)
 
 
 def _between(low: int, ceiling: int) -> int:

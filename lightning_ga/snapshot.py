@@ -8,9 +8,9 @@ on deep copies and the originals are put back untouched, so that references held
 import copy
 import random
 import sys
-from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
+from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -18,25 +18,24 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader, Dataset
 
+from lightning_ga.contents import Contents, contained
 from lightning_ga.errors import UserError
 
-# What nn.Module keeps of itself: tensors are restored in place, children on their own, hooks stay.
+# What nn.Module keeps of itself: tables of tensors, children and hooks. No copies of these are made.
 _MODULE_TABLES = {name for name in vars(torch.nn.Module()) if name != "training"}
+_TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+_EMPTY_CELL = CellType()
+_FUNCTIONS = (type, FunctionType, MethodType, BuiltinFunctionType, ModuleType)
+_NO_OWNERS = (torch.nn.Module, torch.Tensor, torch.optim.Optimizer, Dataset, DataLoader, *_FUNCTIONS)
 
 
 class TensorValues:
     """Tensors and their values, restored in place."""
 
-    def __init__(self, tensors: Iterator[torch.Tensor]) -> None:
-        kept = []
-        for tensor in tensors:
-            if is_lazy(tensor):
-                raise UserError(
-                    "The module has parameters without a shape yet (a lazy module): run one forward pass before fit(), "
-                    "or give micro_batch_size=… to do without a probe."
-                )
-            kept.append((tensor, tensor.detach().to("cpu", copy=True), tensor.requires_grad))
-        self._kept = kept
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        kept = list(tensors)
+        refuse_lazy(kept)
+        self._kept = [(tensor, tensor.detach().to("cpu", copy=True), tensor.requires_grad) for tensor in kept]
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -48,29 +47,59 @@ class TensorValues:
                 tensor.requires_grad_(requires_grad)
 
 
+class Gradients:
+    """The gradients of parameters, which a step takes away or makes."""
+
+    def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        self._kept = [(parameter, parameter.grad) for parameter in parameters]
+
+    def restore(self) -> None:
+        """Give every parameter the gradient that it had, or none."""
+        for parameter, gradient in self._kept:
+            parameter.grad = gradient
+
+
+def refuse_lazy(tensors: Iterable[torch.Tensor]) -> None:
+    """Refuse parameters of lazy modules that have not seen a batch.
+
+    Raises:
+        UserError: If there is one.
+    """
+    if any(is_lazy(tensor) for tensor in tensors):
+        raise UserError(
+            "The module has parameters without a shape yet (a lazy module): run one forward pass before fit(), "
+            "or give micro_batch_size=… to do without a probe."
+        )
+
+
 class PlainState:
     """The plain attributes of modules: metric states, counters, flags, lists.
 
     Args:
         modules: The modules, each once.
         shared: Objects that a copy must go on referring to, such as the trainer.
+        stand_ins: By the id of an object, what a copy refers to in its place.
     """
 
-    def __init__(self, modules: list[torch.nn.Module], shared: list[object]) -> None:
+    def __init__(
+        self, modules: list[torch.nn.Module], shared: list[object], stand_ins: Mapping[int, Any] | None = None
+    ) -> None:
+        self._stand_ins = stand_ins or {}
         compiled = getattr(torch._dynamo.eval_frame, "OptimizedModule", ()) if "torch._dynamo" in sys.modules else ()
         self._shared = [*shared, *modules]
         for module in modules:
             self._shared += [*module._parameters.values(), *module._buffers.values()]
-        owners = {id(owner): owner for module in modules for owner in _hook_owners(module)}
+        shared_ids = {id(thing) for thing in self._shared}
+        behind = {id(thing): thing for module in modules for thing in _behind_hooks(module)}
+        owners = {key: thing for key, thing in behind.items() if _may_be_swapped(thing) and key not in shared_ids}
         self._shared += owners.values()
         swapped = [*(module for module in modules if not isinstance(module, compiled)), *owners.values()]
         self._kept = [(thing, _plain(thing)) for thing in swapped]
-        tables: list[dict[str, Any]] = [table for module in modules for table in (module._parameters, module._buffers)]
-        self._tables = [(table, dict(table)) for table in tables]
+        self._tables = Contents([*behind.values(), *(vars(m).get(name) for m in modules for name in _MODULE_TABLES)])
 
     def swap_in_copies(self) -> None:
         """Let the modules work on copies of their original attributes."""
-        memo = {id(thing): thing for thing in self._shared}
+        memo = {**{id(thing): thing for thing in self._shared}, **self._stand_ins}
         self._put({id(module): {k: _copied(v, memo) for k, v in plain.items()} for module, plain in self._kept})
 
     def restore(self) -> None:
@@ -82,9 +111,7 @@ class PlainState:
             for name in _plain(module).keys() - attributes[id(module)].keys():
                 del module.__dict__[name]
             module.__dict__.update(attributes[id(module)])
-        for table, content in self._tables:
-            table.clear()
-            table.update(content)
+        self._tables.restore()
 
 
 class OptimizerState:
@@ -95,30 +122,14 @@ class OptimizerState:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        tensors: list[torch.Tensor] = []
-        self._containers: list[tuple[Any, Any]] = []
-        self._collect(optimizer, tensors, seen=set())
-        self._tensors = TensorValues(iter(tensors))
+        within = list(contained(optimizer, seen=set()))
+        self._contents = Contents(within)
+        self._tensors = TensorValues(thing for thing in within if isinstance(thing, torch.Tensor))
 
     def restore(self) -> None:
         """Put everything back."""
-        for container, content in self._containers:
-            container.clear()
-            (container.extend if isinstance(container, (list, deque)) else container.update)(content)
+        self._contents.restore()
         self._tensors.restore()
-
-    def _collect(self, value: Any, tensors: list[torch.Tensor], seen: set[int]) -> None:
-        value = vars(value) if isinstance(value, torch.optim.Optimizer) else value
-        if id(value) in seen or isinstance(value, torch.nn.Parameter):
-            return
-        seen.add(id(value))
-        if isinstance(value, torch.Tensor):
-            tensors.append(value)
-        if isinstance(value, (dict, list, set, deque)):
-            self._containers.append((value, copy.copy(value)))
-        if isinstance(value, (dict, list, tuple, deque)):
-            for inner in value.values() if isinstance(value, dict) else value:
-                self._collect(inner, tensors, seen)
 
 
 class RandomState:
@@ -164,14 +175,21 @@ def _plain(module: Any) -> dict[str, Any]:
     return {name: value for name, value in module.__dict__.items() if name not in _MODULE_TABLES}
 
 
-def _hook_owners(module: torch.nn.Module) -> Iterator[Any]:
-    """Objects whose methods are hooks of a module, feature extractors for example: a hook finds its own object."""
-    for name in _MODULE_TABLES:
-        for hook in vars(module)[name].values() if "_hooks" in name and isinstance(vars(module)[name], dict) else ():
-            function = hook.func if isinstance(hook, partial) else hook
-            owner = getattr(function, "__self__", None)
-            if hasattr(owner, "__dict__") and not isinstance(owner, (torch.nn.Module, type)):
-                yield owner
+def _behind_hooks(module: torch.nn.Module) -> Iterator[Any]:
+    """What hooks of a module write to: the objects whose methods they are, and all that they were defined around."""
+    tables = [vars(module)[name] for name in _MODULE_TABLES if "_hooks" in name]
+    for parameter in module._parameters.values():
+        tables += [] if parameter is None else [getattr(parameter, name, None) for name in _TENSOR_HOOKS]
+    for hook in (hook for table in tables if isinstance(table, dict) for hook in table.values()):
+        function = hook.func if isinstance(hook, partial) else hook
+        yield getattr(function, "__self__", None)
+        yield from (cell.cell_contents for cell in getattr(function, "__closure__", None) or () if cell != _EMPTY_CELL)
+
+
+def _may_be_swapped(owner: Any) -> bool:
+    """Whether an object's attributes may be exchanged for copies: PyTorch's own hooks hold the state of ranks."""
+    foreign = type(owner).__module__.partition(".")[0] == "torch"
+    return hasattr(owner, "__dict__") and not foreign and not isinstance(owner, _NO_OWNERS)
 
 
 def _copied(value: Any, memo: dict[int, Any]) -> Any:
@@ -184,9 +202,22 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
     except Exception:  # locks, files, tensors with a graph: whatever a module may hold
         while len(memo) > known:  # what a failed attempt left half done
             memo.popitem()
-    memo[id(value)] = copied = type(value)() if type(value) in (dict, list) else value
-    if isinstance(copied, dict) and copied is not value:
-        copied.update((key, _copied(inner, memo)) for key, inner in value.items())
-    elif copied is not value:
+    cls = type(value)
+    memo[id(value)] = copied = cls() if cls in (dict, list) else object.__new__(cls) if _is_plain(cls) else value
+    if copied is value:
+        return value
+    if isinstance(copied, list):
         copied.extend(_copied(inner, memo) for inner in value)
+    else:
+        inner = value if isinstance(value, dict) else vars(value)
+        (copied if copied.__class__ is dict else vars(copied)).update({k: _copied(v, memo) for k, v in inner.items()})
     return copied
+
+
+def _is_plain(cls: type) -> bool:
+    """Whether objects of a class are their attributes and nothing else: they may be copied one by one."""
+    root = cls.__module__.partition(".")[0]
+    usual = all(getattr(cls, name) is getattr(object, name) for name in ("__new__", "__reduce_ex__", "__getstate__"))
+    special = any(hasattr(cls, name) for name in ("__del__", "__deepcopy__", "__setstate__", "__slots__"))
+    known = root in sys.stdlib_module_names or issubclass(cls, (torch.Tensor, torch.nn.Module))
+    return usual and not special and not known and cls.__base__ is object

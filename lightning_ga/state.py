@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lightning_ga.search import ProbeResult, Trial
+from lightning_ga.results import ProbeResult, Timing, Trial
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +32,15 @@ class RunState:
         position: Where the run is in its data.
         hardware: What the limit was found on; on anything else it is looked for again.
         probe: What the probe found, if one ran.
+        limit: Most samples of a pass since memory ran out; ``None`` if it never did.
+        oom_events: Out-of-memory errors that were survived.
     """
 
     position: Position
     hardware: str
     probe: ProbeResult | None
+    limit: int | None = None
+    oom_events: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """Numbers, strings, lists and dictionaries only."""
@@ -47,5 +51,27 @@ class RunState:
         """The record behind ``to_dict``."""
         probe = state["probe"]
         if probe is not None:
-            probe = ProbeResult(**{**probe, "trials": tuple(Trial(**trial) for trial in probe["trials"])})
-        return cls(position=Position(**state["position"]), hardware=state["hardware"], probe=probe)
+            probe = read_probe(probe)
+        return cls(
+            position=Position(**state["position"]),
+            hardware=state["hardware"],
+            probe=probe,
+            limit=state.get("limit"),
+            oom_events=state.get("oom_events", 0),
+        )
+
+
+def read_probe(record: Mapping[str, Any]) -> ProbeResult:
+    """The record behind ``asdict``, also after it went through JSON.
+
+    Raises:
+        KeyError, TypeError: If it is not one.
+    """
+    return ProbeResult(
+        **{
+            **record,
+            "trials": tuple(Trial(**trial) for trial in record["trials"]),
+            "curve": tuple((samples, size) for samples, size in record.get("curve", ())),
+            "timings": tuple(Timing(**timing) for timing in record.get("timings", ())),
+        }
+    )

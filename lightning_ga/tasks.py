@@ -5,6 +5,7 @@ import functools
 import inspect
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,12 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightning_ga.build import Run, build
 from lightning_ga.checkpoints import find_checkpoint
+from lightning_ga.device import planned_device
 from lightning_ga.errors import UserError
-from lightning_ga.report import class_scores, plot_losses, read_curves, save_scores, scores_text, write_json
+from lightning_ga.plots import plot_losses, read_curves
+from lightning_ga.progress import survived_errors
+from lightning_ga.report import counted, write_json
+from lightning_ga.scores import class_scores, save_scores, scores_text
 
 Metrics = dict[str, float]
 MOST_CLASSES_SHOWN = 20
@@ -55,7 +60,9 @@ def wanted_checkpoint(run: Run) -> Path | None:
 
 def fit(run: Run, checkpoint: Path | None) -> Metrics:
     """Train, from a checkpoint if there is one; then test the best weights."""
-    safely(run.trainer.fit)(run.model, datamodule=run.data, ckpt_path=checkpoint)
+    memory = run.config.device_memory
+    with nullcontext() if memory is None else planned_device(memory):
+        safely(run.trainer.fit)(run.model, datamodule=run.data, ckpt_path=checkpoint)
     tell_if_complete(run)
     if run.config.dry_run:
         return {}
@@ -158,7 +165,11 @@ def save_curves(run: Run) -> None:
 
 def summarize(run: Run, metrics: Metrics, seconds: float) -> None:
     """The result, on the screen as the last lines and in ``result.json``."""
-    write_json(run.folder / "result.json", {**metrics, "seconds": round(seconds, 1)})
+    survived = survived_errors(run.trainer)
+    events = {"oom_events": survived} if survived else {}
+    write_json(run.folder / "result.json", {**metrics, **events, "seconds": round(seconds, 1)})
     shown = [f"{name} {value:.4f}" for name, value in sorted(metrics.items()) if not name.startswith("train/")]
     print(f"\nResult after {seconds:.0f} s: {', '.join(shown) or run.config.task + ' done'}")
+    if survived:
+        print(f"Survived {counted(survived, 'out-of-memory error')}: run again in smaller parts, with the same result.")
     print(f"Files: {run.folder}")

@@ -7,7 +7,7 @@ configuration is in ``build.py``, what is then done with it in ``tasks.py``.
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from itertools import islice
@@ -21,8 +21,8 @@ from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_ga.allowlist import guarded_hydra
-from lightning_ga.cli_errors import EXPECTED, explain
-from lightning_ga.errors import UserError
+from lightning_ga.cli_errors import EXPECTED, chain, explain
+from lightning_ga.errors import RankError, UserError
 from lightning_ga.progress import quiet_lightning
 from lightning_ga.tasks import TASKS, run_task
 
@@ -50,6 +50,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     program = hydra.main(version_base="1.3", config_path=str(config_folder()), config_name="train")
     try:
         refuse_rerun(arguments)
+        arguments += of_one_rank(arguments, os.environ)
         with process_state(arguments), guarded_hydra():
             program(make_job(show_traceback))()
     except ReportedError:
@@ -123,6 +124,26 @@ def options_first(arguments: Sequence[str]) -> list[str]:
     return [*options, *overrides]
 
 
+def of_one_rank(arguments: Sequence[str], environment: Mapping[str, str]) -> list[str]:
+    """Overrides for ranks that ``torchrun`` or ``srun`` has started: all but the first keep no folder of their own.
+
+    Each process names its folder by its own clock. Ranks that Lightning starts are told the folder of the first.
+
+    Examples:
+        >>> of_one_rank(["trainer=ddp"], {"RANK": "1"})
+        ['hydra.output_subdir=null', 'hydra/job_logging=none', 'hydra.run.dir=${paths.output_root}']
+        >>> of_one_rank(["trainer=ddp"], {"RANK": "0"})
+        []
+    """
+    names = ("RANK",) if "RANK" in environment else ("SLURM_PROCID", "NODE_RANK", "LOCAL_RANK")
+    first = all(environment.get(name, "0") == "0" for name in names)
+    if first or any(argument.startswith(("hydra.output_subdir=", "hydra/job_logging=")) for argument in arguments):
+        return []
+    told = any(argument.startswith("hydra.run.dir=") for argument in arguments)
+    folder = [] if told else ["hydra.run.dir=${paths.output_root}"]
+    return ["hydra.output_subdir=null", "hydra/job_logging=none", *folder]
+
+
 def refuse_rerun(arguments: Sequence[str]) -> None:
     """``--experimental-rerun`` unpickles a file: nothing here does."""
     if any(argument.startswith("--experimental-rerun") for argument in arguments):
@@ -146,14 +167,15 @@ def process_state(arguments: Sequence[str]) -> Iterator[None]:
 
 def fail(error: BaseException) -> NoReturn:
     """One sentence on stderr, and exit code 1."""
-    print_error(explain(error, top_level_keys()))
+    print_error(explain(error, top_level_keys()), alone=any(isinstance(link, RankError) for link in chain(error)))
     raise SystemExit(1) from None
 
 
-@rank_zero_only
-def print_error(sentence: str) -> None:
-    """A user's mistake, told by one of the ranks."""
-    print(f"Error: {sentence}", file=sys.stderr)
+def print_error(sentence: str, *, alone: bool = False) -> None:
+    """A user's mistake, told by the first rank; what befell one rank ``alone``, by that one."""
+    rank = getattr(rank_zero_only, "rank", 0)
+    if rank == 0 or alone:
+        print(f"Error{f' on rank {rank}' if rank else ''}: {sentence}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from omegaconf import DictConfig, OmegaConf
 
+from lightning_ga.device import read_device_memory
 from lightning_ga.errors import UserError
 
 KNOWN = ("lightning_ga.", "lightning.pytorch.", "torch.optim.")  # classes whose keys mean what the table says
@@ -68,6 +69,14 @@ def one_of(*choices: Any) -> Rule:
     return Rule(f"one of {', '.join(map(str, choices))}", choices[0], lambda value: value in choices)
 
 
+def is_memory(value: Any) -> bool:
+    """Whether a value is an amount of memory, or null."""
+    try:
+        return value is None or read_device_memory(value) > 0
+    except UserError:
+        return False
+
+
 def is_number(value: Any) -> bool:
     """Whether a value is a finite number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
@@ -81,6 +90,7 @@ COUNT = whole(1, 32)
 RULES: Mapping[str, Rule] = {
     "seed": whole(0, 0, most=2**32 - 1, or_null="another run every time"),
     "dry_run": SWITCH,
+    "device_memory": Rule("bytes or a text such as 16GiB, or null for this device", "16GiB", lambda v: is_memory(v)),
     "test": SWITCH,
     "precision.float32_matmul": one_of("highest", "high", "medium"),
     "trainer.num_nodes": whole(1, 1),
@@ -140,8 +150,22 @@ def check_values(cfg: DictConfig) -> None:
         raise UserError(
             f"dry_run=true shows the plan of a training, and task={cfg.task} has none: leave one of the two out."
         )
+    check_planned_device(cfg)
     check_agreement(cfg)
     check_metrics(cfg)
+
+
+def check_planned_device(cfg: DictConfig) -> None:
+    """Refuse to train on a device that is not here, and a plan for one that nothing makes."""
+    if cfg.device_memory is None:
+        return
+    if not cfg.dry_run:
+        raise UserError(
+            f"device_memory={cfg.device_memory} plans for a device that is not here, and nothing can be trained on it: "
+            "add dry_run=true, or emulate a smaller device with accumulate.memory_budget=…."
+        )
+    if not cfg.get("accumulate"):
+        raise UserError("device_memory=… needs a callback that plans: leave accumulate=off out.")
 
 
 def is_known(section: Any) -> bool:

@@ -10,8 +10,9 @@ from lightning_ga import seams
 from lightning_ga.batch_norm import batch_norm_layers
 from lightning_ga.exactness import Exactness, judge, unmeasured
 from lightning_ga.live import uncounted
-from lightning_ga.loaders import collate_samples, collect_samples, kept_samples
-from lightning_ga.probe import traceless
+from lightning_ga.loaders import kept_samples
+from lightning_ga.samples import collate_samples, collect_samples
+from lightning_ga.traceless import traceless
 
 SAMPLES = 4  # halves of two: BatchNorm refuses one sample
 

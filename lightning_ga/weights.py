@@ -63,7 +63,7 @@ class KnownWindow:
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
-        self._window = self._seen = self._trained = self._pending = 0.0
+        self._window = self._seen = self._trained = self._pending = self._count = 0.0
 
     def weigh(self, count: float, *, window: float, factor: int, first: bool, planned: float | None = None) -> float:
         """Weight of the next micro-batch of this rank.
@@ -77,9 +77,13 @@ class KnownWindow:
         """
         if first:
             self._seen = self._trained = 0.0
-        self._window, self._pending = window, count
+        self._window, self._pending, self._count = window, count, count
         self._seen += count if planned is None else planned
         return known_weight(count, window, factor=factor, world_size=self._world_size)
+
+    def take_part(self, share: float) -> None:
+        """Only so much of the micro-batch is in the next backward pass."""
+        self._pending = share * self._count
 
     def trained(self) -> None:
         """The micro-batch has reached its backward pass; steps that return ``None`` do not."""
@@ -124,7 +128,7 @@ class LateWindow:
         self._reference = reference
         self._fixed = reference is not None
         self._largest_mean = 0.0
-        self._trained = self._pending = 0.0
+        self._trained = self._pending = self._count = 0.0
         self._any = False
 
     def weigh(self, count: float, *, window: float, factor: int, first: bool, planned: float | None = None) -> float:
@@ -135,13 +139,17 @@ class LateWindow:
                 self._reference = max(self._reference, 2.0 * self._largest_mean)
         if not 0 <= count < float("inf"):
             raise UserError(f"normalize counted {count} in a micro-batch: a count is a finite number of at least 0.")
-        self._pending = count
+        self._pending = self._count = count
         if self._reference is None:
             mean = self._sum_over_ranks(count) / self._world_size
             if not mean:
                 return 0.0
             self._reference = 2.0 * mean
         return count / self._reference
+
+    def take_part(self, share: float) -> None:
+        """Only so much of the micro-batch is in the next backward pass."""
+        self._pending = share * self._count
 
     def trained(self) -> None:
         """The micro-batch has reached its backward pass; steps that return ``None`` do not."""

@@ -144,6 +144,8 @@ class EpochPlan:
         world_size: Ranks that share the epoch's order.
         whole: Whether the last window has as many chunks as the others: where each rank has data of its
             own, the ranks know nothing of one another's last windows.
+        batches: Where the recipe's batches start and end, if chunks are to be these: counted in the epoch's
+            order, or ``()`` where all but the last of a window have ``micro_batch`` samples. On one rank only.
     """
 
     windows: Windows
@@ -151,6 +153,7 @@ class EpochPlan:
     factor: int
     world_size: int
     whole: bool = False
+    batches: Sequence[int] | None = None
 
     @property
     def length(self) -> int | None:
@@ -174,7 +177,10 @@ class EpochPlan:
         count = self.windows.count
         if self.whole or count is None or window < count - 1:
             return self.factor
-        share, _ = divmod(self.windows.span(window)[1] + self.world_size - 1, self.world_size)
+        start, samples = self.windows.span(window)
+        if self.batches:
+            return bisect_left(self.batches, start + samples) - bisect_right(self.batches, start) + 1
+        share, _ = divmod(samples + self.world_size - 1, self.world_size)
         return max(1, min(self.factor, -(-share // self.micro_batch)))
 
     def samples_after(self, index: int) -> int:
@@ -184,6 +190,9 @@ class EpochPlan:
             >>> EpochPlan(RegularWindows(total=10, size=8), 4, factor=2, world_size=1).samples_after(0)
             4
         """
+        if self.batches is not None:
+            chunk = self.chunk(index, rank=0)
+            return chunk.start + chunk.count
         window, position = divmod(index, self.factor)
         start, samples = self.windows.span(window)
         share, larger = divmod(samples, self.world_size)
@@ -198,12 +207,28 @@ class EpochPlan:
             >>> plan = EpochPlan(RegularWindows(total=10, size=8), micro_batch=3, factor=3, world_size=1)
             >>> [plan.chunk(index, rank=0).count for index in range(plan.length)]
             [3, 3, 2, 2]
+            >>> plan = EpochPlan(RegularWindows(total=29, size=16), 8, factor=2, world_size=1, batches=())
+            >>> [plan.chunk(index, rank=0).count for index in range(plan.length)]
+            [8, 8, 8, 5]
         """
         window, position = divmod(index, self.factor)
         start, samples = self.windows.span(window)
+        if self.batches is not None:
+            first, stop = self._batch(start, samples, position)
+            return Chunk(window, first, stop - first, samples, start + samples)
         share_start, share = part(samples, self.world_size, rank)
         chunk_start, count = part(share, self.factor_of(window), position)
         return Chunk(window, start + share_start + chunk_start, count, samples, start + samples)
+
+    def _batch(self, start: int, samples: int, position: int) -> tuple[int, int]:
+        """Start and end of the recipe's batch at a position of a window; a resumed window may start in the midst."""
+        end = start + samples
+        if not self.batches:
+            first = min(start + position * self.micro_batch, end)
+            return first, min(first + self.micro_batch, end)
+        after = bisect_right(self.batches, start) + position
+        first = self.batches[after - 1] if position else start
+        return min(first, end), min(self.batches[min(after, len(self.batches) - 1)], end)
 
 
 def part(total: int, parts: int, index: int) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Shared by all tests: one thread, so that sums have one order, and a command line to type on."""
+"""Shared by all tests: one thread, so that sums have one order, a command line to type on, and the mode of a run."""
 
 import logging
 import sys
@@ -9,10 +9,47 @@ from pathlib import Path
 import pytest
 import torch
 
+from lightning_ga import AutoAccumulate
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--micro-batching",
+        choices=("loader", "step"),
+        default="loader",
+        help="What AutoAccumulate(micro_batching=…) is wherever a test does not say.",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    AutoAccumulate.__init__.__kwdefaults__["micro_batching"] = config.getoption("--micro-batching")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests of what only one mode does are left out in the other; each mark says why."""
+    mode = config.getoption("--micro-batching")
+    for item in items:
+        mark = item.get_closest_marker("loader_only")
+        if mark is not None and mode == "step":
+            item.add_marker(pytest.mark.skip(reason=f"loader mode only: {mark.kwargs['reason']}"))
+
+
+@pytest.fixture
+def micro_batching(request: pytest.FixtureRequest) -> str:
+    """Where batches are cut in this run, unless a test says otherwise."""
+    mode: str = request.config.getoption("--micro-batching")
+    return mode
+
 
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test remembers the limits of another, or of the person who runs it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT))  # benchmarks are not installed
 
-from benchmarks import fidelity, output, overhead, quote, training, turns  # noqa: E402
+from benchmarks import cuda_dispatch, fidelity, output, overhead, planning, quote, training, turns  # noqa: E402
 from benchmarks.cases import CASES, Case  # noqa: E402
 from benchmarks.measure import Measured, measure  # noqa: E402
 
@@ -21,7 +21,7 @@ from benchmarks.measure import Measured, measure  # noqa: E402
 def _quiet_and_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Results go to a folder of the test's own, and logging and warnings stay as pytest has them."""
     monkeypatch.setattr(output, "RESULTS", tmp_path)
-    for program in (fidelity, overhead, training):
+    for program in (fidelity, overhead, planning, training):
         monkeypatch.setattr(program, "quiet", lambda: None)
     for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):  # seed_everything leaves them behind
         monkeypatch.setenv(name, "0")
@@ -76,6 +76,22 @@ def test_a_peer_that_is_not_installed_is_left_out(monkeypatch: pytest.MonkeyPatc
     measured = measure(CASES[0], draws=1)
     assert measured.worst("accelerate") is None
     assert "lightning_ga[bench]" in measured.reasons["accelerate"]
+
+
+def test_planning_compares_with_a_probe_and_with_cuda(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """One row is equal to the byte; what CPU operators keep is more than what CUDA's do, and known."""
+    chosen = [case for case in planning.CASES if case.name == "convolutions, BatchNorm, dropout"]
+    monkeypatch.setattr(planning, "CASES", chosen)
+    monkeypatch.setattr(cuda_dispatch, "FORWARD", {chosen[0].name: cuda_dispatch.FORWARD[chosen[0].name]})
+    assert planning.main([]) == 0
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= output.WIDTH
+    record = json.loads((tmp_path / "planning.json").read_text())
+    assert record["rows"][0]["error"] == 0
+    for row in record["forward"]:
+        assert row["estimate"] == pytest.approx(row["cuda"], rel=1e-3)
+        assert row["cpu"] > 1.1 * row["cuda"]
 
 
 def test_training_compares_with_the_whole_batch(

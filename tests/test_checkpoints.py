@@ -52,3 +52,25 @@ def test_a_file_that_would_run_code_is_refused(tmp_path):
     path.write_bytes(b"no checkpoint")
     with pytest.raises(UserError):
         find_checkpoint(str(path), MLP, [])
+
+
+def test_a_torn_checkpoint_is_never_taken_and_nothing_in_its_place(tmp_path):
+    """The message says which, and names one that is whole."""
+    older = leave_run(tmp_path, "older", MLP, 30)
+    torn = leave_run(tmp_path, "torn", MLP, 10)
+    torn.write_bytes(torn.read_bytes()[:-100])
+    with pytest.raises(
+        UserError, match=r"torn/checkpoints/last.ckpt' is a torn checkpoint: its end is missing"
+    ) as told:
+        find_checkpoint("last", MLP, [tmp_path])
+    assert str(told.value).endswith(f"give the path of another one, such as {str(older)!r}.")
+    with pytest.raises(UserError, match="give the path of another one.$"):
+        find_checkpoint(str(torn), MLP, [])
+
+
+def test_a_checkpoint_that_was_being_written_is_none(tmp_path):
+    """A run that was killed in its first write has left its beginning only."""
+    path = leave_run(tmp_path, "killed", MLP, 10)
+    path.rename(path.with_name("last.ckpt.part"))
+    with pytest.raises(UserError, match=r"last.ckpt.part' was being written when its run was killed"):
+        find_checkpoint("last", MLP, [tmp_path])

@@ -10,8 +10,24 @@ import pytest
 import lightning_ga
 
 PACKAGE = Path(lightning_ga.__file__).parent
-PURE = ("errors", "plan", "schedule", "search", "replay", "weights", "windows")
-COMMAND_LINE = ("allowlist", "build", "checkpoints", "cli_errors", "progress", "report", "tasks", "train", "values")
+PURE = (
+    "attempts",
+    "curve",
+    "errors",
+    "events",
+    "plan",
+    "replay",
+    "results",
+    "schedule",
+    "search",
+    "throughput",
+    "weights",
+    "windows",
+)
+COMMAND_LINE = (
+    *("allowlist", "build", "checkpoints", "cli_errors", "plots", "progress", "report", "scores", "tasks", "train"),
+    "values",
+)
 
 
 def modules() -> list[str]:
@@ -51,8 +67,11 @@ def test_pure_modules_import_the_standard_library_and_each_other(module: str):
 
 @pytest.mark.parametrize("module", [m for m in modules() if m.split(".")[0] in (*COMMAND_LINE, "models", "data")])
 def test_the_command_line_does_not_know_the_callback(module: str):
-    """Hydra binds them: models, data and train work with any callbacks."""
-    allowed = {*COMMAND_LINE, "errors", "plan", "search", "exactness", "steps"}
+    """Hydra binds them: models, data and train work with any callbacks.
+
+    ``device`` holds a setting that whoever plans reads, and a record of what was planned.
+    """
+    allowed = {*COMMAND_LINE, "atomic", "device", "errors", "plan", "results", "exactness", "steps"}
     assert {name for name in own(module) if name.split(".")[0] not in ("models", "data")} <= allowed
     assert not {"lightning_ga.callback", "lightning_ga.AutoAccumulate"} & imports(module)
 

@@ -22,8 +22,9 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_ga.errors import UserError
-from lightning_ga.loaders import collate_samples, collect_samples, copy_loader, count_samples, read_loader, rebatch
+from lightning_ga.loaders import copy_loader, count_samples, read_loader, rebatch
 from lightning_ga.sampler import FromBatches, FromSampler, Sequential, Shuffled, Stream, WindowBatchSampler
+from lightning_ga.samples import collate_samples, collect_samples
 from lightning_ga.windows import EpochPlan, RegularWindows
 
 SIZE = 11
@@ -327,6 +328,23 @@ def test_samples_are_fetched_raw_and_collated_in_the_loaders_own_way(way: str) -
     scale = 2 if isinstance(loader, Doubling) else 1
     assert numbers([collate_samples(loader, samples, 5)]) == [[7 * scale, 2 * scale, 7 * scale, 2 * scale, 7 * scale]]
     assert loader._iterator is None
+
+
+def test_of_a_view_only_what_it_shows_is_copied() -> None:
+    """Not the whole dataset behind it, once for every sample of a trial."""
+    whole, given = torch.zeros(1000, 3), list[Any]()
+    samples = [(view, {"again": view, "box": SimpleNamespace(view=view[:2])}) for view in whole]
+
+    def keep(batch: list[Any]) -> int:
+        given.extend(batch)
+        return len(batch)
+
+    collate_samples(DataLoader(samples, collate_fn=keep), samples[:2], 2)  # type: ignore[arg-type]
+    for view, others in given:
+        assert view.untyped_storage().nbytes() == 12
+        assert others["again"] is view
+        assert others["box"].view.untyped_storage().nbytes() == 8
+        assert view.data_ptr() != whole.data_ptr()
 
 
 @pytest.mark.parametrize("dataset", [Counting, SizedCounting, Reopened])

@@ -6,9 +6,9 @@ import psutil
 import pytest
 import torch
 
+from lightning_ga.allocators import AllocatorMeter
 from lightning_ga.errors import UserError
 from lightning_ga.memory import (
-    CudaMeter,
     available_memory,
     control_group_limits,
     enforced_budget,
@@ -133,7 +133,7 @@ def test_a_budget_is_enforced_on_cuda_only() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_cuda_meter_and_enforced_budget() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    meter = CudaMeter(device)
+    meter = AllocatorMeter(device)
     before = meter.allocated()
     meter.start()
     kept = torch.zeros(2**20, device=device)
@@ -160,7 +160,7 @@ def test_a_cuda_step_fits_only_if_the_allocator_had_no_trouble(
         monkeypatch.setattr(torch.cuda, function, lambda *_: None)
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 1234)
-    meter = CudaMeter(torch.device("cuda"))
+    meter = AllocatorMeter(torch.device("cuda"))
     meter.start()
     stats[name] += 1
     assert meter.finish() == (1234, undisturbed)

@@ -3,6 +3,7 @@
 import gc
 import weakref
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,11 +17,21 @@ from lightning_ga.oom import is_ambiguous_out_of_memory, is_out_of_memory, relea
         MemoryError(),
         RuntimeError("CUDA out of memory. Tried to allocate 20.00 MiB."),
         RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be reported asynchronously"),
+        RuntimeError("CUDA driver error: out of memory"),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
         RuntimeError("C10 Out of Memory"),
         RuntimeError("CUDA ran out of memory outside PyTorch's allocator"),
         RuntimeError("HIP out of memory. Tried to allocate 2.00 GiB"),
         RuntimeError("MPS backend out of memory (MPS allocated: 18.00 GB)"),
+        RuntimeError("Invalid buffer size: 80.00 GiB"),
         RuntimeError("XPU out of memory. Tried to allocate 2.00 GiB"),
+        RuntimeError("level_zero backend failed with error: 39 (UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY)"),
+        RuntimeError("level_zero backend failed with error: 38 (UR_RESULT_ERROR_OUT_OF_HOST_MEMORY)"),
+        RuntimeError("CUDA error: HIPBLAS_STATUS_ALLOC_FAILED when calling `hipblasCreate(handle)`"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+        RuntimeError("miopenStatusAllocFailed"),
+        RuntimeError("cuFFT error: HIPFFT_ALLOC_FAILED"),
+        RuntimeError("CUDA error: CUSPARSE_STATUS_ALLOC_FAILED when calling `cusparseCreate(handle)`"),
         RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
         RuntimeError("cuFFT error: CUFFT_ALLOC_FAILED"),
         RuntimeError("cusolver error: CUSOLVER_STATUS_ALLOC_FAILED"),
@@ -34,6 +45,12 @@ from lightning_ga.oom import is_ambiguous_out_of_memory, is_out_of_memory, relea
 def test_known_errors_mean_out_of_memory(error: Exception) -> None:
     assert is_out_of_memory(error)
     assert not is_ambiguous_out_of_memory(error)
+
+
+def test_a_real_failure_of_numpy_is_recognised() -> None:
+    with pytest.raises(MemoryError) as caught:
+        np.empty(1 << 60, dtype=np.uint8)
+    assert is_out_of_memory(caught.value)
 
 
 def test_a_real_failure_of_the_cpu_allocator_is_recognised() -> None:
@@ -65,9 +82,13 @@ def test_other_errors_do_not(error: BaseException) -> None:
         "FIND was unable to find an engine to execute this computation",
         "GET was unable to find an engine to execute this computation",
         "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED",
+        "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR",
+        "cuDNN error: CUDNN_STATUS_EXECUTION_FAILED",
+        "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`",
+        "level_zero backend failed with error: 40 (UR_RESULT_ERROR_OUT_OF_RESOURCES)",
     ],
 )
-def test_cudnn_errors_are_ambiguous(text: str) -> None:
+def test_errors_of_libraries_are_ambiguous(text: str) -> None:
     assert is_ambiguous_out_of_memory(RuntimeError(text))
     assert not is_out_of_memory(RuntimeError(text))
 

@@ -86,8 +86,14 @@ def test_a_wrong_argument_is_refused_at_once(arguments: dict[str, object], messa
         AutoAccumulate(**arguments)
 
 
-@pytest.mark.parametrize("arguments", [{"objective": "throughput"}, {"micro_batching": "step"}, {"scale_lr": "sqrt"}])
+@pytest.mark.parametrize("arguments", [{"scale_lr": "linear"}, {"scale_lr": "sqrt"}, {"scale_lr": "adascale"}])
 def test_what_is_not_finished_is_refused_rather_than_ignored(arguments: dict[str, object]) -> None:
     """An argument that this version only knows by name does not do nothing silently."""
     with pytest.raises(UserError, match="is not available in this version"):
         AutoAccumulate(**arguments)
+
+
+@pytest.mark.parametrize("arguments", [{"objective": "throughput"}, {"micro_batching": "step"}, {"on_oom": "raise"}])
+def test_every_other_choice_is_taken(arguments: dict[str, object]) -> None:
+    """Each is there."""
+    assert AutoAccumulate(**arguments).plan is None

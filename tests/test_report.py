@@ -1,22 +1,16 @@
+import inspect
 import json
-import random
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
-from sklearn.metrics import classification_report
 
+from lightning_ga.device import PlannedDevice
 from lightning_ga.exactness import Exactness
 from lightning_ga.plan import plan_accumulation
-from lightning_ga.report import (
-    class_scores,
-    plan_table,
-    plot_losses,
-    read_curves,
-    save_plan,
-    save_scores,
-    scores_text,
-)
-from lightning_ga.search import ProbeResult, Trial
+from lightning_ga.report import METHODS, plan_rows, plan_table, save_plan
+from lightning_ga.results import ProbeResult, Timing, Trial
+from lightning_ga.search import Search
 
 PROBE = ProbeResult(48, 2**31, 2_040_109_466, (Trial(48, 2_040_109_466, True, 0.2),), 4, 1.25, "replay")
 
@@ -41,6 +35,22 @@ def test_the_table_says_how_a_window_is_cut_and_what_the_probe_found():
     assert max(map(len, text.splitlines())) <= 80
 
 
+def test_an_estimate_for_another_device_is_called_one():
+    """With the device, what is set aside, and what makes it uncertain."""
+    device = PlannedDevice(2**34, reserved_bytes=2**30, unreliable=["net (LSTM): a reason", "another"])
+    text = printed(plan_table(plan_accumulation(256, micro_batch=48, world_size=2), PROBE, None, device))
+    for part in (
+        "for 2 devices of 16.0 GiB; nothing was run",
+        "1.0 GiB for context, workspaces, fragmentation, buckets",
+        "net (LSTM): a reason",
+    ):
+        assert part in text
+    assert "or more" not in text
+    whole = printed(plan_table(plan_accumulation(48, micro_batch=48), PROBE, None, device))
+    assert "48 samples per micro-batch or more" in whole
+    assert max(map(len, text.splitlines())) <= 80
+
+
 def test_a_table_without_a_plan():
     """A loader that sets its own batches leaves nothing to say."""
     assert "set by the loader" in printed(plan_table(None))
@@ -55,6 +65,8 @@ def test_a_plan_is_saved_whole(tmp_path):
     assert content["plan"]["chunks"] == [[4, 3, 3]]
     assert content["probe"]["trials"][0]["fits"] is True
     assert content["exactness"]["relative_error"] == 1e-7
+    save_plan(tmp_path / "device.json", None, None, None, PlannedDevice(2**34, unreliable=["a reason"]))
+    assert json.loads((tmp_path / "device.json").read_text())["device"]["unreliable"] == ["a reason"]
     save_plan(tmp_path / "plan.json", None, None)
     assert json.loads((tmp_path / "plan.json").read_text()) == {"plan": None, "probe": None, "exactness": None}
 
@@ -66,40 +78,45 @@ def test_the_table_says_whether_accumulation_is_exact(micro_batch, says):
     assert says in printed(plan_table(plan, None, Exactness(1e-7, 1e-3, "exact")))
 
 
-def test_scores_are_those_of_scikit_learn():
-    """Per class, macro and weighted, with a class that is never predicted and one without samples."""
-    draw = random.Random(0)
-    targets = [draw.choice([0, 1, 2]) for _ in range(200)]
-    predictions = [draw.choice([target, 1, 3]) for target in targets]
-    predictions = [3 if prediction == 2 else prediction for prediction in predictions]
-    confusion = [[0] * 4 for _ in range(4)]
-    for target, prediction in zip(targets, predictions):
-        confusion[target][prediction] += 1
-    expected = classification_report(targets, predictions, labels=[0, 1, 2, 3], output_dict=True, zero_division=0)
-    names = {"macro average": "macro avg", "weighted average": "weighted avg"}
-    for score in class_scores(confusion):
-        row = expected[names.get(score.name, score.name)]
-        assert score.precision == pytest.approx(row["precision"])
-        assert score.recall == pytest.approx(row["recall"])
-        assert score.f1 == pytest.approx(row["f1-score"])
-        assert score.support == row["support"]
+@pytest.mark.parametrize(
+    ("method", "says"),
+    [
+        ("replay", "1 trial, 4 steps, 1.2 s (replay: predicted and verified)"),
+        ("prediction", "1 trial, 4 steps, 1.2 s (prediction: not tried)"),
+        ("below", "1 trial, 4 steps, 1.2 s (below: never near the budget)"),
+        ("phases", "1 trial, 4 steps, 1.2 s (phases: tried at the limit)"),
+        ("bracket", "1 trial, 4 steps, 1.2 s (bracket: tried at the limit)"),
+        ("cache", "remembered, verified by one step, 1.2 s (cache)"),
+        ("checkpoint", "found before and kept in the checkpoint (checkpoint)"),
+        ("another", "1 trial, 4 steps, 1.2 s (another)"),
+    ],
+)
+def test_the_table_says_how_the_limit_was_found(method, says):
+    """On one line of 80 columns."""
+    text = printed(plan_table(plan_accumulation(256, micro_batch=48), replace(PROBE, method=method)))
+    assert says in text
+    assert max(map(len, text.splitlines())) <= 80
 
 
-def test_scores_are_written_as_text_and_json(tmp_path):
-    """Aligned lines for eyes, every number for programs."""
-    scores = class_scores([[2, 0], [1, 1]], ["cat", "dog"])
-    save_scores(tmp_path, scores)
-    assert (tmp_path / "classification_report.txt").read_text() == scores_text(scores) + "\n"
-    assert json.loads((tmp_path / "classification_report.json").read_text())[0]["name"] == "cat"
-    assert len({len(line) for line in scores_text(scores).splitlines() if line}) == 1
+def test_every_method_of_a_search_has_its_words():
+    """Those that ``Search.method`` lists."""
+    for method in METHODS:
+        assert f'"{method}"' in inspect.getdoc(Search)
 
 
-def test_curves_are_read_by_step_and_drawn(tmp_path):
-    """Empty cells are skipped; a log without losses draws nothing."""
-    log = tmp_path / "metrics.csv"
-    log.write_text("epoch,step,train/loss,val/loss\n0,4,1.5,\n0,9,,1.0\n1,14,0.5,\n")
-    curves = read_curves(log)
-    assert curves == {"train/loss": [(4, 1.5), (14, 0.5)], "val/loss": [(9, 1.0)]}
-    assert plot_losses(tmp_path / "loss.png", curves)
-    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert not plot_losses(tmp_path / "none.png", {})
+def test_the_size_chosen_for_speed_is_shown_beside_the_limit():
+    """With what a window takes there and at the largest size that was timed."""
+    timings = (Timing(16, 16, 0.021), Timing(43, 6, 0.020))
+    fast = replace(PROBE, timings=timings, fastest=16)
+    text = printed(plan_table(plan_accumulation(256, micro_batch=16), fast))
+    assert "48 samples per micro-batch" in text
+    assert "16 samples, 21 ms a window (with 43: 20 ms)" in text
+    lowered = dict(plan_rows(None, replace(fast, fastest=7)))
+    assert lowered["fastest"] == "7 samples"
+    assert "fastest" not in dict(plan_rows(None, PROBE))
+
+
+def test_a_limit_that_is_all_that_was_asked_for_may_be_higher():
+    """Where a whole window fits in one pass, nothing larger was tried."""
+    assert dict(plan_rows(plan_accumulation(48, micro_batch=48), PROBE))["limit"].endswith("or more")
+    assert not dict(plan_rows(plan_accumulation(49, micro_batch=48), PROBE))["limit"].endswith("or more")

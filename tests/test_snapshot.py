@@ -261,6 +261,87 @@ def test_an_embedding_that_is_tied_stays_tied() -> None:
     assert torch.equal(module["embed"].weight, before)
 
 
+def test_hooks_that_a_step_registers_are_gone() -> None:
+    """And those that it removed are back, in their order."""
+    module, calls = nn.Linear(2, 2), []
+    first = module.register_forward_hook(lambda *_: calls.append(1))
+
+    def change(module: nn.Linear) -> None:
+        module.register_forward_hook(lambda *_: calls.append(2))
+        first.remove()
+
+    trial(module, change)
+    module(torch.zeros(1, 2))
+    assert calls == [1]
+
+
+class Owner:
+    """Counts in its own attributes what hooks tell it."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def hear(self, *_: Any) -> None:
+        self.calls += 1
+
+
+def test_what_hooks_write_to_is_undone() -> None:
+    """Objects whose methods they are, objects and lists that they were defined around, on modules and on tensors."""
+    module, method, around, heard = nn.Linear(2, 2), Owner(), Owner(), []
+    module.register_forward_hook(method.hear)
+    module.register_full_backward_hook(lambda *_: around.hear())
+    module.weight.register_hook(lambda gradient: heard.append(1))  # type: ignore[func-returns-value]
+
+    def change(module: nn.Linear) -> None:
+        module(torch.ones(1, 2, requires_grad=True)).sum().backward()
+        assert (method.calls, around.calls, len(heard)) == (1, 1, 1)
+
+    trial(module, change)
+    assert (method.calls, around.calls, heard) == (0, 0, [])
+
+
+def test_an_object_that_cannot_be_copied_is_copied_by_attributes() -> None:
+    """The lock is the same, the counter and the list beside it are not."""
+
+    class Tracker:
+        def __init__(self) -> None:
+            self.lock, self.total, self.history = threading.Lock(), 0, [0]
+
+    module, tracker = nn.Linear(1, 1), Tracker()
+    module.tracker = tracker  # type: ignore[assignment]
+    module.trackers = {"mine": tracker}  # type: ignore[assignment]
+
+    def change(module: Any) -> None:
+        assert module.tracker is not tracker
+        assert module.tracker is module.trackers["mine"]
+        assert module.tracker.lock is tracker.lock
+        module.tracker.total += 1
+        module.tracker.history.append(1)
+
+    trial(module, change)
+    assert module.tracker is tracker
+    assert (tracker.total, tracker.history) == (0, [0])
+
+
+def test_an_object_with_a_say_in_how_it_is_copied_or_closed_is_shared() -> None:
+    """A second one might close what the first still needs."""
+
+    class Connection:
+        def __init__(self) -> None:
+            self.lock = threading.Lock()
+
+        def __del__(self) -> None:
+            """Close."""
+
+    module, connection = nn.Linear(1, 1), Connection()
+    module.connection = connection  # type: ignore[assignment]
+
+    def change(module: Any) -> None:
+        assert module.connection is connection
+
+    trial(module, change)
+
+
 METRICS: dict[str, Callable[[], torchmetrics.Metric]] = {
     "sums": lambda: torchmetrics.MeanMetric(),
     "counts": lambda: torchmetrics.classification.MulticlassAccuracy(3),

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_ga.search import ProbeResult, Trial
+from lightning_ga.results import ProbeResult, Trial
 from lightning_ga.state import Position, RunState
 
 NUMBERS = st.integers(0, 2**62)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from lightning_ga.models.classifier import Classifier
 from lightning_ga.train import config_folder, options_first, top_level_keys
 
 QUICK = ("model=mlp", "trainer.max_epochs=2", "trainer.accelerator=cpu", "accumulate.micro_batch_size=16")
@@ -89,6 +90,34 @@ def test_a_small_device_trains_the_same_model(command):
     assert result(small.folder)["test/loss"] == pytest.approx(result(whole.folder)["test/loss"], rel=1e-3)
 
 
+def test_a_probe_leaves_a_picture(command):
+    """Beside the plan, in a dry run too; a micro-batch by hand leaves none."""
+    probed = command("model=mlp", "dry_run=true", "accumulate.memory_budget=15MiB", "data.batch_size=256")
+    assert (probed.folder / "probe.png").read_bytes().startswith(b"\x89PNG")
+    by_hand = command(*TINY, "dry_run=true", folder="by_hand")
+    assert not (by_hand.folder / "probe.png").exists()
+
+
+def test_a_run_that_survived_says_so_at_its_end(command, monkeypatch):
+    """How often memory ran out, on the screen and in ``result.json``; nothing where it never did."""
+    smooth = command(*TINY, folder="smooth")
+    whole = Classifier.training_step
+
+    def at_most_eight(module, batch, batch_idx):
+        if len(batch[0]) > 8:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return whole(module, batch, batch_idx)
+
+    monkeypatch.setattr(Classifier, "training_step", at_most_eight)
+    with pytest.warns(UserWarning, match="Memory ran out in training"):
+        run = command(*TINY)
+    assert result(run.folder)["oom_events"] == 1
+    assert "Survived 1 out-of-memory error: run again in smaller parts, with the same result." in run.out.splitlines()
+    assert result(run.folder)["val/loss"] == pytest.approx(result(smooth.folder)["val/loss"], rel=1e-4)
+    assert "Survived" not in smooth.out
+    assert "oom_events" not in result(smooth.folder)
+
+
 @pytest.mark.slow
 def test_resnet34d_learns_the_digits(command):
     """The main job reaches 95 % on the test set; by default it trains 4 epochs, and 3 are enough."""
@@ -135,6 +164,9 @@ def test_resnet34d_learns_the_digits(command):
         (["model=mlp", "data.num_classes=3"], ["data.num_classes=3 is less than the 10 classes of digits"]),
         (["model=mlp", "data.val_fraction=0.001"], ["cannot be held out", "data.val_fraction"]),
         (["model=mlp", "seed=abc"], ["seed=abc must be a whole number from 0", "seed=0"]),
+        (["model=mlp", "device_memory=16GiB"], ["device_memory=16GiB", "add dry_run=true"]),
+        (["model=mlp", "dry_run=true", "device_memory=300MiB"], ["leaves nothing to a training"]),
+        (["model=mlp", "dry_run=true", "device_memory=8GiB", "trainer.strategy=fsdp"], ["only data parallelism"]),
         (["model=mlp", "accumulate.foo=3"], ["no key accumulate.foo", "effective_batch_size"]),
         (["model=mlp", "+accumulate.foo=3"], ["unexpected keyword argument 'foo'", "effective_batch_size"]),
         (["model=mlp", "+accumulate.acumulate=3"], ["did you mean accumulate?"]),
@@ -197,6 +229,21 @@ def test_a_dry_run_stops_before_the_first_step(command):
     assert "probe" in run.out
     assert "Epoch" not in run.out
     assert json.loads((run.folder / "plan.json").read_text())["probe"]["limit"] >= 1
+    assert not (run.folder / "checkpoints").exists()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16-mixed"])
+def test_a_dry_run_plans_for_a_device_that_is_not_here(command, precision):
+    """A GPU's plan on a machine without one, in 80 columns and as JSON; nothing is run here."""
+    elsewhere = ("trainer=gpu", "trainer.devices=4", "trainer.strategy=ddp", f"precision={precision}")
+    run = command("model=mlp", "data.batch_size=300", "dry_run=true", "device_memory=620MB", *elsewhere)
+    assert run.code == 0, run.err
+    assert "for 4 devices of 591.3 MiB; nothing was run" in run.out
+    assert max(map(len, run.out.splitlines())) <= 80
+    records = json.loads((run.folder / "plan.json").read_text())
+    assert records["probe"]["method"] == "estimate"
+    assert (records["plan"]["world_size"], records["plan"]["effective_batch_size"]) == (4, 1200)
+    assert records["probe"]["budget_bytes"] == 620_000_000 - records["device"]["reserved_bytes"]
     assert not (run.folder / "checkpoints").exists()
 
 

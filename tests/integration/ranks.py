@@ -4,8 +4,10 @@ Started by the tests as ``python ranks.py SETTINGS.json FOLDER``.
 """
 
 import json
+import os
 import sys
 import warnings
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,8 @@ from reference import LossBySample, Samples, StreamOf, fit  # noqa: E402
 from torch.utils.data import DataLoader, Sampler, Subset  # noqa: E402
 
 from lightning_ga import AutoAccumulate  # noqa: E402
+from lightning_ga.testing import limit_memory  # noqa: E402
+from lightning_ga.trials import TrialStep  # noqa: E402
 
 
 def main(settings: dict[str, Any], folder: Path) -> None:
@@ -29,16 +33,20 @@ def main(settings: dict[str, Any], folder: Path) -> None:
     masked = settings.get("masked", [])
     normalize = {"normalize": lambda batch: mask_of(batch, masked).sum()} if masked else {}
     callback = AutoAccumulate(**settings["accumulate"], **normalize)
+    trouble = Trouble(**settings["trouble"]) if "trouble" in settings else None
     strategy = DDPStrategy(start_method="fork", process_group_backend="gloo")
     trainer = {"strategy": strategy, "devices": settings["ranks"], **settings.get("trainer", {})}
     dtype = getattr(torch, settings.get("dtype", "float64"))
     module = Masked(folder, callback, masked) if masked else Recorder(folder, callback, dtype)
+    if trouble is not None:
+        module = Troubled(folder, callback, trouble)
     loader = LOADERS[settings.get("loader", "shuffled")](settings["size"], settings["batch_size"], settings["ranks"])
     ckpt_path = settings.get("ckpt_path")
     fit(
         loader,
         callback,
         *([Save(folder)] if settings.get("save") else []),
+        *([] if trouble is None else [trouble]),
         module=module,
         ckpt_path=ckpt_path,
         **trainer,
@@ -77,6 +85,95 @@ class Masked(Recorder):
         mask = mask_of(batch, self.masked).double()[:, None]
         self.micro_batches.append((self.global_step, batch[2].tolist()))
         return ((self.net(batch[0]) - batch[1]).square() * mask).sum() / mask.sum()
+
+
+class Trouble(Callback):
+    """What befalls ranks: less memory on one, an error in a trial above a size, death.
+
+    Args:
+        budgets: Bytes of memory of each rank; none for as much as there is.
+        rank: The rank that the following befalls.
+        fails_above: Running out of memory in a pass of more samples.
+        dies_above: Death of the process in a pass of more samples.
+    """
+
+    def __init__(
+        self,
+        budgets: tuple[int, ...] = (),
+        rank: int = 1,
+        fails_above: float = float("inf"),
+        dies_above: float = float("inf"),
+    ) -> None:
+        self.budgets, self.rank, self.fails_above, self.dies_above = budgets, rank, fails_above, dies_above
+        self.collectives: list[str] = []
+        self.in_trial = False
+        self.held = ExitStack()
+
+    def setup(self, trainer: Any, module: Any, stage: str) -> None:
+        if self.budgets:
+            self.held.enter_context(limit_memory(self.budgets[trainer.global_rank]))
+        self.watch()
+
+    def watch(self) -> None:
+        """Note collectives of ranks that run within trial steps."""
+        run = TrialStep.__call__
+
+        def watched(step: TrialStep, size: int) -> None:
+            self.in_trial = True
+            try:
+                run(step, size)
+            finally:
+                self.in_trial = False
+
+        TrialStep.__call__ = watched  # type: ignore[method-assign]
+        for name in ("all_reduce", "broadcast", "all_gather", "all_gather_object", "barrier", "reduce"):
+            setattr(torch.distributed, name, self.noted(name, getattr(torch.distributed, name)))
+
+    def noted(self, name: str, collective: Any) -> Any:
+        def call(*arguments: Any, **more: Any) -> Any:
+            self.collectives += [name] if self.in_trial else []
+            return collective(*arguments, **more)
+
+        return call
+
+    def befall(self, rank: int, size: int) -> None:
+        """Before a pass of so many samples."""
+        if rank == self.rank and size > self.dies_above:
+            os._exit(17)
+        if rank == self.rank and size > self.fails_above:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+
+    def teardown(self, trainer: Any, module: Any, stage: str) -> None:
+        self.held.close()
+
+
+class Troubled(Recorder):
+    """Keeps no tensors of its own, as memory is counted."""
+
+    def __init__(self, folder: Path, callback: AutoAccumulate, trouble: Trouble) -> None:
+        super().__init__(folder, callback, torch.float64)
+        self.trouble = [trouble]  # in a list: a module holds no callback of its own
+        self.sizes: list[int] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.trouble[0].befall(self.global_rank, len(batch[0]))
+        self.sizes.append(len(batch[0]))
+        return (self.net(batch[0]) - batch[1]).square().mean()
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        pass
+
+    def on_train_end(self) -> None:
+        probe = self.callback.probe
+        record = {
+            "limit": probe.limit,
+            "spare": probe.budget_bytes - probe.peak_bytes,
+            "trials": [(trial.micro_batch_size, trial.fits) for trial in probe.trials],
+            "sizes": self.sizes,
+            "weights": torch.cat([parameter.detach().flatten() for parameter in self.parameters()]),
+            "collectives": self.trouble[0].collectives,
+        }
+        torch.save(record, self.folder / f"rank{self.global_rank}.pt")
 
 
 def mask_of(batch: Any, masked: list[int]) -> torch.Tensor:

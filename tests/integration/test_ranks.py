@@ -15,11 +15,11 @@ pytestmark = pytest.mark.distributed
 HERE = Path(__file__).parent
 
 
-def run_ranks(folder: Path, **settings: Any) -> list[dict[str, Any]]:
+def run_ranks(folder: Path, *, script: str = "ranks.py", **settings: Any) -> list[dict[str, Any]]:
     """What every rank recorded."""
     folder.mkdir(exist_ok=True)
     (folder / "settings.json").write_text(json.dumps(settings))
-    command = [sys.executable, str(HERE / "ranks.py"), str(folder / "settings.json"), str(folder)]
+    command = [sys.executable, str(HERE / script), str(folder / "settings.json"), str(folder)]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False
     )

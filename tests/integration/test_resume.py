@@ -48,7 +48,11 @@ def run(module: Regression, micro_batch: int, *callbacks: pl.Callback, **setting
 
 
 @pytest.mark.parametrize("hook", HOOKS)
-@pytest.mark.parametrize("settings", [{}, {"val_check_interval": 2}, {"max_steps": 8}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"val_check_interval": 2}, {"max_steps": 8}, {"val_check_interval": 4, "check_val_every_n_epoch": None}],
+    ids=str,
+)
 def test_training_goes_on_as_if_it_had_not_stopped(hook: str, settings: dict[str, Any], tmp_path: Path) -> None:
     """Windows, gradients, steps of optimizer and loggers, and validation are those of the whole run.
 

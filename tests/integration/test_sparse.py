@@ -90,24 +90,25 @@ def embedding(rows: int, columns: int, sparse: bool = True) -> torch.nn.Embeddin
 
 
 class Meter(pl.Callback):
-    """Most bytes alive in the training steps beyond what never changes: parameters and optimizer state.
+    """Most bytes alive in the training steps beyond parameters, optimizer state, and the batch as the loader yields it.
 
-    Measured from the first micro-batch of the second window on, when the optimizer has its state.
+    Measured from the second window on, when the optimizer has its state.
     """
 
-    def __init__(self, memory: Any, factor: int) -> None:
-        self.memory, self.factor = memory, factor
-        self.bytes = 0
+    def __init__(self, memory: Any) -> None:
+        self.memory = memory
+        self.bytes = self.batch_bytes = 0
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == self.factor:
+        if trainer.global_step == 1 and not self.batch_bytes:
+            self.batch_bytes = batch.nbytes
             self.memory.start()
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
         state = trainer.optimizers[0].state.values()
         tensors = [*module.parameters(), *(x for one in state for x in one.values() if isinstance(x, torch.Tensor))]
         assert len(tensors) == 3
-        self.bytes = self.memory.peak_bytes - sum(tensor.nbytes for tensor in tensors)
+        self.bytes = self.memory.peak_bytes - sum(tensor.nbytes for tensor in tensors) - self.batch_bytes
 
 
 def peak_beyond_parameters(factor: int, table: Any, normalize: Any = "samples") -> int:
@@ -115,7 +116,7 @@ def peak_beyond_parameters(factor: int, table: Any, normalize: Any = "samples") 
     window = factor * MICRO_BATCH
     data = Words(2 * window, LARGE[0])
     with limit_memory("10GiB") as memory:
-        meter = Meter(memory, factor)
+        meter = Meter(memory)
         fit(
             DataLoader(data, batch_size=window),
             AutoAccumulate(micro_batch_size=MICRO_BATCH, normalize=normalize),

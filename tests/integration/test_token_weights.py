@@ -34,16 +34,18 @@ class Sequences(Dataset):
 
 
 class Tagger(pl.LightningModule):
-    """Its loss is a mean over targets, by PyTorch's own reduction or by hand."""
+    """Its loss is a mean over targets, by PyTorch's own reduction or by hand; ``skip``: passes that return None."""
 
     def __init__(self, by_hand: bool = False, sparse: bool = False, skip: Sequence[int] = ()) -> None:
         super().__init__()
         self.net = tagger(sparse)
         self.by_hand, self.skip = by_hand, skip
+        self.passes = 0
         self.gradients: list[torch.Tensor] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor | None:
-        return None if batch_idx in self.skip else token_loss(self.net, batch, self.by_hand)
+        self.passes += 1
+        return None if self.passes - 1 in self.skip else token_loss(self.net, batch, self.by_hand)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         if self.net[0].weight.grad is not None:
@@ -180,7 +182,7 @@ def test_a_window_that_is_skipped_whole_changes_nothing() -> None:
     """No division by nothing."""
     module, trainer = fit(
         DataLoader(Sequences(12), batch_size=12),
-        AutoAccumulate(micro_batch_size=3, normalize=TargetTokens()),
+        AutoAccumulate(micro_batch_size=3, normalize=TargetTokens(), verify=False),
         module=Tagger(skip=range(4)),
         max_epochs=1,
     )

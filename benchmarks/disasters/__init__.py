@@ -1,0 +1,1 @@
+"""What befalls the runs of ``benchmarks.chaos``."""

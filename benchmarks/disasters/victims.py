@@ -1,0 +1,309 @@
+"""The trainings that misfortunes befall: two small models, in processes that may be killed."""
+
+import io
+import json
+import os
+import signal
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from benchmarks.disasters.stories import (
+    BETWEEN,
+    EPOCHS,
+    FIRST,
+    FORWARD,
+    LATER,
+    LOSS,
+    SAMPLES,
+    TRANSFER,
+    UPDATE,
+    VALIDATION,
+    WRITE,
+    WRITTEN,
+    Life,
+    Story,
+)
+from lightning_ga import AtomicCheckpointIO, AutoAccumulate
+from lightning_ga.testing import OperationCounter
+
+CLASSES, TOKENS, LENGTH = 5, 16, 6
+
+
+class Fate(OperationCounter):
+    """Lets memory run out, or kills the process, at an operation of a place; keeps a diary of one rank.
+
+    Args:
+        life: What is to happen.
+        number: Which life it is.
+        folder: Where the diary lies.
+    """
+
+    def __init__(self, life: Life, number: int, folder: Path) -> None:
+        super().__init__(0)
+        self.life, self.number, self.folder = life, number, folder
+        self.visits: Counter[str] = Counter()
+        self.lengths: dict[str, int] = {}  # operations of each place, as last counted
+        self.place: str | None = None
+        self.kills = False
+
+    def begin(self, rank: int) -> None:
+        """Be the fate of this rank."""
+        self.faults = [fault for fault in self.life.faults if fault.rank == rank]
+        self.end = self.life.end if self.life.end is not None and self.life.end.rank == rank else None
+        self.diary = (self.folder / f"rank{rank}.jsonl").open("a")
+
+    def note(self, kind: str, **record: Any) -> None:
+        """Write something down that outlives the process."""
+        self.diary.write(json.dumps({"life": self.number, "kind": kind, **record}) + "\n")
+        self.diary.flush()
+
+    def come_to(self, place: str, samples: int) -> None:
+        """What is computed from here on belongs to this place; one sample alone is spared an error."""
+        self.leave()
+        self.place, self.operations = place, 0
+        self.visits[place] += 1
+        visit, length = self.visits[place], self.lengths.get(place, 1)
+        due = [fault for fault in self.faults if fault.place == place and fault.visit <= visit]
+        self.kills = self.end is not None and self.end.place == place and self.end.visit <= visit
+        if self.kills and self.end is not None:
+            self.fails_at = 1 + int(self.end.operation * length)
+        elif due and samples > 1:
+            self.fails_at = 1 if place == UPDATE else 1 + int(due[0].operation * length)  # nothing is applied yet
+
+    def leave(self) -> None:
+        """What is computed from here on belongs to no place."""
+        if self.place is not None and not self.fails_at:
+            self.lengths[self.place] = self.operations
+        self.place, self.fails_at = None, 0
+
+    @contextmanager
+    def within(self, place: str, samples: int) -> Iterator[None]:
+        """What is computed inside belongs to a place."""
+        self.come_to(place, samples)
+        yield
+        self.leave()
+
+    def pass_by(self, place: str, samples: int = 2) -> None:
+        """A place at which nothing is computed: whatever is due happens now."""
+        self.come_to(place, samples)
+        if self.fails_at:
+            self.strike("there")
+        self.leave()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.fails_at and self.operations + 1 == self.fails_at:
+            self.strike(str(func))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def strike(self, where: str) -> None:
+        """It happens."""
+        place, self.fails_at, self.place = self.place, 0, None
+        if self.kills:
+            self.note("kill", place=place, where=where)
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.faults.remove(next(fault for fault in self.faults if fault.place == place))
+        self.note("fault", place=place, where=where)
+        raise torch.OutOfMemoryError(f"Injected: out of memory in {place}, {where}.")
+
+    def cut_writes_off(self) -> None:
+        """Let a checkpoint be half written when it is time."""
+        save = torch.save
+
+        def cut_off(checkpoint: Any, file: Any) -> None:
+            self.come_to(WRITE, 1)
+            if self.fails_at:
+                whole = io.BytesIO()
+                save(checkpoint, whole)
+                file.write(whole.getvalue()[: len(whole.getvalue()) // 2])
+                file.flush()
+                self.strike("half written")
+            save(checkpoint, file)
+            self.leave()
+
+        torch.save = cut_off
+
+
+class Watch(pl.Callback):
+    """Brings a fate into a process, and takes it out."""
+
+    def __init__(self, fate: Fate) -> None:
+        self.fate = fate
+
+    def setup(self, trainer: Any, module: Any, stage: str) -> None:
+        self.fate.begin(trainer.global_rank)
+        self.fate.cut_writes_off()
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        self.fate.note("start", step=trainer.global_step)
+        self.fate.__enter__()
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        self.fate.__exit__(None, None, None)
+
+
+class Victim(pl.LightningModule):
+    """Notes the samples of every optimizer step."""
+
+    def __init__(self, model: str, fate: Fate) -> None:
+        super().__init__()
+        self.kind = model
+        self.net = NETWORKS[model]()
+        self.fate = fate
+        self.passing: list[int] = []  # samples of a pass that has not gone through
+        self.used: list[int] = []  # samples of the window so far
+        self.steps = 0
+
+    def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
+        self.fate.pass_by(TRANSFER, len(batch[0]))
+        return super().transfer_batch_to_device(batch, device, dataloader_idx)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        inputs, targets, indices = batch
+        self.passing = indices.tolist()
+        with self.fate.within(FORWARD, len(inputs)):
+            logits = self.net(inputs)
+        with self.fate.within(LOSS, len(inputs)):
+            loss = nn.functional.cross_entropy(logits, targets)
+        self.fate.come_to(LATER if self.used else FIRST, len(inputs))
+        return loss
+
+    def on_after_backward(self) -> None:
+        self.fate.leave()
+        self.used += self.passing
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        rate = optimizer.param_groups[0]["lr"]
+        norm = float(torch.stack([p.grad.double().norm() for p in self.parameters() if p.grad is not None]).norm())
+        step, epoch = self.global_step + 1, self.current_epoch
+        self.fate.note("step", step=step, epoch=epoch, rate=rate, gradient=norm, used=self.used)
+        self.used = []
+        self.fate.come_to(UPDATE, 2)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        """After all callbacks, ``ModelCheckpoint`` too."""
+        self.fate.leave()
+        if self.used:
+            self.fate.pass_by(BETWEEN, 1)
+        elif self.global_step % self.fate.life.save_every == 0:
+            self.fate.pass_by(WRITTEN, 1)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        with self.fate.within(VALIDATION, len(batch[0])):
+            loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        self.log("val_loss", loss, sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        if self.kind == "transformer":
+            optimizer: torch.optim.Optimizer = torch.optim.AdamW(self.parameters(), lr=3e-3, eps=1e-3)
+        else:
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.95**step)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+class Transformer(nn.Module):
+    """Two layers on six tokens, without dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(TOKENS, 16)
+        layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, activation="gelu", batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(16, CLASSES)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.layers(self.embed(tokens)).mean(1))
+
+
+def convolutional() -> nn.Module:
+    """Two convolutions with GroupNorm."""
+    return nn.Sequential(
+        nn.Conv2d(1, 8, 3, padding=1),
+        nn.GroupNorm(2, 8),
+        nn.GELU(),
+        nn.Conv2d(8, 8, 3, stride=2),
+        nn.GroupNorm(2, 8),
+        nn.GELU(),
+        nn.Flatten(),
+        nn.Linear(8 * 2 * 2, CLASSES),
+    )
+
+
+NETWORKS = {"transformer": Transformer, "convolutional": convolutional}
+
+
+class Samples(Dataset[Any]):
+    """Inputs for a model; a sample knows its index."""
+
+    def __init__(self, model: str, size: int, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        tokens = torch.randint(TOKENS, (size, LENGTH), generator=generator)
+        images = torch.randn(size, 1, 6, 6, generator=generator)
+        self.inputs = tokens if model == "transformer" else images
+        self.targets = torch.randint(CLASSES, (size,), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor, int]:
+        return self.inputs[index], self.targets[index], index
+
+
+def live(story: Story, number: int, folder: Path) -> None:
+    """Train from the last checkpoint that there is, until it is over one way or the other."""
+    life = story.lives[number]
+    fate = Fate(life, number, folder)
+    pl.seed_everything(0, verbose=False)
+    module = Victim(story.model, fate)
+    strategy: Any = DDPStrategy(start_method="fork", process_group_backend="gloo") if story.ranks > 1 else "auto"
+    callback = AutoAccumulate(
+        micro_batch_size=life.micro_batch,
+        micro_batching="step" if story.mode == "step" else "loader",
+        memory_budget=life.budget,
+        verify=False,
+        cache=False,
+    )
+    saver = ModelCheckpoint(folder, "last", every_n_train_steps=life.save_every, enable_version_counter=False)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=story.ranks,
+        strategy=strategy,
+        callbacks=[callback, Watch(fate), End(folder), saver],
+        plugins=[AtomicCheckpointIO()],
+        accumulate_grad_batches=2,
+        max_epochs=EPOCHS,
+        num_sanity_val_steps=0,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+    )
+    trainer.fit(
+        module,
+        DataLoader(Samples(story.model, SAMPLES, 1), 32 // story.ranks, shuffle=True),
+        DataLoader(Samples(story.model, 48, 2), 24 // story.ranks),
+        ckpt_path="last",
+    )
+
+
+class End(pl.Callback):
+    """Keeps what a training has come to."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        weights = torch.cat([parameter.detach().flatten().double() for parameter in module.parameters()])
+        loss = trainer.callback_metrics.get("val_loss")  # none if a resume was left with nothing to do
+        end = {"weights": weights, "steps": trainer.global_step, "loss": None if loss is None else float(loss)}
+        torch.save(end, self.folder / f"end{trainer.global_rank}.pt")

@@ -1,0 +1,151 @@
+"""The training steps that plans for another device are compared on."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import timm
+import torch
+import torch.nn.functional as F  # noqa: N812 (the name PyTorch users know)
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import TensorDataset
+
+CLASSES, TOKENS, WIDTH, IMAGE = 10, 64, 64, 32
+
+Loss = Callable[[Any, Any], Tensor]
+
+
+class Convolutions(nn.Sequential):
+    """BatchNorm and dropout."""
+
+    def __init__(self) -> None:
+        layers = [nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Dropout(0.2)]
+        layers += [nn.Conv2d(16, 32, 3, stride=2), nn.BatchNorm2d(32), nn.ReLU(), nn.Dropout(0.2)]
+        super().__init__(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, CLASSES))
+
+
+class Block(nn.Module):
+    """Attention by ``scaled_dot_product_attention``, and a perceptron."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList([nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)])
+        self.attention, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(2, (4, -1)).transpose(1, 2) for part in self.attention(self.norms[0](x)).chunk(3, 2))
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.mlp(self.norms[1](x))
+
+
+class Transformer(nn.Module):
+    """Three blocks between an embedding and logits by token, with activation checkpointing on demand."""
+
+    def __init__(self, *, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(CLASSES, WIDTH), nn.Linear(WIDTH, CLASSES)
+        self.blocks = nn.ModuleList([Block() for _ in range(3)])
+        self.checkpointed = checkpointed
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
+        return self.head(x).transpose(1, 2)
+
+
+class Recurrent(nn.Module):
+    """An LSTM."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.lstm = nn.Embedding(CLASSES, WIDTH), nn.LSTM(WIDTH, WIDTH, batch_first=True)
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.lstm(self.embedding(tokens))[0]).transpose(1, 2)
+
+
+def images(samples: int) -> TensorDataset:
+    return TensorDataset(torch.randn(samples, 3, IMAGE, IMAGE), torch.randint(0, CLASSES, (samples,)))
+
+
+def tokens(samples: int) -> TensorDataset:
+    return TensorDataset(*torch.randint(0, CLASSES, (2, samples, TOKENS)))
+
+
+def perceptron() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(3 * IMAGE**2, 256), nn.ReLU(), nn.Linear(256, CLASSES))
+
+
+def plain(module: Any, batch: Any) -> Tensor:
+    return F.cross_entropy(module.net(batch[0]), batch[1])
+
+
+def reading(module: Any, batch: Any) -> Tensor:
+    """Logs, reads a scalar, and keeps a metric."""
+    logits = module.net(batch[0])
+    loss = F.cross_entropy(logits, batch[1])
+    module.accuracy(logits, batch[1])
+    module.log_dict({"loss": loss, "accuracy": module.accuracy})
+    return loss if loss.item() < 1e9 else 0 * loss
+
+
+def masked(module: Any, batch: Any) -> Tensor:
+    """A mean over the tokens under a mask, here all of them."""
+    logits, mask = module.net(batch[0]).transpose(1, 2), batch[1] >= 0
+    return F.cross_entropy(logits[mask], batch[1][mask])
+
+
+adam = partial(torch.optim.Adam, lr=1e-3)
+sgd = partial(torch.optim.SGD, lr=1e-3, momentum=0.9)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One row.
+
+    Attributes:
+        name: As the table shows it.
+        net: Makes the network.
+        data: Makes the samples.
+        loss: Loss of the module and a batch.
+        optimizer: Takes the parameters.
+        settings: Arguments of the Trainer, made anew for each.
+    """
+
+    name: str
+    net: Callable[[], nn.Module]
+    data: Callable[[int], TensorDataset]
+    loss: Loss = plain
+    optimizer: Callable[..., torch.optim.Optimizer] = adam
+    settings: Callable[[], dict[str, Any]] = field(default=dict)
+
+
+def fp16() -> dict[str, Any]:
+    return {"plugins": [pl.plugins.MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0))]}
+
+
+resnet = partial(timm.create_model, "resnet18", num_classes=CLASSES)
+
+CASES: tuple[Case, ...] = (
+    Case("perceptron, Adam", perceptron, images),
+    Case("perceptron, Adam foreach", perceptron, images, optimizer=partial(adam, foreach=True)),
+    Case("convolutions, BatchNorm, dropout", Convolutions, images),
+    Case("the same, SGD momentum", Convolutions, images, optimizer=sgd),
+    Case("the same, metric, log, item", Convolutions, images, loss=reading),
+    Case("ResNet-18, Adam foreach", resnet, images, optimizer=partial(adam, foreach=True)),
+    Case("ResNet-18, clipped, SGD", resnet, images, optimizer=sgd, settings=lambda: {"gradient_clip_val": 1}),
+    Case("transformer, SDPA", Transformer, tokens),
+    Case("the same, clipped by value", Transformer, tokens, settings=lambda: {
+        "gradient_clip_val": 0.5, "gradient_clip_algorithm": "value"}),
+    Case("the same, bf16-mixed", Transformer, tokens, settings=lambda: {"precision": "bf16-mixed"}),
+    Case("the same, fp16, GradScaler", Transformer, tokens, settings=fp16),
+    Case("the same, checkpointed", partial(Transformer, checkpointed=True), tokens),
+    Case("the same, boolean mask", Transformer, tokens, loss=masked),
+    Case("LSTM (listed as unreliable)", Recurrent, tokens),
+)  # fmt: skip

@@ -1,0 +1,199 @@
+"""One cell: a model in a budget, its true limit, and what every program finds in how many steps."""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from benchmarks.probing.devices import CUDA, EMULATED, FAKE, GIB, TRAINER, memory, place
+from benchmarks.probing.in_trainer import probed, trains
+from benchmarks.probing.models import MODELS
+from benchmarks.probing.programs import OURS, PROGRAMS, Choice, missing, start_size
+from benchmarks.probing.throughput import finish
+from benchmarks.probing.training import Oracle, Training
+from lightning_ga import UserError, is_out_of_memory
+from lightning_ga.oom import release
+
+HIGH = 2**24  # samples: far above every limit, the same for ours and for Lightning's max_val
+IN_TRAINER = "GPT, SDPA"  # the model whose limit is also searched for in a Trainer
+SMALL = 2  # samples of a step that only warms up
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A model, a budget, a device.
+
+    Attributes:
+        model: Name in ``MODELS``.
+        gib: Memory of the device in GiB.
+        kind: ``"emulated"``, ``"fake"``, ``"trainer"`` or ``"cuda"``.
+    """
+
+    model: str
+    gib: float
+    kind: str = EMULATED
+
+    @property
+    def budget(self) -> int:
+        """Memory of the device in bytes."""
+        return int(self.gib * GIB)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a program did.
+
+    Attributes:
+        found: Its micro-batch size.
+        method: How it searched.
+        trials: Sizes tried.
+        steps: Training steps begun.
+        ooms: Steps that raised an out-of-memory error.
+        seconds: Wall time of the search; ``None`` where steps were only counted.
+    """
+
+    found: int
+    method: str
+    trials: int
+    steps: int
+    ooms: int
+    seconds: float | None
+
+
+def measure(cell: Cell) -> dict[str, Any]:
+    """Ours, the true limit, and the peers; each on a device and a training of its own."""
+    if cell.kind == TRAINER:
+        return measure_in_trainer(cell)
+    record: dict[str, Any] = {**asdict(cell), "limit": None, "programs": {}}
+    if cell.kind != FAKE:
+        warm_up(cell)
+    try:
+        record["programs"][OURS] = asdict(run(cell, OURS, Choice(cell.budget, place(cell.kind), HIGH, HIGH)))
+    except (UserError, torch.OutOfMemoryError) as refusal:  # the second where the model alone does not fit
+        return {**record, "refusal": str(refusal)}
+    limit = record["limit"] = true_limit(cell, record["programs"][OURS]["found"])
+    choice = Choice(cell.budget, place(cell.kind), HIGH, start_size(limit))
+    for name in PROGRAMS:
+        if name != OURS and missing(name) is None:
+            outcome = count(name, limit, choice) if cell.kind == FAKE else run(cell, name, choice)
+            record["programs"][name] = asdict(outcome)
+    return record
+
+
+def measure_in_trainer(cell: Cell) -> dict[str, Any]:
+    """The probe of a fit, as it reports on itself, and the limit of the training that follows it."""
+    model = MODELS[cell.model]
+    found = probed(model, cell.budget)
+    ooms = sum(not trial.fits for trial in found.trials)
+    outcome = Outcome(found.limit, found.method, len(found.trials), found.steps, ooms, found.seconds)
+    limit = exhaustive(partial(trains, model, cell.budget), found.limit)
+    return {**asdict(cell), "limit": limit, "programs": {OURS: asdict(outcome)}}
+
+
+def run(cell: Cell, program: str, choice: Choice) -> Outcome:
+    """Let a program search on a fresh device."""
+    with memory(cell.kind, cell.budget):
+        training = Training(MODELS[cell.model], choice.device)
+        outcome = _outcome(program, training, choice, timed=cell.kind != FAKE)
+        del training
+    return outcome
+
+
+def count(program: str, limit: int, choice: Choice) -> Outcome:
+    """Count the steps of a program on a device whose limit is known; nothing is computed."""
+    return _outcome(program, Oracle(limit), choice, timed=False)
+
+
+def _outcome(program: str, training: Training, choice: Choice, *, timed: bool) -> Outcome:
+    start = time.perf_counter()
+    found, method = PROGRAMS[program](training, choice)
+    finish()
+    seconds = time.perf_counter() - start if timed else None
+    counter = training.counter
+    return Outcome(found, method, counter.trials, counter.steps, counter.ooms, seconds)
+
+
+def warm_up(cell: Cell) -> None:
+    """A small step on a device without a limit, so that no program pays for what a process does once."""
+    training = Training(MODELS[cell.model], place(cell.kind))
+    training.step(SMALL)
+
+
+def true_limit(cell: Cell, guess: int) -> int:
+    """The limit by trial: steps of this size pass and steps of one sample more fail, whatever ``guess`` is."""
+    with memory(cell.kind, cell.budget):
+        training = Training(MODELS[cell.model], place(cell.kind))
+        training.step(SMALL)
+        limit = exhaustive(partial(passes, training), guess)
+        del training
+    return limit
+
+
+def passes(training: Training, size: int) -> bool:
+    """Whether a step runs; afterwards its memory is free and every parameter has a gradient, as before."""
+    failure = None
+    try:
+        training.step(size)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        failure = error
+    if failure is None:
+        return True
+    release(failure)
+    training.step(SMALL)
+    return False
+
+
+def exhaustive(passes: Callable[[int], bool], guess: int) -> int:
+    """Largest size that passes while the next one fails: two steps if the guess is right.
+
+    Examples:
+        >>> tried = []
+        >>> exhaustive(lambda size: tried.append(size) or size <= 23, 23), tried
+        (23, [23, 24])
+        >>> exhaustive(lambda size: size <= 23, 9), exhaustive(lambda size: size <= 23, 70)
+        (23, 23)
+    """
+    low, high, stride = 0, 0, 1
+    size = guess
+    while not high or high - low > 1:
+        if passes(size):
+            low = size
+            size = low + stride if not high else (low + high) // 2
+        else:
+            high = size
+            size = max(low + 1, high - stride) if not low else (low + high) // 2
+        stride *= 2
+    return low
+
+
+def cells(models: list[str], budgets: list[float], kind: str) -> Iterator[Cell]:
+    """Every model in every budget."""
+    for model in models:
+        for gib in budgets:
+            yield Cell(model, gib, kind)
+
+
+def full(*, cuda: bool) -> list[Cell]:
+    """All cells: real steps in small budgets, tensors without values in large ones, a CUDA device if there is one."""
+    names = list(MODELS)
+    chosen = [*cells(names, [0.5, 1, 2], EMULATED), *cells(names, [16, 80], FAKE)]
+    chosen += cells([IN_TRAINER], [0.5, 1, 2], TRAINER)
+    return [*chosen, *cells(names, [2], CUDA)] if cuda else chosen
+
+
+def quick(*, cuda: bool) -> list[Cell]:
+    """The cheapest budget of every model on every device.
+
+    Examples:
+        >>> [(cell.gib, cell.kind) for cell in quick(cuda=False) if cell.model == IN_TRAINER]
+        [(0.5, 'emulated'), (16, 'fake'), (0.5, 'trainer')]
+    """
+    least: dict[tuple[str, str], Cell] = {}
+    for cell in full(cuda=cuda):
+        least.setdefault((cell.model, cell.kind), cell)
+    return list(least.values())

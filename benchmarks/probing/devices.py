@@ -1,0 +1,76 @@
+"""The three devices: memory emulated on a CPU, tensors without values, and a CUDA device with less memory."""
+
+import gc
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_ga.testing import limit_memory
+
+GIB = 2**30
+EMULATED, FAKE, CUDA = "emulated", "fake", "cuda"
+TRAINER = "trainer"  # emulated too, and the whole of ``AutoAccumulate`` in it
+
+
+class Ones(TorchDispatchMode):
+    """Reads 1 out of tensors without values: Adam's step count."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation, or answer."""
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return 1.0
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def memory(kind: str, budget: int) -> Iterator[None]:
+    """A device with ``budget`` bytes of memory, nothing of it taken.
+
+    All that is made inside counts, whoever makes it: model, optimizer, samples, batches.
+    """
+    gc.collect()
+    with ExitStack() as stack:
+        if kind == CUDA:
+            stack.enter_context(capped_cuda(budget))
+        else:
+            if kind == FAKE:
+                stack.enter_context(without_values())
+            stack.enter_context(limit_memory(budget))
+        yield
+
+
+@contextmanager
+def without_values() -> Iterator[None]:
+    """Tensors have shapes only; as they take none of the host's memory, it bounds nothing."""
+    endless = SimpleNamespace(available=2**60, total=2**60)
+    with (
+        FakeTensorMode(),
+        Ones(),
+        patch("psutil.virtual_memory", lambda: endless),
+        patch("lightning_ga.memory.control_group_limits", list),
+    ):
+        yield
+
+
+@contextmanager
+def capped_cuda(budget: int) -> Iterator[None]:
+    """The caching allocator of the current CUDA device holds at most ``budget`` bytes."""
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(min(1.0, budget / torch.cuda.mem_get_info()[1]))
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def place(kind: str) -> str:
+    """Name of the device that tensors lie on."""
+    return "cuda" if kind == CUDA else "cpu"

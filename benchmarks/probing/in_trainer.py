@@ -1,0 +1,79 @@
+"""The same question asked of the whole: ``AutoAccumulate`` in a Trainer, its probe and the training after it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+from torch.utils.data import DataLoader, default_collate
+
+from benchmarks.probing.devices import EMULATED, memory
+from benchmarks.probing.models import Model, Samples
+from benchmarks.probing.throughput import Module, Pool
+from lightning_ga import AutoAccumulate, ProbeResult, is_out_of_memory
+from lightning_ga.live import uncounted
+from lightning_ga.oom import release
+
+EFFECTIVE = 2**13  # samples of a window that is probed: far above the limits
+FACTOR, WINDOWS = 2, 2  # of the training that tries a limit
+
+
+class ProbeOnly(Module):
+    """A module whose fit ends once the probe is through."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int:
+        """Skip the rest of the epoch."""
+        return -1
+
+
+def on_host(samples: list[Samples]) -> Any:
+    """A batch in the host's memory, beside the device that is emulated."""
+    with uncounted():
+        return default_collate(samples)
+
+
+def probed(model: Model, budget: int) -> ProbeResult:
+    """What the probe of a fit found; the fit ends after it."""
+    with memory(EMULATED, budget):
+        callback = AutoAccumulate(EFFECTIVE, verify=False, batch_norm="ignore", cache=False)
+        _fit(ProbeOnly(model), model, callback)
+        assert callback.probe is not None, "a budget was given"
+        return callback.probe
+
+
+def trains(model: Model, budget: int, micro_batch: int) -> bool:
+    """Whether windows of two micro-batches of this size run."""
+    settings: dict[str, Any] = {"verify": False, "batch_norm": "ignore", "on_oom": "raise"}
+    with memory(EMULATED, budget):
+        callback = AutoAccumulate(FACTOR * micro_batch, micro_batch_size=micro_batch, **settings)
+        return _passes(lambda: _fit(Module(model), model, callback))
+
+
+def _fit(module: Module, model: Model, callback: pl.Callback) -> None:
+    """A few windows of training."""
+    with uncounted():
+        data = Pool(model, WINDOWS * EFFECTIVE, "cpu")
+    trainer = pl.Trainer(
+        max_epochs=1,
+        max_steps=WINDOWS,
+        accelerator="cpu",
+        devices=1,
+        callbacks=[callback],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, DataLoader(data, batch_size=FACTOR, collate_fn=on_host))
+
+
+def _passes(run: Callable[[], object]) -> bool:
+    failure = None
+    try:
+        run()
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        failure = error
+    if failure is not None:
+        release(failure)
+    return failure is None

@@ -1,0 +1,181 @@
+"""Five programs that look for the largest micro-batch: ours and four of others, each as its documentation says.
+
+A program is given a training and returns the size that it found. Peers keep their defaults; what a
+user has to choose is in ``Choice``.
+"""
+
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.tuner import Tuner
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from benchmarks.output import installed
+from benchmarks.probing.training import Training
+from lightning_ga import find_micro_batch
+from lightning_ga.live import uncounted
+
+OURS, POWER, BINSEARCH, ACCELERATE, MAX_MEM = "ours", "power", "binsearch", "Accelerate", "torch-max-mem"
+METHODS = {POWER: "×2", BINSEARCH: "×2, ½", ACCELERATE: "×0.9", MAX_MEM: "÷2"}
+NEEDS = {ACCELERATE: "accelerate", MAX_MEM: "torch-max-mem"}
+# Steps after which a size is accepted where that is the user's to say: Adam makes its state at the end of the first.
+ACCEPTED = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What the user of a program has to choose.
+
+    Attributes:
+        budget: Bytes of the device.
+        device: Where tensors lie.
+        high: Largest size of use.
+        start: Where those begin that search downwards.
+    """
+
+    budget: int
+    device: str
+    high: int
+    start: int
+
+
+def start_size(limit: int) -> int:
+    """Where a search downwards begins: the power of two from 2 to 4 times the limit.
+
+    A user who does not know the limit will hardly choose as well.
+
+    Examples:
+        >>> start_size(245), start_size(256), start_size(257)
+        (512, 512, 1024)
+    """
+    return 2 << (limit - 1).bit_length()
+
+
+def ours(training: Training, choice: Choice) -> tuple[int, str]:
+    """``find_micro_batch`` with everything that is alive named, as ``AutoAccumulate`` does."""
+    found = find_micro_batch(
+        training.step, high=choice.high, budget=choice.budget, device=choice.device, resident=training.resident
+    )
+    return found.limit, found.method
+
+
+class Sizes(IterableDataset[int]):
+    """Batches without end that are their own size: the step fills them, and loading takes no time."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __iter__(self) -> Iterator[int]:
+        """The size, again and again."""
+        while True:
+            yield self.size
+
+
+class HostLoader(DataLoader[int]):
+    """A loader whose own tensors (a seed) lie on the host, beside a device that is emulated."""
+
+    def __iter__(self) -> Any:
+        """Begin an epoch."""
+        with uncounted():
+            return super().__iter__()
+
+
+class Module(pl.LightningModule):
+    """The training as a LightningModule."""
+
+    def __init__(self, training: Training) -> None:
+        super().__init__()
+        # The tuner begins with the loader that is there: its init_val of 2 comes into force with the second trial.
+        self.shared, self.net, self.batch_size = training, training.net, 2
+
+    def train_dataloader(self) -> DataLoader[int]:
+        """Batches of the size that the tuner tries."""
+        return HostLoader(Sizes(self.batch_size), batch_size=None)
+
+    def training_step(self, size: int, batch_idx: int) -> Tensor:
+        """The same loss."""
+        return self.shared.loss(size)
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        """Forward, backward and the optimizer's step are all in here."""
+        with self.shared.counter.step(self.batch_size):
+            super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """The same optimizer."""
+        return self.shared.optimizer
+
+
+def lightning(training: Training, choice: Choice, mode: str) -> tuple[int, str]:
+    """``Tuner.scale_batch_size``: 3 steps a trial, from 2 samples; ``max_val`` as high as ours may go."""
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = pl.Trainer(
+            max_epochs=1,
+            accelerator="gpu" if choice.device == "cuda" else "cpu",
+            devices=1,
+            default_root_dir=folder,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        found = Tuner(trainer).scale_batch_size(Module(training), mode=mode, max_val=choice.high)
+    return int(found or 0), METHODS[mode]
+
+
+def power(training: Training, choice: Choice) -> tuple[int, str]:
+    """Lightning's default."""
+    return lightning(training, choice, POWER)
+
+
+def binsearch(training: Training, choice: Choice) -> tuple[int, str]:
+    """Lightning's bisection, less its margin of 5 %."""
+    return lightning(training, choice, BINSEARCH)
+
+
+def accelerate(training: Training, choice: Choice) -> tuple[int, str]:
+    """``find_executable_batch_size`` around the training, which ends once a size is accepted."""
+    from accelerate.utils import find_executable_batch_size
+
+    @find_executable_batch_size(starting_batch_size=choice.start)
+    def train(batch_size: int) -> int:
+        return _train(training, batch_size)
+
+    return int(train()), METHODS[ACCELERATE]
+
+
+def max_mem(training: Training, choice: Choice) -> tuple[int, str]:
+    """``maximize_memory_utilization`` around the training."""
+    from torch_max_mem import maximize_memory_utilization
+
+    @maximize_memory_utilization()
+    def train(batch_size: int) -> int:
+        return _train(training, batch_size)
+
+    return int(train(batch_size=choice.start)), METHODS[MAX_MEM]
+
+
+def _train(training: Training, size: int) -> int:
+    for _ in range(ACCEPTED):
+        training.step(size)
+    return size
+
+
+PROGRAMS: dict[str, Callable[[Training, Choice], tuple[int, str]]] = {
+    OURS: ours,
+    POWER: power,
+    BINSEARCH: binsearch,
+    ACCELERATE: accelerate,
+    MAX_MEM: max_mem,
+}
+
+
+def missing(program: str) -> str | None:
+    """Why a program cannot run here, ``None`` if it can."""
+    package = NEEDS.get(program)
+    return None if package is None or installed(package) else f"{package} is not installed"

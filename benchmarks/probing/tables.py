@@ -1,0 +1,145 @@
+"""Targets, and the tables in which cells are shown."""
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from benchmarks.probing.devices import TRAINER
+from benchmarks.probing.programs import BINSEARCH, OURS, PROGRAMS
+
+MOST_STEPS, FEWER = 5, 5.0
+NAMES = {OURS: "ours", "power": "Lightning power", BINSEARCH: "Lightning binsearch"}
+ALIGNED = "replay"  # what ours says of a cell whose traces align
+Cells = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What must hold of ours.
+
+    Attributes:
+        what: The quantity.
+        value: As measured.
+        met: Whether it is what was asked.
+        asked: What was asked, in words.
+    """
+
+    what: str
+    value: float
+    met: bool
+    asked: str
+
+
+def targets(cells: Cells, found: float = 1.0) -> list[Target]:
+    """The targets of ours over all cells.
+
+    Args:
+        cells: Records of cells.
+        found: Least share of the true limit.
+    """
+    fitting = [cell for cell in cells if cell["limit"]]
+    mine = [(cell, cell["programs"][OURS]) for cell in fitting]
+    shares = [one["found"] / cell["limit"] for cell, one in mine]
+    worst = max(shares, key=lambda share: abs(share - 1))
+    steps = max(one["steps"] for _, one in mine)
+    ooms = sum(one["ooms"] for _, one in mine if one["method"] == ALIGNED)
+    fewer, faster = (times(fitting, BINSEARCH, quantity) for quantity in ("steps", "seconds"))
+    exact = worst == 1 if found == 1 else min(shares) >= found
+    return [
+        Target("found ÷ limit, furthest from 1", worst if found == 1 else min(shares), exact, f"{found:.2f}"),
+        Target("training steps, most", steps, steps <= MOST_STEPS, f"at most {MOST_STEPS}"),
+        Target("out-of-memory errors where traces align", ooms, ooms == 0, "none"),
+        Target("times fewer steps than binsearch, median", fewer, fewer >= FEWER, f"at least {FEWER:.0f}"),
+        Target("times less time than binsearch, median", faster, faster >= FEWER, f"at least {FEWER:.0f}"),
+    ]
+
+
+def times(cells: Cells, program: str, quantity: str) -> float:
+    """How many times as much a program took as ours, median over cells; NaN where none compares."""
+    pairs = [(cell["programs"].get(program, {}).get(quantity), cell["programs"][OURS][quantity]) for cell in cells]
+    ratios = [theirs / mine for theirs, mine in pairs if theirs is not None and mine]
+    return statistics.median(ratios) if ratios else float("nan")
+
+
+def shown(title: str, columns: Iterable[str]) -> Table:
+    """An empty table whose first column is text and whose others are numbers."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column(title, no_wrap=True)
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    return table
+
+
+def details(cells: Cells) -> Table:
+    """Every program in every cell."""
+    table = shown("", ("method", "trials", "steps", "OOMs", "s", "found", "÷ limit"))
+    for cell in cells:
+        table.add_row(
+            f"{_title(cell)} GiB", *([""] * 5), f"{cell['limit'] or 0:,}", "limit" if cell["limit"] else "NONE"
+        )
+        for name, one in cell["programs"].items():
+            counts = (one["method"], one["trials"], one["steps"], one["ooms"])
+            found = (_seconds(one["seconds"]), f"{one['found']:,}", _share(one, cell))
+            table.add_row(f"  {NAMES.get(name, name)}", *map(str, counts), *found)
+    return table
+
+
+def against_binsearch(cells: Cells) -> Table:
+    """A row a cell: ours beside the peer that looks for the limit itself."""
+    columns = ("GiB", "limit", "ours", "steps", "s", "binsearch", "steps", "OOMs", "s")
+    table = shown("model", columns)
+    for cell in cells:
+        mine, theirs = cell["programs"].get(OURS), cell["programs"].get(BINSEARCH)
+        if not cell["limit"]:
+            table.add_row(_name(cell), f"{cell['gib']:g}", "does not fit")
+            continue
+        left = (_share(mine, cell), str(mine["steps"]), _seconds(mine["seconds"]))
+        right = ("n/a",) if theirs is None else (_share(theirs, cell), str(theirs["steps"]), str(theirs["ooms"]))
+        last = () if theirs is None else (_seconds(theirs["seconds"]),)
+        table.add_row(_name(cell), f"{cell['gib']:g}", f"{cell['limit']:,}", *left, *right, *last)
+    return table
+
+
+def summary(cells: Cells) -> Table:
+    """A row a program, over all cells."""
+    table = shown("program", ("found ÷ limit", "steps", "most", "OOMs", "s", "× steps", "× s"))
+    fitting = [cell for cell in cells if cell["limit"]]
+    for name in PROGRAMS:
+        ran = [(cell, cell["programs"][name]) for cell in fitting if name in cell["programs"]]
+        if not ran:
+            table.add_row(NAMES.get(name, name), "n/a")
+            continue
+        shares = [one["found"] / cell["limit"] for cell, one in ran]
+        steps = [one["steps"] for _, one in ran]
+        seconds = sum(one["seconds"] or 0 for _, one in ran)
+        table.add_row(
+            NAMES.get(name, name),
+            f"{statistics.median(shares):.2f} ({min(shares):.2f}–{max(shares):.2f})",
+            f"{statistics.median(steps):g}",
+            str(max(steps)),
+            str(sum(one["ooms"] for _, one in ran)),
+            f"{seconds:.0f}",
+            *(f"{times(fitting, name, quantity):.1f}" for quantity in ("steps", "seconds")),
+        )
+    return table
+
+
+def _title(cell: Mapping[str, Any]) -> str:
+    return f"{_name(cell)}, {cell['gib']:g}"
+
+
+def _name(cell: Mapping[str, Any]) -> str:
+    """The model, and whether it was in a Trainer."""
+    return f"{cell['model']}{' *' if cell['kind'] == TRAINER else ''}"
+
+
+def _share(one: Mapping[str, Any], cell: Mapping[str, Any]) -> str:
+    return f"{one['found'] / cell['limit']:.2f}"
+
+
+def _seconds(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1f}"

@@ -1,0 +1,121 @@
+"""The training step that every program runs, and the one place where steps and errors are counted."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import groupby
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.probing.models import POOL, Model, loss_of
+from lightning_ga import is_out_of_memory
+
+
+class Counter:
+    """Counts the training steps of a program, and the out-of-memory errors that they raised.
+
+    Attributes:
+        sizes: Micro-batch of every step that was begun, in order.
+        ooms: How many of them ran out of memory.
+    """
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+        self.ooms = 0
+
+    @contextmanager
+    def step(self, size: int) -> Iterator[None]:
+        """Around one training step: forward, backward and optimizer."""
+        self.sizes.append(size)
+        try:
+            yield
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            self.ooms += 1
+            # Lightning 2.6.6 looks for these words. The error is the same one, with its traceback: what it
+            # pins while a program handles it stays pinned, as on a GPU.
+            if "CUDA" not in str(error):
+                error.args = (f"CUDA out of memory. {error}",)
+            raise
+
+    @property
+    def steps(self) -> int:
+        """Training steps begun."""
+        return len(self.sizes)
+
+    @property
+    def trials(self) -> int:
+        """Sizes tried, one after another.
+
+        Examples:
+            >>> counter = Counter()
+            >>> counter.sizes += [2, 2, 2, 4, 2]
+            >>> counter.steps, counter.trials
+            (5, 3)
+        """
+        return len(list(groupby(self.sizes)))
+
+
+class Training:
+    """A model with Adam, and a batch of any size from a few samples.
+
+    Gradients are dropped between forward and backward, as Lightning does: those of the last step are
+    alive in the forward pass, in every program. ``foreach=True`` is what Adam does by default on a GPU.
+
+    Args:
+        model: What to train.
+        device: Where.
+    """
+
+    def __init__(self, model: Model, device: torch.device | str = "cpu") -> None:
+        torch.manual_seed(0)
+        self.counter = Counter()
+        with torch.device(device):
+            self.net = model.build().train()
+            self.samples = model.samples()
+        self.optimizer = torch.optim.Adam(self.net.parameters(), foreach=True)
+
+    def loss(self, size: int) -> Tensor:
+        """Mean loss of a new batch of so many samples."""
+        index = torch.arange(size, device=self.samples[0].device) % POOL
+        inputs, targets = (tensor[index] for tensor in self.samples)
+        return loss_of(self.net, inputs, targets)
+
+    def step(self, size: int) -> None:
+        """One counted training step."""
+        with self.counter.step(size):
+            loss = self.loss(size)
+            self.optimizer.zero_grad()
+            loss.backward()
+            self.optimizer.step()
+
+    def resident(self) -> Iterator[Tensor | None]:
+        """Tensors on the device before a step."""
+        yield from self.samples
+        yield from self.net.buffers()
+        for parameter in self.net.parameters():
+            yield from (parameter, parameter.grad)
+        for state in self.optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, Tensor))
+
+
+class Oracle(Training):
+    """Stands for a training whose limit is known: runs out of memory above it, and computes nothing."""
+
+    def __init__(self, limit: int) -> None:
+        self.counter = Counter()
+        self.limit = limit
+        self.net = nn.Linear(1, 1)
+        self.samples = (torch.zeros(1), torch.zeros(1))
+        self.optimizer = torch.optim.Adam(self.net.parameters())
+
+    def loss(self, size: int) -> Tensor:
+        """A loss, or the error.
+
+        Raises:
+            torch.OutOfMemoryError: Above the limit.
+        """
+        if size > self.limit:
+            raise torch.OutOfMemoryError(f"CUDA out of memory. {size} samples are more than {self.limit}.")
+        return self.net(torch.ones(1)).sum()

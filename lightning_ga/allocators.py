@@ -1,0 +1,162 @@
+"""What a step took in the caching allocator of an accelerator: its statistics, and its own history of events.
+
+The allocator sees what no tensor holds (workspaces of cuBLAS and cuDNN), so its word is the one that
+counts. Its private history is read in torch 2.11 and 2.15 (``torch/cuda/memory.py``); without it the
+live tensors alone are recorded.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
+
+import torch
+
+from lightning_ga.replay import Trace, canonical
+
+WITH_STATISTICS = ("cuda", "xpu")
+ROUNDING = 512  # bytes that these allocators round every block up to
+_MOST_EVENTS = 2_000_000
+
+
+class AllocatorMeter:
+    """Peak of one step in a caching allocator, and whether the allocator had to struggle for it.
+
+    A step fits only if the allocator neither ran out (``num_ooms``) nor had to free its cache to go
+    on (``num_alloc_retries``): it would do so again and again, which is slow, or fail at the next
+    change of order.
+
+    Args:
+        device: A CUDA or XPU device: those whose allocators keep statistics.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._backend: Any = getattr(torch, device.type)
+        self._before = (0, 0)
+        self._history = _history_of(device)
+
+    def allocated(self) -> int:
+        """Bytes that tensors take now."""
+        return int(self._backend.memory_allocated(self.device))
+
+    def start(self, *, record: bool = False) -> None:
+        """Empty the cache and begin a step; with ``record``, the allocator's events are kept for ``trace``."""
+        self._backend.synchronize(self.device)
+        self._backend.empty_cache()
+        self._backend.reset_peak_memory_stats(self.device)
+        self._before = self.troubles()
+        if record and self._history is not None:
+            self._history.start(self.allocated())
+
+    def finish(self) -> tuple[int, bool]:
+        """Peak of allocated bytes since ``start``, and whether the step ran without trouble."""
+        self._backend.synchronize(self.device)
+        return int(self._backend.max_memory_allocated(self.device)), self.troubles() == self._before
+
+    def trace(self, samples: int) -> Trace | None:
+        """The recorded step in the allocator's own events; ``None`` where it keeps no history."""
+        return None if self._history is None else self._history.trace(samples)
+
+    def troubles(self) -> tuple[int, int]:
+        """How often the allocator ran out of memory, and how often it had to free its cache, so far."""
+        stats: dict[str, Any] = self._backend.memory_stats(self.device)
+        return stats.get("num_ooms", 0), stats.get("num_alloc_retries", 0)
+
+
+class RetryWatch:
+    """Tells once that the allocator has begun to free its cache in order to go on: a step is too close to the limit.
+
+    Args:
+        device: Any device; only allocators that count retries are watched.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._meter = AllocatorMeter(device) if device.type in WITH_STATISTICS else None
+        self._before: tuple[int, int] | None = None
+
+    def struggles(self) -> bool:
+        """Whether retries have risen since the first call, which comes when a first window has warmed the cache up."""
+        if self._meter is None:
+            return False
+        now = self._meter.troubles()
+        rose = self._before is not None and now > self._before
+        self._before = self._before or now
+        if rose:
+            self._meter = None
+        return rose
+
+    def begin_again(self) -> None:
+        """Retries so far have another reason."""
+        self._before = None
+
+
+class History:
+    """The CUDA allocator's own record of blocks handed out and taken back.
+
+    Args:
+        device: The CUDA device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._alive = 0
+
+    def start(self, alive: int) -> None:
+        """Record from here, where so many bytes are alive."""
+        self._alive = alive
+        self._switch("all", context=None, max_entries=_MOST_EVENTS, clear_history=True)
+
+    def trace(self, samples: int) -> Trace | None:
+        """What was recorded, as a step of ``samples`` samples; ends the recording."""
+        try:
+            events = torch.cuda.memory._snapshot(self._device)["device_traces"][self._index()]
+        finally:
+            self._switch(None)
+        return None if len(events) >= _MOST_EVENTS else events_as_trace(events, samples, self._alive)
+
+    def _index(self) -> int:
+        return torch.cuda.current_device() if self._device.index is None else self._device.index
+
+    def _switch(self, enabled: Literal["all"] | None, **settings: Any) -> None:
+        torch.cuda.memory._record_memory_history(enabled, **settings)
+
+
+def _history_of(device: torch.device) -> History | None:
+    # ``clear_history`` came with torch 2.6: without it, earlier events would be read as this step's.
+    known = hasattr(torch.cuda.memory, "_record_memory_history_impl")
+    if device.type != "cuda" or not known or tuple(map(int, torch.__version__.split(".")[:2])) < (2, 6):
+        return None
+    return History(device)
+
+
+def events_as_trace(events: Iterable[Mapping[str, Any]], samples: int, alive: int) -> Trace:
+    """The stream of one step from an allocator's events.
+
+    A block is released when its release is requested: that is when the allocator's count of bytes
+    falls. A block that is released without having been handed out was alive before the step.
+
+    Args:
+        events: Each with ``action``, ``addr`` and ``size`` in bytes, in order.
+        samples: Micro-batch size of the step.
+        alive: Bytes alive at the first event.
+
+    Examples:
+        >>> step = [{"action": "alloc", "addr": 1, "size": 8}, {"action": "free_requested", "addr": 1, "size": 8}]
+        >>> events_as_trace(step, samples=2, alive=100)
+        Trace(samples=2, sizes=(100, 8), events=(0, 1, -2), marks=())
+    """
+    sizes, stream, initial = [alive], [], []
+    held: dict[int, int] = {}
+    for event in events:
+        address, size = event["addr"], event["size"]
+        if event["action"] == "alloc":
+            held[address] = len(sizes)
+            stream.append(len(sizes))
+            sizes.append(size)
+        elif event["action"] == "free_requested":
+            number = held.pop(address, len(sizes))
+            if number == len(sizes):
+                sizes.append(size)
+                sizes[0] -= -(-size // ROUNDING) * ROUNDING
+                initial.append(number)
+            stream.append(~number)
+    return Trace(samples, tuple(sizes), canonical([0, *initial, *stream]))

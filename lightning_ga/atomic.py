@@ -1,0 +1,75 @@
+"""Checkpoints that are whole or not there: written beside the file, flushed to the disk, then renamed.
+
+Lightning 2.6.6 writes to the folder of temporary files and moves the result
+(``fabric/utilities/cloud_io.py``, ``_atomic_save``). Where that folder lies on another disk, moving
+is copying, and a process that is killed meanwhile leaves a torn file under the checkpoint's own
+name, the whole one before it gone. Even on one disk nothing is flushed: a machine that loses power
+may keep the new name and not the new bytes.
+"""
+
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.plugins import TorchCheckpointIO
+from lightning_fabric.plugins import TorchCheckpointIO as LegacyTorchCheckpointIO
+
+PART = ".part"  # ends the name of a file that is being written; neither ours nor Lightning's "last" looks at these
+
+
+class AtomicCheckpointIO(TorchCheckpointIO, LegacyTorchCheckpointIO):
+    """Writes checkpoints that are never torn, of the kind that Lightning loads with or without it.
+
+    What is on the disk under a checkpoint's name is always whole: the one before, until the next is
+    complete. A process killed meanwhile leaves ``NAME.ckpt.part``, which the next write replaces.
+    Remote paths (``s3://…``) are left to Lightning. The checkpoint is not copied in memory first, which
+    Lightning does twice.
+
+    Examples:
+        >>> from lightning.pytorch import Trainer
+        >>> trainer = Trainer(plugins=[AtomicCheckpointIO()], logger=False, barebones=False)
+    """
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
+        """Write a checkpoint; the file of that name is replaced when the new one is complete."""
+        place = local_path(path)
+        if place is None or storage_options is not None:
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        place.parent.mkdir(parents=True, exist_ok=True)
+        part = place.with_name(place.name + PART)
+        try:
+            with part.open("wb") as file:
+                torch.save(checkpoint, file)
+                file.flush()
+                os.fsync(file.fileno())
+            part.replace(place)
+        except BaseException:
+            part.unlink(missing_ok=True)
+            raise
+        flush_folder(place.parent)
+
+
+def local_path(path: str | Path) -> Path | None:
+    """The path of a file on this machine; ``None`` for a remote one.
+
+    Examples:
+        >>> local_path("runs/last.ckpt"), local_path("file:///runs/last.ckpt"), local_path("s3://runs/last.ckpt")
+        (PosixPath('runs/last.ckpt'), PosixPath('/runs/last.ckpt'), None)
+    """
+    protocol, separator, rest = str(path).partition("://")
+    if not separator:
+        return Path(path)
+    return Path(rest) if protocol in ("file", "local") else None
+
+
+def flush_folder(folder: Path) -> None:
+    """Let a rename in it outlast a loss of power; file systems that cannot do so are left alone."""
+    with suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -1,0 +1,85 @@
+"""Containers and the objects that hold them: refilled in place, or searched through."""
+
+import copy
+import sys
+from collections import deque
+from collections.abc import Iterable, Iterator
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+
+_CONTAINERS = (dict, list, set, deque)
+_LONGEST = 1000  # longer containers hold data: they are not searched
+_OPAQUE = (torch.Tensor, np.ndarray, str, bytes, int, float, type, ModuleType)
+
+
+class Contents:
+    """Dictionaries, lists, sets and queues, refilled in place; what lies in them is left as it is.
+
+    Args:
+        things: Containers, tensors and anything else; only containers are kept.
+    """
+
+    def __init__(self, things: Iterable[Any]) -> None:
+        self._kept = [(thing, copy.copy(thing)) for thing in things if isinstance(thing, _CONTAINERS)]
+
+    def restore(self) -> None:
+        """Put everything back."""
+        for container, content in self._kept:
+            if isinstance(container, dict) and list(container) == list(content):
+                container.update(content)  # never empty: what belongs to the trainer may be read meanwhile
+                continue
+            container.clear()
+            (container.extend if isinstance(container, (list, deque)) else container.update)(content)
+
+
+class ObjectState:
+    """Attributes of objects, and containers in them: counters, caches, settings.
+
+    Tensors, arrays and other objects in them are left as they are.
+    """
+
+    def __init__(self, objects: Iterable[Any]) -> None:
+        seen: set[int] = set()
+        attributes = [vars(owner) for owner in objects]
+        self._contents = Contents(thing for kept in attributes for thing in contained(kept, seen, longest=_LONGEST))
+
+    def restore(self) -> None:
+        """Put everything back."""
+        self._contents.restore()
+
+
+def contained(value: Any, seen: set[int], longest: int = sys.maxsize) -> Iterator[Any]:
+    """Containers and tensors at any depth, each once; what very long ones hold is left out."""
+    value = vars(value) if isinstance(value, (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)) else value
+    if id(value) in seen or isinstance(value, torch.nn.Parameter):
+        return
+    seen.add(id(value))
+    if isinstance(value, (torch.Tensor, *_CONTAINERS)):
+        yield value
+    if isinstance(value, (dict, list, tuple, deque)) and len(value) <= longest:
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from contained(inner, seen, longest)
+
+
+def reachable(value: Any, most: int = 10_000) -> Iterator[Any]:
+    """An object and those with attributes that it holds, at any depth: a dataset, what it wraps, transforms.
+
+    Args:
+        value: The object.
+        most: Values to look at, so that large data are not searched through.
+    """
+    pending, seen = deque([value]), set[int]()
+    while pending and len(seen) < most:
+        value = pending.popleft()
+        if id(value) in seen or isinstance(value, _OPAQUE):
+            continue
+        seen.add(id(value))
+        if isinstance(value, (dict, list, tuple, set, deque)):
+            inner = value.values() if isinstance(value, dict) else value
+            pending.extend(inner if len(value) <= _LONGEST else ())
+        elif isinstance(getattr(value, "__dict__", None), dict):
+            yield value
+            pending.extend(vars(value).values())

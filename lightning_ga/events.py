@@ -1,0 +1,68 @@
+"""What is told and kept of an out-of-memory error that a run survived."""
+
+from dataclasses import dataclass
+
+from lightning_ga.errors import RankError
+
+
+@dataclass(frozen=True, slots=True)
+class OomEvent:
+    """An out-of-memory error that cost a retry, not the run.
+
+    Attributes:
+        stage: ``"training"``, ``"validation"``, ``"test"``, ``"prediction"`` or ``"the optimizer's step"``.
+        step: Optimizer steps taken before it.
+        samples: Samples of the smallest attempt that ran out of memory; 0 where it had none.
+        fits: Samples of the largest attempt that went through instead; 0 where it had none.
+        memory: What the device said of its memory.
+    """
+
+    stage: str
+    step: int
+    samples: int
+    fits: int
+    memory: str
+
+    def __str__(self) -> str:
+        if not self.samples:
+            return f"Memory ran out in {self.stage} ({self.memory}), before it had changed anything: it was run again."
+        return (
+            f"Memory ran out in {self.stage} with {self.samples} samples after {self.step} optimizer steps "
+            f"({self.memory}). The batch was run again in parts of at most {self.fits} samples, with the same result; "
+            "from now on none is larger."
+        )
+
+
+def one_sample_too_large(stage: str, sample: object, memory: str) -> RankError:
+    """The error where nothing is left to split."""
+    return RankError(
+        f"Memory ran out in {stage} with one sample alone ({sample}; {memory}), so there is nothing left to split: "
+        "train in a lower precision (precision='bf16-mixed'), use activation checkpointing, or raise memory_budget "
+        "and free the device of other processes."
+    )
+
+
+def optimizer_step_failed(memory: str) -> RankError:
+    """The error where an optimizer has changed some of the parameters."""
+    return RankError(
+        f"Memory ran out inside the optimizer's step ({memory}) after it had changed some parameters or states, so the "
+        "step can neither be undone nor run again: resume from the last checkpoint, and leave the step more memory "
+        "(a lower memory_budget or max_micro_batch_size, or foreach=False in the optimizer)."
+    )
+
+
+def cannot_run_again(stage: str, why: str, memory: str) -> RankError:
+    """The error where a retry of one rank would leave the others waiting."""
+    return RankError(
+        f"Memory ran out in {stage} ({memory}), and this rank cannot run the batch again alone, as others would wait: "
+        f"{why}. Go on from the last checkpoint with a lower max_micro_batch_size or memory_budget (in evaluation: a "
+        "smaller batch_size of its loader)."
+    )
+
+
+def fewer_samples_than_ranks(pieces: int, samples: int) -> RankError:
+    """The error where ranks wait for each other in every piece, and one has too few samples to cut."""
+    return RankError(
+        f"A rank with {samples} samples cannot run {pieces} pieces as others do, and they would wait for it: use "
+        'micro_batching="loader", or an effective batch size that the number of ranks divides and drop_last=True.'
+    )

@@ -1,0 +1,151 @@
+"""Training steps on tensors without values: shapes and dtypes are worked out, nothing is computed or allocated.
+
+Built on PyTorch's ``FakeTensorMode``. What a step reads out of its tensors is answered, so that its
+control flow goes on: scalars are 1, conditions are those of a healthy step, and results whose size
+depends on values (boolean masks) have the largest size that they can have.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+)
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_DOUBTED = {
+    "_scaled_dot_product_attention_math": "attention without a fused kernel here",
+    "_coalesce": "sparse gradients: all their rows were taken as different",
+}
+
+
+class Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Answers what tensors without values cannot, and notes what makes an estimate less certain.
+
+    To be entered within a ``FakeTensorMode``.
+
+    Args:
+        doubt: Told of what was seen, in words.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, doubt: Callable[[str], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._doubt = doubt
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation; where its result depends on values, answer."""
+        kwargs = kwargs or {}
+        self._examine(func)
+        try:
+            out = func(*args, **kwargs)
+        except DataDependentOutputException:
+            return _value(func, args)
+        except DynamicOutputShapeException:
+            return self._largest(func, args, kwargs)
+        if isinstance(out, Tensor) and out.dtype is torch.bool:
+            out._truth = _truth(_name(func), args)  # type: ignore[attr-defined]
+        return out
+
+    def _examine(self, func: Any) -> None:
+        namespace, name = getattr(func, "namespace", ""), _name(func)
+        if namespace not in ("aten", "prim", "prims", "profiler", "higher_order"):
+            self._doubt(f"{namespace}.{name}: an operator whose scratch memory is not known")
+        elif name in _DOUBTED:
+            self._doubt(_DOUBTED[name])
+
+    def _largest(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The result of the largest size that it can have."""
+        name = _name(func)
+        if name not in _SIZED and name not in _INDEXING:
+            raise
+        if not any(args[2:3]) or name != "bincount":  # counts of known classes have a known size
+            self._doubt(f"{name}: its size depends on values, and was taken at its largest")
+        return _with_indices(func, args, kwargs) if name in _INDEXING else _SIZED[name](*args, **kwargs)
+
+
+class PlainCopies(TorchFunctionMode):
+    """Within, tensors without values can be deeply copied; PyTorch 2.15 tries to copy their storages."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the function, or copy."""
+        if func is not Tensor.__deepcopy__:
+            return func(*args, **(kwargs or {}))
+        tensor, memo = args
+        if id(tensor) not in memo:
+            memo[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        return memo[id(tensor)]
+
+
+def _name(func: Any) -> str:
+    return str(getattr(func, "_opname", getattr(func, "__name__", func)))
+
+
+def _truth(name: str, args: Any) -> bool:
+    """A condition as a healthy step finds it: everything is finite, and nothing else holds."""
+    known = [getattr(value, "_truth", False) for value in args if isinstance(value, Tensor)]
+    if name in ("logical_not", "bitwise_not"):
+        return not known[0]
+    if name in ("mul", "logical_and", "bitwise_and"):
+        return all(known)
+    if name in ("logical_or", "bitwise_or", "view", "reshape", "detach", "clone", "alias", "squeeze", "unsqueeze"):
+        return any(known)
+    if name in ("eq", "ne") and len(args) > 1:  # ``isfinite`` is made of "equal to itself" and "not infinite"
+        return args[0] is args[1] if name == "eq" else not isinstance(args[1], Tensor) and args[1] == math.inf
+    return name in ("all", "isfinite")
+
+
+def _value(func: Any, args: Any) -> Any:
+    """What a step reads: a condition as a healthy step finds it, or 1."""
+    if _name(func) in ("equal", "is_same_size"):
+        return True
+    tensor = args[0]
+    if tensor.dtype is torch.bool:
+        return getattr(tensor, "_truth", False)
+    if tensor.dtype.is_complex:
+        return 1 + 0j
+    return 1.0 if tensor.dtype.is_floating_point else 1
+
+
+def _nonzero(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.numel(), tensor.dim(), dtype=torch.int64)
+
+
+def _masked_select(tensor: Tensor, mask: Tensor) -> Tensor:
+    return tensor.new_empty((tensor.bool() & mask).numel())
+
+
+def _bincount(_: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
+    return torch.empty(max(1, minlength), dtype=torch.int64 if weights is None else torch.float64)
+
+
+def _unique(tensor: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor, Tensor]:
+    inverse, counts = torch.empty(tensor.shape, dtype=torch.int64), torch.empty(tensor.numel(), dtype=torch.int64)
+    return tensor.new_empty(tensor.numel()), inverse, counts
+
+
+_SIZED: dict[str, Callable[..., Any]] = {
+    "nonzero": _nonzero,
+    "masked_select": _masked_select,
+    "bincount": _bincount,
+    "_unique2": _unique,
+    "unique_consecutive": _unique,
+}
+_INDEXING = ("index", "index_put", "index_put_", "_index_put_impl_")
+
+
+def _with_indices(func: Any, args: Any, kwargs: Any) -> Any:
+    """Indexing with masks, as if they were true everywhere."""
+    indices: list[Tensor | None] = []
+    for index in args[1]:
+        if index is None or index.dtype not in (torch.bool, torch.uint8):
+            indices.append(index)
+        else:
+            indices += [torch.empty(index.numel(), dtype=torch.int64) for _ in range(index.dim())]
+    return func(args[0], indices, *args[2:], **kwargs)

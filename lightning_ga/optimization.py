@@ -1,0 +1,209 @@
+"""The steps of automatic optimization that survive: closures in pieces, and an optimizer step that may be run again."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from lightning_ga import ranks, seams
+from lightning_ga.attempts import Piece
+from lightning_ga.events import OomEvent, optimizer_step_failed
+from lightning_ga.gradients import WindowGradients
+from lightning_ga.memory import describe_memory
+from lightning_ga.merge import merge_outputs
+from lightning_ga.oom import is_out_of_memory, release
+from lightning_ga.survive import Done, Job, Survivor
+from lightning_ga.undo import GradientMarks, left_alone
+
+MakeClosure = Callable[[Any, Optimizer, int], Any]
+
+
+class SurvivingSteps:
+    """Gives the loop closures that run a micro-batch whole or in pieces.
+
+    Args:
+        trainer: The Trainer.
+        survivor: Runs batches in pieces.
+        gradients: The weights of the window.
+        by_hand: Whether gradients are averaged over ranks here, after all backward passes of a window.
+    """
+
+    def __init__(self, trainer: Any, survivor: Survivor, gradients: WindowGradients, *, by_hand: bool) -> None:
+        self.trainer, self.survivor, self.gradients = trainer, survivor, gradients
+        self.by_hand = by_hand
+        self.expected: int | None = None  # samples of the next micro-batch, where that is known
+
+    def closure(self, make: MakeClosure, kwargs: Any, optimizer: Optimizer, batch_idx: int) -> "PiecewiseClosure":
+        """The closure of one micro-batch."""
+        return PiecewiseClosure(self, make, kwargs, optimizer, batch_idx)
+
+
+class PiecewiseClosure:
+    """Forward, zeroing of gradients and backward of one micro-batch."""
+
+    def __init__(
+        self, steps: SurvivingSteps, make: MakeClosure, kwargs: Any, optimizer: Optimizer, batch_idx: int
+    ) -> None:
+        self._steps, self._make, self._kwargs = steps, make, kwargs
+        self._optimizer, self._batch_idx = optimizer, batch_idx
+        self._result = _Result(None)
+        self._marks: GradientMarks | None = None
+        self._begun = False  # an attempt runs; one whose samples do not reach the device has not begun
+        self._zeroed = False  # a piece went through, and had gradients zeroed if it had to
+        self._complete: dict[Piece | None, list[Parameter]] = {}  # gradients that a failed piece left complete
+
+    def __call__(self, *_: Any) -> Tensor | None:
+        """Run the micro-batch; its loss as the loop divides it."""
+        steps, batch = self._steps, self._kwargs["batch"]
+        self._zeroed, self._complete = False, {}
+        done = steps.survivor.run(
+            Job(batch, "training", self._run, steps.expected, weigh=self._share, failed=self._failed)
+        )
+        self._result = _as_result(done)
+        if steps.by_hand and seams.window_is_over(steps.trainer):
+            ranks.average_over_ranks(steps.trainer)
+        return self._result.loss
+
+    def consume_result(self) -> "_Result":
+        """What came of the micro-batch; it is let go of here."""
+        result, self._result = self._result, _Result(None)
+        return result
+
+    def _run(self, part: Any, piece: Piece | None) -> dict[str, Any] | None:
+        """One attempt at some samples; what ``training_step`` returned, the loss without its graph."""
+        steps = self._steps
+        closure = self._make({**self._kwargs, "batch": part}, self._optimizer, self._batch_idx)
+        if self._zeroed:
+            seams.zero_no_gradients(closure)
+        starts_window = seams.zeroes_gradients(closure)
+        self._marks = None if starts_window else GradientMarks(seams.parameters(steps.trainer))
+        steps.gradients.keep()
+        self._begun = True
+        with ExitStack() as stack:
+            if steps.by_hand or (piece is not None and not self._is_last(piece)):
+                stack.enter_context(seams.accumulating(steps.trainer))
+            if piece is not None:
+                stack.enter_context(steps.gradients.weighing_a_part(self._share(part, piece)))
+                stack.enter_context(left_alone(self._complete_for(piece)))
+            closure()
+        self._begun, self._zeroed = False, True
+        result = closure.consume_result()
+        return None if result.loss is None else dict(result.asdict())
+
+    def _is_last(self, piece: Piece) -> bool:
+        layout = self._steps.survivor.layout(self._kwargs["batch"], "training", self._steps.expected)
+        return piece.stop == layout.samples
+
+    def _share(self, part: Any, piece: Piece) -> float:
+        """What a piece weighs in the micro-batch."""
+        batch = self._kwargs["batch"]
+        whole = self._steps.survivor.layout(batch, "training", self._steps.expected).samples
+        return self._steps.gradients.share_of(part, batch, samples=piece.samples, whole=whole)
+
+    def _failed(self, piece: Piece | None) -> None:
+        """Undo an attempt: gradients it touched are complete, unless it began the window: then they are zeroed anew."""
+        begun, self._begun = self._begun, False
+        if not begun:  # what was kept is from before an earlier piece, one that went through
+            return
+        self._steps.gradients.put_back()
+        if self._marks is not None:
+            self._complete[piece] = self._marks.touched()
+
+    def _complete_for(self, piece: Piece) -> list[Parameter]:
+        """Parameters whose gradients already hold what a piece would add: it is part of one that failed."""
+        around = [failed for failed in self._complete if failed is None or failed.contains(piece)]
+        return list({id(p): p for failed in around for p in self._complete[failed]}.values())
+
+
+@dataclass(slots=True)
+class _Result:
+    """What the loop reports of a micro-batch."""
+
+    loss: Tensor | None
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def asdict(self) -> dict[str, Any]:
+        return {"loss": self.loss, **self.extra}
+
+
+def _as_result(done: Done) -> _Result:
+    """One result for the micro-batch; pieces for which ``training_step`` returned nothing are passed over."""
+    if done.sizes:
+        ran = [part for part in zip(done.results, done.sizes, done.weights) if part[0] is not None]
+        output = merge_outputs(*zip(*ran)) if ran else None
+    else:
+        output = done.results[0]
+    if output is None:
+        return _Result(None)
+    return _Result(output["loss"], {key: value for key, value in output.items() if key != "loss"})
+
+
+class RepeatableStep:
+    """An optimizer's step that is run again after memory ran out in it, if nothing had been applied.
+
+    Args:
+        trainer: The Trainer.
+        report: Told of every error that was survived.
+    """
+
+    def __init__(self, trainer: Any, report: Callable[[OomEvent], None]) -> None:
+        self._trainer = trainer
+        self._report = report
+
+        self._before: OptimizerMarks | None = None
+
+    def __call__(self, step: Callable[[int, Any], None], batch_idx: int, closure: Any) -> None:
+        """Take the place of the loop's ``_optimizer_step``."""
+        self._before = None
+        try:
+            step(batch_idx, closure)
+            return
+        except Exception as error:
+            if self._before is None or not is_out_of_memory(error):
+                raise
+            failure = error
+        release(failure)
+        memory = describe_memory(self._trainer.strategy.root_device)
+        if self._before.has_changed():
+            raise optimizer_step_failed(memory) from failure
+        self._before.forget_what_was_made()
+        seams.step_again(self._trainer, self._trainer.optimizers[0])
+        self._report(OomEvent("the optimizer's step", self._trainer.global_step, 0, 0, memory))
+
+    def gradients_are_ready(self) -> None:
+        """Backward, hooks and clipping are done: all that is left is the update."""
+        self._before = OptimizerMarks(self._trainer.optimizers[0])
+
+
+class OptimizerMarks:
+    """Versions of an optimizer's parameters and states: nothing is copied."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self._versions = [parameter._version for parameter in self._parameters]
+        self._states = {key: _versions(state) for key, state in optimizer.state.items()}
+
+    def has_changed(self) -> bool:
+        """Whether a parameter, or a state that was there before, is another now."""
+        if any(p._version != version for p, version in zip(self._parameters, self._versions)):
+            return True
+        return any(
+            _versions(self._optimizer.state[key]) != versions for key, versions in self._states.items() if versions
+        )
+
+    def forget_what_was_made(self) -> None:
+        """Remove states that the failed step had begun to make."""
+        for key in [key for key in self._optimizer.state if not self._states.get(key)]:
+            del self._optimizer.state[key]
+
+
+def _versions(state: Any) -> dict[str, int]:
+    if not isinstance(state, dict):
+        return {}
+    return {name: value._version for name, value in state.items() if isinstance(value, torch.Tensor)}

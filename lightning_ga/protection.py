@@ -1,0 +1,164 @@
+"""What stands between a Trainer and an out-of-memory error: where it is put in, and how it is taken out again."""
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+from lightning_ga import ranks, seams
+from lightning_ga.allocators import RetryWatch
+from lightning_ga.events import OomEvent
+from lightning_ga.gradients import WindowGradients
+from lightning_ga.merge import merge_outputs
+from lightning_ga.optimization import MakeClosure, RepeatableStep, SurvivingSteps
+from lightning_ga.replayed import ReplayedWindow, evaluates_again
+from lightning_ga.survive import Job, Survivor, why_no_retries
+
+
+class Witness:
+    """Counts what was survived, and tells of it: a warning, and a value in the loggers.
+
+    Args:
+        trainer: The Trainer.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self.events = 0
+
+    def __call__(self, event: OomEvent) -> None:
+        """An error was survived, on this rank."""
+        self.events += 1
+        rank = f"Rank {self._trainer.global_rank}: " if self._trainer.world_size > 1 else ""
+        warnings.warn(f"{rank}{event}", stacklevel=2)
+        for logger in self._trainer.loggers:
+            logger.log_metrics({"oom_events": self.events}, step=self._trainer.global_step)
+
+
+class Protection:
+    """Lets batches of all stages run in pieces where they do not fit.
+
+    Args:
+        trainer: The Trainer.
+        retries: Whether an out-of-memory error leads to a retry.
+        report: Told of every error that was survived.
+    """
+
+    def __init__(self, trainer: Any, *, retries: bool, report: Callable[[OomEvent], None]) -> None:
+        self._trainer = trainer
+        self._wanted = retries
+        self._report = report
+        self.survivor = Survivor(trainer, retries=retries and not seams.is_sharded(trainer), report=report)
+        if retries and seams.is_sharded(trainer):
+            self.survivor.refusal = why_no_retries(trainer)
+        self._steps: SurvivingSteps | None = None
+        self._retries = RetryWatch(trainer.strategy.root_device)
+        self._limit_before: int | None = None
+
+    @property
+    def limit(self) -> int | None:
+        """Most samples of a pass in training, where that is less than a batch."""
+        return self.survivor.limits.get("training")
+
+    @limit.setter
+    def limit(self, samples: int) -> None:
+        self.survivor.limits["training"] = samples
+
+    def watch_batches(self) -> None:
+        """Guard evaluation, and the way of every batch to the device."""
+        seams.intercept_evaluation(self._trainer, self._evaluate, self.survivor.move)
+
+    def memory(self) -> Iterator[torch.Tensor]:
+        """What it holds on the device while training runs."""
+        if self.survivor.retries:
+            yield from self.survivor.state.buffers.tensors()
+
+    def watch_training(self, gradients: WindowGradients, *, in_step: bool) -> None:
+        """Guard training from here on; ``in_step``: batches are cut there even if nothing fails."""
+        trainer = self._trainer
+        survivor = self.survivor
+        survivor.read_module()
+        reason = why_no_retries(trainer)
+        survivor.refusal = reason if self._wanted else None
+        survivor.retries = self._wanted and reason is None
+        wrap: Callable[..., Any] | None = None
+        if self._wanted or in_step or ranks.needs_averaging_by_hand(trainer):
+            by_hand = seams.is_distributed(trainer) and reason is None
+            if by_hand:
+                ranks.take_over(trainer)
+            elif seams.is_distributed(trainer) and (seams.is_sharded(trainer) or ranks.waits_in_forward(trainer)):
+                survivor.waiting.add("training")
+            survivor.unknown = {"training"} if in_step and seams.is_distributed(trainer) else set()
+            self._steps = SurvivingSteps(trainer, survivor, gradients, by_hand=by_hand)
+            wrap = self._steps.closure
+        if evaluates_again(trainer.optimizers[0]):
+            wrap = _chained(ReplayedWindow(trainer, gradients).closure, wrap)
+        elif self.survivor.retries:
+            repeatable = RepeatableStep(trainer, self._report)
+            seams.intercept_optimizer_step(trainer, repeatable, repeatable.gradients_are_ready)
+        if wrap is not None:
+            seams.intercept_closures(trainer, wrap)
+
+    def expect(self, samples: int | None) -> None:
+        """Before each micro-batch: how many samples it should hold, if that is known."""
+        if self._steps is not None:
+            self._steps.expected = samples
+
+    def after_window(self, micro_batch: int) -> None:
+        """Between two windows: where the allocator struggles with passes of this size, smaller ones from here on."""
+        if self._limit_before != self.limit:  # memory ran out: that was more than a struggle
+            self._limit_before = self.limit
+            self._retries.begin_again()
+        if not self.survivor.retries or not self._retries.struggles() or micro_batch == 1:
+            return
+        self.limit = min(self.limit or micro_batch, max(1, micro_batch * 15 // 16))
+        warnings.warn(
+            f"The allocator had to free its cache to go on with {micro_batch} samples, which is slow and may end in an "
+            f"out-of-memory error: from now on no pass has more than {self.limit}.",
+            stacklevel=2,
+        )
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Within, nothing is caught: a probe wants to see its own errors."""
+        self.survivor.active = False
+        try:
+            yield
+        finally:
+            self.survivor.active = True
+
+    def stop_training(self) -> None:
+        """Give the training loop its own ways back."""
+        seams.release_closures(self._trainer)
+        seams.release_optimizer_step(self._trainer)
+
+    def stop(self) -> None:
+        """Take everything out."""
+        self.stop_training()
+        seams.release_evaluation(self._trainer)
+
+    def _evaluate(self, name: str, step: Callable[..., Any], *arguments: Any) -> Any:
+        """A step of an evaluation loop."""
+        survivor = self.survivor
+        guarded = survivor.active and (survivor.retries or survivor.refusal is not None)
+        if not guarded or seams.takes_an_iterator(self._trainer.lightning_module, name):
+            return step(*arguments)
+        if survivor.retries:
+            ranks.share_buffers_before_forward(self._trainer)
+        batch, *rest = arguments
+        done = survivor.run(Job(batch, seams.stage(self._trainer), lambda part, _: step(part, *rest)))
+        return merge_outputs(done.results, done.sizes) if done.sizes else done.results[0]
+
+
+def _chained(outer: Callable[..., Any], inner: Callable[..., Any] | None) -> Callable[..., Any]:
+    """Closures of ``outer`` that are made of those of ``inner``."""
+    if inner is None:
+        return outer
+
+    def wrap(make: MakeClosure, *given: Any) -> Any:
+        return outer(partial(inner, make), *given)
+
+    return wrap

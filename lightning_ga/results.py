@@ -1,0 +1,103 @@
+"""What probes leave: records of their steps and findings, and how long these hold."""
+
+from dataclasses import dataclass, replace
+
+_MORE = 1.02  # times an earlier budget: from here on a larger limit is worth a search
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One training step tried at a micro-batch size.
+
+    Attributes:
+        micro_batch_size: Samples of the step.
+        peak_bytes: Most bytes alive at once during the step.
+        fits: Whether the step ran within the budget.
+        seconds: Wall time of the step.
+    """
+
+    micro_batch_size: int
+    peak_bytes: int
+    fits: bool
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """How long a window takes at a micro-batch size.
+
+    Attributes:
+        micro_batch_size: Largest chunk of the window, in samples.
+        factor: Micro-batches of the window on one rank.
+        seconds: Wall time of the window: all its forward and backward passes and one optimizer step.
+    """
+
+    micro_batch_size: int
+    factor: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeResult:
+    """What a probe found.
+
+    Attributes:
+        limit: Largest micro-batch that fits in the budget, or the largest that was asked for.
+        budget_bytes: Memory that a step may take, in bytes.
+        peak_bytes: Peak at the limit, in bytes.
+        trials: Steps that were tried, in order.
+        steps: Training steps run in all, warm-up included.
+        seconds: Wall time of the whole probe.
+        method: What found the limit, e.g. ``"replay"`` or ``"bracket"``.
+        curve: Predicted peak in bytes by micro-batch size, ``(samples, bytes)`` in rising order; empty
+            where nothing was predicted.
+        timings: Windows timed at several sizes, in rising order; empty with ``objective="memory"``.
+        fastest: The smallest size whose window takes at most 3 % longer than the best; ``None`` if not timed.
+    """
+
+    limit: int
+    budget_bytes: int
+    peak_bytes: int
+    trials: tuple[Trial, ...]
+    steps: int
+    seconds: float
+    method: str
+    curve: tuple[tuple[int, int], ...] = ()
+    timings: tuple[Timing, ...] = ()
+    fastest: int | None = None
+
+
+def outdated(known: ProbeResult, budget: int, high: int) -> str | None:
+    """Why an earlier result of the same step does not hold any more; ``None`` if it does.
+
+    What a device has free is never twice the same to the byte: two percent more count as the same.
+
+    Args:
+        known: What was found.
+        budget: Bytes that a step may take now.
+        high: Largest micro-batch that is of use now.
+
+    Examples:
+        >>> found = ProbeResult(8, 1000, 900, (), 4, 0.1, "replay", curve=((8, 900), (9, 1010)))
+        >>> outdated(found, 1000, high=64), outdated(found, 800, high=64)
+        (None, 'its peak of 900 bytes is above the budget')
+    """
+    if known.peak_bytes > budget:
+        return f"its peak of {known.peak_bytes:,} bytes is above the budget"
+    if known.limit >= high:
+        return None
+    refused = [trial.peak_bytes for trial in known.trials if not trial.fits and trial.micro_batch_size > known.limit]
+    beyond = refused + [peak for samples, peak in known.curve if samples > known.limit]
+    if not beyond or min(beyond) <= known.budget_bytes:
+        return "nothing larger was asked for then"
+    grown = budget >= min(beyond) and budget > _MORE * known.budget_bytes
+    return "more memory is free now" if grown else None
+
+
+def lowered(found: ProbeResult, limit: int) -> ProbeResult:
+    """What a probe found, after memory ran out in training with more samples than ``limit``."""
+    refused = Trial(limit + 1, found.budget_bytes + 1, False, 0.0)
+    peak = next((peak for samples, peak in found.curve if samples >= limit), found.peak_bytes)
+    curve = tuple(point for point in found.curve if point[0] <= limit)
+    fastest = None if found.fastest is None else min(found.fastest, limit)
+    return replace(found, limit=limit, peak_bytes=peak, trials=(*found.trials, refused), curve=curve, fastest=fastest)

@@ -1,0 +1,187 @@
+"""Open the containers that batches are made of, and build them again with their type and all else they hold.
+
+A *leaf* has a length of its own: a tensor, an array, a packed sequence, anything registered. A
+*record* has fields: a mapping, a named tuple, a dataclass, or a list of things of several kinds. A
+*series* is a list or tuple of things of one kind, which may be fields or samples. A *constant*
+(``None``, a string, a number, a tensor of no dimension) says the same of every sample.
+"""
+
+import copy
+import dataclasses
+from collections import UserDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import date, time, timedelta
+from enum import Enum
+from numbers import Number
+from pathlib import PurePath
+from types import SimpleNamespace
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch.nn.utils.rnn import PackedSequence
+
+T = TypeVar("T")
+Kind = Literal["leaf", "constant", "series", "record", "opaque"]
+
+_CONSTANTS = (
+    *(str, bytes, Number, type(None), Enum, PurePath, date, time, timedelta),
+    *(torch.dtype, torch.device, torch.Size, torch.Generator),
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Splitter:
+    """How a registered type is cut.
+
+    Attributes:
+        count: How many samples a value holds.
+        take: The value's samples from ``start`` up to but without ``stop``, as a value of the same type.
+    """
+
+    count: Callable[[Any], int]
+    take: Callable[[Any, int, int], Any]
+
+
+_SPLITTERS: dict[type, Splitter] = {}
+
+
+def register_splitter(kind: type[T], *, count: Callable[[T], int], take: Callable[[T, int, int], Any]) -> None:
+    """Say how batches of a type of one's own, wherever they are in a batch, are cut; subclasses too.
+
+    Args:
+        kind: The type.
+        count: Called with a value: how many samples it holds.
+        take: Called with a value, ``start`` and ``stop``: the samples ``start`` to ``stop - 1`` as a value.
+
+    Examples:
+        Batches of torch_geometric are whole graphs::
+
+            from torch_geometric.data import Batch
+
+            register_splitter(
+                Batch,
+                count=lambda batch: batch.num_graphs,
+                take=lambda batch, start, stop: Batch.from_data_list(batch.to_data_list()[start:stop]),
+            )
+    """
+    _SPLITTERS[kind] = Splitter(count, take)
+
+
+def find_splitter(node: Any) -> Splitter | None:
+    """What is registered for the type of a value or the nearest of its bases."""
+    if not _SPLITTERS:
+        return None
+    return next((_SPLITTERS[base] for base in type(node).__mro__ if base in _SPLITTERS), None)
+
+
+def leaf_length(node: Any) -> int | None:
+    """Length along the sample axis; ``None`` for what has no such axis.
+
+    Examples:
+        >>> leaf_length(torch.zeros(3, 7)), leaf_length(torch.tensor(1.0)), leaf_length([1, 2])
+        (3, None, None)
+    """
+    if (splitter := find_splitter(node)) is not None:
+        return splitter.count(node)
+    if isinstance(node, PackedSequence):
+        return int(node.batch_sizes[0]) if len(node.batch_sizes) else 0
+    if isinstance(node, torch.Tensor):
+        return node.size(0) if node.dim() else None  # nested tensors of strided layout have no len()
+    return int(node.shape[0]) if is_array(node) and node.shape else None
+
+
+def is_array(node: Any) -> bool:
+    """Whether a value is cut by slicing it: arrays of numpy and others, data frames, ``TensorDict``."""
+    if isinstance(node, (dict, UserDict, torch.Tensor)) or dataclasses.is_dataclass(node):
+        return False  # a field may be called shape
+    return isinstance(getattr(node, "shape", None), tuple) and hasattr(type(node), "__getitem__")
+
+
+def kind_of(node: Any) -> Kind:
+    """Which of the kinds above a value is; ``"opaque"`` where its type says nothing of samples."""
+    if leaf_length(node) is not None:
+        return "leaf"
+    if isinstance(node, (*_CONSTANTS, torch.Tensor)) or is_array(node):
+        return "constant"
+    if is_plain_sequence(node):
+        return "series" if _of_one_kind(node) else "record"
+    return "opaque" if open_container(node) is None else "record"
+
+
+def is_plain_sequence(node: Any) -> bool:
+    """Whether a value is a list or a tuple without names."""
+    return isinstance(node, (list, tuple)) and not hasattr(node, "_fields")
+
+
+def open_container(node: Any) -> list[tuple[str, Any]] | None:
+    """Children of a container, each under the name that leads to it; ``None`` for anything else.
+
+    Examples:
+        >>> open_container({"ids": 1, "mask": 2})
+        [("['ids']", 1), ("['mask']", 2)]
+    """
+    if (names := _attribute_names(node)) is not None:
+        return [(f".{name}", getattr(node, name)) for name in names]
+    if isinstance(node, Mapping):
+        return [(f"[{key!r}]", value) for key, value in node.items()]
+    if isinstance(node, (list, tuple)):
+        return [(f"[{index}]", value) for index, value in enumerate(node)]
+    return None
+
+
+def rebuild(node: Any, children: Iterable[Any]) -> Any:
+    """A container like ``node`` with other children, in the order of ``open_container``.
+
+    No constructor of a user's class is called where a copy will do: frozen dataclasses, fields that
+    ``__post_init__`` computes and ``BatchEncoding`` stay what they are.
+
+    Examples:
+        >>> from collections import OrderedDict
+        >>> rebuild(OrderedDict(ids=1, mask=2), [3, 4]) == OrderedDict(ids=3, mask=4)
+        True
+    """
+    if isinstance(node, tuple):
+        make: Callable[[Iterable[Any]], Any] = getattr(type(node), "_make", type(node))
+        return make(children)
+    names = _attribute_names(node)
+    if names is None and not isinstance(node, (dict, list)):
+        return type(node)(dict(zip(node, children)))  # a mapping whose copy may share its contents with it
+    clone: Any = copy.copy(node)
+    if names is not None:
+        for name, child in zip(names, children):
+            object.__setattr__(clone, name, child)
+    elif isinstance(node, list):
+        clone[:] = children
+    else:
+        for key, child in zip(node, children):
+            clone[key] = child
+    return clone
+
+
+def _attribute_names(node: Any) -> list[str] | None:
+    """Attributes of what is opened by them, but for dataclasses that are mappings (``ModelOutput``)."""
+    if isinstance(node, tuple):
+        return list(node._fields) if hasattr(node, "_fields") else None
+    if isinstance(node, (list, dict)):
+        return None
+    if dataclasses.is_dataclass(node) and not isinstance(node, type):
+        fields = [field.name for field in dataclasses.fields(node) if hasattr(node, field.name)]
+        return list(dict.fromkeys([*fields, *getattr(node, "__dict__", {})]))
+    # BatchEncoding keeps a list of encodings beside the mapping, one for each sample.
+    return list(vars(node)) if isinstance(node, (UserDict, SimpleNamespace)) else None
+
+
+def _of_one_kind(sequence: Sequence[Any]) -> bool:
+    """Whether all things in a sequence are of one kind; ``None`` may stand for any of them."""
+    things = [thing for thing in sequence if thing is not None]
+    if things and all(isinstance(thing, Mapping) for thing in things) and any(things):
+        return bool(set.intersection(*(set(thing) for thing in things)))  # (inputs, targets) have no key in common
+    return bool(sequence) and len({_sort(thing) for thing in things}) <= 1
+
+
+def _sort(thing: Any) -> Any:
+    if isinstance(thing, torch.Tensor) and thing.dim():
+        return torch.Tensor, thing.dtype, thing.dim()
+    if is_array(thing) and thing.shape:
+        return type(thing), len(thing.shape)
+    return "constant" if isinstance(thing, (*_CONSTANTS, torch.Tensor)) else type(thing)

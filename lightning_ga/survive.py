@@ -1,0 +1,302 @@
+"""Run the batches of a Trainer so that memory running out costs a retry: whole if they fit, else in pieces.
+
+A batch is tried whole, or, where it is known to be too large, in near-equal pieces. What runs out of
+memory is undone (``undo``) and tried again in halves (``attempts``); what it logs is logged once
+(``ledger``). Here is what training and evaluation share; what is special to training is in
+``optimization``.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from lightning_ga import ranks, seams
+from lightning_ga.attempts import Outcome, Piece, even_pieces, run_pieces
+from lightning_ga.batch_metrics import whole_batch_metrics
+from lightning_ga.events import OomEvent, cannot_run_again, fewer_samples_than_ranks, one_sample_too_large
+from lightning_ga.fingerprint import describe_value
+from lightning_ga.ledger import Ledger
+from lightning_ga.memory import describe_memory
+from lightning_ga.oom import is_ambiguous_out_of_memory, is_out_of_memory, release
+from lightning_ga.plan import plan_accumulation, split_evenly
+from lightning_ga.sample_axis import Layout, read_layout
+from lightning_ga.split import split_batch
+from lightning_ga.undo import AttemptState
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One batch and how it is run.
+
+    Attributes:
+        batch: The batch, whole.
+        stage: What it is for: ``"training"``, ``"validation"``, ``"test"`` or ``"prediction"``.
+        run: Runs some samples of it: the part of the batch, and which piece it is.
+        expected: Samples that it should hold, where that is known.
+        weigh: What a piece weighs in means over the batch.
+        failed: Undoes what an attempt at a piece changed beyond what all stages change.
+    """
+
+    batch: Any
+    stage: str
+    run: Callable[[Any, Piece | None], Any]
+    expected: int | None = None
+    weigh: Callable[[Any, Piece], float] = lambda _, piece: float(piece.samples)
+    failed: Callable[[Piece | None], None] = lambda _: None
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """What came of a batch.
+
+    Attributes:
+        results: What the pieces returned; one result for a batch that ran whole.
+        sizes: Samples of each piece; empty for a batch that ran whole.
+        weights: What each weighs in means.
+    """
+
+    results: tuple[Any, ...]
+    sizes: tuple[int, ...] = ()
+    weights: tuple[float, ...] = ()
+
+
+class Survivor:
+    """Runs batches, whole or in pieces.
+
+    Args:
+        trainer: The Trainer.
+        retries: Whether an out-of-memory error leads to a retry.
+        report: Told of every error that was survived.
+
+    Attributes:
+        limits: Most samples of a piece, by stage; it falls for good when memory runs out.
+        refusal: Why an out-of-memory error cannot lead to a retry, though that was asked for.
+        waiting: Stages whose steps wait for other ranks: none of them may run more pieces than the others.
+        unknown: Stages of which a first batch has to show whether they are of that kind.
+        coming: How many samples the next batch of training should hold, where that is known.
+        active: False while a probe runs: it wants to see its own errors.
+    """
+
+    def __init__(self, trainer: Any, *, retries: bool, report: Callable[[OomEvent], None]) -> None:
+        self._trainer = trainer
+        self.retries = retries
+        self.active = True
+        self.limits: dict[str, int] = {}
+        self.refusal: str | None = None
+        self.waiting: set[str] = set()
+        self.coming: Callable[[Any], int | None] = lambda _: None
+        self.unknown: set[str] = set()
+        self._report = report
+        self._state: AttemptState | None = None
+        self._layouts: dict[str, Layout] = {}
+        self._move: Callable[[Any], Any] = lambda batch: batch
+        self._on_host = False  # the current batch stays there, to be moved in pieces
+        self._failure: Exception | None = None
+        self._refused: list[int] = []  # samples of the attempts at the current batch that failed
+
+    @property
+    def state(self) -> AttemptState:
+        """What attempts change."""
+        if self._state is None:
+            self._state = AttemptState(self._trainer.lightning_module)
+        return self._state
+
+    def read_module(self) -> None:
+        """Buffers and metrics may be other objects than before: the module has been moved."""
+        self._state = AttemptState(self._trainer.lightning_module)
+
+    def run(self, job: Job) -> Done:
+        """Run a batch, whole if that is not known to be too much.
+
+        Raises:
+            UserError: If one sample alone does not fit, or the batch cannot be split.
+        """
+        ledger = Ledger()
+        with seams.logs_held_back(self._trainer, ledger.note) as log:
+            together = self._pieces_of_all_ranks(job)
+            done = self._whole(job, ledger) if self._may_fit(job, together) else None
+            done = self._in_pieces(job, ledger, together) if done is None else done
+            ledger.replay(log)
+        self.unknown.discard(job.stage)
+        self._on_host = False
+        return done
+
+    def move(self, move: Callable[[Any], Any], batch: Any) -> Any:
+        """Move a batch to the device; one that is too large stays on the host and is moved in pieces."""
+        self._move, self._on_host = move, False
+        if not self.active:
+            return move(batch)
+        stage = seams.stage(self._trainer)
+        limit = self.limits.get(stage)
+        if limit is not None:
+            expected = self.coming(batch) if stage == "training" else None
+            self._on_host = self.samples(batch, stage, expected) > limit
+        if self._on_host:
+            return batch
+        went_through, moved = self._attempt(stage, lambda: move(batch))
+        if went_through:
+            return moved
+        self._on_host = True
+        return batch
+
+    def _pieces_of_all_ranks(self, job: Job) -> int | None:
+        """How many pieces every rank runs of its batch, where they wait for each other; ``None``: each as it likes."""
+        limit = self.limits.get(job.stage)
+        if limit is None or job.stage not in self.waiting | self.unknown:
+            return None
+        samples = self.samples(job.batch, job.stage, job.expected)
+        pieces = seams.largest_over_ranks(self._trainer, -(-samples // limit))
+        if pieces > samples and job.stage not in self.waiting:
+            return None
+        if pieces > samples:
+            raise fewer_samples_than_ranks(pieces, samples)
+        return pieces
+
+    def _may_fit(self, job: Job, together: int | None) -> bool:
+        if together is not None:
+            return together == 1
+        limit = self.limits.get(job.stage)
+        return not self._on_host and (limit is None or self.samples(job.batch, job.stage, job.expected) <= limit)
+
+    def _whole(self, job: Job, ledger: Ledger) -> Done | None:
+        """The batch as it is; ``None`` if it does not fit."""
+        self._keep()
+        went_through, result = self._attempt(job.stage, lambda: job.run(job.batch, None))
+        if went_through:
+            ledger.keep(1.0)
+            return Done((result,))
+        ledger.drop()
+        self._undo(job, None)
+        return None
+
+    def _in_pieces(self, job: Job, ledger: Ledger, together: int | None) -> Done:
+        layout = self.layout(job.batch, job.stage, job.expected)
+        if self._failure is not None:
+            self._refuse(layout.samples, job, job.batch)
+        limit = min([self.limits.get(job.stage, layout.samples), *((size + 1) // 2 for size in self._refused)])
+        sizes = plan_accumulation(layout.samples, micro_batch=limit).chunks[0]
+        sizes = sizes if together is None else split_evenly(layout.samples, together)
+
+        def attempt(piece: Piece) -> tuple[bool, Any]:
+            part = self._cut(job.batch, layout, piece)
+            self._keep()
+            went_through, result = self._attempt(job.stage, lambda: job.run(self._on_device(part), piece))
+            if went_through:
+                if self._refused:  # a step that failed before it came to wait for the others
+                    self._raise_if_others_wait(job.stage)
+                weight = job.weigh(part, piece)
+                ledger.keep(weight, piece.samples)
+                return True, (result, weight)
+            ledger.drop()
+            self._undo(job, piece)
+            self._refuse(piece.samples, job, part)
+            return False, None
+
+        with whole_batch_metrics(self.state.metrics):
+            outcome = run_pieces(even_pieces(sizes), attempt)
+        return self._settle(job.stage, outcome)
+
+    def _settle(self, stage: str, outcome: Outcome[Any]) -> Done:
+        """What came of the pieces; where memory ran out, the largest that fits is the limit from now on."""
+        sizes = tuple(piece.samples for piece in outcome.pieces)
+        if self._refused:
+            self.limits[stage] = max(sizes)
+            memory = describe_memory(self._trainer.strategy.root_device)
+            self._report(OomEvent(stage, self._trainer.global_step, min(self._refused), max(sizes), memory))
+        self._refused, self._failure = [], None
+        results, weights = zip(*outcome.results)
+        return Done(results, sizes, weights)
+
+    def _keep(self) -> None:
+        if self.retries:
+            self.state.keep()
+
+    def _undo(self, job: Job, piece: Piece | None) -> None:
+        self.state.put_back()
+        job.failed(piece)
+
+    def _attempt(self, stage: str, run: Callable[[], Any]) -> tuple[bool, Any]:
+        """Whether it went through, and what came of it; freed outside of the ``except`` block, which pins memory."""
+        before = ranks.collectives(self._trainer)
+        try:
+            return True, run()
+        except Exception as error:
+            if not self._acts_upon(error):
+                raise
+            self._failure = error
+        finally:
+            if ranks.collectives(self._trainer) != before:
+                self.waiting.add(stage)
+        release(self._failure)
+        self._raise_if_others_wait(stage)
+        return False, None
+
+    def _acts_upon(self, error: Exception) -> bool:
+        """Whether it leads to a retry, or to a sentence on why there is none."""
+        if is_out_of_memory(error):
+            return self.retries or self.refusal is not None
+        return self.retries and is_ambiguous_out_of_memory(error)
+
+    def _raise_if_others_wait(self, stage: str) -> None:
+        """After a failure: end here if other ranks would wait for what a retry does."""
+        failure = self._failure
+        why = self.refusal or (EXCHANGES if stage in self.waiting else None)
+        if failure is None or why is None:
+            return
+        self._refused, self._failure = [], None
+        if is_ambiguous_out_of_memory(failure):
+            raise failure
+        raise cannot_run_again(stage, why, describe_memory(self._trainer.strategy.root_device)) from failure
+
+    def _refuse(self, samples: int, job: Job, part: Any) -> None:
+        """Note that so many samples do not fit."""
+        failure, self._refused = self._failure, [*self._refused, samples]
+        if samples > 1 or failure is None:
+            return
+        self._refused, self._failure = [], None
+        if is_ambiguous_out_of_memory(failure):
+            raise failure
+        memory = describe_memory(self._trainer.strategy.root_device)
+        raise one_sample_too_large(job.stage, describe_value(part), memory) from failure
+
+    def samples(self, batch: Any, stage: str, expected: int | None) -> int:
+        """How many samples a batch holds."""
+        return self.layout(batch, stage, expected).samples if expected is None else expected
+
+    def layout(self, batch: Any, stage: str, expected: int | None) -> Layout:
+        """Where the samples of a batch are, as in the first batch of its stage."""
+        if self._hook is not None:
+            count = expected or getattr(batch, "num_graphs", None)
+            if count is not None:
+                return Layout(int(count))
+        layout = read_layout(batch, expected=expected, like=self._layouts.get(stage))
+        self._layouts.setdefault(stage, layout)
+        return layout
+
+    def _cut(self, batch: Any, layout: Layout, piece: Piece) -> Any:
+        bounds = (0, piece.start, piece.stop, layout.samples)
+        sizes = [end - start for start, end in pairwise(bounds)]
+        before = 1 if sizes[0] else 0
+        like = None if self._hook is not None else layout
+        return list(split_batch(batch, [size for size in sizes if size], hook=self._hook, like=like))[before]
+
+    def _on_device(self, part: Any) -> Any:
+        return self._move(part) if self._on_host else part
+
+    @property
+    def _hook(self) -> Any:
+        return getattr(self._trainer.lightning_module, "split_batch", None)
+
+
+EXCHANGES = "its step exchanges values with the other ranks (all_gather, all_reduce, the compute of a metric)"
+
+
+def why_no_retries(trainer: Any) -> str | None:
+    """Why a rank cannot run a training batch again by itself; ``None`` if it can, as far as one can tell beforehand."""
+    name = type(trainer.strategy).__name__
+    if seams.is_sharded(trainer):
+        return f"{name} shards the model over ranks"
+    if seams.is_distributed(trainer) and ranks.distributed_module(trainer) is None:
+        return f"{name} exchanges gradients in a way of its own"
+    return ranks.waits_in_forward(trainer)

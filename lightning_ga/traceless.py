@@ -1,0 +1,67 @@
+"""A context in which a Trainer may run steps that leave no trace."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from lightning_ga import seams
+from lightning_ga.contents import ObjectState
+from lightning_ga.live import uncounted
+from lightning_ga.snapshot import (
+    Attributes,
+    Gradients,
+    OptimizerState,
+    PlainState,
+    RandomState,
+    TensorValues,
+)
+
+
+@contextmanager
+def traceless(trainer: Any, stand_ins: Mapping[int, Any] | None = None) -> Iterator[Callable[[], None]]:
+    """Within, trial steps may run, and the yielded function puts back all they changed; so does the end.
+
+    Args:
+        trainer: The Trainer.
+        stand_ins: By the id of an object, what attributes of modules refer to in its place meanwhile.
+    """
+    module = trainer.lightning_module
+    modules = list(module.modules())
+    modules += [other for other in trainer.strategy.model.modules() if all(other is not known for known in modules)]
+    random_state = RandomState()
+    attributes = seams.remember_progress(trainer, Attributes())
+    with uncounted():
+        values = TensorValues(iter({id(t): t for m in modules for t in _own_tensors(m)}.values()))
+        plain = PlainState(modules, [trainer, trainer.strategy, trainer.datamodule], stand_ins)
+        optimizers = [OptimizerState(optimizer) for optimizer in trainer.optimizers]
+    gradients = Gradients(module.parameters())
+    objects = ObjectState(seams.owners(trainer))
+
+    def restore() -> None:
+        gradients.restore()
+        plain.restore()
+        values.restore()
+        for optimizer in optimizers:
+            optimizer.restore()
+        objects.restore()
+        attributes.restore()
+        random_state.restore()
+
+    def prepare() -> None:
+        restore()
+        with uncounted():
+            plain.swap_in_copies()
+            attributes.swap_in_copies()
+        seams.enter_trial(trainer)
+
+    with ExitStack() as stack:
+        stack.callback(restore)
+        prepare()
+        yield prepare
+
+
+def _own_tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:
+    yield from (parameter for parameter in module._parameters.values() if parameter is not None)
+    yield from (buffer for buffer in module._buffers.values() if buffer is not None)

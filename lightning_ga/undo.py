@@ -1,0 +1,169 @@
+"""What an attempt at a step changes before it fails, and how it is put back.
+
+Kept before every attempt, so it has to cost next to nothing: random numbers, the states of metrics
+and most buffers are small; of gradients nothing is copied at all. A gradient that a failed backward
+pass has touched holds that pass's whole contribution, as autograd adds to a parameter's gradient
+once, when all of it is summed: so the next attempt leaves it alone (``GradientMarks``).
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+from torchmetrics import Metric
+
+from lightning_ga.snapshot import RandomState
+
+SMALL = 2**20  # bytes of a buffer that is copied before every attempt
+
+
+class AttemptState:
+    """Random numbers, buffers and metrics before an attempt.
+
+    Args:
+        module: The LightningModule.
+    """
+
+    def __init__(self, module: Module) -> None:
+        self.buffers = BufferStash(module)
+        self._metrics = [part for part in module.modules() if isinstance(part, Metric)]
+        self._random: RandomState | None = None
+        self._kept: list[dict[str, Any]] = []
+
+    @property
+    def metrics(self) -> list[Metric]:
+        """The metrics of the module."""
+        return self._metrics
+
+    def keep(self) -> None:
+        """Remember everything as it is now."""
+        self._random = RandomState()
+        self.buffers.keep()
+        self._kept = [metric_state(metric) for metric in self._metrics]
+
+    def put_back(self) -> None:
+        """Set everything back to what was kept."""
+        assert self._random is not None, "nothing was kept"
+        self._random.restore()
+        self.buffers.put_back()
+        for metric, state in zip(self._metrics, self._kept):
+            set_metric_state(metric, state)
+
+
+class BufferStash:
+    """Copies of a module's buffers: small ones made before every attempt, large ones when they have changed.
+
+    Small ones are copied beside themselves, in one call: BatchNorm changes its statistics without
+    raising their version. Of large ones, such as masks, the version (``_version``) tells whether the
+    last copy is old; the first copy lies on the host, so one that never changes takes no device memory.
+
+    Args:
+        module: The module whose buffers may change in a step.
+    """
+
+    def __init__(self, module: Module) -> None:
+        buffers = [buffer for buffer in module.buffers() if not buffer.is_meta]
+        self._small = [buffer for buffer in buffers if buffer.numel() * buffer.element_size() <= SMALL]
+        self._copies = [torch.empty_like(buffer) for buffer in self._small]
+        self._large = [_Versioned(buffer) for buffer in buffers if buffer.numel() * buffer.element_size() > SMALL]
+
+    def tensors(self) -> Iterator[Tensor]:
+        """The copies that lie where the buffers do."""
+        yield from self._copies
+        yield from (large.copy for large in self._large)
+
+    def keep(self) -> None:
+        """Copy what may have changed since the last time."""
+        _copy_all(self._copies, self._small)
+        for large in self._large:
+            large.keep()
+
+    def put_back(self) -> None:
+        """Write the copies back."""
+        _copy_all(self._small, self._copies)
+        for large in self._large:
+            large.put_back()
+
+
+class _Versioned:
+    """A buffer and a copy of it, made anew when the buffer's version has risen."""
+
+    def __init__(self, buffer: Tensor) -> None:
+        self._buffer = buffer
+        self.copy = buffer.detach().to("cpu", copy=True)
+        self._version = buffer._version
+
+    @torch.no_grad()
+    def keep(self) -> None:
+        if self._buffer._version != self._version:
+            self.copy = self._buffer.detach().clone()
+            self._version = self._buffer._version
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        if self._buffer._version != self._version:
+            self._buffer.copy_(self.copy)
+            self._version = self._buffer._version
+
+
+@torch.no_grad()
+def _copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
+    if targets:
+        torch._foreach_copy_(targets, sources)
+
+
+class GradientMarks:
+    """Which gradients an attempt has touched, told by their versions: nothing is copied.
+
+    Args:
+        parameters: Parameters that may have a gradient.
+    """
+
+    def __init__(self, parameters: Iterable[Parameter]) -> None:
+        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        self._marks = [_mark(parameter) for parameter in self._parameters]
+
+    def touched(self) -> list[Parameter]:
+        """Parameters whose gradient changed since: it has the whole contribution of the attempt's samples."""
+        pairs = zip(self._parameters, self._marks)
+        return [parameter for parameter, mark in pairs if _mark(parameter) != mark]
+
+
+@contextmanager
+def left_alone(parameters: Iterable[Parameter]) -> Iterator[None]:
+    """Within, backward passes add nothing to the gradients of these parameters."""
+    hooks = [parameter.register_hook(torch.zeros_like) for parameter in parameters]  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def metric_state(metric: Metric) -> dict[str, Any]:
+    """Copies of the attributes of a metric that an update may change."""
+    states = {name: _copied(getattr(metric, name)) for name in metric._defaults}
+    return {**states, **{name: vars(metric)[name] for name in _COUNTERS if name in vars(metric)}}
+
+
+def set_metric_state(metric: Metric, state: dict[str, Any]) -> None:
+    """Give a metric copies of what ``metric_state`` took: updates change states in place."""
+    for name, value in state.items():
+        setattr(metric, name, value if name in _COUNTERS else _copied(value))
+
+
+def _copied(state: Any) -> Any:
+    """A tensor of one state, or the list that updates append to; what is in the list never changes."""
+    return list(state) if isinstance(state, list) else state.clone()
+
+
+# What torchmetrics 1.9 keeps of a metric besides its states (``metric.py``, ``reset`` and ``forward``).
+_COUNTERS = ("_update_count", "_forward_cache", "_computed", "_cache", "_is_synced")
+
+
+def _mark(parameter: Parameter) -> tuple[int, int]:
+    gradient = parameter.grad
+    return (0, 0) if gradient is None else (id(gradient), gradient._version)

@@ -1,0 +1,59 @@
+"""Trains a model sharded over gloo ranks (FSDP 2); each rank writes what it saw.
+
+Started by the tests as ``python sharded.py SETTINGS.json FOLDER``; Lightning starts it again for the other ranks.
+"""
+
+import json
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+torch.set_num_threads(1)
+
+from lightning.pytorch.strategies import ModelParallelStrategy  # noqa: E402
+from reference import Regression, Samples, fit  # noqa: E402
+from torch.distributed.fsdp import fully_shard  # noqa: E402
+from torch.utils.data import DataLoader  # noqa: E402
+
+from lightning_ga import AutoAccumulate  # noqa: E402
+
+
+class Sharded(Regression):
+    """The reference model, its layers sharded over the ranks."""
+
+    def configure_model(self) -> None:
+        if not self.device_mesh:
+            return
+        mesh = self.device_mesh["data_parallel"]
+        for layer in (self.net[0], self.net[2], self.net):
+            fully_shard(layer, mesh=mesh)
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.gradients.append(torch.cat([p.grad.full_tensor().flatten() for p in self.net.parameters()]))
+
+
+def main(settings: dict[str, Any], folder: Path) -> None:
+    """One fit."""
+    warnings.simplefilter("ignore")
+    callback = AutoAccumulate(**settings["accumulate"])
+    strategy = ModelParallelStrategy(
+        data_parallel_size=2, tensor_parallel_size=1, process_group_backend="gloo", save_distributed_checkpoint=False
+    )
+    loader = DataLoader(Samples(settings["size"]), settings["batch_size"], shuffle=True)
+    module, trainer = fit(loader, callback, module=Sharded(), strategy=strategy, devices=2)
+    record = {
+        "windows": module.windows,
+        "gradients": module.gradients,
+        "limit": callback.probe.limit if callback.probe else None,
+        "method": callback.probe.method if callback.probe else None,
+        "trials": [trial.fits for trial in callback.probe.trials] if callback.probe else [],
+        "weights": [parameter.full_tensor() for parameter in module.net.parameters()],
+    }
+    torch.save(record, folder / f"rank{trainer.global_rank}.pt")
+
+
+if __name__ == "__main__":
+    main(json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2]))

@@ -1,0 +1,267 @@
+"""Memory runs out on some ranks only: nobody waits for ever, and gradients are those of the whole batch."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from reference import Samples, cut, permutation
+from survivors import Task
+
+pytestmark = pytest.mark.distributed
+HERE = Path(__file__).parent
+WATCHDOG = 60  # seconds
+PHASES = ("forward", "backward", "late")
+LOADER = {"effective_batch_size": 24, "micro_batch_size": 4}
+STEP = {**LOADER, "micro_batching": "step"}
+
+
+def start(
+    folder: Path, scenarios: dict[str, Any], ranks: int, script: str = "survivors.py"
+) -> "subprocess.CompletedProcess[str]":
+    """Run scenarios one after the other; a minute later all ranks have ended, or the test fails."""
+    (folder / "scenarios.json").write_text(json.dumps(scenarios))
+    command = [sys.executable, str(HERE / script), str(folder / "scenarios.json"), str(folder), str(ranks)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with (folder / "output.txt").open("w+") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output, env=environment, start_new_session=True)
+        try:
+            code = process.wait(timeout=WATCHDOG)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            raise AssertionError(f"ranks hang: {(folder / 'output.txt').read_text()[-6000:]}") from None
+    return subprocess.CompletedProcess(command, code, (folder / "output.txt").read_text(), "")
+
+
+def run(folder: Path, scenarios: dict[str, Any], ranks: int) -> dict[str, list[dict[str, Any]]]:
+    """What every rank recorded of every scenario."""
+    done = start(folder, scenarios, ranks)
+    assert done.returncode == 0, done.stdout[-6000:]
+    return {name: [torch.load(folder / f"{name}-{rank}.pt") for rank in range(ranks)] for name in scenarios}
+
+
+def scenario(*faults: tuple[int, Any], accumulate: Any = LOADER, **settings: Any) -> dict[str, Any]:
+    """A fit of two epochs of 61 samples; faults are pairs of a rank and (epoch, batch, phase, times)."""
+    by_rank: dict[str, list[Any]] = {}
+    for rank, fault in faults:
+        by_rank.setdefault(str(rank), []).append(fault)
+    return {"task": {}, "size": 61, "batch_size": 12, "accumulate": accumulate, "faults": by_rank, **settings}
+
+
+def one_rank(settings: dict[str, Any]) -> list[list[torch.Tensor | None]]:
+    """Gradients of plain SGD with whole windows."""
+    task = Task(**settings["task"])
+    dataset = Samples(settings["size"], getattr(torch, settings["task"].get("dtype", "float64")))
+    optimizer = task.configure_optimizers()
+    effective = settings["accumulate"]["effective_batch_size"]
+    for window in (w for epoch in range(2) for w in cut(permutation(settings["size"], 7, epoch), effective)):
+        optimizer.zero_grad()
+        task.loss((dataset.inputs[window], dataset.targets[window], torch.tensor(window))).backward()
+        task.note_gradients()
+        optimizer.step()
+    return task.gradients
+
+
+def same(ours: list[Any], oracle: list[Any], tolerance: float) -> None:
+    """Gradients of every step, those that are none included."""
+    assert len(ours) == len(oracle)
+    for step, theirs in zip(ours, oracle):
+        assert [g is None for g in step] == [g is None for g in theirs]
+        a, b = (torch.cat([g.flatten().double() for g in one if g is not None]) for one in (step, theirs))
+        assert float((a - b).norm() / b.norm()) <= tolerance
+
+
+def check(scenarios: dict[str, Any], records: dict[str, Any], tolerance: float = 1e-12) -> None:
+    """Gradients, buffers and plans of all ranks; errors were survived where they were raised, and nowhere else."""
+    for name, settings in scenarios.items():
+        oracle = one_rank(settings)
+        for rank, record in enumerate(records[name]):
+            same(record["gradients"], oracle, tolerance)
+            first = records[name][0]
+            assert record["plan"] == first["plan"], name
+            assert all(torch.equal(record["buffers"][b], first["buffers"][b]) for b in first["buffers"])
+            assert bool(record["events"]) == (str(rank) in settings["faults"]), (name, rank)
+
+
+def places(phases: Iterable[str], batches: Iterable[int], **settings: Any) -> dict[str, Any]:
+    return {
+        f"{phase}-{batch}": scenario((1, (0, batch, phase, 1)), **settings) for phase in phases for batch in batches
+    }
+
+
+def test_in_every_phase_and_place_of_a_window(tmp_path: Path) -> None:
+    """Forward and backward; the first, a middle and the last micro-batch, and one of the ragged window."""
+    scenarios = places(PHASES, (0, 1, 2, 6))
+    records = run(tmp_path, scenarios, 2)
+    check(scenarios, records)
+    assert records["forward-0"][0]["micro_batch"] == 2
+
+
+def test_batches_cut_in_the_step(tmp_path: Path) -> None:
+    """The same where the loader yields the recipe's batches."""
+    scenarios = places(PHASES, (0, 2), accumulate=STEP)
+    check(scenarios, run(tmp_path, scenarios, 2))
+
+
+def test_whatever_the_module_is_made_of(tmp_path: Path) -> None:
+    """Unused parameters, static graphs, gradients that are views of buckets, sparse ones, and shared buffers."""
+    unused: dict[str, Any] = {"task": {"parts": ["unused"]}, "strategy": {"find_unused_parameters": True}}
+    first = {"buffers": {"parts": ["buffers"]}, "sparse": {"parts": ["sparse"]}}
+    scenarios = {
+        "unused": scenario((1, (0, 0, "backward", 1)), **unused),
+        "unused-late": scenario((0, (0, 2, "late", 1)), (1, (1, 1, "late", 1)), **unused),
+        "static": scenario((1, (0, 0, "late", 1)), strategy={"static_graph": True}),
+        "static-forward": scenario((0, (0, 0, "forward", 1)), strategy={"static_graph": True}),
+        "views": scenario((1, (0, 1, "late", 1)), strategy={"gradient_as_bucket_view": True}),
+        "buffers": scenario((1, (0, 0, "forward", 1)), task=first["buffers"]),
+        "buffers-late": scenario((0, (0, 2, "backward", 1)), task=first["buffers"], accumulate=STEP),
+        "sparse": scenario((1, (0, 1, "late", 1)), (1, (1, 2, "forward", 1)), task=first["sparse"]),
+        "all-parts": scenario((1, (0, 0, "late", 1)), **{**unused, "task": {"parts": ["unused", "sparse", "buffers"]}}),
+    }
+    check(scenarios, run(tmp_path, scenarios, 2))
+
+
+def test_whatever_befalls_the_ranks(tmp_path: Path) -> None:
+    """All of them at once, one again and again, one in each epoch; counts that are known only as they come."""
+    everywhere = [(rank, (0, 1, "late", 1)) for rank in range(2)]
+    scenarios = {
+        "all": scenario(*everywhere),
+        "all-step": scenario(*everywhere, accumulate=STEP),
+        "again": scenario(
+            (1, (0, 0, "forward", 2)), (1, (0, 3, "late", 1)), accumulate={**LOADER, "micro_batch_size": 6}
+        ),
+        "both": scenario((0, (0, 0, "late", 1)), (1, (1, 1, "forward", 1))),
+        "counted": scenario((1, (0, 0, "forward", 1)), counted=True),
+        "counted-step": scenario((0, (0, 0, "late", 1)), counted=True, accumulate=STEP),
+    }
+    check(scenarios, run(tmp_path, scenarios, 2))
+
+
+def test_single_precision(tmp_path: Path) -> None:
+    scenarios = places(("late",), (0, 2), task={"dtype": "float32"})
+    check(scenarios, run(tmp_path, scenarios, 2), tolerance=1e-6)
+
+
+def test_three_ranks_with_uneven_shares(tmp_path: Path) -> None:
+    """Windows of 25 in shares of 9, 8 and 8; the last window of an epoch has 11 samples."""
+    uneven = {"effective_batch_size": 25, "micro_batch_size": 4}
+    unused: dict[str, Any] = {"task": {"parts": ["unused"]}, "strategy": {"find_unused_parameters": True}}
+    scenarios = {
+        "forward": scenario((2, (0, 0, "forward", 1)), accumulate=uneven),
+        "late": scenario((0, (0, 2, "late", 1)), (2, (1, 1, "late", 1)), accumulate=uneven),
+        "ragged": scenario((1, (0, 6, "backward", 1)), accumulate=uneven),
+        "step": scenario((1, (0, 0, "late", 1)), accumulate={**uneven, "micro_batching": "step"}),
+        "static": scenario((2, (0, 0, "late", 1)), accumulate=uneven, strategy={"static_graph": True}),
+        "unused": scenario((2, (0, 1, "late", 1)), accumulate=uneven, **unused),
+    }
+    check(scenarios, run(tmp_path, scenarios, 3))
+
+
+def test_logs_are_exchanged_once(tmp_path: Path) -> None:
+    """With ``sync_dist`` on every step, a retry on one rank logs what would have been logged without."""
+    scenarios: dict[str, Any] = {}
+    for mode, accumulate in (("loader", LOADER), ("step", STEP)):
+        scenarios[f"{mode}-clean"] = scenario(accumulate=accumulate, trainer={"max_epochs": 1})
+        for phase in ("forward", "late"):
+            scenarios[f"{mode}-{phase}"] = scenario(
+                (1, (0, 1, phase, 1)), accumulate=accumulate, trainer={"max_epochs": 1}
+            )
+    records = run(tmp_path, scenarios, 2)
+    for name, (ours, _) in records.items():
+        clean = records[f"{name.split('-')[0]}-clean"][0]
+        assert len(ours["logged"]) == len(clean["logged"])
+        for step, theirs in zip(ours["logged"], clean["logged"]):
+            assert step == pytest.approx(theirs, rel=1e-6), name
+        assert ours["metrics"] == pytest.approx(clean["metrics"], rel=1e-6), name
+
+
+def test_validation_of_one_rank_in_pieces(tmp_path: Path) -> None:
+    """In a sanity check before training too, where ranks would share their buffers in the first forward pass."""
+    common: dict[str, Any] = {"task": {"parts": ["buffers"]}, "validates": True, "trainer": {"num_sanity_val_steps": 1}}
+    scenarios = {
+        "clean": scenario(**common),
+        "sanity": scenario(**common, most={"1": 3}),
+        "first": scenario(**common, most={"0": 5}),
+    }
+    records = run(tmp_path, scenarios, 2)
+    assert [[bool(record["events"]) for record in records[name]] for name in scenarios] == [
+        [False, False],
+        [False, True],
+        [True, False],
+    ]
+    for name in ("sanity", "first"):
+        assert records[name][0]["metrics"] == pytest.approx(records["clean"][0]["metrics"], rel=1e-6)
+
+
+def test_the_average_is_that_of_distributed_data_parallel(tmp_path: Path) -> None:
+    """To the bit on two ranks. ``on_oom="raise"`` leaves it to the last backward pass of a window."""
+    unused: dict[str, Any] = {"task": {"parts": ["unused"], "dtype": "float32"}}
+    unused["strategy"] = {"find_unused_parameters": True}
+    kinds: dict[str, Any] = {"unused": unused, "buffers": {"task": {"parts": ["buffers"], "dtype": "float32"}}}
+    scenarios = {
+        f"{kind}-{on_oom}": scenario(accumulate={**LOADER, "on_oom": on_oom}, **settings)
+        for kind, settings in kinds.items()
+        for on_oom in ("split", "raise")
+    }
+    records = run(tmp_path, scenarios, 2)
+    for kind in kinds:
+        ours, theirs = records[f"{kind}-split"][0], records[f"{kind}-raise"][0]
+        for a, b in zip(ours["gradients"], theirs["gradients"], strict=True):
+            assert all(x is y is None or torch.equal(x, y) for x, y in zip(a, b, strict=True))
+        assert all(torch.equal(ours["buffers"][name], theirs["buffers"][name]) for name in theirs["buffers"])
+        assert all(ours["unsynced"])
+        assert theirs["unsynced"] == [True, True, False, True, True, False, True, False] * 2
+
+
+def test_a_static_graph_accumulates_without_retries_too(tmp_path: Path) -> None:
+    """PyTorch's own fails there: its first backward pass must not be one without reduction."""
+    scenarios = {"static": scenario(accumulate={**LOADER, "on_oom": "raise"}, strategy={"static_graph": True})}
+    check(scenarios, run(tmp_path, scenarios, 2))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_sample_too_large_on_one_rank_ends_all(rank: int, tmp_path: Path) -> None:
+    """That rank says why; the other does not wait for it."""
+    done = start(tmp_path, {"huge": scenario((rank, (0, 1, "late", 100)))}, 2)
+    assert done.returncode == 1
+    assert "one sample alone" in (tmp_path / f"error-{rank}.txt").read_text()
+    assert (tmp_path / f"error-{1 - rank}.txt").exists()
+
+
+@pytest.mark.parametrize("fault", [(0, 1, "late", 1), (0, 0, "forward", 1)], ids=["seen before", "not seen yet"])
+def test_a_step_that_asks_other_ranks_is_not_run_again(fault: Any, tmp_path: Path) -> None:
+    """A retry alone would leave them waiting, or give them the answers of another batch."""
+    done = start(tmp_path, {"gathers": scenario((1, fault), task={"gathers": True})}, 2)
+    assert done.returncode == 1
+    message = (tmp_path / "error-1.txt").read_text()
+    assert "exchanges values with the other ranks" in message
+    assert "max_micro_batch_size" in message
+    assert (tmp_path / "error-0.txt").exists()
+
+
+def test_a_step_that_asks_other_ranks_is_cut_alike_on_all(tmp_path: Path) -> None:
+    """Nine samples on one rank and eight on the other, at most eight at a time: two pieces on both."""
+    accumulate = {"effective_batch_size": 17, "micro_batch_size": 8, "micro_batching": "step"}
+    scenarios = {"gathers": scenario(task={"gathers": True}, accumulate=accumulate)}
+    records = run(tmp_path, scenarios, 2)
+    check(scenarios, records)
+    counts = [len([size for epoch, size in record["sizes"] if epoch == 1]) for record in records["gathers"]]
+    assert counts[0] == counts[1]
+
+
+def test_ranks_on_unequal_hosts_resume_together(tmp_path: Path) -> None:
+    """The checkpoint's limit was found on hardware that only one of them has: both leave it, and probe."""
+    accumulate = {"effective_batch_size": 24, "memory_budget": 6000}
+    first = scenario(accumulate=accumulate, trainer={"max_epochs": 1}, save=str(tmp_path / "first.ckpt"))
+    again = scenario(accumulate=accumulate, resume=str(tmp_path / "first.ckpt"))
+    records = run(tmp_path, {"first": first, "same": again, "other": {**again, "elsewhere": {"1": "another GPU"}}}, 2)
+    assert [record["method"] for record in records["same"]] == ["checkpoint"] * 2
+    assert "checkpoint" not in [record["method"] for record in records["other"]]
+    assert len({record["plan"] for record in (*records["same"], *records["other"])}) == 1

@@ -1,0 +1,166 @@
+"""A limit that was found is remembered for the same training step, and for no other."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from reference import FEATURES, Samples, fit
+from test_probe import BUDGET, Wide
+from torch.utils.data import DataLoader, default_collate
+
+from lightning_ga import AutoAccumulate
+from lightning_ga.cache import cache_folder
+
+
+def run(
+    module: Wide | None = None, dataset: Any = None, *, loader: Any = None, trainer: Any = None, **arguments: Any
+) -> AutoAccumulate:
+    """One short fit within the budget; every step of the module is counted."""
+    callback = AutoAccumulate(**{"effective_batch_size": 64, "memory_budget": BUDGET, "verify": False, **arguments})
+    data = DataLoader(Samples(128) if dataset is None else dataset, batch_size=64, **(loader or {}))
+    fit(data, callback, module=Wide() if module is None else module, **{"max_epochs": 1, **(trainer or {})})
+    return callback
+
+
+class Counting(Wide):
+    """Counts the steps of probe and training, outside of what a probe puts back."""
+
+    steps: ClassVar[list[int]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        Counting.steps.append(len(batch[0]))
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_remembered_limit_takes_no_trial_and_one_step() -> None:
+    Counting.steps = []
+    first = run(Counting())
+    steps = len(Counting.steps)
+    second = run(Counting())
+    assert second.probe.limit == first.probe.limit
+    assert (second.probe.method, second.probe.trials, second.probe.steps) == ("cache", (), 1)
+    assert second.probe.curve == first.probe.curve
+    assert second.plan == first.plan
+    # One step verifies; one backward pass of two samples shows which gradients there are.
+    assert steps - (len(Counting.steps) - steps) == first.probe.steps - 1
+    assert first.probe.limit in Counting.steps[steps : steps + 2]
+
+
+class Other(Wide):
+    """Computes something else, with the same layers."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return super().training_step(batch, batch_idx) + 0 * self.net(batch[0]).square().mean()
+
+
+def wider() -> Wide:
+    module = Wide()
+    module.net = torch.nn.Sequential(torch.nn.Linear(FEATURES, 49), torch.nn.Tanh(), torch.nn.Linear(49, 1)).double()
+    return module
+
+
+def frozen() -> Wide:
+    module = Wide()
+    module.net[0].requires_grad_(False)
+    return module
+
+
+def with_setting() -> Wide:
+    module = Wide()
+    module.keep_activations = True
+    return module
+
+
+class WithSGD(Wide):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+class WithAMSGrad(Wide):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=1e-3, amsgrad=True)
+
+
+OTHERS: dict[str, Callable[[], AutoAccumulate]] = {
+    "another budget": lambda: run(memory_budget=BUDGET - 5000),
+    "another layer": lambda: run(wider()),
+    "a frozen layer": lambda: run(frozen()),
+    "another setting": lambda: run(with_setting()),
+    "another step": lambda: run(Other()),
+    "another optimizer": lambda: run(WithSGD()),
+    "another option of the optimizer": lambda: run(WithAMSGrad()),
+    "another precision": lambda: run(trainer={"precision": "64-true"}),
+    "clipping": lambda: run(trainer={"gradient_clip_val": 1.0}),
+    "another collate function": lambda: run(loader={"collate_fn": lambda batch: default_collate(batch)}),
+    "other samples": lambda: run(dataset=[(*Samples(128)[i], torch.zeros(3)) for i in range(128)]),
+    "another objective": lambda: run(objective="throughput"),
+}
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_it_holds_for_the_same_step_only(what: str) -> None:
+    run()
+    assert OTHERS[what]().probe.method != "cache"
+    assert run().probe.method == "cache"
+
+
+def test_what_takes_no_memory_may_change() -> None:
+    """Learning rate, values of weights and data, the effective batch up to the limit."""
+    run()
+
+    class Faster(Wide):
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.Adam(self.parameters(), lr=1.0)
+
+    assert run(Faster()).probe.method != "cache"  # another class and other code
+    same = Wide()
+    with torch.no_grad():
+        same.net[0].weight.fill_(0.5)
+    assert run(same, dataset=Samples(96), effective_batch_size=96).probe.method == "cache"
+
+
+def test_a_limit_that_was_bounded_is_looked_for_again_where_more_is_asked_for() -> None:
+    run(max_micro_batch_size=4)
+    found = run().probe
+    assert found.method != "cache"
+    assert found.limit > 4
+    assert run(max_micro_batch_size=4).plan.micro_batch_size <= 4
+
+
+def test_cache_false_neither_reads_nor_writes() -> None:
+    run(cache=False)
+    assert not cache_folder().exists()
+    run()
+    assert run(cache=False).probe.method != "cache"
+
+
+def test_a_limit_that_does_not_fit_any_more_is_looked_for_again() -> None:
+    """The one step that verifies it runs out of memory."""
+    limit = run().probe.limit
+    (file,) = cache_folder().iterdir()
+    content = json.loads(file.read_text())
+    content["probe"]["limit"] = limit + 1
+    file.write_text(json.dumps(content))
+    found = run().probe
+    assert found.limit == limit
+    assert found.method != "cache"
+
+
+def test_a_corrupt_file_costs_a_warning_and_a_probe() -> None:
+    limit = run().probe.limit
+    (file,) = cache_folder().iterdir()
+    file.write_text("not JSON")
+    with pytest.warns(UserWarning, match="the limit is looked for again"):
+        found = run().probe
+    assert found.limit == limit
+    assert run().probe.method == "cache"
+
+
+def test_an_unwritable_cache_costs_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.warns(UserWarning, match="the limit is not remembered"):
+        assert run().probe.limit > 1

@@ -1,0 +1,343 @@
+"""Memory runs out at every place of a training step: the run goes on, and no gradient changes."""
+
+import warnings
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torchmetrics
+from faults import Arm, ArmUpdate, Faults
+from reference import FEATURES, Regression, Samples, fit, flat_gradient, loss, quiet_trainer, worst_error
+from torch.utils.data import DataLoader
+
+from lightning_ga import AutoAccumulate, UserError
+from lightning_ga.testing import limit_memory
+
+pytestmark = pytest.mark.filterwarnings("ignore:Memory ran out in:UserWarning")
+MODES = ("loader", "step")
+
+
+class Watched(Regression):
+    """Logs, has a metric, and running statistics that a failed attempt must not move."""
+
+    def __init__(self, normalized: bool = False) -> None:
+        super().__init__()
+        self.register_buffer("tracked", torch.zeros((), dtype=torch.int64))
+        self.error = torchmetrics.MeanSquaredError()
+        self.normalized = normalized
+        self.outputs: list[Any] = []
+        self.sizes: list[int] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        inputs, targets, _ = batch
+        self.tracked += 1
+        self.sizes.append(len(inputs))
+        predicted = self.net(inputs)
+        self.error(predicted, targets)
+        value = torch.nn.functional.mse_loss(predicted, targets)
+        self.log("loss", value, on_step=True, on_epoch=True)
+        self.log("error", self.error, on_step=True, on_epoch=True)
+        return {"loss": value, "predicted": predicted.detach()}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.outputs.append((batch_idx, outputs["predicted"], outputs["loss"]))
+
+
+class Logged(pl.Callback):
+    """Everything that was logged."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, float]] = []
+        self.epochs: list[dict[str, float]] = []
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.steps.append({k: float(v) for k, v in trainer._results.metrics(on_step=True)["callback"].items()})
+
+    def on_train_epoch_end(self, trainer: Any, *_: Any) -> None:
+        self.epochs.append({k: float(v) for k, v in trainer._results.metrics(on_step=False)["callback"].items()})
+
+
+def train(*at: int, mode: str = "loader", samples: int = 37, module: Any = None, **arguments: Any) -> Any:
+    """A fit of two epochs with memory running out at these operations."""
+    faults, logged = Faults(*at), Logged()
+    accumulate = {"effective_batch_size": 16, "micro_batch_size": 8 if mode == "loader" else 5, **arguments}
+    callback = AutoAccumulate(**accumulate, micro_batching=mode, verify=False)
+    module = Watched() if module is None else module
+    with faults:
+        fit(DataLoader(Samples(samples), batch_size=8, shuffle=True), callback, Arm(faults), logged, module=module)
+    return module, callback, faults, logged
+
+
+def close(ours: Any, theirs: Any, rtol: float = 1e-9) -> None:
+    """Logged values are kept in fp32."""
+    torch.testing.assert_close(ours, theirs, rtol=rtol, atol=rtol / 1000)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_memory_runs_out_at_every_operation_of_a_window(mode: str) -> None:
+    """Forward, loss and backward, in first and later micro-batches: gradients, weights, logs and metrics are equal."""
+    whole, _, counted, logs = train(mode=mode)
+    operations = counted.count // 2
+    for at in [*range(1, operations // 3, 5), *range(operations // 3, operations, 37)]:
+        module, callback, _, logged = train(at, mode=mode)
+        assert callback.oom_events == 1, at
+        assert worst_error(module.gradients, whole.gradients) <= 1e-12, at
+        close(list(module.parameters()), list(whole.parameters()))
+        close(logged.epochs, logs.epochs, 1e-6)
+        if mode == "step":
+            close(logged.steps, logs.steps, 1e-6)
+            close(module.outputs, whole.outputs)
+        assert int(module.error._update_count) == int(whole.error._update_count)
+
+
+def test_memory_runs_out_again_and_again() -> None:
+    """In the halves of halves."""
+    whole, _, _, _ = train()
+    module, callback, _, _ = train(3, 40, 900)
+    assert callback.oom_events >= 2
+    assert worst_error(module.gradients, whole.gradients) <= 1e-12
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_failed_attempt_leaves_statistics_and_random_numbers_alone(mode: str) -> None:
+    """Dropout draws what it would have drawn, for the first piece."""
+
+    class Drawing(Watched):
+        def __init__(self) -> None:
+            super().__init__()
+            self.drawn: list[float] = []
+            self.counts: list[int] = []
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            output = super().training_step(batch, batch_idx)
+            self.drawn.append(float(torch.rand(())))
+            self.counts.append(int(self.tracked))
+            return output
+
+    whole, _, _, _ = train(mode=mode, module=Drawing())
+    module, _, _, _ = train(40, mode=mode, module=Drawing())
+    assert int(module.tracked) == len(module.sizes) - 1
+    assert module.drawn[0] == whole.drawn[0]
+
+
+def test_the_limit_falls_for_good() -> None:
+    """At once for what comes next in the epoch, and in the plan from the next epoch on."""
+    module = Watched()
+    with pytest.warns(UserWarning, match=r"Memory ran out in training with 8 samples .* parts of at most 4 samples"):
+        _, callback, _, _ = train(2, module=module)
+    assert module.sizes[0] == 8
+    assert max(module.sizes[1:]) == 4
+    assert callback.plan.micro_batch_size == 4
+
+
+def test_it_says_so_once_and_raises_where_that_is_asked_for() -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(2)
+    assert sum("Memory ran out" in str(warning.message) for warning in caught) == 1
+    with pytest.raises(torch.OutOfMemoryError):
+        train(2, on_oom="raise")
+
+
+def test_one_sample_that_does_not_fit_ends_in_a_sentence() -> None:
+    """Its shapes, the memory, and three ways out."""
+
+    class Huge(Watched):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(UserError) as caught:
+        train(module=Huge())
+    message = str(caught.value)
+    assert "one sample alone" in message
+    assert f"({FEATURES},)" in message.replace(f"(1, {FEATURES})", f"({FEATURES},)")
+    for way_out in ("precision", "checkpointing", "memory_budget"):
+        assert way_out in message
+
+
+def test_other_errors_are_none_of_this() -> None:
+    class Wrong(Watched):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            raise ValueError("a bug")
+
+    with pytest.raises(ValueError, match="a bug"):
+        train(module=Wrong())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_real_device_that_is_too_small(mode: str) -> None:
+    """Micro-batches of 40 under a budget that holds about 20."""
+
+    def run(budget: str | int) -> Any:
+        callback = AutoAccumulate(40, micro_batch_size=40, micro_batching=mode, verify=False)
+        module = Wide()
+        with limit_memory(budget):
+            fit(DataLoader(Samples(100), batch_size=40), callback, module=module)
+        return module, callback
+
+    whole, _ = run("1GiB")
+    small, callback = run(45_000)
+    assert callback.oom_events >= 1
+    close(list(small.parameters()), list(whole.parameters()))
+
+
+class Wide(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Sequential(torch.nn.Linear(FEATURES, 48), torch.nn.Tanh(), torch.nn.Linear(48, 1)).double()
+        with torch.no_grad():
+            for parameter in self.net.parameters():
+                parameter.copy_(torch.linspace(-1, 1, parameter.numel()).view_as(parameter))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return loss(self.net, batch[0], batch[1])
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        pass
+
+
+class Evaluated(Regression):
+    """Validation, test and prediction that run out of memory above some size."""
+
+    most = 3
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.error = torchmetrics.MeanSquaredError()
+        self.sizes: list[int] = []
+        self.seen: list[Any] = []
+
+    def evaluate(self, batch: Any, name: str) -> torch.Tensor:
+        self.sizes.append(len(batch[0]))
+        predicted = self.net(batch[0])
+        self.error(predicted, batch[1])
+        self.log(f"{name}/loss", torch.nn.functional.mse_loss(predicted, batch[1]))
+        self.log(f"{name}/error", self.error)
+        if len(batch[0]) > self.most:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return predicted
+
+    def validation_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.evaluate(batch, "val")
+
+    def test_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.evaluate(batch, "test")
+
+    def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if len(batch[0]) > self.most:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return self.net(batch[0])
+
+    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append(outputs)
+
+
+class Roomy(Evaluated):
+    most = 1000
+
+
+def test_validation_test_and_prediction_run_in_pieces() -> None:
+    """What they log and return is that of whole batches; the size that fits is remembered."""
+    loader = DataLoader(Samples(20), batch_size=8)
+    results = []
+    for module in (Evaluated(), Roomy()):
+        callback = AutoAccumulate()
+        trainer = quiet_trainer(callback)
+        results.append(
+            (trainer.validate(module, loader, verbose=False), trainer.test(module, loader, verbose=False), module.seen)
+        )
+        results[-1] += (trainer.predict(module, loader),)
+        assert callback.oom_events == (3 if module.most == 3 else 0)
+        if module.most == 3:
+            assert module.sizes[:6] == [8, 4, 2, 2, 2, 2]
+            assert max(module.sizes[6:]) == 8  # the first batch of the test
+    close(results[0], results[1], 1e-6)
+
+
+def test_validation_within_a_fit() -> None:
+    """A run does not die at the end of its first epoch; sanity checks count too."""
+    callback = AutoAccumulate(micro_batch_size=8)
+    module = Evaluated()
+    trainer = quiet_trainer(callback, num_sanity_val_steps=2, max_epochs=1)
+    loader = DataLoader(Samples(20), batch_size=8)
+    trainer.fit(module, loader, loader)
+    assert callback.oom_events == 1
+    assert float(trainer.callback_metrics["val/loss"]) > 0
+
+
+def test_batches_that_do_not_fit_on_the_device_travel_in_pieces() -> None:
+    """The transfer itself runs out of memory."""
+
+    class Moved(Regression):
+        def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
+            if len(batch[0]) > 3:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return batch
+
+    module, callback, _, _ = train(module=Moved())
+    whole, _, _, _ = train(module=Regression())
+    assert callback.oom_events == 1
+    assert worst_error(module.gradients, whole.gradients) <= 1e-12
+
+
+@pytest.mark.parametrize("call", [2, 3, 8])
+def test_a_piece_that_does_not_reach_the_device_undoes_nothing_of_those_before_it(call: int) -> None:
+    """The pieces that went through stay counted, and what they added to gradients is theirs alone."""
+
+    class Moved(Regression):
+        calls = 0
+
+        def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
+            if len(batch[0]) > 4:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            self.calls += 1
+            if self.calls == call and len(batch[0]) > 1:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return batch
+
+    module, callback, _, _ = train(module=Moved())
+    whole, _, _, _ = train(module=Regression())
+    assert callback.oom_events >= 1
+    assert worst_error(module.gradients, whole.gradients) <= 1e-12
+
+
+def test_an_optimizer_step_is_run_again_only_if_it_has_changed_nothing() -> None:
+    """The first operation of SGD's update changes a parameter; what comes before it changes nothing."""
+
+    def run(at: int) -> Any:
+        faults, module = Faults(*([at] if at else [])), Wide()
+        callback = AutoAccumulate(16, micro_batch_size=8, verify=False)
+        with faults:
+            fit(DataLoader(Samples(37), batch_size=8), callback, ArmUpdate(faults), module=module)
+        return module, callback
+
+    whole, _ = run(0)
+    again, callback = run(1)
+    assert callback.oom_events == 1
+    assert again.trainer.global_step == whole.trainer.global_step == 6
+    close(list(again.parameters()), list(whole.parameters()))
+    with pytest.raises(UserError, match="after it had changed some parameters"):
+        run(2)
+
+
+def test_checkpoints_keep_the_count_and_the_limit(tmp_path: Any) -> None:
+    faults = Faults(2)
+    loader = DataLoader(Samples(37), batch_size=8)
+    first = AutoAccumulate(16, micro_batch_size=8, verify=False)
+    with faults:
+        _, trainer = fit(loader, first, Arm(faults), max_epochs=1)
+    trainer.save_checkpoint(tmp_path / "run.ckpt")
+    second = AutoAccumulate(16, micro_batch_size=8, verify=False)
+    fit(loader, second, ckpt_path=tmp_path / "run.ckpt", max_epochs=2)
+    assert second.oom_events == 1
+    assert second.plan.micro_batch_size == 4
+
+
+def test_gradients_of_a_later_micro_batch_are_completed_not_added_twice() -> None:
+    """Backward fails after some layers have their gradient: those are left alone by the retry."""
+    whole, _, _, _ = train()
+    for at in range(12, 80, 5):
+        module, _, _, _ = train(at)
+        assert worst_error(module.gradients[:1], whole.gradients[:1]) <= 1e-12, at
+        assert flat_gradient(module.net).shape == flat_gradient(whole.net).shape

@@ -1,0 +1,119 @@
+"""Training data that cannot be cut anew are cut in the step, with one line that says so."""
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.utilities import CombinedLoader
+from reference import Regression, Samples, fit, loss, plain_loop, worst_error
+from test_probe import BUDGET, Wide
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_ga import AutoAccumulate, UserError
+
+
+class Batches:
+    """Any iterable of batches: 8, 8, 8, 8 and 5 samples."""
+
+    def __init__(self, size: int = 37) -> None:
+        self.samples = Samples(size)
+
+    def __iter__(self) -> Iterator[Any]:
+        indices = torch.arange(len(self.samples))
+        return (self.batch(part) for part in indices.split(8))
+
+    def batch(self, part: torch.Tensor) -> Any:
+        return self.samples.inputs[part], self.samples.targets[part], part
+
+
+class Sized(Batches):
+    def __len__(self) -> int:
+        return -(-len(self.samples) // 8)
+
+
+class WholeBatches(IterableDataset):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(Batches())
+
+
+LOADERS = {
+    "an iterable": Batches,
+    "a sized iterable": Sized,
+    "batch_size=None": lambda: DataLoader(WholeBatches(), batch_size=None),
+}
+WINDOWS = [list(range(0, 16)), list(range(16, 32)), list(range(32, 37))] * 2
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_gradients_are_those_of_whole_windows(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Two batches a window, each in micro-batches of three at most; the last window is ragged."""
+    callback = AutoAccumulate(micro_batch_size=3)
+    with caplog.at_level(logging.INFO):
+        module, trainer = fit(LOADERS[kind](), callback, accumulate_grad_batches=2)
+    assert worst_error(module.gradients, plain_loop(Samples(37), WINDOWS)) <= 1e-12
+    assert module.windows == WINDOWS
+    assert max(len(indices) for _, indices in module.micro_batches) == 3
+    assert trainer.global_step == 6
+    assert callback.plan.chunks == ((3, 3, 2, 3, 3, 2),)
+    assert callback.plan.effective_batch_size == 16
+    assert callback.exactness.cause == "exact"
+    assert sum("cuts batches in the training step" in record.message for record in caplog.records) == 1
+
+
+def test_the_limit_is_found_with_samples_of_a_real_batch() -> None:
+    class Large(Batches):
+        def __iter__(self) -> Iterator[Any]:
+            return (self.batch(part) for part in torch.arange(len(self.samples)).split(64))
+
+    callback = AutoAccumulate(memory_budget=BUDGET)
+    fit(Large(256), callback, module=Wide(), max_epochs=1)
+    assert callback.probe.method == "replay"
+    assert callback.probe.limit == 40
+    assert callback.plan.chunks == ((32, 32),)
+
+
+class Paired(Regression):
+    """Two loaders at once."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        a, b = batch["a"], batch["b"]
+        assert len(a[0]) == len(b[0])
+        return loss(self.net, a[0], a[1]) + 0.5 * loss(self.net, b[0], b[1])
+
+
+@pytest.mark.parametrize("combine", [dict, lambda **loaders: CombinedLoader(loaders, "min_size")])
+def test_several_loaders_at_once(combine: Any) -> None:
+    """A dictionary of loaders yields dictionaries of batches."""
+
+    def loaders() -> Any:
+        return combine(a=DataLoader(Samples(32), batch_size=8), b=DataLoader(Samples(32), batch_size=8))
+
+    cut, _ = fit(loaders(), AutoAccumulate(micro_batch_size=3, verify=False), module=Paired())
+    whole, _ = fit(loaders(), module=Paired())
+    assert worst_error(cut.gradients, whole.gradients) <= 1e-12
+
+
+def test_an_effective_batch_must_be_a_whole_number_of_batches() -> None:
+    with pytest.raises(UserError, match=r"effective_batch_size=12 is no whole number of batches: .* of 8 samples"):
+        fit(Sized(), AutoAccumulate(12, micro_batch_size=4))
+    module, trainer = fit(Sized(), AutoAccumulate(24, micro_batch_size=4, verify=False))
+    assert [len(window) for window in module.windows] == [24, 13] * 2
+    assert trainer.accumulate_grad_batches == 3
+
+
+def test_data_that_can_be_read_only_once_are_refused() -> None:
+    with pytest.raises(UserError, match="can be read only once"):
+        fit((batch for batch in Batches()), AutoAccumulate(micro_batch_size=4))
+
+
+def test_what_cannot_be_cut_at_all_is_told() -> None:
+    """A batch of a type that is not known."""
+
+    class Opaque:
+        def __iter__(self) -> Iterator[Any]:
+            return iter([object()])
+
+    with pytest.raises(UserError, match="split_batch"):
+        fit(Opaque(), AutoAccumulate(micro_batch_size=2))

@@ -1,0 +1,295 @@
+"""Samples of many sizes: at the limit found, no batch of an epoch runs out of memory, and no larger limit would do."""
+
+import random
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from reference import fit
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
+
+from lightning_ga import AutoAccumulate
+from lightning_ga.testing import limit_memory
+
+SHORTEST, LONGEST = 6, 431
+SIZE = 700
+HIDDEN = 3  # a look at 64 samples from all over the data set sees multiples of 11 and the last
+DIM = 8
+
+
+def lengths(size: int = SIZE, *, longest_at: int = HIDDEN, seed: int = 0) -> list[int]:
+    """From 6 to 431, the longest but one much shorter than the longest."""
+    drawn = np.random.default_rng(seed).integers(SHORTEST, 200, size)
+    drawn[longest_at] = LONGEST
+    return [int(length) for length in drawn]
+
+
+class Sequences(Dataset):
+    """Sample i holds one sequence of tokens for each list of lengths."""
+
+    def __init__(self, *by_field: list[int]) -> None:
+        self.by_field = by_field
+
+    def __len__(self) -> int:
+        return len(self.by_field[0])
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
+        return tuple(torch.arange(each[index]) % 50 + 1 for each in self.by_field)
+
+
+def padded(samples: list[tuple[torch.Tensor, ...]]) -> list[torch.Tensor]:
+    """Every field to its own longest."""
+    return [pad_sequence(list(field), batch_first=True) for field in zip(*samples)]
+
+
+def packed(samples: list[tuple[torch.Tensor, ...]]) -> list[torch.Tensor]:
+    """One long sequence and the place of each sample in it."""
+    (tokens,) = zip(*samples)
+    return [torch.cat(tokens), torch.tensor([len(each) for each in tokens])]
+
+
+class Attention(torch.nn.Module):
+    """Softmax attention, its matrix written out."""
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        return torch.softmax(query @ key.transpose(1, 2), -1) @ key
+
+
+class Parts(torch.nn.Module):
+    """What all these models are made of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(51, DIM, padding_idx=0)
+        self.layer = torch.nn.Linear(DIM, DIM)
+        self.attend = Attention()
+
+
+def model_of(loss: Callable[[Parts, list[torch.Tensor]], torch.Tensor]) -> Any:
+    """A module whose loss this is."""
+
+    class Model(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Parts()
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            return loss(self.net, batch)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.Adam(self.parameters(), lr=1e-3)
+
+    return Model()
+
+
+def attending(net: Parts, batch: list[torch.Tensor]) -> torch.Tensor:
+    """The memory of a batch grows with the square of its longest sequence."""
+    hidden = net.embed(batch[0])
+    return net.layer(net.attend(hidden, hidden)).square().mean()
+
+
+def translating(net: Parts, batch: list[torch.Tensor]) -> torch.Tensor:
+    """With the product of the longest source and the longest target."""
+    return net.layer(net.attend(net.embed(batch[1]), net.embed(batch[0]))).square().mean()
+
+
+def recurrent(net: Parts, batch: list[torch.Tensor]) -> torch.Tensor:
+    """Step by step along the longest sequence."""
+    state, hidden = torch.zeros(len(batch[0]), DIM), net.embed(batch[0])
+    for step in range(0, hidden.shape[1], 20):
+        state = torch.tanh(net.layer(state) + hidden[:, step])
+    return state.square().mean()
+
+
+def unpadded(net: Parts, batch: list[torch.Tensor]) -> torch.Tensor:
+    """A mask routes tokens: how many there are is known only in the step."""
+    real = batch[0] != 0
+    return net.layer(torch.relu(net.layer(net.embed(batch[0])[real]))).square().mean()
+
+
+def concatenated(net: Parts, batch: list[torch.Tensor]) -> torch.Tensor:
+    """No padding at all."""
+    tokens, sizes = batch
+    hidden = net.layer(torch.relu(net.layer(net.embed(tokens))))
+    return torch.stack([part.square().mean() for part in hidden.split(sizes.tolist())]).mean()
+
+
+def train(
+    loss: Any, dataset: Any, collate: Any, budget: int, micro_batch: Any = "auto", **settings: Any
+) -> AutoAccumulate:
+    """The callback after one epoch on an emulated device of this size."""
+    effective = 64 if micro_batch == "auto" else 4 * micro_batch  # all micro-batches as large as may be, the last too
+    callback = AutoAccumulate(effective, micro_batch_size=micro_batch, on_oom="raise", verify=False, cache=False)
+    loader = DataLoader(dataset, batch_size=16, collate_fn=collate, **{"shuffle": True, **settings})
+    with limit_memory(budget):
+        fit(loader, callback, module=model_of(loss), max_epochs=1)
+    return callback
+
+
+PADDED = {"attention": (attending, 12_000_000), "recurrence": (recurrent, 260_000)}
+
+
+@pytest.mark.loader_only(
+    reason="its micro-batches are larger than the loader's batches, which a step only makes smaller"
+)
+@pytest.mark.parametrize("kind", PADDED)
+def test_the_one_long_sequence_is_found_and_decides(kind: str) -> None:
+    """An epoch at the limit never runs out; one sample more does as soon as the longest is among them."""
+    loss, budget = PADDED[kind]
+    limit = train(loss, Sequences(lengths()), padded, budget).probe.limit
+    assert 2 <= limit < 64
+    worst = Sequences([LONGEST] * 64)
+    train(loss, worst, padded, budget, limit)
+    with pytest.raises(torch.OutOfMemoryError):
+        train(loss, worst, padded, budget, limit + 1)
+
+
+@pytest.mark.loader_only(
+    reason="its micro-batches are larger than the loader's batches, which a step only makes smaller"
+)
+def test_the_longest_of_every_field_is_in_the_trial() -> None:
+    """Sources and targets are padded each by itself: the worst batch holds the longest of both."""
+    budget = 12_000_000
+    sources, targets = lengths(seed=1), lengths(longest_at=HIDDEN + 5, seed=2)
+    limit = train(translating, Sequences(sources, targets), padded, budget).probe.limit
+    assert 2 <= limit < 64
+    worst = Sequences([LONGEST] * 64, [LONGEST] * 64)
+    train(translating, worst, padded, budget, limit)
+    with pytest.raises(torch.OutOfMemoryError):
+        train(translating, worst, padded, budget, limit + 1)
+
+
+ROUTED = {"packed": (concatenated, packed, 900_000), "masked": (unpadded, padded, 1_000_000)}
+
+
+@pytest.mark.loader_only(
+    reason="its micro-batches are larger than the loader's batches, which a step only makes smaller"
+)
+@pytest.mark.parametrize("kind", ROUTED)
+def test_where_tokens_count_the_heaviest_samples_are_tried(kind: str) -> None:
+    """No two batches are alike, so sizes are tried one by one; the limit is that of the heaviest samples."""
+    loss, collate, budget = ROUTED[kind]
+    found = train(loss, Sequences(lengths()), collate, budget).probe
+    assert found.method != "replay"
+    assert 4 < found.limit < 32
+    for micro_batch in (found.limit, found.limit + 1):
+        first_window = [SHORTEST] * 4 * micro_batch  # after it there is state in the optimizer
+        dataset = Sequences([*first_window, *sorted(lengths(), reverse=True)])
+        with pytest.raises(torch.OutOfMemoryError) if micro_batch > found.limit else nullcontext():
+            train(loss, dataset, collate, budget, micro_batch, shuffle=False)
+
+
+def test_workers_look_as_well() -> None:
+    """In processes of their own, with the same limit."""
+    loss, budget = PADDED["recurrence"]
+    limits = [
+        train(loss, Sequences(lengths(200)), padded, budget, num_workers=workers).probe.limit for workers in (0, 2)
+    ]
+    assert limits[0] == limits[1]
+
+
+class Stream(IterableDataset):
+    """The same samples in order, with no length."""
+
+    def __init__(self, dataset: Dataset) -> None:
+        self.dataset = dataset
+
+    def __iter__(self) -> Any:
+        return (self.dataset[index] for index in range(len(self.dataset)))
+
+
+def test_a_stream_is_read_to_its_end() -> None:
+    """The longest sequence may be the last."""
+    loss, budget = PADDED["recurrence"]
+    dataset = Sequences(lengths(300, longest_at=299))
+    known = train(loss, dataset, padded, budget).probe.limit
+    assert train(loss, Stream(dataset), padded, budget, shuffle=None).probe.limit == known
+
+
+@pytest.mark.loader_only(
+    reason="its micro-batches are larger than the loader's batches, which a step only makes smaller"
+)
+def test_samples_that_there_was_no_time_for_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what to do about them; a sorted data set is safe, as its first and last samples are always seen."""
+    loss, budget = PADDED["recurrence"]
+    known = train(loss, Sequences(lengths()), padded, budget).probe.limit
+    monkeypatch.setattr("lightning_ga.heaviest.LOOK_SECONDS", -1.0)
+    with pytest.warns(UserWarning, match=r"time to look at 128 of 700: .*Sort the dataset.*max_micro_batch_size"):
+        train(loss, Sequences(lengths()), padded, 10**9)
+    for descending in (False, True):
+        with pytest.warns(UserWarning, match="time to look at"):
+            found = train(loss, Sequences(sorted(lengths(), reverse=descending)), padded, budget)
+        assert found.probe.limit == known
+
+
+def test_samples_of_one_size_are_looked_at_no_further() -> None:
+    """A few of them are enough, however many there are."""
+
+    class Counted(Dataset):
+        def __init__(self) -> None:
+            SEEN.clear()
+
+        def __len__(self) -> int:
+            return SIZE
+
+        def __getitem__(self, index: int) -> tuple[torch.Tensor]:
+            SEEN.append(index)
+            return (torch.ones(20, dtype=torch.long),)
+
+    train(recurrent, Counted(), padded, 10**6)
+    assert len(SEEN) - SIZE == 65
+
+
+SEEN: list[int] = []
+
+
+class Changing(Dataset):
+    """Whatever reading may change: counters, caches, random numbers here and in a transform."""
+
+    def __init__(self) -> None:
+        self.reads = 0
+        self.cache: dict[int, Any] = {}
+        self.nested = {"order": [0]}
+        self.rng = np.random.default_rng(3)
+        self.transform = Transform()
+        self.drawn: list[float] = []
+        self.lengths = lengths(200)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor]:
+        self.reads += 1
+        self.cache[index] = self.nested["order"].append(index)
+        noise = self.rng.random() + random.random() + np.random.rand() + float(torch.rand(())) + self.transform()
+        self.drawn.append(noise)
+        return (torch.arange(self.lengths[index]) % 50 + 1,)
+
+
+class Transform:
+    """Random numbers of its own."""
+
+    def __init__(self) -> None:
+        self.rng = random.Random(4)
+
+    def __call__(self) -> float:
+        return self.rng.random()
+
+
+@pytest.mark.parametrize("wrap", [lambda data: data, lambda data: Subset(data, range(200))], ids=["plain", "wrapped"])
+def test_looking_at_samples_changes_nothing_in_a_dataset(wrap: Any) -> None:
+    """Neither counters and caches nor any random number that training draws."""
+    loss, budget = PADDED["recurrence"]
+    records = []
+    limit: Any = "auto"
+    for _ in range(2):
+        dataset = Changing()
+        limit = train(loss, wrap(dataset), padded, budget, limit).plan.micro_batch_size
+        records.append((dataset.reads, list(dataset.cache), dataset.nested, dataset.drawn))
+    assert records[0] == records[1]
+    assert records[0][0] >= 192  # whole windows
