@@ -85,7 +85,7 @@ def probe(
             on_step=line.step,
         )
         timer = WindowTimer(trainer, step, reset, line.timing)
-        kind = describe_step(trainer, loader.collate_fn, samples.by_weight, share=share, options=options)
+        kind = describe_step(trainer, loader.collate_fn, samples.by_weight, share=share, options=options, whole=whole)
         return _remembered(search, kind, options, partial(timer.time_windows, share)), kind
 
 

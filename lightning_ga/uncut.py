@@ -16,7 +16,7 @@ from lightning_ga.feed import Feed
 from lightning_ga.heaviest import Looks
 from lightning_ga.merge import merge_outputs
 from lightning_ga.plan import AccumulationPlan
-from lightning_ga.sample_axis import read_layout
+from lightning_ga.sample_axis import Layout, read_layout
 from lightning_ga.snapshot import RandomState
 from lightning_ga.split import split_batch
 from lightning_ga.windows import Chunk
@@ -69,9 +69,9 @@ class UncutFeed:
         self._feed = Feed(DataLoader(kind(batches, length), batch_size=1, collate_fn=_only), **settings)
         first = first_batch(loader, batches)
         self._layout = read_layout(first)
-        samples = list(split_batch(first, [1] * self._layout.samples, like=self._layout))
+        self._samples = _Samples(first, self._layout, lambda: first_batch(loader, batches))
         self.user_loader: DataLoader[Any] = DataLoader(
-            _Samples(samples), batch_size=len(samples), collate_fn=_put_together
+            self._samples, batch_size=len(self._samples), collate_fn=_put_together
         )
         self._each: int = settings["largest_over_ranks"](self._layout.samples)
 
@@ -93,6 +93,8 @@ class UncutFeed:
             UserError: If no whole number of batches makes up an effective batch.
         """
         done = samples_done // self._each
+        if armed:
+            self._samples.let_go()
         plan = self._feed.arrange(epoch, self._in_batches(effective), 1, samples_done=done, armed=armed)
         chunks = ((self._each,) * plan.factor,) * plan.world_size
         size = plan.effective_batch_size * self._each
@@ -181,14 +183,26 @@ def first_batch(loader: Any, batches: Callable[[], Iterator[Any]]) -> Any:
 
 
 class _Samples(Dataset[Any]):
-    def __init__(self, samples: Sequence[Any]) -> None:
-        self._samples = samples
+    """The samples of the first batch, which is read again if it is asked for after it was let go."""
+
+    def __init__(self, first: Any, layout: Layout, again: Callable[[], Any]) -> None:
+        self._layout = layout
+        self._again = again
+        self._kept = self._split(first)
 
     def __len__(self) -> int:
-        return len(self._samples)
+        return self._layout.samples
 
     def __getitem__(self, index: int) -> Any:
-        return self._samples[index]
+        self._kept = self._kept or self._split(self._again())
+        return self._kept[index]
+
+    def _split(self, batch: Any) -> list[Any]:
+        return list(split_batch(batch, [1] * self._layout.samples, like=self._layout))
+
+    def let_go(self) -> None:
+        """Free the batch: training needs its memory."""
+        self._kept = []
 
 
 def _only(batches: Iterable[Any]) -> Any:

@@ -1,6 +1,7 @@
 """Training data that cannot be cut anew are cut in the step, with one line that says so."""
 
 import logging
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ from test_probe import BUDGET, Wide
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_ga import AutoAccumulate, UserError
+from lightning_ga.testing import limit_memory
 
 
 class Batches:
@@ -62,16 +64,62 @@ def test_gradients_are_those_of_whole_windows(kind: str, caplog: pytest.LogCaptu
     assert sum("cuts batches in the training step" in record.message for record in caplog.records) == 1
 
 
-def test_the_limit_is_found_with_samples_of_a_real_batch() -> None:
-    class Large(Batches):
-        def __iter__(self) -> Iterator[Any]:
-            return (self.batch(part) for part in torch.arange(len(self.samples)).split(64))
+class Large(Sized):
+    """Four large batches, each made when it is asked for."""
 
-    callback = AutoAccumulate(memory_budget=BUDGET)
-    fit(Large(256), callback, module=Wide(), max_epochs=1)
-    assert callback.probe.method == "replay"
-    assert callback.probe.limit == 40
-    assert callback.plan.chunks == ((32, 32),)
+    def __init__(self, each: int) -> None:
+        super().__init__(4 * each)
+        self.each = each
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self.batch(torch.arange(start, start + self.each)) for start in range(0, 4 * self.each, self.each))
+
+    def __len__(self) -> int:
+        return 4
+
+
+def test_training_at_the_limit_fits_beside_the_whole_batch_and_one_more_does_not() -> None:
+    """Batches of twice the limit, cut in halves; batches of two samples more have halves that are too large."""
+
+    def limit(each: int) -> int:
+        callback = AutoAccumulate(memory_budget=BUDGET)
+        fit(Large(each), callback, module=Wide(), max_epochs=1)
+        assert callback.probe.method == "replay"
+        return callback.probe.limit
+
+    each = next(each for each in range(80, 60, -2) if limit(each) >= each // 2)
+    samples = {size: Large(size) for size in (each, each + 2)}  # they lie on the host
+
+    def train(size: int) -> tuple[tuple[int, ...], ...]:
+        callback = AutoAccumulate(micro_batch_size=size // 2, verify=False, on_oom="raise")
+        with limit_memory(BUDGET):
+            fit(samples[size], callback, module=Wide(), max_epochs=2)
+        return callback.plan.chunks
+
+    assert train(each) == ((each // 2, each // 2),)
+    with pytest.raises(torch.OutOfMemoryError):
+        train(each + 2)
+
+
+def test_the_batch_that_the_probe_looked_at_is_let_go() -> None:
+    """Else a batch would lie in memory for all of training."""
+    looked_at: list[Any] = []
+
+    class Watched(Batches):
+        def batch(self, part: torch.Tensor) -> Any:
+            batch = super().batch(part)
+            looked_at.append(weakref.ref(batch[0]))
+            return batch
+
+    class Watching(Regression):
+        alive: int | None = None
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            self.alive = sum(reference() is not None for reference in looked_at)
+            return super().training_step(batch, batch_idx)
+
+    module, _ = fit(Watched(), AutoAccumulate(micro_batch_size=3), module=Watching(), max_epochs=1)
+    assert module.alive == 1
 
 
 class Paired(Regression):
