@@ -13,7 +13,7 @@ import torch
 pytestmark = pytest.mark.distributed
 HERE = Path(__file__).parent
 SMALL, LARGE = 6000, 12000
-VOTES = 64  # bytes of votes that may still be on their way when memory is counted
+VOTES = 128  # bytes of votes that may still be on their way when memory is counted
 SETTINGS: dict[str, Any] = {
     "ranks": 2,
     "size": 256,
