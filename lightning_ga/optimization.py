@@ -18,7 +18,7 @@ from lightning_ga.memory import describe_memory
 from lightning_ga.merge import merge_outputs
 from lightning_ga.oom import is_out_of_memory, release
 from lightning_ga.survive import Done, Job, Survivor
-from lightning_ga.undo import GradientMarks, left_alone
+from lightning_ga.undo import Accumulations, GradientMarks, left_alone
 
 MakeClosure = Callable[[Any, Optimizer, int], Any]
 
@@ -37,6 +37,7 @@ class SurvivingSteps:
         self.trainer, self.survivor, self.gradients = trainer, survivor, gradients
         self.by_hand = by_hand
         self.expected: int | None = None  # samples of the next micro-batch, where that is known
+        self.repeated: list[Parameter] | None = None  # added to more than once a pass; known once one went through
 
     def closure(self, make: MakeClosure, kwargs: Any, optimizer: Optimizer, batch_idx: int) -> "PiecewiseClosure":
         """The closure of one micro-batch."""
@@ -81,7 +82,9 @@ class PiecewiseClosure:
         if self._zeroed:
             seams.zero_no_gradients(closure)
         starts_window = seams.zeroes_gradients(closure)
-        self._marks = None if starts_window else GradientMarks(seams.parameters(steps.trainer))
+        parameters = seams.parameters(steps.trainer)
+        self._marks = None if starts_window else GradientMarks(parameters, steps.repeated or ())
+        first_pass = Accumulations(parameters) if steps.repeated is None else None
         steps.gradients.keep()
         self._begun = True
         with ExitStack() as stack:
@@ -90,7 +93,11 @@ class PiecewiseClosure:
             if piece is not None:
                 stack.enter_context(steps.gradients.weighing_a_part(self._share(part, piece)))
                 stack.enter_context(left_alone(self._complete_for(piece)))
+            if first_pass is not None:
+                stack.enter_context(first_pass.counted())
             closure()
+        if first_pass is not None:
+            steps.repeated = first_pass.repeated()
         self._begun, self._zeroed = False, True
         result = closure.consume_result()
         return None if result.loss is None else dict(result.asdict())
@@ -112,7 +119,7 @@ class PiecewiseClosure:
             return
         self._steps.gradients.put_back()
         if self._marks is not None:
-            self._complete[piece] = self._marks.touched()
+            self._complete[piece] = self._marks.put_back()
 
     def _complete_for(self, piece: Piece) -> list[Parameter]:
         """Parameters whose gradients already hold what a piece would add: it is part of one that failed."""

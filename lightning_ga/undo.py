@@ -1,11 +1,13 @@
 """What an attempt at a step changes before it fails, and how it is put back.
 
 Kept before every attempt, so it has to cost next to nothing: random numbers, the states of metrics
-and most buffers are small; of gradients nothing is copied at all. A gradient that a failed backward
-pass has touched holds that pass's whole contribution, as autograd adds to a parameter's gradient
-once, when all of it is summed: so the next attempt leaves it alone (``GradientMarks``).
+and most buffers are small; of most gradients nothing is copied at all. A gradient that a failed
+backward pass has touched holds that pass's whole contribution, as autograd adds to a parameter's
+gradient once, when all of it is summed: so the next attempt leaves it alone (``GradientMarks``). The
+first pass that goes through shows for which parameters that does not hold (``Accumulations``).
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -59,16 +61,18 @@ class BufferStash:
     Small ones are copied beside themselves, in one call: BatchNorm changes its statistics without
     raising their version. Of large ones, such as masks, the version (``_version``) tells whether the
     last copy is old; the first copy lies on the host, so one that never changes takes no device memory.
+    A step may also put new tensors in the place of its buffers: then the old ones come back.
 
     Args:
         module: The module whose buffers may change in a step.
     """
 
     def __init__(self, module: Module) -> None:
-        buffers = [buffer for buffer in module.buffers() if not buffer.is_meta]
-        self._small = [buffer for buffer in buffers if buffer.numel() * buffer.element_size() <= SMALL]
-        self._copies = [torch.empty_like(buffer) for buffer in self._small]
-        self._large = [_Versioned(buffer) for buffer in buffers if buffer.numel() * buffer.element_size() > SMALL]
+        self._owners = [part._buffers for part in module.modules()]
+        self._kept: list[dict[str, Tensor | None]] = []
+        self._small: list[Tensor] = []
+        self._large: list[_Versioned] = []
+        self._watch()
 
     def tensors(self) -> Iterator[Tensor]:
         """The copies that lie where the buffers do."""
@@ -77,36 +81,54 @@ class BufferStash:
 
     def keep(self) -> None:
         """Copy what may have changed since the last time."""
+        if any(
+            owner.keys() != kept.keys() or any(owner[name] is not kept[name] for name in kept)
+            for owner, kept in zip(self._owners, self._kept)
+        ):
+            self._watch()
         _copy_all(self._copies, self._small)
         for large in self._large:
             large.keep()
 
     def put_back(self) -> None:
         """Write the copies back."""
+        for owner, kept in zip(self._owners, self._kept):
+            owner.clear()
+            owner.update(kept)
         _copy_all(self._small, self._copies)
         for large in self._large:
             large.put_back()
+
+    def _watch(self) -> None:
+        """See which tensors are the buffers now."""
+        self._kept = [dict(owner) for owner in self._owners]
+        every = {id(b): b for kept in self._kept for b in kept.values() if b is not None and not b.is_meta}
+        known = {id(large.buffer): large for large in self._large}
+        self._small = [buffer for buffer in every.values() if buffer.numel() * buffer.element_size() <= SMALL]
+        self._copies = [torch.empty_like(buffer) for buffer in self._small]
+        small = {id(buffer) for buffer in self._small}
+        self._large = [known.get(key) or _Versioned(buffer) for key, buffer in every.items() if key not in small]
 
 
 class _Versioned:
     """A buffer and a copy of it, made anew when the buffer's version has risen."""
 
     def __init__(self, buffer: Tensor) -> None:
-        self._buffer = buffer
+        self.buffer = buffer
         self.copy = buffer.detach().to("cpu", copy=True)
         self._version = buffer._version
 
     @torch.no_grad()
     def keep(self) -> None:
-        if self._buffer._version != self._version:
-            self.copy = self._buffer.detach().clone()
-            self._version = self._buffer._version
+        if self.buffer._version != self._version:
+            self.copy = self.buffer.detach().clone()
+            self._version = self.buffer._version
 
     @torch.no_grad()
     def put_back(self) -> None:
-        if self._buffer._version != self._version:
-            self._buffer.copy_(self.copy)
-            self._version = self._buffer._version
+        if self.buffer._version != self._version:
+            self.buffer.copy_(self.copy)
+            self._version = self.buffer._version
 
 
 @torch.no_grad()
@@ -116,7 +138,37 @@ def _copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
 
 
 class GradientMarks:
-    """Which gradients an attempt has touched, told by their versions: nothing is copied.
+    """Which gradients an attempt has touched, told by their versions: nothing is copied but what is repeated.
+
+    Args:
+        parameters: Parameters that may have a gradient.
+        repeated: Those that a backward pass adds to more than once; see ``Accumulations``.
+    """
+
+    def __init__(self, parameters: Iterable[Parameter], repeated: Iterable[Parameter] = ()) -> None:
+        self._repeated = [(p, None if p.grad is None else p.grad.clone()) for p in repeated]
+        apart = {id(parameter) for parameter, _ in self._repeated}
+        self._parameters = [p for p in parameters if p.requires_grad and id(p) not in apart]
+        self._marks = [_mark(parameter) for parameter in self._parameters]
+
+    def put_back(self) -> list[Parameter]:
+        """Undo what can be half done; parameters that have the whole contribution of the attempt's samples."""
+        with torch.no_grad():
+            for parameter, gradient in self._repeated:
+                if gradient is None or parameter.grad is None:
+                    parameter.grad = gradient
+                else:
+                    parameter.grad.copy_(gradient)
+        pairs = zip(self._parameters, self._marks)
+        return [parameter for parameter, mark in pairs if _mark(parameter) != mark]
+
+
+class Accumulations:
+    """Counts how often a backward pass adds to each gradient.
+
+    Once, as a rule, however often a parameter is used. More than once where backward passes run
+    within one another: ``torch.utils.checkpoint`` with ``use_reentrant=True`` does that, and weights
+    that several checkpointed parts share are added to by each.
 
     Args:
         parameters: Parameters that may have a gradient.
@@ -124,12 +176,24 @@ class GradientMarks:
 
     def __init__(self, parameters: Iterable[Parameter]) -> None:
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
-        self._marks = [_mark(parameter) for parameter in self._parameters]
+        self._counts: Counter[int] = Counter()
 
-    def touched(self) -> list[Parameter]:
-        """Parameters whose gradient changed since: it has the whole contribution of the attempt's samples."""
-        pairs = zip(self._parameters, self._marks)
-        return [parameter for parameter, mark in pairs if _mark(parameter) != mark]
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Within, backward passes are watched."""
+        hooks = [parameter.register_post_accumulate_grad_hook(self._count) for parameter in self._parameters]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def repeated(self) -> list[Parameter]:
+        """Parameters that were added to more than once."""
+        return [parameter for parameter in self._parameters if self._counts[id(parameter)] > 1]
+
+    def _count(self, parameter: Tensor) -> None:
+        self._counts[id(parameter)] += 1
 
 
 @contextmanager

@@ -7,8 +7,9 @@ import pytest
 import torch
 import torchmetrics
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from lightning_ga.undo import SMALL, AttemptState, BufferStash, GradientMarks, left_alone
+from lightning_ga.undo import SMALL, Accumulations, AttemptState, BufferStash, GradientMarks, left_alone
 
 
 def test_statistics_of_batch_norm_are_put_back() -> None:
@@ -91,7 +92,7 @@ def test_gradients_that_a_failed_pass_touched_are_complete(fails_after: int) -> 
     with pytest.raises(torch.OutOfMemoryError):
         layers(inputs).mean().backward()
     hook.remove()
-    touched = marks.touched()
+    touched = marks.put_back()
     assert (fails_after > 0) == bool(touched)
     for part in (inputs[:3], inputs[3:]):
         with left_alone(touched):
@@ -99,3 +100,55 @@ def test_gradients_that_a_failed_pass_touched_are_complete(fails_after: int) -> 
     whole = torch.autograd.grad(layers(inputs).mean(), list(layers.parameters()))
     for parameter, old, new in zip(layers.parameters(), before, whole):
         torch.testing.assert_close(parameter.grad, old + new, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("fails_at", [1, 2, 3])
+def test_gradients_that_are_added_to_more_than_once_come_back(fails_at: int) -> None:
+    """Reentrant checkpoints add what a shared layer gets one by one: a failed pass leaves it half done."""
+    torch.manual_seed(0)
+    shared = nn.Linear(3, 3).double()
+    inputs = torch.randn(6, 3, dtype=torch.float64, requires_grad=True)
+    calls = 0
+
+    def count(gradient: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == fails_at:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return gradient
+
+    def run(part: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
+            part = checkpoint(lambda x: torch.tanh(shared(x)), part, use_reentrant=True)
+        return part.mean()
+
+    accumulations = Accumulations(shared.parameters())
+    with accumulations.counted():
+        run(inputs).backward()
+    assert accumulations.repeated() == list(shared.parameters())
+    before = [parameter.grad.clone() for parameter in shared.parameters()]
+    marks = GradientMarks(shared.parameters(), accumulations.repeated())
+    hook = shared.bias.register_hook(count)
+    with pytest.raises(torch.OutOfMemoryError):
+        run(inputs).backward()
+    hook.remove()
+    assert marks.put_back() == []
+    assert all(torch.equal(p.grad, old) for p, old in zip(shared.parameters(), before))
+
+
+def test_buffers_that_are_exchanged_come_back() -> None:
+    """``self.mean = 0.9 * self.mean + …`` is as usual as a change in place."""
+    layer = nn.BatchNorm1d(2)
+    layer.register_buffer("large", torch.zeros(SMALL // 4 + 1))
+    stash = BufferStash(layer)
+    large = layer.large
+    for step in (1.0, 2.0):
+        layer.running_mean = torch.full((2,), step)  # a step that went through
+        stash.keep()
+        layer.running_mean = layer.running_mean + 10  # and one that fails
+        layer.large = layer.large + 1
+        layer.register_buffer(f"new{step:.0f}", torch.zeros(1))
+        stash.put_back()
+        assert layer.running_mean.tolist() == [step, step]
+        assert layer.large is large
+        assert not hasattr(layer, f"new{step:.0f}")

@@ -9,6 +9,7 @@ import torch
 import torchmetrics
 from faults import Arm, ArmUpdate, Faults
 from reference import FEATURES, Regression, Samples, fit, flat_gradient, loss, quiet_trainer, worst_error
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from lightning_ga import AutoAccumulate, UserError
@@ -89,6 +90,36 @@ def test_memory_runs_out_all_over_a_window(mode: str) -> None:
             close(logged.steps, logs.steps, 1e-6)
             close(module.outputs, whole.outputs)
         assert int(module.error._update_count) == int(whole.error._update_count)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_weights_that_reentrant_checkpoints_share(mode: str) -> None:
+    """Each adds to their gradients in a backward pass of its own, so a failed one leaves a part of the sum."""
+
+    class Again(torch.nn.Module):
+        def __init__(self, part: torch.nn.Module) -> None:
+            super().__init__()
+            self.part = part
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            for _ in range(3):
+                inputs = checkpoint(lambda x: torch.tanh(self.part(x)), inputs, use_reentrant=True)
+            return inputs
+
+    class Shared(Watched):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            layer = torch.nn.Linear(FEATURES, FEATURES, dtype=torch.float64)
+            first = torch.nn.Linear(FEATURES, FEATURES, dtype=torch.float64)
+            self.net = torch.nn.Sequential(first, Again(layer), torch.nn.Linear(FEATURES, 1, dtype=torch.float64))
+
+    whole, _, counted, _ = train(mode=mode, module=Shared())
+    operations = counted.count // 6  # a window of two micro-batches is more than that
+    for at in range(operations // 3, operations, 9):
+        module, callback, _, _ = train(at, mode=mode, module=Shared())
+        assert callback.oom_events == 1, at
+        assert worst_error(module.gradients, whole.gradients) <= 1e-12, at
 
 
 def test_memory_runs_out_again_and_again() -> None:
