@@ -62,8 +62,8 @@ def text(record: Mapping[str, Any]) -> str:
         + ", ".join(f"{name} {version or 'n/a'}" for name, version in record["peers"].items())
         + ".",
         as_text(against_binsearch(cells)),
-        "From 16 GiB on tensors have no values and ours runs on them; peers are told\n"
-        "whether a size fits, so that steps are counted and nothing is timed.\n"
+        "From 16 GiB on tensors have no values and ours runs on them. There, and where\n"
+        "steps take seconds, peers are told what fits: steps are counted, not timed.\n"
         "*: AutoAccumulate in a Trainer, which holds no peer's search.\n"
         f"limit_memory costs {cost['limit_us']:.0f} µs an operation, a trace {cost['trace_us']:.0f} µs "
         f"({cost['model']}: {cost['operations']} operations).",

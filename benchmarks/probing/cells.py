@@ -41,6 +41,11 @@ class Cell:
         """Memory of the device in bytes."""
         return int(self.gib * GIB)
 
+    @property
+    def runs_peers(self) -> bool:
+        """Whether peers compute; else they are told what fits, as the limit alone decides what they try."""
+        return self.kind == CUDA or (self.kind == EMULATED and self.gib <= MODELS[self.model].peers_to_gib)
+
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
@@ -78,7 +83,7 @@ def measure(cell: Cell) -> dict[str, Any]:
     choice = Choice(cell.budget, place(cell.kind), HIGH, start_size(limit))
     for name in PROGRAMS:
         if name != OURS and missing(name) is None:
-            outcome = count(name, limit, choice) if cell.kind == FAKE else run(cell, name, choice)
+            outcome = run(cell, name, choice) if cell.runs_peers else count(name, limit, choice)
             record["programs"][name] = asdict(outcome)
     return record
 

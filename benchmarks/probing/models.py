@@ -103,16 +103,18 @@ class Model:
     Attributes:
         build: Makes the network.
         samples: Makes inputs and targets that batches are filled with, in turn.
+        peers_to_gib: Largest budget in which peers compute on a CPU: in larger ones each would take minutes.
     """
 
     build: Callable[[], nn.Module]
     samples: Callable[[], Samples]
+    peers_to_gib: float = 2
 
 
 MODELS = {
-    "resnet34d 32": Model(resnet, lambda: images(32)),
-    "resnet34d 224": Model(resnet, lambda: images(224)),
-    "ViT": Model(vit, lambda: images(96)),
+    "resnet34d 32": Model(resnet, lambda: images(32), peers_to_gib=0.5),
+    "resnet34d 224": Model(resnet, lambda: images(224), peers_to_gib=0.5),
+    "ViT": Model(vit, lambda: images(96), peers_to_gib=1),
     "GPT, SDPA": Model(lambda: GPT(naive=False), sentences),
     "GPT, naive": Model(lambda: GPT(naive=True), sentences),
     "MLP": Model(perceptron, lambda: images(128)),
