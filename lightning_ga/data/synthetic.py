@@ -6,6 +6,8 @@ import torch
 
 from lightning_ga.data.images import ImageData, Labelled, Splits
 
+AT_ONCE = 1024  # pictures that are drawn in 32 bits at a time
+
 
 class Synthetic(ImageData):
     """Each class is a random pattern; its samples are the pattern under noise.
@@ -34,5 +36,8 @@ class Synthetic(ImageData):
 
     def _draw(self, count: int, patterns: torch.Tensor, generator: torch.Generator) -> Labelled:
         labels = torch.arange(count) % len(patterns)
-        noise = torch.randint(256, (count, *patterns.shape[1:]), generator=generator, dtype=torch.uint8)
-        return Labelled(torch.lerp(patterns[labels].float(), noise.float(), self.noise).to(torch.uint8), labels)
+        images = torch.empty(count, *patterns.shape[1:], dtype=torch.uint8)
+        for part, classes in zip(images.split(AT_ONCE), labels.split(AT_ONCE)):
+            noise = torch.randint(256, part.shape, generator=generator, dtype=torch.uint8)
+            part.copy_(torch.lerp(patterns[classes].float(), noise.float(), self.noise))
+        return Labelled(images, labels)
