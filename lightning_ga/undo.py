@@ -181,7 +181,10 @@ class Accumulations:
     @contextmanager
     def counted(self) -> Iterator[None]:
         """Within, backward passes are watched."""
-        hooks = [parameter.register_post_accumulate_grad_hook(self._count) for parameter in self._parameters]
+        hooks = [
+            parameter.register_post_accumulate_grad_hook(self._count)  # type: ignore[no-untyped-call]
+            for parameter in self._parameters
+        ]
         try:
             yield
         finally:

@@ -37,7 +37,7 @@ class Synthetic(ImageData):
     def _draw(self, count: int, patterns: torch.Tensor, generator: torch.Generator) -> Labelled:
         labels = torch.arange(count) % len(patterns)
         images = torch.empty(count, *patterns.shape[1:], dtype=torch.uint8)
-        for part, classes in zip(images.split(AT_ONCE), labels.split(AT_ONCE)):
+        for part, classes in zip(torch.split(images, AT_ONCE), torch.split(labels, AT_ONCE)):
             noise = torch.randint(256, part.shape, generator=generator, dtype=torch.uint8)
             part.copy_(torch.lerp(patterns[classes].float(), noise.float(), self.noise))
         return Labelled(images, labels)
