@@ -55,7 +55,7 @@ def text(record: Mapping[str, Any]) -> str:
     cells: Cells = record["cells"]
     cost = record["emulation"]
     parts = [
-        *(["Only the smallest budgets: --quick."] if record["quick"] else []),
+        *(["Only one budget of every model: --quick."] if record["quick"] else []),
         as_text(summary(cells)),
         "steps: median and most of a cell. seconds: sum over the cells that are timed.\n"
         "×: how many times what ours took, median over cells. Peers:\n"
@@ -83,7 +83,7 @@ def verdict(record: Mapping[str, Any]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, show, write; 1 if a target is missed."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.probe", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="the cheapest budget of every model; writes nothing")
+    parser.add_argument("--quick", action="store_true", help="one small budget of every model; writes nothing")
     settings = parser.parse_args(arguments)
     quiet()
     start = time.perf_counter()

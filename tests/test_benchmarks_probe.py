@@ -57,11 +57,11 @@ def test_doctests(name: str) -> None:
 
 
 def test_the_quick_list_has_every_model_once_on_each_device() -> None:
-    """In its smallest budget; a CUDA device adds cells of its own."""
+    """In one small budget; a CUDA device adds cells of its own."""
     assert [(cell.model, cell.gib, cell.kind) for cell in cells.quick(cuda=False)] == [
-        *((name, 0.5, EMULATED) for name in models.MODELS),
+        *((name, model.quick_gib, EMULATED) for name, model in models.MODELS.items()),
         *((name, 16, FAKE) for name in models.MODELS),
-        (cells.IN_TRAINER, 0.5, TRAINER),
+        (cells.IN_TRAINER, 0.25, TRAINER),
     ]
     assert {cell.kind for cell in cells.full(cuda=True)} == {EMULATED, FAKE, TRAINER, "cuda"}
     assert {cell.gib for cell in cells.full(cuda=False)} == {0.5, 1, 2, 16, 80}
