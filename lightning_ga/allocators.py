@@ -5,15 +5,16 @@ counts. Its private history is read in torch 2.11 and 2.15 (``torch/cuda/memory.
 live tensors alone are recorded.
 """
 
+import os
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 import torch
 
 from lightning_ga.replay import Trace, canonical
+from lightning_ga.segments import ROUNDING
 
 WITH_STATISTICS = ("cuda", "xpu")
-ROUNDING = 512  # bytes that these allocators round every block up to
 _MOST_EVENTS = 2_000_000
 
 
@@ -26,6 +27,9 @@ class AllocatorMeter:
 
     Args:
         device: A CUDA or XPU device: those whose allocators keep statistics.
+
+    Attributes:
+        segmented: Whether the allocator cuts its blocks out of segments of its own.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -33,6 +37,7 @@ class AllocatorMeter:
         self._backend: Any = getattr(torch, device.type)
         self._before = (0, 0)
         self._history = _history_of(device)
+        self.segmented = _cuts_segments(device)
 
     def allocated(self) -> int:
         """Bytes that tensors take now."""
@@ -98,15 +103,18 @@ class History:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._alive = 0
+        self._alive: int | None = None
 
     def start(self, alive: int) -> None:
-        """Record from here, where so many bytes are alive."""
-        self._alive = alive
-        self._switch("all", context=None, max_entries=_MOST_EVENTS, clear_history=True)
+        """Record from here, where so many bytes are alive; nothing, if someone else is recording."""
+        self._alive = None if torch._C._cuda_isHistoryEnabled() else alive
+        if self._alive is not None:
+            self._switch("all", context=None, max_entries=_MOST_EVENTS, clear_history=True)
 
     def trace(self, samples: int) -> Trace | None:
         """What was recorded, as a step of ``samples`` samples; ends the recording."""
+        if self._alive is None:
+            return None
         try:
             events = torch.cuda.memory._snapshot(self._device)["device_traces"][self._index()]
         finally:
@@ -121,11 +129,24 @@ class History:
 
 
 def _history_of(device: torch.device) -> History | None:
+    """The allocator's history, unless it has none."""
     # ``clear_history`` came with torch 2.6: without it, earlier events would be read as this step's.
-    known = hasattr(torch.cuda.memory, "_record_memory_history_impl")
+    known = hasattr(torch.cuda.memory, "_record_memory_history_impl") and hasattr(torch._C, "_cuda_isHistoryEnabled")
     if device.type != "cuda" or not known or tuple(map(int, torch.__version__.split(".")[:2])) < (2, 6):
         return None
-    return History(device)
+    return History(device) if _is_native() else None
+
+
+def _is_native() -> bool:
+    return torch.cuda.memory.get_allocator_backend() == "native"
+
+
+def _cuts_segments(device: torch.device) -> bool:
+    """Whether ``segments`` describes the allocator: it is native, and not told to let its segments grow."""
+    if device.type == "cuda" and not _is_native():
+        return False
+    settings = (os.environ.get(f"PYTORCH_{prefix}ALLOC_CONF", "") for prefix in ("", "CUDA_", "HIP_", "XPU_"))
+    return not any("expandable_segments:true" in text.lower().replace(" ", "") for text in settings)
 
 
 def events_as_trace(events: Iterable[Mapping[str, Any]], samples: int, alive: int) -> Trace:
@@ -147,12 +168,14 @@ def events_as_trace(events: Iterable[Mapping[str, Any]], samples: int, alive: in
     sizes, stream, initial = [alive], [], []
     held: dict[int, int] = {}
     for event in events:
+        if event["action"] not in ("alloc", "free_requested"):
+            continue  # segments, and failures, which have no address
         address, size = event["addr"], event["size"]
         if event["action"] == "alloc":
             held[address] = len(sizes)
             stream.append(len(sizes))
             sizes.append(size)
-        elif event["action"] == "free_requested":
+        else:
             number = held.pop(address, len(sizes))
             if number == len(sizes):
                 sizes.append(size)

@@ -1,10 +1,13 @@
 """Peak memory by micro-batch size, read off the steps that were tried. Pure."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_ga.replay import Replay, Trace, extrapolate
 from lightning_ga.results import Trial
+from lightning_ga.segments import replay_segments
 
+# A caching allocator hands out somewhat more than is asked for, and kernels choose their workspaces by size.
+TOLERANCE = 0.016  # of a measured peak
 Step = tuple[Trial, tuple[Trace, ...]]  # one that fits, and what was recorded of it
 
 
@@ -14,11 +17,20 @@ class Curve:
 
     With a replay, the one line is what the traces did not see. Without, there is a line for every
     phase of the step that the traces tell apart, or one through the measured peaks.
+
+    Attributes:
+        replay: What the traces saw.
+        samples: The two sizes that were traced or measured.
+        lines: Bytes at these two sizes.
+        rounding: Bytes that the allocator rounds up to: 1 where sizes are exact.
+        segmented: Whether the allocator cuts its blocks out of segments.
     """
 
     replay: Replay | None
     samples: tuple[int, int]
-    lines: tuple[tuple[int, int], ...]  # bytes at these two sizes
+    lines: tuple[tuple[int, int], ...]
+    rounding: int = 1
+    segmented: bool = False
 
     @property
     def is_replay(self) -> bool:
@@ -32,39 +44,53 @@ class Curve:
 
     def __call__(self, samples: int) -> int:
         """Peak bytes at a size."""
-        low, high = self.samples
-        rest = max(end + max(0, end - start) * (samples - high) // (high - low) for start, end in self.lines)
-        return max(rest, 0) + (0 if self.replay is None else self.replay(samples))
+        return self._unseen(samples) + self._seen(samples)[0]
+
+    def needs(self, samples: int) -> int:
+        """Bytes that a budget must leave: with segments, what the allocator reserves for that peak."""
+        return self._unseen(samples) + self._seen(samples)[1]
 
     def confirms(self, trial: Trial, traces: tuple[Trace, ...]) -> bool:
-        """Whether a further trial has the predicted peak to the byte, and the stream of one of its traces."""
+        """Whether a further trial has the predicted peak, and the stream of one of its traces.
+
+        To the byte where sizes are exact, else as closely as an allocator's word can be predicted.
+        """
         aligned = self.replay is None or not traces or any(map(self.replay.confirms, traces))
-        return aligned and self(trial.micro_batch_size) == trial.peak_bytes
+        tolerance = TOLERANCE * trial.peak_bytes if self.rounding > 1 else 0
+        return aligned and abs(self(trial.micro_batch_size) - trial.peak_bytes) <= tolerance
+
+    def _unseen(self, samples: int) -> int:
+        low, high = self.samples
+        return max(0, *(end + max(0, end - start) * (samples - high) // (high - low) for start, end in self.lines))
+
+    def _seen(self, samples: int) -> tuple[int, int]:
+        """Bytes handed out, and bytes reserved for them."""
+        if self.replay is None:
+            return 0, 0
+        if self.segmented:
+            return replay_segments(self.replay.sizes(samples), self.replay.second.events)
+        peak = self.replay(samples)
+        return peak, peak
 
 
-def fit_curve(fitting: list[Step], rounding: int) -> Curve | None:
+def fit_curve(fitting: list[Step], rounding: int, *, segmented: bool = False) -> Curve | None:
     """The curve through the two largest steps; by replay, then by phase, if the two largest traces allow."""
     traced = [pair for pair in fitting if pair[1]][-2:]
     pairs = list(zip(*(traces for _, traces in traced))) if len(traced) == 2 else []
     for first, second in pairs:
         replay = extrapolate(first, second, rounding=rounding)
         if replay is not None:
-            return Curve(replay, (first.samples, second.samples), (_unseen(traced, (first, second), rounding),))
+            seen = Curve(replay, (first.samples, second.samples), ((0, 0),), rounding, segmented)
+            unseen = [trial.peak_bytes - seen(trial.micro_batch_size) for trial, _ in traced]
+            return replace(seen, lines=((unseen[0], unseen[1]),))
     for first, second in pairs:
         if len(first.marks) == len(second.marks) > 0:
-            unseen = _unseen(traced, (first, second), rounding)
+            unseen = [trial.peak_bytes - trace.peak(rounding) for (trial, _), trace in zip(traced, (first, second))]
             phases = zip(first.phase_peaks(rounding), second.phase_peaks(rounding))
             lines = tuple((start + unseen[0], end + unseen[1]) for start, end in phases)
-            return Curve(None, (first.samples, second.samples), lines)
+            return Curve(None, (first.samples, second.samples), lines, rounding)
     if len(fitting) < 2:
         return None
     small, large = fitting[-2][0], fitting[-1][0]
-    return Curve(None, (small.micro_batch_size, large.micro_batch_size), ((small.peak_bytes, large.peak_bytes),))
-
-
-def _unseen(
-    traced: list[tuple[Trial, tuple[Trace, ...]]], traces: tuple[Trace, Trace], rounding: int
-) -> tuple[int, int]:
-    """Bytes of two steps that their traces did not see."""
-    small, large = (trial.peak_bytes - trace.peak(rounding) for (trial, _), trace in zip(traced, traces))
-    return small, large
+    line = (small.peak_bytes, large.peak_bytes)
+    return Curve(None, (small.micro_batch_size, large.micro_batch_size), (line,), rounding)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from lightning_ga.allocators import WITH_STATISTICS
 from lightning_ga.memory import enforced_budget, parse_budget, total_memory
 from lightning_ga.plan import require_count
 from lightning_ga.prober import Prober, quick_collection
@@ -93,7 +94,9 @@ def find_micro_batch(
 
 
 def _device(device: torch.device | str | None) -> torch.device:
-    if device is not None:
-        return torch.device(device)
+    """The device with its number: some of PyTorch's functions refuse a bare ``"cuda"``."""
     current = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return current or torch.device("cpu")
+    chosen = torch.device(device) if device is not None else current or torch.device("cpu")
+    if chosen != current or chosen.type not in WITH_STATISTICS:
+        return chosen
+    return torch.device(chosen.type, getattr(torch, chosen.type).current_device())

@@ -5,13 +5,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_ga.allocators import ROUNDING, WITH_STATISTICS, AllocatorMeter
+from lightning_ga.allocators import WITH_STATISTICS, AllocatorMeter
 from lightning_ga.errors import UserError
 from lightning_ga.live import LiveMemory
 from lightning_ga.memory import available_memory, is_emulated
@@ -20,6 +21,7 @@ from lightning_ga.optimizers import SteppingOptimizers
 from lightning_ga.replay import Trace
 from lightning_ga.results import ProbeResult, Trial, outdated
 from lightning_ga.search import Search, trace_sizes
+from lightning_ga.segments import ROUNDING
 
 # Share of a CPU's available memory that a step may take: the rest is for kernels' scratch and other processes.
 CPU_SHARE = 0.8
@@ -64,6 +66,7 @@ class Prober:
         self.optimizers = SteppingOptimizers()
         self.trials: list[Trial] = []
         self.steps = 0
+        self.least: float = inf  # smallest size whose step ran
 
     def find(self, high: int, predict_only: bool | None, known: ProbeResult | None) -> ProbeResult:
         """Verify what is known; else warm up, then do what the search proposes until it proposes nothing new."""
@@ -90,12 +93,14 @@ class Prober:
 
     def _search(self, high: int, predict_only: bool | None) -> Search:
         """Run a search to its end."""
+        self.least = inf
         high, sizes = self._warm_up(high)
         search = Search(
             high=high,
             budget=self._prepare(),
             sizes=sizes,
             rounding=self.meter.rounding,
+            segmented=self.allocator is not None and self.allocator.segmented,
             predict_only=self._is_cautious(predict_only),
             closest=CLOSEST if self._is_real_cpu() else 1.0,
         )
@@ -115,6 +120,7 @@ class Prober:
             self.warm_up()
             self._put_back()
         cautious = self._is_cautious(predict_only)
+        self.least = 0  # an error of two meanings is for the search to judge, which follows a failure
         trial, _ = self._try(min(2, limit) if cautious else limit, record=False)
         budget = self._prepare()
         peak = known.peak_bytes if limit == known.limit or cautious else trial.peak_bytes
@@ -184,6 +190,7 @@ class Prober:
             self.optimizers.regrade(graded)
         if fatal and failure is not None:
             raise failure
+        self.least = min(self.least, size if failure is None else inf)
         fits = self.agree(failure is None and undisturbed and trial.peak_bytes <= budget)
         return replace(trial, fits=fits), traces if fits else ()
 
@@ -231,10 +238,9 @@ class Prober:
         """Whether a failed step means that its size does not fit."""
         if is_out_of_memory(failure):
             return True
-        smaller = any(trial.fits and trial.micro_batch_size < size for trial in self.trials)
         larger = any(not trial.fits and trial.micro_batch_size > size for trial in self.trials)
         # BatchNorm refuses one sample: with two known to be too many, no size is left.
-        return (smaller and is_ambiguous_out_of_memory(failure)) or (size == 1 and larger)
+        return (self.least < size and is_ambiguous_out_of_memory(failure)) or (size == 1 and larger)
 
     def _smallest(self, value: int) -> int:
         """The smallest value over ranks, from answers of ``agree`` alone: all ranks ask the same questions."""

@@ -13,6 +13,8 @@ from lightning_ga.replay import Trace, largest_fitting
 from lightning_ga.results import Trial
 
 CURVE_POINTS = 32
+# Where an allocator does not repeat itself to the byte, the search ends this close to the smallest failure.
+CLOSE_ENOUGH = 0.995
 
 
 def trace_sizes(high: int, budget: int, *, alive: int = 0, growing: int = 0, warm_up: int = 2) -> tuple[int, ...]:
@@ -55,6 +57,7 @@ class Search:
         budget: Bytes that a step may take.
         sizes: First sizes to trace, in rising order.
         rounding: Bytes that the allocator rounds up to: 1 on a CPU, 512 on CUDA.
+        segmented: Whether the allocator cuts blocks out of segments: the budget bounds these.
         predict_only: Try nothing near the budget: the result is ``predicted`` then.
         closest: Share of the budget that a trial may come to where only that leads on.
 
@@ -73,11 +76,13 @@ class Search:
         budget: int,
         sizes: tuple[int, ...] = (4, 8),
         rounding: int = 1,
+        segmented: bool = False,
         predict_only: bool = False,
         closest: float = 1.0,
     ) -> None:
         self.budget = budget
         self.rounding = rounding
+        self.segmented = segmented
         self.predict_only = predict_only
         self._closest = int(closest * budget)
         self.limit = 0
@@ -91,7 +96,7 @@ class Search:
 
     def propose(self) -> int:
         """The next size to try, below ``ceiling``; ``limit`` itself at the end."""
-        if self.limit + 1 >= self.ceiling:
+        if self.limit + 1 >= self.ceiling or self._is_close_enough():
             return self.limit
         for size in self._sizes:
             if self.limit < size < self.ceiling:
@@ -110,7 +115,7 @@ class Search:
         """Take the outcome of one step, with its traces if it fits and was recorded, the best first."""
         size, traces = trial.micro_batch_size, tuple(trace for trace in recorded if trace is not None)
         if self._curve is not None:
-            foreseen = self._curve.confirms(trial, traces) if trial.fits else self._curve(size) > self.budget
+            foreseen = self._curve.confirms(trial, traces) if trial.fits else self._curve.needs(size) > self.budget
             self._verified |= foreseen and trial.fits
             self._misled |= not foreseen
         if not trial.fits:
@@ -119,7 +124,7 @@ class Search:
             return
         self.limit = max(self.limit, size)
         self._fitting = sorted([*self._fitting, (trial, traces)], key=lambda pair: pair[0].micro_batch_size)
-        self._curve = fit_curve(self._fitting, self.rounding)
+        self._curve = fit_curve(self._fitting, self.rounding, segmented=self.segmented)
 
     @property
     def wants_trace(self) -> bool:
@@ -131,7 +136,7 @@ class Search:
         """The limit where nothing may be tried: predicted if the streams align, else the largest that was tried."""
         if self._curve is None or not self._curve.is_replay:
             return self.limit
-        return max(self.limit, largest_fitting(self._curve, self.limit + 1, self.ceiling - 1, self.budget))
+        return max(self.limit, largest_fitting(self._curve.needs, self.limit + 1, self.ceiling - 1, self.budget))
 
     def predict(self, samples: int) -> int | None:
         """Predicted peak in bytes at a micro-batch of ``samples``, ``None`` before two steps were measured."""
@@ -168,8 +173,12 @@ class Search:
     def _is_quadratic(self) -> bool:
         return self._curve is not None and self._curve.is_quadratic
 
+    def _is_close_enough(self) -> bool:
+        """Whether a trial failed so near that looking any closer would measure the allocator's moods."""
+        return self.rounding > 1 and self._misses > 0 and self.limit >= CLOSE_ENOUGH * (self.ceiling - 1)
+
     def _is_proven(self) -> bool:
-        """Whether a replay's word counts as a trial: one confirmed it to the byte, and none ever contradicted it."""
+        """Whether a replay's word counts as a trial: one confirmed it, and none ever contradicted it."""
         return self._verified and not self._misled and self._curve is not None and self._curve.is_replay
 
     def _guess(self) -> int:
@@ -177,13 +186,13 @@ class Search:
         low, high = self.limit, self.ceiling - 1
         if self._curve is None:
             return _between(low, self.ceiling) if self._misses else min(2 * low, high)
-        guess = largest_fitting(self._curve, low + 1, self._high, self.budget)
+        guess = largest_fitting(self._curve.needs, low + 1, self._high, self.budget)
         if guess < self.ceiling:
             return guess
         # The curve said that the size that failed fits. An allocator may be fragmented: spare 2, 4, 8 % of the budget.
         if (self._curve.is_replay or len(self._curve.lines) > 1) and self._misses <= 3:
             spare = self.budget * 2**self._misses // 100
-            guess = largest_fitting(self._curve, low + 1, high, self.budget - spare)
+            guess = largest_fitting(self._curve.needs, low + 1, high, self.budget - spare)
         return guess if low < guess < self.ceiling else _between(low, self.ceiling)
 
     def _approach(self) -> int:

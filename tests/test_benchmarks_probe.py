@@ -160,7 +160,7 @@ def small_cell(**changes: Any) -> dict[str, Any]:
         ({"found": 21}, 1),
         ({"steps": 6}, 1),
         ({"ooms": 1}, 1),
-        ({"ooms": 1, "method": "bracket"}, 0),
+        ({"ooms": 1, "method": "bracket"}, 1),
         ({"seconds": 3.0}, 1),
     ],
 )

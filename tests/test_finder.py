@@ -272,7 +272,10 @@ def test_an_ambiguous_error_counts_only_if_a_smaller_size_passed() -> None:
 
         return step
 
-    assert find_micro_batch(engine(20), high=64, budget="1GiB", device="cpu").limit == 20
+    found = find_micro_batch(engine(20), high=64, budget="1GiB", device="cpu")
+    assert found.limit == 20
+    assert find_micro_batch(engine(3), high=64, budget="1GiB", device="cpu").limit == 3
+    assert find_micro_batch(engine(9), high=64, budget="1GiB", device="cpu", known=found).limit == 9
     with pytest.raises(RuntimeError, match="unable to find an engine"):
         find_micro_batch(engine(0), high=64, budget="1GiB", device="cpu")
 
@@ -383,6 +386,7 @@ class FakeCuda:
     """Statistics of an allocator with a workspace that no tensor holds, over the live tensors of a CPU."""
 
     memory: LiveMemory
+    segmented = False
 
     def __init__(self, device: torch.device) -> None:
         assert device.type == "cuda"

@@ -15,6 +15,7 @@ from benchmarks.probing.programs import OURS, PROGRAMS, Choice, missing, start_s
 from benchmarks.probing.throughput import finish
 from benchmarks.probing.training import Oracle, Training
 from lightning_ga import UserError, is_out_of_memory
+from lightning_ga.allocators import AllocatorMeter
 from lightning_ga.oom import release
 
 HIGH = 2**24  # samples: far above every limit, the same for ours and for Lightning's max_val
@@ -138,17 +139,28 @@ def true_limit(cell: Cell, guess: int) -> int:
 
 
 def passes(training: Training, size: int) -> bool:
-    """Whether a step runs; afterwards its memory is free and every parameter has a gradient, as before."""
-    failure = None
+    """Whether a step runs; afterwards its memory is free and every parameter has a gradient, as before.
+
+    On CUDA it starts with an empty cache, and passes only if the allocator need not free its cache again
+    to go on: it would do so in every step.
+    """
+    device = training.samples[0].device
+    meter = AllocatorMeter(device) if device.type == "cuda" else None
+    failure, undisturbed = None, True
     try:
+        if meter is not None:
+            meter.start()
         training.step(size)
+        if meter is not None:
+            _, undisturbed = meter.finish()
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
         failure = error
-    if failure is None:
+    if failure is None and undisturbed:
         return True
-    release(failure)
+    if failure is not None:
+        release(failure)
     training.step(SMALL)
     return False
 
