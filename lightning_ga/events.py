@@ -51,6 +51,15 @@ def optimizer_step_failed(memory: str) -> RankError:
     )
 
 
+def changed_by_the_step(stage: str, what: str, memory: str) -> RankError:
+    """The error where a failed step has changed what no copy was made of."""
+    return RankError(
+        f"Memory ran out in {stage} ({memory}) after the step had changed {what}, so it cannot be run again with the "
+        "same result: let it change a copy, or change weights in a hook such as on_train_batch_end; or give a lower "
+        "max_micro_batch_size or memory_budget."
+    )
+
+
 def cannot_run_again(stage: str, why: str, memory: str) -> RankError:
     """The error where a retry of one rank would leave the others waiting."""
     return RankError(

@@ -7,18 +7,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_ga import ranks, seams
 from lightning_ga.attempts import Piece
 from lightning_ga.events import OomEvent, optimizer_step_failed
+from lightning_ga.gradient_marks import Accumulations, GradientMarks, left_alone
 from lightning_ga.gradients import WindowGradients
 from lightning_ga.memory import describe_memory
 from lightning_ga.merge import merge_outputs
 from lightning_ga.oom import is_out_of_memory, release
 from lightning_ga.survive import Done, Job, Survivor
-from lightning_ga.undo import Accumulations, GradientMarks, left_alone
 
 MakeClosure = Callable[[Any, Optimizer, int], Any]
 
@@ -37,7 +36,7 @@ class SurvivingSteps:
         self.trainer, self.survivor, self.gradients = trainer, survivor, gradients
         self.by_hand = by_hand
         self.expected: int | None = None  # samples of the next micro-batch, where that is known
-        self.repeated: list[Parameter] | None = None  # added to more than once a pass; known once one went through
+        self.repeated: list[Tensor] | None = None  # added to more than once a pass; known once one went through
 
     def closure(self, make: MakeClosure, kwargs: Any, optimizer: Optimizer, batch_idx: int) -> "PiecewiseClosure":
         """The closure of one micro-batch."""
@@ -56,15 +55,14 @@ class PiecewiseClosure:
         self._marks: GradientMarks | None = None
         self._begun = False  # an attempt runs; one whose samples do not reach the device has not begun
         self._zeroed = False  # a piece went through, and had gradients zeroed if it had to
-        self._complete: dict[Piece | None, list[Parameter]] = {}  # gradients that a failed piece left complete
+        self._complete: dict[Piece | None, list[Tensor]] = {}  # gradients that a failed piece left complete
 
     def __call__(self, *_: Any) -> Tensor | None:
         """Run the micro-batch; its loss as the loop divides it."""
         steps, batch = self._steps, self._kwargs["batch"]
         self._zeroed, self._complete = False, {}
-        done = steps.survivor.run(
-            Job(batch, "training", self._run, steps.expected, weigh=self._share, failed=self._failed)
-        )
+        job = Job(batch, "training", self._run, steps.expected, weigh=self._share, failed=self._failed)
+        done = steps.survivor.run(job)
         self._result = _as_result(done)
         if steps.by_hand and seams.window_is_over(steps.trainer):
             ranks.average_over_ranks(steps.trainer)
@@ -121,7 +119,7 @@ class PiecewiseClosure:
         if self._marks is not None:
             self._complete[piece] = self._marks.put_back()
 
-    def _complete_for(self, piece: Piece) -> list[Parameter]:
+    def _complete_for(self, piece: Piece) -> list[Tensor]:
         """Parameters whose gradients already hold what a piece would add: it is part of one that failed."""
         around = [failed for failed in self._complete if failed is None or failed.contains(piece)]
         return list({id(p): p for failed in around for p in self._complete[failed]}.values())

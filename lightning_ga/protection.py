@@ -74,7 +74,7 @@ class Protection:
     def memory(self) -> Iterator[torch.Tensor]:
         """What it holds on the device while training runs."""
         if self.survivor.retries:
-            yield from self.survivor.state.buffers.tensors()
+            yield from self.survivor.state.tensors()
 
     def watch_training(self, gradients: WindowGradients, *, in_step: bool) -> None:
         """Guard training from here on; ``in_step``: batches are cut there even if nothing fails."""
@@ -148,8 +148,9 @@ class Protection:
             return step(*arguments)
         if survivor.retries:
             ranks.share_buffers_before_forward(self._trainer)
-        batch, *rest = arguments
-        done = survivor.run(Job(batch, seams.stage(self._trainer), lambda part, _: step(part, *rest)))
+        batch, *rest = arguments  # the number of the batch, and that of its loader where there are several
+        loader = rest[1] if len(rest) > 1 else 0
+        done = survivor.run(Job(batch, seams.stage(self._trainer), lambda part, _: step(part, *rest), loader=loader))
         return merge_outputs(done.results, done.sizes) if done.sizes else done.results[0]
 
 

@@ -575,7 +575,10 @@ def intercept_evaluation(trainer: Any, around: Callable[..., Any], move: Callabl
     to_device = type(strategy).batch_to_device
 
     def batch_to_device(batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
-        return move(lambda part: to_device(strategy, part, device=device, dataloader_idx=dataloader_idx), batch)
+        def to_there(part: Any) -> Any:
+            return to_device(strategy, part, device=device, dataloader_idx=dataloader_idx)
+
+        return move(to_there, batch, dataloader_idx)
 
     shadow(strategy, "batch_to_device", batch_to_device)
 
@@ -586,6 +589,8 @@ def release_evaluation(trainer: Any) -> None:
         unshadow(trainer.strategy, name)
 
 
-def parameters(trainer: Any) -> list[torch.nn.Parameter]:
-    """The module's parameters."""
-    return list(trainer.lightning_module.parameters())
+def parameters(trainer: Any) -> list[torch.Tensor]:
+    """The module's parameters, and tensors that only an optimizer knows."""
+    groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+    known = [*trainer.lightning_module.parameters(), *(tensor for group in groups for tensor in group["params"])]
+    return list({id(tensor): tensor for tensor in known}.values())

@@ -14,13 +14,20 @@ from typing import Any
 from lightning_ga import ranks, seams
 from lightning_ga.attempts import Outcome, Piece, even_pieces, run_pieces
 from lightning_ga.batch_metrics import whole_batch_metrics
-from lightning_ga.events import OomEvent, cannot_run_again, fewer_samples_than_ranks, one_sample_too_large
+from lightning_ga.events import (
+    OomEvent,
+    cannot_run_again,
+    changed_by_the_step,
+    fewer_samples_than_ranks,
+    one_sample_too_large,
+)
 from lightning_ga.fingerprint import describe_value
 from lightning_ga.ledger import Ledger
 from lightning_ga.memory import describe_memory
 from lightning_ga.oom import is_ambiguous_out_of_memory, is_out_of_memory, release
 from lightning_ga.plan import plan_accumulation, split_evenly
 from lightning_ga.sample_axis import Layout, read_layout
+from lightning_ga.snapshot import RandomState
 from lightning_ga.split import split_batch
 from lightning_ga.undo import AttemptState
 
@@ -34,6 +41,7 @@ class Job:
         stage: What it is for: ``"training"``, ``"validation"``, ``"test"`` or ``"prediction"``.
         run: Runs some samples of it: the part of the batch, and which piece it is.
         expected: Samples that it should hold, where that is known.
+        loader: Which of several loaders of its stage it comes from.
         weigh: What a piece weighs in means over the batch.
         failed: Undoes what an attempt at a piece changed beyond what all stages change.
     """
@@ -42,6 +50,7 @@ class Job:
     stage: str
     run: Callable[[Any, Piece | None], Any]
     expected: int | None = None
+    loader: int = 0
     weigh: Callable[[Any, Piece], float] = lambda _, piece: float(piece.samples)
     failed: Callable[[Piece | None], None] = lambda _: None
 
@@ -89,7 +98,7 @@ class Survivor:
         self.unknown: set[str] = set()
         self._report = report
         self._state: AttemptState | None = None
-        self._layouts: dict[str, Layout] = {}
+        self._layouts: dict[tuple[str, int], Layout] = {}
         self._move: Callable[[Any], Any] = lambda batch: batch
         self._on_host = False  # the current batch stays there, to be moved in pieces
         self._failure: Exception | None = None
@@ -122,7 +131,7 @@ class Survivor:
         self._on_host = False
         return done
 
-    def move(self, move: Callable[[Any], Any], batch: Any) -> Any:
+    def move(self, move: Callable[[Any], Any], batch: Any, loader: int = 0) -> Any:
         """Move a batch to the device; one that is too large stays on the host and is moved in pieces."""
         self._move, self._on_host = move, False
         if not self.active:
@@ -131,12 +140,15 @@ class Survivor:
         limit = self.limits.get(stage)
         if limit is not None:
             expected = self.coming(batch) if stage == "training" else None
-            self._on_host = self.samples(batch, stage, expected) > limit
+            self._on_host = self.samples(batch, stage, expected, loader) > limit
         if self._on_host:
             return batch
+        before = RandomState() if self.retries else None
         went_through, moved = self._attempt(stage, lambda: move(batch))
         if went_through:
             return moved
+        if before is not None:  # hooks around the way to the device may draw numbers
+            before.restore()
         self._on_host = True
         return batch
 
@@ -145,7 +157,7 @@ class Survivor:
         limit = self.limits.get(job.stage)
         if limit is None or job.stage not in self.waiting | self.unknown:
             return None
-        samples = self.samples(job.batch, job.stage, job.expected)
+        samples = self.samples(job.batch, job.stage, job.expected, job.loader)
         pieces = seams.largest_over_ranks(self._trainer, -(-samples // limit))
         if pieces > samples and job.stage not in self.waiting:
             return None
@@ -157,13 +169,16 @@ class Survivor:
         if together is not None:
             return together == 1
         limit = self.limits.get(job.stage)
-        return not self._on_host and (limit is None or self.samples(job.batch, job.stage, job.expected) <= limit)
+        return not self._on_host and (
+            limit is None or self.samples(job.batch, job.stage, job.expected, job.loader) <= limit
+        )
 
     def _whole(self, job: Job, ledger: Ledger) -> Done | None:
         """The batch as it is; ``None`` if it does not fit."""
-        self._keep()
+        self._keep(job.batch)
         went_through, result = self._attempt(job.stage, lambda: job.run(job.batch, None))
         if went_through:
+            self._learn()
             ledger.keep(1.0)
             return Done((result,))
         ledger.drop()
@@ -171,7 +186,7 @@ class Survivor:
         return None
 
     def _in_pieces(self, job: Job, ledger: Ledger, together: int | None) -> Done:
-        layout = self.layout(job.batch, job.stage, job.expected)
+        layout = self.layout(job.batch, job.stage, job.expected, job.loader)
         if self._failure is not None:
             self._refuse(layout.samples, job, job.batch)
         limit = min([self.limits.get(job.stage, layout.samples), *((size + 1) // 2 for size in self._refused)])
@@ -180,9 +195,10 @@ class Survivor:
 
         def attempt(piece: Piece) -> tuple[bool, Any]:
             part = self._cut(job.batch, layout, piece)
-            self._keep()
+            self._keep(part)
             went_through, result = self._attempt(job.stage, lambda: job.run(self._on_device(part), piece))
             if went_through:
+                self._learn()
                 if self._refused:  # a step that failed before it came to wait for the others
                     self._raise_if_others_wait(job.stage)
                 weight = job.weigh(part, piece)
@@ -208,13 +224,21 @@ class Survivor:
         results, weights = zip(*outcome.results)
         return Done(results, sizes, weights)
 
-    def _keep(self) -> None:
+    def _keep(self, batch: Any) -> None:
         if self.retries:
-            self.state.keep()
+            self.state.keep(batch)
+
+    def _learn(self) -> None:
+        if self.retries:
+            self.state.learn()
 
     def _undo(self, job: Job, piece: Piece | None) -> None:
-        self.state.put_back()
+        lost = self.state.put_back()
         job.failed(piece)
+        failure = self._failure
+        if lost is not None and failure is not None:
+            self._refused, self._failure = [], None
+            raise changed_by_the_step(job.stage, lost, describe_memory(self._trainer.strategy.root_device)) from failure
 
     def _attempt(self, stage: str, run: Callable[[], Any]) -> tuple[bool, Any]:
         """Whether it went through, and what came of it; freed outside of the ``except`` block, which pins memory."""
@@ -260,18 +284,18 @@ class Survivor:
         memory = describe_memory(self._trainer.strategy.root_device)
         raise one_sample_too_large(job.stage, describe_value(part), memory) from failure
 
-    def samples(self, batch: Any, stage: str, expected: int | None) -> int:
+    def samples(self, batch: Any, stage: str, expected: int | None, loader: int = 0) -> int:
         """How many samples a batch holds."""
-        return self.layout(batch, stage, expected).samples if expected is None else expected
+        return self.layout(batch, stage, expected, loader).samples if expected is None else expected
 
-    def layout(self, batch: Any, stage: str, expected: int | None) -> Layout:
-        """Where the samples of a batch are, as in the first batch of its stage."""
+    def layout(self, batch: Any, stage: str, expected: int | None, loader: int = 0) -> Layout:
+        """Where the samples of a batch are, as in the first batch of its loader."""
         if self._hook is not None:
             count = expected or getattr(batch, "num_graphs", None)
             if count is not None:
                 return Layout(int(count))
-        layout = read_layout(batch, expected=expected, like=self._layouts.get(stage))
-        self._layouts.setdefault(stage, layout)
+        layout = read_layout(batch, expected=expected, like=self._layouts.get((stage, loader)))
+        self._layouts.setdefault((stage, loader), layout)
         return layout
 
     def _cut(self, batch: Any, layout: Layout, piece: Piece) -> Any:

@@ -20,6 +20,7 @@ PURE = (
     "results",
     "schedule",
     "search",
+    "segments",
     "throughput",
     "weights",
     "windows",

@@ -1,6 +1,8 @@
 """What an attempt changes is put back, at next to no cost."""
 
+import dataclasses
 import random
+import weakref
 
 import numpy as np
 import pytest
@@ -9,7 +11,9 @@ import torchmetrics
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_ga.undo import SMALL, Accumulations, AttemptState, BufferStash, GradientMarks, left_alone
+from lightning_ga.gradient_marks import Accumulations, GradientMarks, left_alone
+from lightning_ga.stashes import SMALL, BufferStash
+from lightning_ga.undo import AttemptState
 
 
 def test_statistics_of_batch_norm_are_put_back() -> None:
@@ -44,14 +48,143 @@ def test_large_buffers_are_copied_when_they_change() -> None:
     module.memory.add_(1)
     stash.put_back()
     assert float(module.memory.sum()) == 0
+    stash.learn()
     module.memory.add_(1)
     stash.keep()
-    after = list(stash.tensors())
-    assert after[0] is first[0]
-    assert after[1] is not first[1]
+    assert [float(copy.max()) for copy in stash.tensors()] == [1, 1]
+    assert all(a is b for a, b in zip(first, stash.tensors()))
     module.memory.mul_(5)
     stash.put_back()
     assert float(module.memory.max()) == 1
+
+
+def test_large_buffers_that_change_by_their_data() -> None:
+    """As codebooks do; their versions tell nothing, so the first attempt is looked at."""
+    module = Large()
+    stash = BufferStash(module)
+    for value in (1.0, 2.0, 3.0):
+        stash.keep()
+        module.memory.data.add_(10)
+        stash.put_back()
+        stash.keep()
+        module.memory.data.add_(1)
+        stash.learn()
+        assert stash.lost() is None
+        assert float(module.memory.max()) == value
+    module.mask.data.zero_()
+    assert stash.lost() == "a buffer by its .data (mask)"
+
+
+def test_an_expanded_buffer_is_left_alone() -> None:
+    """Nothing can write to it."""
+    module = nn.Module()
+    module.register_buffer("mask", torch.ones(1, 5).expand(4, 5))
+    stash = BufferStash(module)
+    stash.keep()
+    stash.put_back()
+    assert list(stash.tensors()) == []
+
+
+class Follower(nn.Module):
+    """A student, a teacher that follows it, and notes of all kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student, self.teacher = nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False)
+        self.calls, self.sizes, self.losses, self.seen = 0, [4], [], {"last": torch.zeros(1)}
+        self.drop = nn.Dropout()
+        self.generator = torch.Generator().manual_seed(1)
+        self.centre = torch.zeros(2)
+        self.output: torch.Tensor | None = None
+
+    def step(self) -> None:
+        with torch.no_grad():
+            for mine, theirs in zip(self.teacher.parameters(), self.student.parameters()):
+                mine.mul_(0.9).add_(theirs, alpha=0.1)
+        self.student.requires_grad_(False)
+        self.calls += 1
+        self.losses.append(torch.zeros(1))
+        self.sizes.append(3)
+        self.seen["last"] = torch.ones(1)
+        self.drop.eval()
+        self.centre = self.centre + 1
+        torch.rand(1, generator=self.generator)
+        self.output = self.student(torch.ones(1, 2))
+
+
+def test_weights_and_attributes_that_a_step_changes_come_back() -> None:
+    module = Follower()
+    state = AttemptState(module)
+    state.keep(None)
+    module.step()
+    assert state.put_back() == "weights without an optimizer (teacher.weight)"
+    state.keep(None)
+    module.step()
+    state.learn()
+    module.student.requires_grad_(True)
+    module.drop.train()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    for _ in range(3):
+        state.keep(None)
+        drawn = module.generator.get_state()
+        module.step()
+        assert state.put_back() is None
+        assert all(torch.equal(before[name], value) for name, value in module.state_dict().items())
+        assert (len(module.losses), float(module.seen["last"]), module.drop.training) == (1, 1.0, True)
+        assert not module.teacher.weight.requires_grad
+        assert module.student.weight.requires_grad
+        assert torch.equal(module.generator.get_state(), drawn)
+        assert float(module.centre[0]) == 1
+    assert (module.calls, module.sizes) == (5, [4, 3, 3, 3, 3, 3])  # attempts
+
+
+def test_outputs_of_the_step_before_are_not_kept_alive() -> None:
+    module = Follower()
+    state = AttemptState(module)
+    module.output = torch.zeros(2**20)
+    module.losses.append(torch.zeros(2**20))
+    kept = [weakref.ref(module.output), weakref.ref(module.losses[0])]
+    state.keep(None)
+    module.output = None
+    module.losses.clear()
+    assert [held() for held in kept] == [None, None]
+    state.put_back()
+
+
+def test_a_tensor_that_is_no_buffer_and_changes_in_place_is_noticed() -> None:
+    module = Follower()
+    state = AttemptState(module)
+    state.keep(None)
+    module.centre.add_(1)
+    assert state.put_back() == "an attribute in place (centre, no buffer)"
+
+
+@dataclasses.dataclass
+class Sample:
+    """A batch of a kind of one's own."""
+
+    inputs: torch.Tensor
+    names: list[str]
+
+
+def test_containers_of_a_batch_get_their_contents_back() -> None:
+    """What a step pops and assigns; what it writes into a tensor is noticed."""
+    state = AttemptState(nn.Module())
+    batch = {"x": torch.zeros(3), "more": [torch.zeros(3), Sample(torch.ones(3), ["a"])]}
+    inside = batch["more"][1]
+    for _ in range(2):
+        state.keep(batch)
+        batch["x"] = batch["x"] / 2
+        inside.names.append("b")
+        inside.inputs = None
+        batch.pop("more").pop()
+        assert state.put_back() is None
+        assert batch["more"][1] is inside
+        assert inside.names == ["a"]
+        assert torch.equal(inside.inputs, torch.ones(3))
+    state.keep(batch)
+    inside.inputs.div_(2)
+    assert state.put_back() == "its batch in place (batch['more'][1].inputs)"
 
 
 def test_random_numbers_and_metrics_are_put_back() -> None:
@@ -60,7 +193,7 @@ def test_random_numbers_and_metrics_are_put_back() -> None:
     state = AttemptState(module)
     module.mean(1.0)
     module.cat(torch.ones(2))
-    state.keep()
+    state.keep(None)
     drawn = [torch.rand(3), random.random(), np.random.rand()]
     module.mean(9.0)
     module.cat(torch.zeros(3))

@@ -1,0 +1,108 @@
+"""Which gradients a failed backward pass has touched, and which of them are whole.
+
+A gradient that it has touched holds that pass's whole contribution, as autograd adds to a
+parameter's gradient once, when all of it is summed: so the next attempt leaves it alone. Nothing is
+copied for that. The first pass that goes through shows for which parameters it does not hold.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+
+class GradientMarks:
+    """Which gradients an attempt has touched, told by their versions: nothing is copied but what is repeated.
+
+    Args:
+        parameters: Parameters that may have a gradient.
+        repeated: Those that a backward pass adds to more than once; see ``Accumulations``.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor], repeated: Iterable[Tensor] = ()) -> None:
+        self._repeated = [(p, None if p.grad is None else p.grad.clone()) for p in repeated]
+        apart = {id(parameter) for parameter, _ in self._repeated}
+        self._parameters = [p for p in parameters if id(p) not in apart]
+        self._marks = [_mark(parameter) for parameter in self._parameters]
+
+    def put_back(self) -> list[Tensor]:
+        """Undo what can be half done; parameters that have the whole contribution of the attempt's samples."""
+        with torch.no_grad():
+            for parameter, gradient in self._repeated:
+                if gradient is None or parameter.grad is None:
+                    parameter.grad = gradient
+                else:
+                    parameter.grad.copy_(gradient)
+        pairs = zip(self._parameters, self._marks)
+        return [parameter for parameter, mark in pairs if _mark(parameter) != mark]
+
+
+class Accumulations:
+    """Counts how often a backward pass adds to each gradient, in the first that goes through.
+
+    Once, as a rule, however often a parameter is used. More than once where backward passes run
+    within one another: ``torch.utils.checkpoint`` with ``use_reentrant=True`` does that, and weights
+    that several checkpointed parts share are added to by each. Functions that write gradients by
+    themselves, as fused kernels do, are not counted, nor are parameters that are frozen between steps: what
+    changed without a count is taken for one of these.
+
+    Args:
+        parameters: Parameters that may have a gradient.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        self._parameters = list(parameters)
+        self._counts: Counter[int] = Counter()
+        self._marks = [_mark(parameter) for parameter in self._parameters]
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Within, backward passes are watched."""
+        hooks = [
+            parameter.register_post_accumulate_grad_hook(self._count)  # type: ignore[no-untyped-call]
+            for parameter in self._parameters
+            if parameter.requires_grad
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def repeated(self) -> list[Tensor]:
+        """Parameters that were added to more than once, or nobody knows how often."""
+        return [
+            parameter
+            for parameter, mark in zip(self._parameters, self._marks)
+            if self._counts[id(parameter)] > 1
+            or (not self._counts[id(parameter)] and _mark(parameter) not in (mark, _NO_GRADIENT))
+        ]
+
+    def _count(self, parameter: Tensor) -> None:
+        self._counts[id(parameter)] += 1
+
+
+@contextmanager
+def left_alone(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Within, backward passes add nothing to the gradients of these parameters."""
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    hooks = [parameter.register_hook(_nothing) for parameter in trained]  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _nothing(gradient: Tensor | None) -> Tensor | None:
+    return None if gradient is None else torch.zeros_like(gradient)
+
+
+_NO_GRADIENT = (0, 0)
+
+
+def _mark(parameter: Tensor) -> tuple[int, int]:
+    gradient = parameter.grad
+    return _NO_GRADIENT if gradient is None else (id(gradient), gradient._version)
