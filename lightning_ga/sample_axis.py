@@ -13,6 +13,8 @@ from numbers import Number
 from types import MappingProxyType
 from typing import Any, Literal
 
+import torch
+
 from lightning_ga.errors import UserError
 from lightning_ga.structures import Kind, is_plain_sequence, kind_of, leaf_length, open_container
 
@@ -105,6 +107,8 @@ def read_layout(batch: Any, *, expected: int | None = None, like: Layout | None 
     for vote in votes:
         if vote.length is None:
             raise UserError(_unknown_type(vote.path, vote.node))
+    if expected is not None and _are_second(votes, expected):
+        raise UserError(_samples_are_second(votes, expected))
     samples = _known_samples(votes, known)
     samples = _choose(votes, expected) if samples is None else samples
     reader = _Reader(samples, known, _has_list_of_samples(batch, samples))
@@ -137,6 +141,13 @@ def _known_samples(votes: list[_Vote], known: Mapping[str, Role]) -> int | None:
     """Length of the parts that had one entry for each sample in an earlier batch, if they agree."""
     lengths = {vote.length for vote in votes if known.get(vote.path) == "samples"}
     return lengths.pop() if len(lengths) == 1 else None
+
+
+def _are_second(votes: list[_Vote], expected: int) -> bool:
+    """Whether every part has the expected samples along its second axis and none along its first: time comes first."""
+    parts = [vote.node for vote in votes if isinstance(vote.node, torch.Tensor)]
+    second = [part.dim() > 1 and part.size(1) == expected != part.size(0) for part in parts]
+    return expected > 1 and bool(parts) and all(second)
 
 
 def _choose(votes: list[_Vote], expected: int | None) -> int:
@@ -257,6 +268,15 @@ def _either_way(path: str, samples: int) -> str:
     return (
         f"{path} has {samples} entries in a batch of {samples} samples, which may be one for each sample or belong to "
         f"all of them: make it one tensor, or {_WAY_OUT}."
+    )
+
+
+def _samples_are_second(votes: list[_Vote], expected: int) -> str:
+    shape = next(tuple(vote.node.shape) for vote in votes if isinstance(vote.node, torch.Tensor))
+    return (
+        f"The batch cannot be cut into samples: its {expected} samples lie along the second axis ({votes[0].path} has "
+        f"shape {shape}), as in sequences with time first, and samples are looked for along the first: yield "
+        "(samples, time, …) (batch_first=True), or define split_batch(self, batch, sizes) on the LightningModule."
     )
 
 

@@ -195,3 +195,14 @@ def test_an_unknown_type_is_refused(path: str) -> None:
     with pytest.raises(UserError, match=r"batch\['few'\]\[0\] is of the type Graphs"):
         read_layout({"x": torch.zeros(8), "few": [Graphs(), Graphs()]}, expected=8)
     assert batch_samples((torch.zeros(8), [Graphs() for _ in range(8)])) == 8
+
+
+def test_sequences_with_time_first_are_refused() -> None:
+    """They would be cut along time; a batch that lost samples on its way is not among these."""
+    batch = (torch.zeros(5, 8, 3), torch.zeros(5, 8, 3))
+    with pytest.raises(UserError, match=r"8 samples lie along the second axis \(batch\[0\] has shape \(5, 8, 3\)"):
+        read_layout(batch, expected=8)
+    assert read_layout(batch).samples == 5
+    assert read_layout(batch, expected=9).samples == 5
+    assert read_layout((torch.zeros(8, 8, 3),), expected=8).samples == 8
+    assert read_layout((torch.zeros(5, 8), torch.zeros(5)), expected=8).samples == 5
