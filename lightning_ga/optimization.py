@@ -1,22 +1,18 @@
-"""The steps of automatic optimization that survive: closures in pieces, and an optimizer step that may be run again."""
+"""The closures of automatic optimization, run whole or in pieces."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_ga import ranks, seams
 from lightning_ga.attempts import Piece
-from lightning_ga.events import OomEvent, optimizer_step_failed
 from lightning_ga.gradient_marks import Accumulations, GradientMarks, left_alone
 from lightning_ga.gradients import WindowGradients
-from lightning_ga.memory import describe_memory
 from lightning_ga.merge import merge_outputs
-from lightning_ga.oom import is_out_of_memory, release
 from lightning_ga.survive import Done, Job, Survivor
 
 MakeClosure = Callable[[Any, Optimizer, int], Any]
@@ -146,69 +142,3 @@ def _as_result(done: Done) -> _Result:
     if output is None:
         return _Result(None)
     return _Result(output["loss"], {key: value for key, value in output.items() if key != "loss"})
-
-
-class RepeatableStep:
-    """An optimizer's step that is run again after memory ran out in it, if nothing had been applied.
-
-    Args:
-        trainer: The Trainer.
-        report: Told of every error that was survived.
-    """
-
-    def __init__(self, trainer: Any, report: Callable[[OomEvent], None]) -> None:
-        self._trainer = trainer
-        self._report = report
-
-        self._before: OptimizerMarks | None = None
-
-    def __call__(self, step: Callable[[int, Any], None], batch_idx: int, closure: Any) -> None:
-        """Take the place of the loop's ``_optimizer_step``."""
-        self._before = None
-        try:
-            step(batch_idx, closure)
-            return
-        except Exception as error:
-            if self._before is None or not is_out_of_memory(error):
-                raise
-            failure = error
-        release(failure)
-        memory = describe_memory(self._trainer.strategy.root_device)
-        if self._before.has_changed():
-            raise optimizer_step_failed(memory) from failure
-        self._before.forget_what_was_made()
-        seams.step_again(self._trainer, self._trainer.optimizers[0])
-        self._report(OomEvent("the optimizer's step", self._trainer.global_step, 0, 0, memory))
-
-    def gradients_are_ready(self) -> None:
-        """Backward, hooks and clipping are done: all that is left is the update."""
-        self._before = OptimizerMarks(self._trainer.optimizers[0])
-
-
-class OptimizerMarks:
-    """Versions of an optimizer's parameters and states: nothing is copied."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
-        self._parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        self._versions = [parameter._version for parameter in self._parameters]
-        self._states = {key: _versions(state) for key, state in optimizer.state.items()}
-
-    def has_changed(self) -> bool:
-        """Whether a parameter, or a state that was there before, is another now."""
-        if any(p._version != version for p, version in zip(self._parameters, self._versions)):
-            return True
-        return any(
-            _versions(self._optimizer.state[key]) != versions for key, versions in self._states.items() if versions
-        )
-
-    def forget_what_was_made(self) -> None:
-        """Remove states that the failed step had begun to make."""
-        for key in [key for key in self._optimizer.state if not self._states.get(key)]:
-            del self._optimizer.state[key]
-
-
-def _versions(state: Any) -> dict[str, int]:
-    if not isinstance(state, dict):
-        return {}
-    return {name: value._version for name, value in state.items() if isinstance(value, torch.Tensor)}

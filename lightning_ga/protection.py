@@ -13,7 +13,8 @@ from lightning_ga.allocators import RetryWatch
 from lightning_ga.events import OomEvent
 from lightning_ga.gradients import WindowGradients
 from lightning_ga.merge import merge_outputs
-from lightning_ga.optimization import MakeClosure, RepeatableStep, SurvivingSteps
+from lightning_ga.optimization import MakeClosure, SurvivingSteps
+from lightning_ga.repeatable import RepeatableStep
 from lightning_ga.replayed import ReplayedWindow, evaluates_again
 from lightning_ga.survive import Job, Survivor, why_no_retries
 
@@ -57,6 +58,7 @@ class Protection:
         self._steps: SurvivingSteps | None = None
         self._retries = RetryWatch(trainer.strategy.root_device)
         self._limit_before: int | None = None
+        self._release_step: Callable[[], None] = lambda: None
 
     @property
     def limit(self) -> int | None:
@@ -98,7 +100,7 @@ class Protection:
             wrap = _chained(ReplayedWindow(trainer, gradients).closure, wrap)
         elif self.survivor.retries:
             repeatable = RepeatableStep(trainer, self._report)
-            seams.intercept_optimizer_step(trainer, repeatable, repeatable.gradients_are_ready)
+            self._release_step = seams.intercept_optimizer_step(trainer, repeatable, repeatable.gradients_are_ready)
         if wrap is not None:
             seams.intercept_closures(trainer, wrap)
 
@@ -133,7 +135,7 @@ class Protection:
     def stop_training(self) -> None:
         """Give the training loop its own ways back."""
         seams.release_closures(self._trainer)
-        seams.release_optimizer_step(self._trainer)
+        self._release_step()
 
     def stop(self) -> None:
         """Take everything out."""

@@ -145,7 +145,7 @@ def _known_samples(votes: list[_Vote], known: Mapping[str, Role]) -> int | None:
 
 def _are_second(votes: list[_Vote], expected: int) -> bool:
     """Whether every part has the expected samples along its second axis and none along its first: time comes first."""
-    parts = [vote.node for vote in votes if isinstance(vote.node, torch.Tensor)]
+    parts = [vote.node for vote in votes if isinstance(vote.node, torch.Tensor) and not vote.node.is_nested]
     second = [part.dim() > 1 and part.size(1) == expected != part.size(0) for part in parts]
     return expected > 1 and bool(parts) and all(second)
 

@@ -11,8 +11,9 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from functools import partial, wraps
 from importlib import import_module
+from types import MethodType
 from typing import Any
 
 import torch
@@ -528,37 +529,39 @@ def zeroes_gradients(closure: Any) -> bool:
     return closure._zero_grad_fn is not None
 
 
-def intercept_optimizer_step(trainer: Any, around: Callable[..., None], ready: Callable[[], None]) -> None:
-    """Let the loop take its optimizer steps through ``around(step, batch_idx, closure)`` (``automatic.py:239``).
+def intercept_optimizer_step(trainer: Any, around: Callable[..., Any], ready: Callable[[], None]) -> Callable[[], None]:
+    """Let the optimizer's step go through ``around(step, *arguments)``, whoever calls it; returns what undoes that.
 
     ``ready`` is called between clipping and the update (``plugins/precision/precision.py``, ``_after_closure``).
     """
-    loop, plugin = trainer.fit_loop.epoch_loop.automatic_optimization, trainer.precision_plugin
-    step, after_closure = type(loop)._optimizer_step, type(plugin)._after_closure
+    optimizer, plugin = trainer.optimizers[0], trainer.precision_plugin
+    after_closure, earlier = type(plugin)._after_closure, vars(optimizer).get("step")
+    step, active = optimizer.step, True
 
     def after(*arguments: Any) -> None:
         after_closure(plugin, *arguments)
         ready()
 
-    shadow(loop, "_optimizer_step", lambda *given: around(lambda *again: step(loop, *again), *given))
+    @wraps(step)
+    def through(_: Any, *arguments: Any, **settings: Any) -> Any:
+        return around(step, *arguments, **settings) if active else step(*arguments, **settings)
+
+    def release() -> None:
+        nonlocal active
+        active = False
+        unshadow(plugin, "_after_closure")
+        if vars(optimizer).get("step") is not method:  # a schedule has wrapped it since
+            return
+        if earlier is None:
+            unshadow(optimizer, "step")
+        else:
+            shadow(optimizer, "step", earlier)
+
+    # A method, as schedules of the learning rate wrap it by its ``__func__`` (``torch/optim/lr_scheduler.py``).
+    method = MethodType(through, optimizer)
+    shadow(optimizer, "step", method)
     shadow(plugin, "_after_closure", after)
-
-
-def release_optimizer_step(trainer: Any) -> None:
-    """Undo ``intercept_optimizer_step``."""
-    unshadow(trainer.fit_loop.epoch_loop.automatic_optimization, "_optimizer_step")
-    unshadow(trainer.precision_plugin, "_after_closure")
-
-
-def step_again(trainer: Any, optimizer: Any) -> None:
-    """The optimizer's step alone, after the loop's attempt failed in it, and the count that the loop left out."""
-    scaler = getattr(trainer.precision_plugin, "scaler", None)
-    if scaler is None:
-        optimizer.step()
-    else:
-        scaler.step(optimizer)
-        scaler.update()
-    trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.increment_completed()
+    return release
 
 
 STEPS = ("validation_step", "test_step", "predict_step")
