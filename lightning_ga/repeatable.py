@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from lightning_ga.events import OomEvent, optimizer_step_failed
 from lightning_ga.memory import describe_memory
@@ -24,8 +25,7 @@ class RepeatableStep:
         self._trainer = trainer
         self._report = report
         self._before: OptimizerMarks | None = None
-        # Whether versions tell what a step changes; PyTorch's own optimizers are known for it.
-        self._tells: bool | None = type(trainer.optimizers[0]).__module__.startswith("torch.optim.") or None
+        self._tells: bool | None = None  # whether versions tell what a step changes; known once one went through
 
     def __call__(
         self, step: Callable[..., Any], closure: Callable[[], Any] | None = None, *given: Any, **settings: Any
@@ -49,7 +49,7 @@ class RepeatableStep:
                 return result
             release(failure)
             memory = describe_memory(self._trainer.strategy.root_device)
-            if not self._tells or self._before.have_changed():
+            if not self._can_tell() or self._before.have_changed():
                 raise optimizer_step_failed(memory) from failure
             self._before.put_back()
             step(*(() if closure is None else (None,)), *given, **settings)
@@ -61,6 +61,18 @@ class RepeatableStep:
     def gradients_are_ready(self) -> None:
         """Backward, hooks and clipping are done: all that is left is the update."""
         self._before = OptimizerMarks(self._trainer.optimizers[0])
+
+    def _can_tell(self) -> bool:
+        """Whether versions can be relied on; in a first step, those of PyTorch's own optimizers.
+
+        Not so where a dispatch mode sees the step: operations on lists of tensors raise no versions then.
+        """
+        if self._tells is not None:
+            return self._tells
+        optimizer = self._trainer.optimizers[0]
+        by_lists = any(group.get("foreach") or group.get("fused") for group in optimizer.param_groups)
+        own = type(optimizer).__module__.startswith("torch.optim.")
+        return own and not (by_lists and _get_current_dispatch_mode() is not None)
 
     def _learn(self) -> None:
         """Weights that a step changes without raising their versions (by ``.data``) cannot be watched."""
@@ -80,12 +92,12 @@ class OptimizerMarks:
         weights = [weight for group in optimizer.param_groups for weight in group["params"]]
         graded = [weight for weight in weights if weight.grad is not None]
         self._weights = [_Mark(weight) for weight in graded]
-        states = [tensor for state in optimizer.state.values() for tensor in _tensors(state)]
+        owners = [*optimizer.param_groups, *(state for state in optimizer.state.values() if isinstance(state, dict))]
+        apart = {id(weight) for weight in weights}
+        states = [tensor for owner in owners for tensor in _tensors(owner) if id(tensor) not in apart]
         self._others = [_Mark(tensor) for tensor in (*states, *(weight.grad for weight in graded))]
         self._gradients = [(weight, weakref.ref(weight.grad)) for weight in graded]
-        owners = [*optimizer.param_groups, *(state for state in optimizer.state.values() if isinstance(state, dict))]
-        self._numbers = [(owner, {key: value for key, value in owner.items() if _is_number(value)}) for owner in owners]
-        self._known = {key: set(state) for key, state in optimizer.state.items() if isinstance(state, dict)}
+        self._owners = [(owner, set(owner), {k: v for k, v in owner.items() if _is_number(v)}) for owner in owners]
 
     def have_changed(self) -> bool:
         """Whether a weight, its gradient, or a tensor of the state is another now."""
@@ -98,13 +110,13 @@ class OptimizerMarks:
 
     def put_back(self) -> None:
         """Remove what the failed step had begun to make, and set numbers back."""
+        known = {id(owner) for owner, _, _ in self._owners}
         states = self._optimizer.state
-        for key in [key for key, state in states.items() if isinstance(state, dict) and not self._known.get(key)]:
+        for key in [key for key, state in states.items() if id(state) not in known or not state]:
             del states[key]
-        for key, names in self._known.items():
-            for name in [name for name in states.get(key, ()) if name not in names]:
-                del states[key][name]
-        for owner, numbers in self._numbers:
+        for owner, names, numbers in self._owners:
+            for name in owner.keys() - names:
+                del owner[name]
             owner.update(numbers)
 
 

@@ -1,0 +1,143 @@
+"""Memory runs out at every operation of an optimizer's update: the same weights, or an error that says so."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import timm.optim
+import torch
+from faults import ArmUpdate, Faults
+from reference import Regression, Samples, fit
+from torch.utils.data import DataLoader
+
+from lightning_ga import AutoAccumulate, UserError
+
+pytestmark = pytest.mark.filterwarnings("ignore:Memory ran out in:UserWarning")
+
+Factory = Callable[[Any], torch.optim.Optimizer]
+
+
+class OldStyle(torch.optim.Optimizer):
+    """Writes by ``.data``, which raises no version; counts in Python."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        value = None
+        if closure is not None:
+            with torch.enable_grad():
+                value = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                gradient = parameter.grad.data
+                gradient.add_(parameter.data, alpha=0.1)
+                self._update(parameter, gradient, group["lr"])
+        return value
+
+    def _update(self, parameter: torch.Tensor, gradient: torch.Tensor, lr: float) -> None:
+        parameter.data.add_(gradient, alpha=-lr)
+
+
+class Counting(OldStyle):
+    """Counts before it allocates, and decays the gradient in place."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        value = None
+        if closure is not None:
+            with torch.enable_grad():
+                value = closure()
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state["steps"] = state.get("steps", 0) + 1
+                moved = parameter * (0.1 / state["steps"] / group["steps"])
+                parameter.grad.add_(moved)
+                parameter.sub_(parameter.grad, alpha=group["lr"])
+        return value
+
+
+class Chosen(Regression):
+    """Its own optimizer, a warm-up after each step, and a teacher that follows after it."""
+
+    def __init__(self, factory: Factory, faults: Faults) -> None:
+        super().__init__()
+        self.factory, self.faults = factory, faults
+        self.register_buffer("follower", torch.zeros(()).double())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return self.factory(self.net.parameters())
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Gradients are not looked at: faults are armed."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+        self.faults.armed = False
+        self.follower.lerp_(next(self.net.parameters()).detach().sum(), 0.1)
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.9
+
+
+def train(factory: Factory, at: int = 0) -> tuple[Any, Any, int]:
+    faults = Faults(*([at] if at else []))
+    module = Chosen(factory, faults)
+    callback = AutoAccumulate(16, micro_batch_size=8, verify=False)
+    with faults:
+        fit(DataLoader(Samples(37), batch_size=8), callback, ArmUpdate(faults), module=module)
+    return module, callback, faults.count
+
+
+def ended(factory: Factory, at: int) -> tuple[Any, Any] | None:
+    """What came of a run; ``None`` if it ended with the error that says why."""
+    try:
+        return train(factory, at)[:2]
+    except UserError as error:
+        if "inside the optimizer's step" not in str(error):
+            raise
+        return None
+
+
+@pytest.mark.parametrize(
+    ("factory", "survives"),
+    [
+        (lambda weights: torch.optim.SGD(weights, lr=0.1, momentum=0.9), True),
+        (lambda weights: torch.optim.Adam(weights, lr=0.05), True),
+        (lambda weights: torch.optim.AdamW(weights, lr=0.05, foreach=True), False),  # a mode hides its changes here
+        (Counting, True),
+        (OldStyle, False),
+        (lambda weights: timm.optim.create_optimizer_v2(weights, "lamb", lr=0.05, weight_decay=0.1), None),
+        (lambda weights: timm.optim.create_optimizer_v2(weights, "madgrad", lr=0.05, weight_decay=0.1), None),
+        (lambda weights: timm.optim.create_optimizer_v2(weights, "lars", lr=0.05, weight_decay=0.1), None),
+    ],
+    ids=["SGD", "Adam", "AdamW", "counting", "old style", "LAMB", "MADGRAD", "LARS"],
+)
+def test_an_update_is_whole_or_said_to_be_broken(factory: Factory, survives: bool | None) -> None:
+    whole, _, operations = train(factory)
+    runs = [ended(factory, at) for at in range(1, operations, 1 + operations // 12)]
+    for again, callback in [run for run in runs if run is not None]:
+        assert callback.oom_events == 1
+        assert again.trainer.global_step == whole.trainer.global_step == 6
+        assert again.trainer.optimizers[0].param_groups[0]["lr"] == whole.trainer.optimizers[0].param_groups[0]["lr"]
+        for name, value in whole.state_dict().items():
+            torch.testing.assert_close(again.state_dict()[name], value, rtol=1e-12, atol=1e-14)
+    if survives is not None:
+        assert any(run is not None for run in runs) == survives
+
+
+def test_the_step_of_an_optimizer_is_its_own_again_after_training() -> None:
+    """Where a schedule has wrapped it, the wrap stays."""
+    for name in ("plain", "scheduled"):
+        made: list[torch.optim.Optimizer] = []
+
+        def factory(weights: Any, name: str = name, made: list[Any] = made) -> torch.optim.Optimizer:
+            made.append(torch.optim.SGD(weights, lr=0.1))
+            if name == "scheduled":
+                torch.optim.lr_scheduler.StepLR(made[0], 1)
+            return made[0]
+
+        train(factory)
+        assert ("step" in vars(made[0])) == (name == "scheduled")
