@@ -73,9 +73,12 @@ def extend(record: dict[str, Any]) -> dict[str, Any]:
     """A cell's record with its prediction error and, for one model, its throughput."""
     if not record["limit"]:
         return record
-    record["prediction"] = prediction(Cell(record["model"], record["gib"], record["kind"]))
-    if record["model"] == TIMED and BOTH * record["gib"] * GIB <= torch.cuda.mem_get_info()[1]:
-        record["throughput"] = throughput(MODELS[TIMED], record["programs"][OURS]["found"], "cuda")
+    try:
+        record["prediction"] = prediction(Cell(record["model"], record["gib"], record["kind"]))
+        if record["model"] == TIMED and BOTH * record["gib"] * GIB <= torch.cuda.mem_get_info()[1]:
+            record["throughput"] = throughput(MODELS[TIMED], record["programs"][OURS]["found"], "cuda")
+    except torch.OutOfMemoryError as error:  # what was measured so far is kept, and the table has a gap
+        record["incomplete"] = str(error)
     return record
 
 
@@ -116,20 +119,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     quiet()
     start, device = time.perf_counter(), torch.cuda.get_device_name()
-    chosen = cells(settings.models, settings.budgets or budgets(torch.cuda.mem_get_info()[1]), CUDA)
-    records = [extend(record) for record in run(list(chosen))]
-    record: dict[str, Any] = {
-        "device": device,
-        "cuda": torch.version.cuda,
-        "peers": {name: installed(name) for name in ("lightning", *NEEDS.values())},
-        "targets": [asdict(target) for target in gpu_targets(records)],
-        "cells": records,
-        "seconds": round(time.perf_counter() - start, 1),
-    }
+    records: list[dict[str, Any]] = []
+    record: dict[str, Any] = {}
+    for cell in cells(settings.models, settings.budgets or budgets(torch.cuda.mem_get_info()[1]), CUDA):
+        records += [extend(found) for found in run([cell])]
+        record = {
+            "device": device,
+            "cuda": torch.version.cuda,
+            "peers": {name: installed(name) for name in ("lightning", *NEEDS.values())},
+            "targets": [asdict(target) for target in gpu_targets(records)],
+            "cells": records,
+            "seconds": round(time.perf_counter() - start, 1),
+        }
+        write_json(file_name(device), record)  # whatever comes next, this is kept
     print(f"{as_text(details(records))}\n{text(record)}")
     for target in record["targets"]:
         print(f"{'met   ' if target['met'] else 'MISSED'} {target['what']}: {target['value']:.3g}, {target['asked']}")
-    print(f"{write_json(file_name(device), record).name}, {record['seconds']} s")
+    print(f"{file_name(device)}.json, {record['seconds']} s")
     return int(not all(target["met"] for target in record["targets"]))
 
 

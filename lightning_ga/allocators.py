@@ -61,6 +61,11 @@ class AllocatorMeter:
         """The recorded step in the allocator's own events; ``None`` where it keeps no history."""
         return None if self._history is None else self._history.trace(samples)
 
+    def stop(self) -> None:
+        """Record no more."""
+        if self._history is not None:
+            self._history.stop()
+
     def troubles(self) -> tuple[int, int]:
         """How often the allocator ran out of memory, and how often it had to free its cache, so far."""
         stats: dict[str, Any] = self._backend.memory_stats(self.device)
@@ -115,11 +120,15 @@ class History:
         """What was recorded, as a step of ``samples`` samples; ends the recording."""
         if self._alive is None:
             return None
-        try:
-            events = torch.cuda.memory._snapshot(self._device)["device_traces"][self._index()]
-        finally:
+        events, alive = torch.cuda.memory._snapshot(self._device)["device_traces"][self._index()], self._alive
+        self.stop()
+        return None if len(events) >= _MOST_EVENTS else events_as_trace(events, samples, alive)
+
+    def stop(self) -> None:
+        """End a recording of ours, if there is one."""
+        if self._alive is not None:
+            self._alive = None
             self._switch(None)
-        return None if len(events) >= _MOST_EVENTS else events_as_trace(events, samples, self._alive)
 
     def _index(self) -> int:
         return torch.cuda.current_device() if self._device.index is None else self._device.index

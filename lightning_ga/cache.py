@@ -37,7 +37,7 @@ class LimitCache:
             return read_probe(json.loads(path.read_text(encoding="utf-8"))["probe"])
         except (FileNotFoundError, NotADirectoryError):
             return None
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             _warn(f"{path} cannot be read ({_told(error)}), so the limit is looked for again.")
             return None
 

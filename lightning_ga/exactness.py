@@ -52,9 +52,9 @@ class Exactness:
 
 
 def judge(
-    whole: list[torch.Tensor],
-    first: list[torch.Tensor],
-    second: list[torch.Tensor],
+    whole: Iterable[torch.Tensor],
+    first: Iterable[torch.Tensor],
+    second: Iterable[torch.Tensor],
     *,
     share: float,
     tolerance: float,
@@ -77,11 +77,15 @@ def judge(
         >>> judge([torch.tensor([4.0])], one, three, share=0.5, tolerance=1e-3).cause
         'sum'
     """
-    size = _norm(whole)
+    squares = [0.0, 0.0, 0.0]
+    for tensors in zip(whole, first, second):  # one parameter at a time: nothing large is held in double precision
+        w, a, b = (tensor.to("cpu", torch.float64) for tensor in tensors)
+        for place, difference in enumerate((w, share * a + (1 - share) * b - w, a + b - w)):
+            squares[place] += float(_values(difference).pow(2).sum())
+    size, error, summed = map(math.sqrt, squares)
     if not 0 < size < float("inf"):
         return unmeasured(tolerance, f"the gradient's norm is {size}")
-    error = _norm(share * a + (1 - share) * b - w for w, a, b in zip(whole, first, second)) / size
-    summed = _norm(a + b - w for w, a, b in zip(whole, first, second)) / size
+    error, summed = error / size, summed / size
     if error != error:
         return unmeasured(tolerance, "the gradient of a half is NaN")
     if error <= tolerance:
@@ -91,9 +95,8 @@ def judge(
     return Exactness(error, tolerance, "batch_norm" if layers else "coupled", layers)
 
 
-def _norm(tensors: Iterable[torch.Tensor]) -> float:
-    values = (tensor.coalesce().values() if tensor.is_sparse else tensor for tensor in tensors)
-    return math.sqrt(sum(float(value.pow(2).sum()) for value in values))
+def _values(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.coalesce().values() if tensor.is_sparse else tensor
 
 
 def unmeasured(tolerance: float, reason: str) -> Exactness:

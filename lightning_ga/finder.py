@@ -91,6 +91,8 @@ def find_micro_batch(
             return prober.find(high, predict_only, known)
     finally:
         hook.remove()
+        if prober.allocator is not None:
+            prober.allocator.stop()
 
 
 def _device(device: torch.device | str | None) -> torch.device:

@@ -200,13 +200,16 @@ def synchronize(device: torch.device) -> None:
 
 @contextmanager
 def enforced_budget(device: torch.device, budget: int | None) -> Iterator[None]:
-    """Let CUDA's allocator reserve no more than ``budget`` bytes inside; other devices are left alone."""
+    """Let CUDA's allocator reserve no more than ``budget`` bytes inside; other devices are left alone.
+
+    It cuts the product of share and memory off, so half a byte more keeps the whole budget.
+    """
     if budget is None or not _is_cuda(device):
         yield
         return
     read = getattr(torch.cuda, "get_per_process_memory_fraction", None)  # since torch 2.7
     before = 1.0 if read is None else float(read(device))
-    torch.cuda.set_per_process_memory_fraction(min(1.0, budget / _device_memory(device)[1]), device)
+    torch.cuda.set_per_process_memory_fraction(min(1.0, (budget + 0.5) / _device_memory(device)[1]), device)
     try:
         yield
     finally:

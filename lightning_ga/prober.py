@@ -139,6 +139,11 @@ class Prober:
             raise self._too_large(budget)
         for size in range(min(2, high), 0, -1):
             trial, traces = self._try(size, record=True)
+            if trial.fits and self.device.type != "cpu" and not trial.peak_bytes:
+                raise UserError(
+                    f"A step of {size} samples takes no memory on device {str(self.device)!r}: give find_micro_batch "
+                    "the device= that it runs on."
+                )
             if trial.fits:
                 alive = self._prepare() and self.meter.live_bytes
                 growing = max((trace.transient_peak(self.meter.rounding) for trace in traces), default=0)
@@ -191,7 +196,10 @@ class Prober:
         if fatal and failure is not None:
             raise failure
         self.least = min(self.least, size if failure is None else inf)
-        fits = self.agree(failure is None and undisturbed and trial.peak_bytes <= budget)
+        short = not undisturbed or (failure is not None and is_out_of_memory(failure))
+        if short:  # an allocator that ran out has handed out less than was needed
+            trial = replace(trial, peak_bytes=max(trial.peak_bytes, budget + 1))
+        fits = self.agree(failure is None and not short and trial.peak_bytes <= budget)
         return replace(trial, fits=fits), traces if fits else ()
 
     def _put_back(self) -> None:

@@ -51,13 +51,12 @@ class Protection:
     def __init__(self, trainer: Any, *, retries: bool, report: Callable[[OomEvent], None]) -> None:
         self._trainer = trainer
         self._wanted = retries
-        self._report = report
-        self.survivor = Survivor(trainer, retries=retries and not seams.is_sharded(trainer), report=report)
+        self._told = report
+        self.survivor = Survivor(trainer, retries=retries and not seams.is_sharded(trainer), report=self._report)
         if retries and seams.is_sharded(trainer):
             self.survivor.refusal = why_no_retries(trainer)
         self._steps: SurvivingSteps | None = None
         self._retries = RetryWatch(trainer.strategy.root_device)
-        self._limit_before: int | None = None
         self._release_step: Callable[[], None] = lambda: None
 
     @property
@@ -104,6 +103,11 @@ class Protection:
         if wrap is not None:
             seams.intercept_closures(trainer, wrap)
 
+    def _report(self, event: OomEvent) -> None:
+        """Memory ran out, which the allocator's counts show too: that was no struggle."""
+        self._retries.begin_again()
+        self._told(event)
+
     def expect(self, samples: int | None) -> None:
         """Before each micro-batch: how many samples it should hold, if that is known."""
         if self._steps is not None:
@@ -111,9 +115,6 @@ class Protection:
 
     def after_window(self, micro_batch: int) -> None:
         """Between two windows: where the allocator struggles with passes of this size, smaller ones from here on."""
-        if self._limit_before != self.limit:  # memory ran out: that was more than a struggle
-            self._limit_before = self.limit
-            self._retries.begin_again()
         if not self.survivor.retries or not self._retries.struggles() or micro_batch == 1:
             return
         self.limit = min(self.limit or micro_batch, max(1, micro_batch * 15 // 16))
@@ -145,6 +146,7 @@ class Protection:
     def _evaluate(self, name: str, step: Callable[..., Any], *arguments: Any) -> Any:
         """A step of an evaluation loop."""
         survivor = self.survivor
+        self._retries.begin_again()  # evaluation has a limit of its own
         guarded = survivor.active and (survivor.retries or survivor.refusal is not None)
         if not guarded or seams.takes_an_iterator(self._trainer.lightning_module, name):
             return step(*arguments)

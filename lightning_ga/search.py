@@ -153,7 +153,7 @@ class Search:
         return "phases" if self._curve is not None and len(self._curve.lines) > 1 else "bracket"
 
     def curve(self, limit: int) -> tuple[tuple[int, int], ...]:
-        """Predicted peak in bytes at sizes from one to somewhat above the limit, for a plot; empty without a curve.
+        """Bytes that a budget must leave at sizes from one to somewhat above the limit; empty without a curve.
 
         Lines stand for a curve only near the steps they go through, so there is none without a replay.
         """
@@ -161,7 +161,7 @@ class Search:
             return ()
         end = max(limit + 1, limit * 5 // 4)
         sizes = {1, limit, limit + 1, *(1 + (end - 1) * part // CURVE_POINTS for part in range(CURVE_POINTS + 1))}
-        return tuple((size, self._curve(size)) for size in sorted(sizes))
+        return tuple((size, self._curve.needs(size)) for size in sorted(sizes))
 
     def _unused_between_traces(self) -> int | None:
         """A size whose trial confirms a replay that puts the limit at a trace: the alternative is one too many."""

@@ -52,7 +52,7 @@ def split_batch(
     if any(size < 0 for size in sizes):
         raise UserError(f"{sizes=} must not be negative.")
     if hook is not None:
-        return _checked(hook(batch, sizes), sizes)
+        return _checked(_called(hook, batch, sizes), sizes, counted=_counts(batch, sum(sizes)))
     layout = read_layout(batch, expected=sum(sizes), like=like)
     if sum(sizes) != layout.samples:
         raise UserError(f"{sizes=} add up to {sum(sizes)}, and the batch holds {layout.samples} samples.")
@@ -60,10 +60,35 @@ def split_batch(
     return (_Cutter(layout.roles, end - size, end).cut("batch", batch) for size, end in zip(sizes, ends))
 
 
-def _checked(chunks: Iterable[Any], sizes: list[int]) -> Iterator[Any]:
+def _called(hook: Any, batch: Any, sizes: list[int]) -> Iterable[Any]:
+    """What the hook returns, if it is one."""
+    if not callable(hook):
+        raise UserError(
+            f"{hook=} must be a method, split_batch(self, batch, sizes), that returns one chunk for each size."
+        )
+    chunks = hook(batch, sizes)
+    if not isinstance(chunks, Iterable):
+        raise UserError(f"split_batch returned {chunks!r} for {sizes=}: it must return one chunk for each size.")
+    return chunks
+
+
+def _counts(batch: Any, samples: int) -> bool:
+    """Whether a batch shows how many samples it holds, so that its chunks must too."""
+    try:
+        return read_layout(batch, expected=samples).samples == samples
+    except UserError:
+        return False
+
+
+def _checked(chunks: Iterable[Any], sizes: list[int], *, counted: bool) -> Iterator[Any]:
     number = 0
     for number, chunk in enumerate(chunks, start=1):
         if number <= len(sizes):
+            if counted and not _counts(chunk, sizes[number - 1]):
+                raise UserError(
+                    f"split_batch returned a chunk that does not hold {sizes[number - 1]} samples for {sizes=} "
+                    f"(chunk {number}): each chunk holds as many samples as its size says."
+                )
             yield chunk
     if number != len(sizes):
         raise UserError(f"split_batch returned {number} chunks for {sizes=}: it must return one for each size.")

@@ -227,8 +227,13 @@ class _Large:
 
 @torch.no_grad()
 def _copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    if targets:
-        torch._foreach_copy_(list(targets), list(sources))
+    kinds: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+    for target, source in zip(targets, sources):  # a GPU copies tensors of one kind in one go
+        pairs = kinds.setdefault(target.dtype, ([], []))
+        pairs[0].append(target)
+        pairs[1].append(source)
+    for into, out_of in kinds.values():
+        torch._foreach_copy_(into, out_of)
 
 
 class AttributeStash:

@@ -65,9 +65,9 @@ def read_probe(record: Mapping[str, Any]) -> ProbeResult:
     """The record behind ``asdict``, also after it went through JSON.
 
     Raises:
-        KeyError, TypeError: If it is not one.
+        KeyError, TypeError, ValueError: If it is not one.
     """
-    return ProbeResult(
+    result = ProbeResult(
         **{
             **record,
             "trials": tuple(Trial(**trial) for trial in record["trials"]),
@@ -75,3 +75,20 @@ def read_probe(record: Mapping[str, Any]) -> ProbeResult:
             "timings": tuple(Timing(**timing) for timing in record.get("timings", ())),
         }
     )
+    _require_counts(result.limit, result.budget_bytes)
+    _require_counts(result.peak_bytes, result.steps, *(number for point in result.curve for number in point), least=0)
+    for trial in result.trials:
+        _require_counts(trial.micro_batch_size, trial.peak_bytes, least=0)
+    for timing in result.timings:
+        _require_counts(timing.micro_batch_size, timing.factor)
+    if result.fastest is not None:
+        _require_counts(result.fastest, result.limit + 1 - result.fastest)
+    if not isinstance(result.method, str):
+        raise ValueError(f"method={result.method!r} is not a text")
+    return result
+
+
+def _require_counts(*values: Any, least: int = 1) -> None:
+    for value in values:
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ValueError(f"{value!r} is not a whole number of at least {least}")

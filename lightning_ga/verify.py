@@ -1,6 +1,6 @@
 """The exactness check in a Trainer: one small batch of real samples, once whole and once in halves."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -42,18 +42,23 @@ def measure_exactness(
         with traceless(trainer) as prepare:
             samples = collect_samples(loader, indices[:size])
             parts = [samples, samples[: size // 2], samples[size // 2 :]]
-            gradients, counts = [], []
-            for part in parts:
+            batches = [collate_samples(loader, part, len(part)) for part in parts]
+            kept = [kept_samples(batch, len(part)) for batch, part in zip(batches, parts)]
+            counts = kept if count is None else [float(count(batch)) for batch in batches]
+            if not all(number > 0 for number in counts):
+                return unmeasured(tolerance, f"normalize counts {counts} in a batch and its halves")
+            held = []
+            for batch in batches[:2]:
                 prepare()
-                batch = collate_samples(loader, part, len(part))
-                counts.append(float(kept_samples(batch, len(part)) if count is None else count(batch)))
-                gradients.append(_gradient(trainer, batch))
+                held.append([_on_host(gradient) for gradient in _gradients(trainer, batch)])
+            prepare()
+            last = list(_gradients(trainer, batches[2]))
+            share = counts[1] / (counts[1] + counts[2])
             layers = tuple(batch_norm_layers(trainer.lightning_module))
+            with uncounted():
+                return judge(held[0], held[1], last, share=share, tolerance=tolerance, layers=layers)
     except Exception as error:  # the check must never cost a run; what went wrong is said instead
         return unmeasured(tolerance, f"{type(error).__name__}: {error}")
-    if not all(number > 0 for number in counts):
-        return unmeasured(tolerance, f"normalize counts {counts} in a batch and its halves")
-    return judge(*gradients, share=counts[1] / (counts[1] + counts[2]), tolerance=tolerance, layers=layers)
 
 
 def rounding(trainer: Any) -> float:
@@ -66,18 +71,19 @@ def rounding(trainer: Any) -> float:
     return 1e-3
 
 
-def _gradient(trainer: Any, batch: Any) -> list[torch.Tensor]:
-    """Gradient of the module's loss on one batch, on the host; dropout off."""
+def _gradients(trainer: Any, batch: Any) -> Iterator[torch.Tensor]:
+    """Gradients of the module's loss on one batch, one after another; dropout off."""
     _without_dropout(trainer.lightning_module)
     seams.backward_only(trainer, seams.to_device(trainer, batch))
-    return [_on_host(parameter) for parameter in trainer.lightning_module.parameters() if parameter.requires_grad]
+    for parameter in trainer.lightning_module.parameters():
+        if parameter.requires_grad:
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach()
+            yield gradient.coalesce() if gradient.is_sparse else gradient
 
 
-def _on_host(parameter: torch.nn.Parameter) -> torch.Tensor:
-    gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-    gradient = gradient.coalesce() if gradient.is_sparse else gradient
+def _on_host(gradient: torch.Tensor) -> torch.Tensor:
     with uncounted():
-        return gradient.detach().to("cpu", torch.float64, copy=True)
+        return gradient.to("cpu", copy=True)
 
 
 def _without_dropout(module: torch.nn.Module) -> None:

@@ -1,8 +1,10 @@
 """Remembered limits: written whole, read back equal, and never a reason to fail."""
 
+import json
 import os
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -51,6 +53,34 @@ def test_a_corrupt_file_is_ignored_with_a_warning_and_mended(tmp_path: Path, con
         assert cache.read(STEP) is None
     cache.write(STEP, FOUND)
     assert cache.read(STEP) == FOUND
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"limit": None},
+        {"limit": 0},
+        {"limit": True},
+        {"limit": 8.0},
+        {"peak_bytes": "990"},
+        {"fastest": -1},
+        {"fastest": 9},
+        {"method": 3},
+        {"curve": [[1, "x"]]},
+        {"trials": [{"micro_batch_size": None, "peak_bytes": 1, "fits": True, "seconds": 1}]},
+        {"timings": [{"micro_batch_size": 8, "factor": 0, "seconds": 1}]},
+    ],
+    ids=str,
+)
+def test_values_of_another_kind_are_no_result(tmp_path: Path, change: dict[str, Any]) -> None:
+    cache = LimitCache(tmp_path)
+    cache.write(STEP, FOUND)
+    (file,) = tmp_path.iterdir()
+    content = json.loads(file.read_text())
+    content["probe"] |= change
+    file.write_text(json.dumps(content))
+    with pytest.warns(UserWarning, match="cannot be read"):
+        assert cache.read(STEP) is None
 
 
 def test_an_unwritable_folder_is_a_warning(tmp_path: Path) -> None:

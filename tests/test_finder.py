@@ -400,6 +400,9 @@ class FakeCuda:
     def trace(self, samples: int) -> None:
         return None
 
+    def stop(self) -> None:
+        pass
+
     def finish(self) -> tuple[int, bool]:
         return self.memory.peak_bytes + 10_000, self.memory.peak_bytes < 500_000
 

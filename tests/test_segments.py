@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_ga.replay import Trace
-from lightning_ga.results import Trial
+from lightning_ga.results import ProbeResult, Trial, outdated
 from lightning_ga.search import Search, trace_sizes
 from lightning_ga.segments import KIB, MIB, Segments, replay_segments
 
@@ -126,7 +126,11 @@ def test_a_search_foresees_what_will_be_reserved(budget_mib: int) -> None:
             trials.append(trial)
             search.record(trial, trace)
         assert device.fits(search.limit)
+        found = ProbeResult(
+            search.limit, budget, 1, tuple(trials), len(trials), 0.1, search.method, curve=search.curve(search.limit)
+        )
         if segmented:
+            assert outdated(found, budget, high=100_000) is None  # a cache is of use
             assert [trial.fits for trial in trials] == [True] * 3
             assert search.method == "replay"
             assert not device.fits(search.limit + max(2, search.limit // 50))

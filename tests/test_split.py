@@ -331,8 +331,19 @@ def test_a_hook_cuts_what_cannot_be_told_from_lengths() -> None:
 @pytest.mark.parametrize("number", [1, 3])
 def test_a_hook_must_return_one_chunk_for_each_size(number: int) -> None:
     """Otherwise samples would be lost or trained twice."""
+    chunks = [*split_batch(rows(), [2, 3]), rows()][:number]
     with pytest.raises(UserError, match=rf"split_batch returned {number} chunks for sizes=\[2, 3\]"):
-        list(split_batch(rows(), [2, 3], hook=lambda batch, sizes: [batch] * number))
+        list(split_batch(rows(), [2, 3], hook=lambda batch, sizes: chunks))
+
+
+def test_a_hook_must_cut_chunks_of_the_sizes_that_are_asked_for() -> None:
+    """Where the batch shows how many samples it holds."""
+    with pytest.raises(UserError, match=r"does not hold 2 samples for sizes=\[2, 3\] \(chunk 1\)"):
+        list(split_batch(rows(), [2, 3], hook=lambda batch, sizes: list(split_batch(rows(), [1] * 5))[:2]))
+    with pytest.raises(UserError, match="must be a method"):
+        list(split_batch(rows(), [2, 3], hook=5))
+    with pytest.raises(UserError, match="split_batch returned None"):
+        list(split_batch(rows(), [2, 3], hook=lambda batch, sizes: None))
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from lightning_ga.results import ProbeResult, Trial
 from lightning_ga.state import Position, RunState
 
-NUMBERS = st.integers(0, 2**62)
+NUMBERS, COUNTS = st.integers(0, 2**62), st.integers(1, 2**62)
 TRIALS = st.builds(Trial, NUMBERS, NUMBERS, st.booleans(), st.floats(0, 1e6))
 PROBES = st.builds(
     ProbeResult,
-    NUMBERS,
-    NUMBERS,
+    COUNTS,
+    COUNTS,
     NUMBERS,
     st.lists(TRIALS, max_size=4).map(tuple),
     NUMBERS,

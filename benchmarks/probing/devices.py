@@ -62,7 +62,7 @@ def without_values() -> Iterator[None]:
 def capped_cuda(budget: int) -> Iterator[None]:
     """The caching allocator of the current CUDA device holds at most ``budget`` bytes."""
     torch.cuda.empty_cache()
-    torch.cuda.set_per_process_memory_fraction(min(1.0, budget / torch.cuda.mem_get_info()[1]))
+    torch.cuda.set_per_process_memory_fraction(min(1.0, (budget + 0.5) / torch.cuda.mem_get_info()[1]))
     try:
         yield
     finally:

@@ -41,6 +41,8 @@ def targets(cells: Cells, found: float = 1.0) -> list[Target]:
         found: Least share of the true limit.
     """
     fitting = [cell for cell in cells if cell["limit"]]
+    if not fitting:
+        return [Target("cells in which the model fits", 0, False, "at least one")]
     mine = [(cell, cell["programs"][OURS]) for cell in fitting]
     shares = [one["found"] / cell["limit"] for cell, one in mine]
     worst = max(shares, key=lambda share: abs(share - 1))
