@@ -91,7 +91,8 @@ class AutoAccumulate(Callback, LegacyCallback):  # type: ignore[misc]
         refuse_unfinished(
             scale_lr=(scale_lr, "none", "scale the learning rate in configure_optimizers"),
         )
-        if isinstance(normalize, str) and normalize != "samples":
+        require_choice(verify=(verify, (True, False)), cache=(cache, (True, False)))
+        if normalize not in ("samples", None) and not callable(normalize):
             raise UserError(f'{normalize=} must be "samples", None or a callable that counts the items of a batch.')
         guards.check_budget(memory_budget)
         self._request = read_request(effective_batch_size, accumulate, micro_batch_size, max_micro_batch_size)

@@ -1,6 +1,7 @@
 """One fit: the loader it is fed by, the plan of its epochs, its weights and its place in the data."""
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,6 +18,7 @@ from lightning_ga.exactness import Exactness
 from lightning_ga.feed import Feed
 from lightning_ga.fingerprint import hardware
 from lightning_ga.gradients import WindowGradients
+from lightning_ga.memory import enforced_budget, parse_budget, total_memory
 from lightning_ga.plan import AccumulationPlan, cut_further
 from lightning_ga.probe import probe
 from lightning_ga.protection import Protection, Witness
@@ -63,6 +65,7 @@ class Run:
         self._feed: Feed | UncutFeed | None = None
         self._micro_batch: int | None = None  # known once training starts
         self._fed_at_most = 1  # samples of a batch as the loader yields it
+        self._held = ExitStack()
         self._kind: Mapping[str, Any] | None = None  # of training step, as the cache knows it
         self.witness = witness
         self.protection = Protection(trainer, retries=options.on_oom == "split", report=witness)
@@ -117,6 +120,7 @@ class Run:
         trainer, epoch = self.trainer, seams.training_epoch(self.trainer)
         same_epoch = self._restored is not None and self._position.epoch == epoch
         self._enter(epoch)
+        self._hold_to_budget()
         self.protection.survivor.read_module()
         with self.protection.aside():
             self._micro_batch = min(self._find_micro_batch(epoch), self._proved_too_much_before() or _NO_LIMIT)
@@ -150,8 +154,15 @@ class Run:
             self._lower()
             self._begin(epoch)
 
+    def _hold_to_budget(self) -> None:
+        """Let a CUDA device reserve no more than ``memory_budget`` until training ends."""
+        device = self.trainer.strategy.root_device
+        if device.type == "cuda":
+            self._held.enter_context(enforced_budget(device, parse_budget(self.options.budget, total_memory(device))))
+
     def close(self) -> None:
-        """Give model, schedules and loops back what they had."""
+        """Give model, schedules, loops and device back what they had."""
+        self._held.close()
         if self._momenta is not None:
             self._momenta.restore()
         seams.restore_frequencies(self.trainer, self._frequencies)

@@ -77,6 +77,9 @@ def test_it_is_a_callback_of_both_namespaces() -> None:
         ({"memory_budget": 1.5}, "memory_budget=1.5"),
         ({"objective": "speed"}, "objective='speed' must be one of 'memory', 'throughput'"),
         ({"normalize": "tokens"}, "normalize='tokens'"),
+        ({"normalize": 5}, "normalize=5"),
+        ({"cache": "yes"}, "cache='yes' must be one of True, False"),
+        ({"verify": "no"}, "verify='no'"),
         ({"on_oom": "pray"}, "on_oom='pray' must be one of"),
     ],
 )
