@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from lightning_ga.replay import Trace, canonical
+from lightning_ga.replay import Segment, Trace, canonical
 from lightning_ga.segments import ROUNDING
 
 WITH_STATISTICS = ("cuda", "xpu")
@@ -109,11 +109,15 @@ class History:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._alive: int | None = None
+        self._segments: list[Mapping[str, Any]] = []
 
     def start(self, alive: int) -> None:
         """Record from here, where so many bytes are alive; nothing, if someone else is recording."""
         self._alive = None if torch._C._cuda_isHistoryEnabled() else alive
         if self._alive is not None:
+            index = self._index()
+            every = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+            self._segments = [segment for segment in every if segment["device"] == index]
             self._switch("all", context=None, max_entries=_MOST_EVENTS, clear_history=True)
 
     def trace(self, samples: int) -> Trace | None:
@@ -122,7 +126,7 @@ class History:
             return None
         events, alive = torch.cuda.memory._snapshot(self._device)["device_traces"][self._index()], self._alive
         self.stop()
-        return None if len(events) >= _MOST_EVENTS else events_as_trace(events, samples, alive)
+        return None if len(events) >= _MOST_EVENTS else events_as_trace(events, samples, alive, self._segments)
 
     def stop(self) -> None:
         """End a recording of ours, if there is one."""
@@ -158,7 +162,9 @@ def _cuts_segments(device: torch.device) -> bool:
     return not any("expandable_segments:true" in text.lower().replace(" ", "") for text in settings)
 
 
-def events_as_trace(events: Iterable[Mapping[str, Any]], samples: int, alive: int) -> Trace:
+def events_as_trace(
+    events: Iterable[Mapping[str, Any]], samples: int, alive: int, segments: Iterable[Mapping[str, Any]] = ()
+) -> Trace:
     """The stream of one step from an allocator's events.
 
     A block is released when its release is requested: that is when the allocator's count of bytes
@@ -168,13 +174,15 @@ def events_as_trace(events: Iterable[Mapping[str, Any]], samples: int, alive: in
         events: Each with ``action``, ``addr`` and ``size`` in bytes, in order.
         samples: Micro-batch size of the step.
         alive: Bytes alive at the first event.
+        segments: As ``torch.cuda.memory_snapshot`` describes them, before the first event.
 
     Examples:
         >>> step = [{"action": "alloc", "addr": 1, "size": 8}, {"action": "free_requested", "addr": 1, "size": 8}]
         >>> events_as_trace(step, samples=2, alive=100)
-        Trace(samples=2, sizes=(100, 8), events=(0, 1, -2), marks=())
+        Trace(samples=2, sizes=(100, 8), events=(0, 1, -2), marks=(), layout=())
     """
-    sizes, stream, initial = [alive], [], []
+    sizes, stream = [alive], []
+    initial: dict[int, int] = {}  # by address
     held: dict[int, int] = {}
     for event in events:
         if event["action"] not in ("alloc", "free_requested"):
@@ -189,6 +197,18 @@ def events_as_trace(events: Iterable[Mapping[str, Any]], samples: int, alive: in
             if number == len(sizes):
                 sizes.append(size)
                 sizes[0] -= -(-size // ROUNDING) * ROUNDING
-                initial.append(number)
+                initial[address] = number
             stream.append(~number)
-    return Trace(samples, tuple(sizes), canonical([0, *initial, *stream]))
+    layout = tuple(_layout(segment, initial) for segment in segments)
+    return Trace(samples, tuple(sizes), canonical([0, *initial.values(), *stream]), layout=layout)
+
+
+def _layout(segment: Mapping[str, Any], initial: Mapping[int, int]) -> Segment:
+    """A segment as ``Trace.layout`` has it."""
+    blocks, address = [], segment["address"]
+    shared = tuple(segment.get("segment_pool_id", (0, 0))) == (0, 0)  # pools of graphs keep their holes to themselves
+    for block in segment["blocks"]:
+        is_hole = shared and block["state"] == "inactive"
+        blocks.append((block["size"], -1 if is_hole else initial.get(address, 0)))
+        address += block["size"]
+    return segment["segment_type"] == "small", tuple(blocks)

@@ -68,7 +68,7 @@ class Curve:
         if self.replay is None:
             return 0, 0
         if self.segmented:
-            return replay_segments(self.replay.sizes(samples), self.replay.second.events)
+            return replay_segments(self.replay.sizes(samples), self.replay.second)
         peak = self.replay(samples)
         return peak, peak
 

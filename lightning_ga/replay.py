@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
+Segment = tuple[bool, tuple[tuple[int, int], ...]]
+
 
 @dataclass(frozen=True, slots=True)
 class Trace:
@@ -23,6 +25,9 @@ class Trace:
         events: ``n`` where storage ``n`` is allocated and ``~n`` where it is released. Releases
             that follow one another are sorted: their order changes no peak.
         marks: Positions in ``events`` where a phase of the step ends, such as before the optimizer's step.
+        layout: The segments of a caching allocator before the step, where they are known: whether each is
+            for small blocks, and its blocks as ``(bytes, storage)``, with storage 0 for what outlives
+            the step and -1 for a hole.
 
     Examples:
         >>> Trace(samples=2, sizes=(100, 8, 16), events=(0, 1, 2, ~1, ~2)).peak()
@@ -33,6 +38,7 @@ class Trace:
     sizes: tuple[int, ...]
     events: tuple[int, ...]
     marks: tuple[int, ...] = ()
+    layout: tuple["Segment", ...] = ()
 
     def peak(self, rounding: int = 1) -> int:
         """Most bytes alive at once, every storage rounded up to a multiple of ``rounding`` bytes."""

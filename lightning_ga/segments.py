@@ -11,6 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from lightning_ga.replay import Trace
+
 KIB, MIB = 2**10, 2**20
 ROUNDING = 512  # bytes that every block is rounded up to
 SMALL = MIB  # blocks up to here come from segments of their own
@@ -62,6 +64,21 @@ class Segments:
             self._split(block, size)
         self.allocated += block.size
         return block
+
+    def adopt(self, small: bool, sizes: Iterable[tuple[int, bool]]) -> list[_Block]:
+        """Take over a segment that there is: the sizes of its blocks in order, and whether each is handed out."""
+        blocks: list[_Block] = []
+        for size, held in sizes:
+            block = _Block(size, small, before=blocks[-1] if blocks else None)
+            if block.before is not None:
+                block.before.after = block
+            blocks.append(block)
+            self.reserved += size
+            if held:
+                self.allocated += size
+            else:
+                self._track(block)
+        return blocks
 
     def release(self, block: _Block) -> None:
         """Take a block back; free neighbours become one with it."""
@@ -116,31 +133,40 @@ class Segments:
         block.free = False
 
 
-def replay_segments(sizes: Iterable[int], events: Iterable[int]) -> Peaks:
-    """Peaks of a stream, from an empty cache; storage 0 is what was alive before and keeps a segment of its own.
+def replay_segments(sizes: Iterable[int], trace: Trace) -> Peaks:
+    """Peaks of a stream with storages of these sizes, from an empty cache.
 
     Args:
         sizes: Bytes of each storage.
-        events: ``n`` where storage ``n`` is allocated and ``~n`` where it is released, as in ``replay.Trace``.
+        trace: The stream, and the segments before it. Where these are not known, what was alive before
+            has segments of its own without holes.
 
     Examples:
-        >>> replay_segments([0, 3 * MIB, 3 * MIB], [0, 1, 2, ~1, ~2])
+        >>> replay_segments([0, 3 * MIB, 3 * MIB], Trace(1, (0, 1, 1), (0, 1, 2, ~1, ~2)))
         Peaks(allocated=6291456, reserved=20971520)
     """
     held = list(sizes)
-    segments, peak = Segments(), 0
+    segments = Segments()
     blocks: dict[int, _Block] = {}
-    segments.allocated = held[0]
-    segments.reserved = _up(held[0], SEGMENT_ROUNDING)
-    for event in events:
-        if event == 0 or event == ~0 or held[event if event > 0 else ~event] == 0:
+    for small, parts in trace.layout:
+        # A storage that grows with the samples is elsewhere then, and its place is a hole.
+        there = [(size, n == 0 or (n > 0 and held[n] == trace.sizes[n])) for size, n in parts]
+        adopted = segments.adopt(small, there)
+        blocks |= {n: block for (_, n), (_, kept), block in zip(parts, there, adopted) if kept and n > 0}
+    known = trace.sizes[0] if trace.layout else 0
+    segments.allocated += held[0] - known
+    segments.reserved += _up(held[0] - known, SEGMENT_ROUNDING)
+    peak = segments.allocated
+    for event in trace.events:
+        number = event if event >= 0 else ~event
+        if number == 0 or held[number] == 0 or (event > 0 and number in blocks):
             continue
         if event > 0:
-            blocks[event] = segments.allocate(held[event])
+            blocks[number] = segments.allocate(held[number])
             peak = max(peak, segments.allocated)
         else:
-            segments.release(blocks.pop(~event))
-    return Peaks(max(peak, held[0]), segments.reserved)
+            segments.release(blocks.pop(number))
+    return Peaks(peak, segments.reserved)
 
 
 def _up(size: int, multiple: int) -> int:

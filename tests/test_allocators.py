@@ -54,6 +54,20 @@ def test_two_histories_predict_a_third() -> None:
         assert prediction(samples) == events_as_trace(step(samples), samples, 10_240).peak(512)
 
 
+def test_segments_before_a_step_are_kept_with_it() -> None:
+    """A hole, what stays, and a block that the step releases, by its address."""
+    blocks = [("active_allocated", 2048), ("inactive", 512), ("active_allocated", 1024)]
+    segment = {
+        "address": 4096,
+        "segment_type": "small",
+        "blocks": [{"state": state, "size": size} for state, size in blocks],
+    }
+    trace = events_as_trace([*free(4096 + 2560, 1000), alloc(1, 512)], samples=2, alive=3072, segments=[segment])
+    assert trace.layout == ((True, ((2048, 0), (512, -1), (1024, 1))),)
+    assert trace.sizes == (2048, 1000, 512)
+    assert trace.events == (0, 1, ~1, 2)
+
+
 def test_an_allocator_that_begins_to_struggle_is_noticed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """What happened before the first window was over is warming up."""
     stats = {"num_ooms": 1, "num_alloc_retries": 4}

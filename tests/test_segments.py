@@ -5,13 +5,14 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_ga.replay import Trace
+from lightning_ga.replay import Segment, Trace
 from lightning_ga.results import ProbeResult, Trial, outdated
 from lightning_ga.search import Search, trace_sizes
 from lightning_ga.segments import KIB, MIB, Segments, replay_segments
@@ -80,6 +81,56 @@ def test_a_hole_is_used_before_a_segment_is_added() -> None:
     assert play([(30 * MIB, -1), (0, 0), (12 * MIB, -1), (18 * MIB, -1), (1, -1)])[0].reserved == 32 * MIB
 
 
+def layout_of(held: list[Any], numbers: dict[int, int]) -> tuple[Segment, ...]:
+    """The segments of all blocks that are held, with the numbers of those that have one."""
+    heads: dict[int, Any] = {}
+    for block in held:
+        while block.before is not None:
+            block = block.before
+        heads[id(block)] = block
+    found = []
+    for head in heads.values():
+        parts, block = [], head
+        while block is not None:
+            parts.append((block.size, -1 if block.free else numbers.get(id(block), 0)))
+            block = block.after
+        found.append((head.small, tuple(parts)))
+    return tuple(found)
+
+
+@given(ACTIONS, ACTIONS)
+def test_holes_between_what_was_there_before_are_used(before: list[Action], during: list[Action]) -> None:
+    """A replay goes on where the allocator is: the same peaks, whatever is released on the way."""
+    kept = Segments()
+    there: list[tuple[int, Any]] = [(10_000, kept.allocate(10_000))]
+    for size, place in before:
+        if size:
+            there.append((size, kept.allocate(size)))
+        elif len(there) > 1:
+            kept.release(there.pop(place % len(there))[1])
+    initial = there[1::2]  # these are released in the step
+    layout = layout_of([block for _, block in there], {id(block): n for n, (_, block) in enumerate(initial, 1)})
+    device = Segments()
+    blocks: dict[int, Any] = {}
+    for small, parts in layout:
+        adopted = device.adopt(small, [(size, number >= 0) for size, number in parts])
+        blocks |= {number: block for (_, number), block in zip(parts, adopted) if number > 0}
+    alive = device.allocated
+    peak, sizes, events = alive, [size for size, _ in initial], list(range(len(initial) + 1))
+    for size, place in during:
+        if size:
+            sizes.append(size)
+            blocks[len(sizes)] = device.allocate(size)
+            events.append(len(sizes))
+            peak = max(peak, device.allocated)
+        elif blocks:
+            number = sorted(blocks)[place % len(blocks)]
+            device.release(blocks.pop(number))
+            events.append(~number)
+    trace = Trace(1, (alive - sum(size for size, _ in initial), *sizes), tuple(events), layout=layout)
+    assert replay_segments(trace.sizes, trace) == (peak, device.reserved)
+
+
 def stream(samples: int) -> Trace:
     """A step of many layers, with temporaries of odd sizes: holes that later blocks do not fill."""
     sizes, events = [200 * MIB], [0]
@@ -102,11 +153,11 @@ class Device:
 
     def fits(self, samples: int) -> bool:
         trace = stream(samples)
-        return replay_segments(trace.sizes, trace.events).reserved <= self.budget
+        return replay_segments(trace.sizes, trace).reserved <= self.budget
 
     def run(self, samples: int) -> tuple[Trial, Trace]:
         trace = stream(samples)
-        peak = replay_segments(trace.sizes, trace.events).allocated
+        peak = replay_segments(trace.sizes, trace).allocated
         return Trial(samples, peak, self.fits(samples), 0.0), trace
 
 
