@@ -297,6 +297,47 @@ def test_validation_within_a_fit() -> None:
     assert float(trainer.callback_metrics["val/loss"]) > 0
 
 
+class Counts:
+    """What an allocator counts: an error in validation shows there, too."""
+
+    risen = False
+
+    def __init__(self, device: torch.device) -> None:
+        Counts.risen = False
+
+    def struggles(self) -> bool:
+        return Counts.risen
+
+    def begin_again(self) -> None:
+        Counts.risen = False
+
+
+def test_what_an_evaluation_survives_makes_training_no_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only a struggle in training does."""
+    monkeypatch.setattr("lightning_ga.protection.RetryWatch", Counts)
+
+    class Struggling(Evaluated):
+        where = "validation"
+
+        def validation_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            Counts.risen |= self.where == "validation" and len(batch[0]) > self.most
+            return super().validation_step(batch, batch_idx)
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            Counts.risen |= self.where == "training"
+            return loss(self.net, batch[0], batch[1])
+
+    loader = DataLoader(Samples(20), batch_size=8)
+    for where in ("validation", "training"):
+        module, callback = Struggling(), AutoAccumulate(micro_batch_size=8)
+        module.where = where
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The allocator had to free its cache")
+            quiet_trainer(callback, num_sanity_val_steps=0, max_epochs=3).fit(module, loader, loader)
+        assert callback.oom_events == 1
+        assert (callback.plan.micro_batch_size == 8) == (where == "validation")
+
+
 def test_batches_that_do_not_fit_on_the_device_travel_in_pieces() -> None:
     """The transfer itself runs out of memory."""
 
