@@ -15,6 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_ga.errors import UserError
+from lightning_ga.sample_axis import are_second
 from lightning_ga.sampler import (
     FromBatches,
     FromSampler,
@@ -165,13 +166,15 @@ def count_samples(batch: Any, expected: int) -> int:
 def kept_samples(batch: Any, expected: int) -> int:
     """Samples that a collate_fn has kept: fewer than expected only if all tensors of the batch agree on it.
 
+    All that are expected where they lie along the second axis.
+
     Examples:
         >>> kept_samples([torch.zeros(3, 7), torch.zeros(3)], expected=4)
         3
         >>> kept_samples({"nodes": torch.zeros(3, 7), "graphs": torch.zeros(2)}, expected=4)
         4
     """
-    lengths = set(_lengths(batch))
+    lengths = set() if are_second(batch, expected) else set(_lengths(batch))
     return min(expected, *lengths) if len(lengths) == 1 else expected
 
 

@@ -7,7 +7,7 @@ allow for both, nothing is guessed.
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from numbers import Number
 from types import MappingProxyType
@@ -107,8 +107,8 @@ def read_layout(batch: Any, *, expected: int | None = None, like: Layout | None 
     for vote in votes:
         if vote.length is None:
             raise UserError(_unknown_type(vote.path, vote.node))
-    if expected is not None and _are_second(votes, expected):
-        raise UserError(_samples_are_second(votes, expected))
+    if expected is not None and are_second(batch, expected):
+        raise UserError(_samples_are_second(batch, expected))
     samples = _known_samples(votes, known)
     samples = _choose(votes, expected) if samples is None else samples
     reader = _Reader(samples, known, _has_list_of_samples(batch, samples))
@@ -143,11 +143,24 @@ def _known_samples(votes: list[_Vote], known: Mapping[str, Role]) -> int | None:
     return lengths.pop() if len(lengths) == 1 else None
 
 
-def _are_second(votes: list[_Vote], expected: int) -> bool:
-    """Whether every part has the expected samples along its second axis and none along its first: time comes first."""
-    parts = [vote.node for vote in votes if isinstance(vote.node, torch.Tensor) and not vote.node.is_nested]
+def are_second(batch: Any, expected: int) -> bool:
+    """Whether every tensor has the expected samples along its second axis and none along its first: time comes first.
+
+    Examples:
+        >>> are_second([torch.zeros(5, 8, 3), torch.zeros(5, 8)], 8), are_second([torch.zeros(5, 8), torch.zeros(5)], 8)
+        (True, False)
+    """
+    parts = [tensor for tensor in _tensors(batch) if not tensor.is_nested and tensor.dim()]
     second = [part.dim() > 1 and part.size(1) == expected != part.size(0) for part in parts]
     return expected > 1 and bool(parts) and all(second)
+
+
+def _tensors(node: Any) -> Iterator[torch.Tensor]:
+    if isinstance(node, torch.Tensor):
+        yield node
+        return
+    for _, child in open_container(node) or ():
+        yield from _tensors(child)
 
 
 def _choose(votes: list[_Vote], expected: int | None) -> int:
@@ -271,12 +284,12 @@ def _either_way(path: str, samples: int) -> str:
     )
 
 
-def _samples_are_second(votes: list[_Vote], expected: int) -> str:
-    shape = next(tuple(vote.node.shape) for vote in votes if isinstance(vote.node, torch.Tensor))
+def _samples_are_second(batch: Any, expected: int) -> str:
+    shape = tuple(next(_tensors(batch)).shape)
     return (
-        f"The batch cannot be cut into samples: its {expected} samples lie along the second axis ({votes[0].path} has "
-        f"shape {shape}), as in sequences with time first, and samples are looked for along the first: yield "
-        "(samples, time, …) (batch_first=True), or define split_batch(self, batch, sizes) on the LightningModule."
+        f"The batch cannot be cut into samples: its {expected} samples lie along the second axis of a tensor of shape "
+        f"{shape}, as in sequences with time first, and are looked for along the first: yield (samples, time, …) "
+        "(batch_first=True), or define split_batch(self, batch, sizes) on the LightningModule."
     )
 
 
