@@ -32,6 +32,7 @@ class SurvivingSteps:
         self.trainer, self.survivor, self.gradients = trainer, survivor, gradients
         self.by_hand = by_hand
         self.expected: int | None = None  # samples of the next micro-batch, where that is known
+        self.parameters: list[Tensor] = []  # as a window finds them: walking through a module takes its time
         self.repeated: list[Tensor] | None = None  # added to more than once a pass; known once one went through
 
     def closure(self, make: MakeClosure, kwargs: Any, optimizer: Optimizer, batch_idx: int) -> "PiecewiseClosure":
@@ -76,7 +77,9 @@ class PiecewiseClosure:
         if self._zeroed:
             seams.zero_no_gradients(closure)
         starts_window = seams.zeroes_gradients(closure)
-        parameters = seams.parameters(steps.trainer)
+        if starts_window or not steps.parameters:
+            steps.parameters = seams.parameters(steps.trainer)
+        parameters = steps.parameters
         self._marks = None if starts_window else GradientMarks(parameters, steps.repeated or ())
         first_pass = Accumulations(parameters) if steps.repeated is None else None
         steps.gradients.keep()
