@@ -17,6 +17,7 @@ from types import MethodType
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_ga.errors import UserError
 from lightning_ga.snapshot import Attributes
@@ -562,6 +563,16 @@ def intercept_optimizer_step(trainer: Any, around: Callable[..., Any], ready: Ca
     shadow(optimizer, "step", method)
     shadow(plugin, "_after_closure", after)
     return release
+
+
+def hooks_move_batches(trainer: Any) -> bool:
+    """Whether the module or the datamodule has a part in the way of batches to the device."""
+    return any(
+        is_overridden(hook, owner)
+        for hook in ("transfer_batch_to_device", "on_after_batch_transfer")
+        for owner in (trainer.lightning_module, trainer.datamodule)
+        if owner is not None
+    )
 
 
 STEPS = ("validation_step", "test_step", "predict_step")

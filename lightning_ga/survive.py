@@ -143,11 +143,11 @@ class Survivor:
             self._on_host = self.samples(batch, stage, expected, loader) > limit
         if self._on_host:
             return batch
-        before = RandomState() if self.retries else None
+        before = RandomState() if self.retries and seams.hooks_move_batches(self._trainer) else None
         went_through, moved = self._attempt(stage, lambda: move(batch))
         if went_through:
             return moved
-        if before is not None:  # hooks around the way to the device may draw numbers
+        if before is not None:  # they may draw numbers
             before.restore()
         self._on_host = True
         return batch
