@@ -17,7 +17,6 @@ from types import MethodType
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_ga.errors import UserError
 from lightning_ga.snapshot import Attributes
@@ -566,13 +565,12 @@ def intercept_optimizer_step(trainer: Any, around: Callable[..., Any], ready: Ca
 
 
 def hooks_move_batches(trainer: Any) -> bool:
-    """Whether the module or the datamodule has a part in the way of batches to the device."""
-    return any(
-        is_overridden(hook, owner)
-        for hook in ("transfer_batch_to_device", "on_after_batch_transfer")
-        for owner in (trainer.lightning_module, trainer.datamodule)
-        if owner is not None
-    )
+    """Whether the module or the datamodule has a part of its own in the way of batches to the device."""
+    owners = [owner for owner in (trainer.lightning_module, trainer.datamodule) if owner is not None]
+    hooks = [
+        getattr(owner, hook) for owner in owners for hook in ("transfer_batch_to_device", "on_after_batch_transfer")
+    ]
+    return not all(hook.__module__.startswith(("lightning.", "pytorch_lightning.")) for hook in hooks)
 
 
 STEPS = ("validation_step", "test_step", "predict_step")
