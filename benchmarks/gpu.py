@@ -60,6 +60,8 @@ def gpu_targets(records: Sequence[Mapping[str, Any]]) -> list[Target]:
     errors = [abs(cell["prediction"]["error"]) for cell in records if cell.get("prediction")]
     speeds = [cell["throughput"]["ratio"] for cell in records if cell.get("throughput")]
     found = targets(records, found=FOUND)
+    gaps = sum("incomplete" in cell for cell in records)
+    found.append(Target("cells that an error cut short", gaps, gaps == 0, "none"))
     if errors:
         worst = max(errors)
         found.append(Target("prediction error, largest", worst, worst <= ERROR, f"at most {ERROR}"))
@@ -119,9 +121,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     quiet()
     start, device = time.perf_counter(), torch.cuda.get_device_name()
+    chosen = list(cells(settings.models, settings.budgets or budgets(torch.cuda.mem_get_info()[1]), CUDA))
+    if not chosen:
+        print(f"{device} is smaller than the smallest budget, {BUDGETS[0]:g} GiB: give --budgets.", file=sys.stderr)
+        return 2
     records: list[dict[str, Any]] = []
     record: dict[str, Any] = {}
-    for cell in cells(settings.models, settings.budgets or budgets(torch.cuda.mem_get_info()[1]), CUDA):
+    for cell in chosen:
         records += [extend(found) for found in run([cell])]
         record = {
             "device": device,

@@ -104,9 +104,9 @@ class OptimizerMarks:
         moved = any(gradient() is not weight.grad for weight, gradient in self._gradients)
         return moved or any(mark.has_changed() for mark in (*self._weights, *self._others))
 
-    def weights_have_changed(self) -> bool:
-        """Whether all weights with a gradient are others now."""
-        return all(mark.has_changed() for mark in self._weights)
+    def weights_have_changed(self) -> bool | None:
+        """Whether all weights with a gradient are others now; ``None`` where none has one."""
+        return all(mark.has_changed() for mark in self._weights) if self._weights else None
 
     def put_back(self) -> None:
         """Remove what the failed step had begun to make, and set numbers back."""

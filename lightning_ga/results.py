@@ -49,8 +49,9 @@ class ProbeResult:
         steps: Training steps run in all, warm-up included.
         seconds: Wall time of the whole probe.
         method: What found the limit, e.g. ``"replay"`` or ``"bracket"``.
-        curve: Predicted peak in bytes by micro-batch size, ``(samples, bytes)`` in rising order; empty
-            where nothing was predicted.
+        curve: Bytes that a budget must leave by micro-batch size, as predicted: ``(samples, bytes)`` in
+            rising order; empty where nothing was predicted. The peak, or on a GPU what its allocator
+            reserves for that peak.
         timings: Windows timed at several sizes, in rising order; empty with ``objective="memory"``.
         fastest: The smallest size whose window takes at most 3 % longer than the best; ``None`` if not timed.
     """

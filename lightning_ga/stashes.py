@@ -247,13 +247,12 @@ class AttributeStash:
     """
 
     def __init__(self, module: Module) -> None:
-        parts = [(name, part) for name, part in module.named_modules() if not isinstance(part, Metric)]
-        self._parts = [part for _, part in parts]
+        self._parts = [part for part in module.modules() if not isinstance(part, Metric)]
         # PyTorch's own layers keep nothing else, and they are many.
-        self._owners = [(name, vars(part)) for name, part in parts if not type(part).__module__.startswith("torch.nn.")]
+        self._owners = [vars(part) for part in self._parts if not type(part).__module__.startswith("torch.nn.")]
         self._modes: list[bool] = []
         self._kept: list[tuple[dict[str, Any], str, Tensor]] = []
-        self._versions: list[int] = []
+        self._copies: list[Tensor] = []
         self._containers: list[tuple[Any, Any]] = []
         self._generators: list[tuple[Any, Any]] = []
 
@@ -261,34 +260,30 @@ class AttributeStash:
         """Remember what there is, before an attempt."""
         self._modes = [part.training for part in self._parts]
         self._kept, self._containers, self._generators = [], [], []
-        for path, owner in self._owners:
+        for owner in self._owners:
             for name, value in owner.items():
                 if _is_kept(type(value)) and name not in _TABLES:  # type: ignore[arg-type]
-                    self._note(owner, f"{path}.{name}".lstrip("."), value)
-        self._versions = [tensor._version for _, _, tensor in self._kept]
+                    self._note(owner, name, value)
+        self._copies = [tensor.detach().clone() for _, _, tensor in self._kept]
 
     def put_back(self) -> None:
         """Give attributes their values back, and containers their contents."""
         for part, mode in zip(self._parts, self._modes):
             if part.training != mode:
                 part.training = mode
-        for owner, path, tensor in self._kept:
-            owner[path.rpartition(".")[2]] = tensor
+        for owner, name, tensor in self._kept:
+            owner[name] = tensor
+        _copy_all([tensor for _, _, tensor in self._kept], self._copies)
         for container, contents in self._containers:
             if _holds_tensors(container):
                 _refill(container, contents)
         for generator, state in self._generators:
             _set_state(generator, state)
 
-    def lost(self) -> str | None:
-        """The first tensor that was changed in place, in words."""
-        changed = (path for (_, path, tensor), before in zip(self._kept, self._versions) if tensor._version != before)
-        return next((f"an attribute in place ({path}, no buffer)" for path in changed), None)
-
-    def _note(self, owner: dict[str, Any], path: str, value: Any) -> None:
+    def _note(self, owner: dict[str, Any], name: str, value: Any) -> None:
         if isinstance(value, Tensor):
-            if _is_small_state(value):
-                self._kept.append((owner, path, value))
+            if _is_small_state(value) and not value.is_sparse and 0 not in value.stride():
+                self._kept.append((owner, name, value))
         elif isinstance(value, (list, deque, dict)):
             if _holds_tensors(value) and all(map(_is_small_state, _things(value))):
                 self._containers.append((value, copy.copy(value)))

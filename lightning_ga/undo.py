@@ -64,7 +64,7 @@ class AttemptState:
         self._attributes.put_back()
         for metric, state in zip(self._metrics, self._kept):
             set_metric_state(metric, state)
-        return self._batch.lost() or self.weights.lost() or self.buffers.lost() or self._attributes.lost()
+        return self._batch.lost() or self.weights.lost() or self.buffers.lost()
 
 
 def metric_state(metric: Metric) -> dict[str, Any]:

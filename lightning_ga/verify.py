@@ -42,21 +42,21 @@ def measure_exactness(
         with traceless(trainer) as prepare:
             samples = collect_samples(loader, indices[:size])
             parts = [samples, samples[: size // 2], samples[size // 2 :]]
-            batches = [collate_samples(loader, part, len(part)) for part in parts]
-            kept = [kept_samples(batch, len(part)) for batch, part in zip(batches, parts)]
-            counts = kept if count is None else [float(count(batch)) for batch in batches]
+            counts: list[float] = []
+            held: list[list[torch.Tensor]] = []
+            for part in parts:
+                prepare()
+                batch = collate_samples(loader, part, len(part))
+                counts.append(float(kept_samples(batch, len(part)) if count is None else count(batch)))
+                gradients = _gradients(trainer, batch)
+                # The last ones stay where they are: nothing runs after them.
+                held.append(list(gradients) if len(held) == 2 else [_on_host(gradient) for gradient in gradients])
             if not all(number > 0 for number in counts):
                 return unmeasured(tolerance, f"normalize counts {counts} in a batch and its halves")
-            held = []
-            for batch in batches[:2]:
-                prepare()
-                held.append([_on_host(gradient) for gradient in _gradients(trainer, batch)])
-            prepare()
-            last = list(_gradients(trainer, batches[2]))
             share = counts[1] / (counts[1] + counts[2])
             layers = tuple(batch_norm_layers(trainer.lightning_module))
             with uncounted():
-                return judge(held[0], held[1], last, share=share, tolerance=tolerance, layers=layers)
+                return judge(*held, share=share, tolerance=tolerance, layers=layers)
     except Exception as error:  # the check must never cost a run; what went wrong is said instead
         return unmeasured(tolerance, f"{type(error).__name__}: {error}")
 

@@ -219,6 +219,38 @@ def test_without_a_gpu_the_gpu_benchmark_says_so(
     assert "needs a CUDA device" in capsys.readouterr().err
 
 
+def test_what_the_gpu_benchmark_has_measured_is_kept(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """An error in a later cell, and one in what comes on top of a cell, lose nothing of the cells before."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA T4")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (4 * 2**30, 4 * 2**30))
+    measured = iter([[small_cell()], KeyboardInterrupt()])
+
+    def run(chosen: Any) -> Any:
+        found = next(measured)
+        if isinstance(found, BaseException):
+            raise found
+        return found
+
+    def predict(cell: Cell) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(gpu, "run", run)
+    monkeypatch.setattr(gpu, "prediction", predict)
+    with pytest.raises(KeyboardInterrupt):
+        gpu.main(["--models", "ViT", "MLP"])
+    (file,) = tmp_path.iterdir()
+    record = json.loads(file.read_text())
+    assert file.name == "nvidia-t4.json"
+    assert record["cells"][0]["incomplete"] == "CUDA out of memory."
+    assert {target["what"]: target["met"] for target in record["targets"]}["cells that an error cut short"] is False
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2**30, 2**30))
+    assert gpu.main([]) == 2
+    assert "NVIDIA T4 is smaller than the smallest budget, 2 GiB" in capsys.readouterr().err
+
+
 def test_the_gpu_tables_are_80_columns_wide_and_their_targets_judged() -> None:
     """From a record as a GPU would write it."""
     foreseen = {"samples": 20, "predicted": 99 * MIB, "measured": 100 * MIB, "error": -0.01}

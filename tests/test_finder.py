@@ -407,6 +407,45 @@ class FakeCuda:
         return self.memory.peak_bytes + 10_000, self.memory.peak_bytes < 500_000
 
 
+class Elsewhere(FakeCuda):
+    """The device of a step that runs on another one."""
+
+    recordings = 0
+
+    def allocated(self) -> int:
+        return 0
+
+    def start(self, *, record: bool = False) -> None:
+        Elsewhere.recordings += record
+
+    def finish(self) -> tuple[int, bool]:
+        return 0, True
+
+    def stop(self) -> None:
+        Elsewhere.recordings = 0
+
+
+def test_a_step_that_takes_nothing_of_the_device_runs_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything would fit there."""
+    monkeypatch.setattr("lightning_ga.prober.AllocatorMeter", Elsewhere)
+    monkeypatch.setattr("lightning_ga.prober.available_memory", lambda device: 10**6)
+    with pytest.raises(UserError, match="takes no memory on device 'cuda': give find_micro_batch the device="):
+        find_micro_batch(lambda samples: torch.zeros(samples), high=64, device="cuda")
+
+
+def test_an_interrupted_probe_records_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_ga.prober.AllocatorMeter", Elsewhere)
+    monkeypatch.setattr("lightning_ga.prober.available_memory", lambda device: 10**6)
+
+    def step(samples: int) -> None:
+        assert Elsewhere.recordings
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        find_micro_batch(step, high=64, device="cuda")
+    assert not Elsewhere.recordings
+
+
 def test_on_cuda_the_statistics_of_the_allocator_decide(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step that ran, but only after the allocator emptied its cache, does not fit."""
     FakeCuda.memory = LiveMemory()

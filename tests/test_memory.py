@@ -1,6 +1,9 @@
 """Budgets, free memory and the limits of control groups."""
 
+from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -16,6 +19,8 @@ from lightning_ga.memory import (
     parse_budget,
     total_memory,
 )
+from lightning_ga.request import Options
+from lightning_ga.run import Run
 from lightning_ga.testing import limit_memory
 
 
@@ -164,6 +169,23 @@ def test_a_cuda_step_fits_only_if_the_allocator_had_no_trouble(
     meter.start()
     stats[name] += 1
     assert meter.finish() == (1234, undisturbed)
+
+
+@pytest.mark.parametrize(("budget", "during"), [("250B", [1.0, 0.2505]), (None, [1.0])])
+def test_a_run_holds_a_cuda_device_to_its_budget(
+    monkeypatch: pytest.MonkeyPatch, budget: str | None, during: list[float]
+) -> None:
+    """Until it is closed; without a budget nothing is capped."""
+    fractions = [1.0]
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (600, 1000))
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: fractions[-1], raising=False)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, device: fractions.append(share))
+    trainer = SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("cuda", 0)))
+    run: Any = SimpleNamespace(trainer=trainer, options=Options(budget), _held=ExitStack())
+    Run._hold_to_budget(run)
+    assert fractions == during
+    run._held.close()
+    assert fractions[-1] == 1.0
 
 
 def test_cuda_memory_and_the_fraction_that_enforces_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -151,12 +151,18 @@ def test_outputs_of_the_step_before_are_not_kept_alive() -> None:
     state.put_back()
 
 
-def test_a_tensor_that_is_no_buffer_and_changes_in_place_is_noticed() -> None:
+def test_a_tensor_that_is_no_buffer_and_changes_in_place_comes_back() -> None:
+    """By its data too; one that is trained stays what it is, and an expanded one cannot be written to."""
     module = Follower()
+    module.trained = torch.ones(2, requires_grad=True)
+    module.wide = torch.ones(1).expand(3)
     state = AttemptState(module)
     state.keep(None)
     module.centre.add_(1)
-    assert state.put_back() == "an attribute in place (centre, no buffer)"
+    module.trained.data.mul_(5)
+    assert state.put_back() is None
+    assert [float(module.centre.sum()), float(module.trained.detach().sum())] == [0, 2]
+    assert module.trained.requires_grad
 
 
 @dataclasses.dataclass

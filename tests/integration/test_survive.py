@@ -312,6 +312,79 @@ class Counts:
         Counts.risen = False
 
 
+class Unregistered(Regression):
+    """A scale that only the optimizer knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = [torch.ones(1, dtype=torch.float64, requires_grad=True)]
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return loss(lambda inputs: self.net(inputs) * self.scales[0], batch[0], batch[1])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD([*self.parameters(), *self.scales], lr=0.1)
+
+
+class ByHand(torch.autograd.Function):
+    """Adds to the gradient of its weight by itself, as fused kernels do."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(inputs)
+        ctx.weight = weight
+        return inputs @ weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        (inputs,) = ctx.saved_tensors
+        found = inputs.t() @ gradient
+        ctx.weight.grad = found if ctx.weight.grad is None else ctx.weight.grad.add_(found)
+        return gradient @ ctx.weight.t(), None
+
+
+class Fused(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = torch.nn.Parameter(torch.eye(FEATURES, dtype=torch.float64) * 0.9)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        inputs = batch[0].clone().requires_grad_()
+        return loss(self.net, ByHand.apply(ByHand.apply(inputs, self.mix), self.mix), batch[1])
+
+
+@pytest.mark.parametrize("kind", [Unregistered, Fused])
+def test_gradients_that_no_module_or_hook_tells_of(kind: type[Regression]) -> None:
+    """Memory runs out in the backward pass of a window's later micro-batch, and nothing is added twice."""
+    whole, _, faults, _ = train(module=kind())
+    for at in range(faults.count // 6, faults.count // 3, 5):
+        again, callback, _, _ = train(at, module=kind())
+        assert callback.oom_events == 1
+        close(list(again.parameters()), list(whole.parameters()))
+        if isinstance(again, Unregistered):
+            close(again.scales, whole.scales)
+
+
+def test_random_numbers_on_the_way_to_the_device_are_drawn_again() -> None:
+    """An augmentation there that runs out of memory."""
+
+    class Augmented(Regression):
+        def __init__(self, fails_at: int) -> None:
+            super().__init__()
+            self.drawn: list[float] = []
+            self.fails_at = fails_at
+
+        def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            self.drawn.append(float(torch.rand(())))
+            if len(self.drawn) == self.fails_at:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return batch
+
+    again, callback, _, _ = train(module=Augmented(3))
+    assert callback.oom_events == 1
+    assert again.drawn[3] == again.drawn[2]
+
+
 def test_what_an_evaluation_survives_makes_training_no_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only a struggle in training does."""
     monkeypatch.setattr("lightning_ga.protection.RetryWatch", Counts)

@@ -18,7 +18,7 @@ Factory = Callable[[Any], torch.optim.Optimizer]
 
 
 class OldStyle(torch.optim.Optimizer):
-    """Writes by ``.data``, which raises no version; counts in Python."""
+    """Writes by ``.data``, which raises no version."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 0.1})
@@ -30,34 +30,27 @@ class OldStyle(torch.optim.Optimizer):
             with torch.enable_grad():
                 value = closure()
         for group in self.param_groups:
-            for parameter in group["params"]:
-                gradient = parameter.grad.data
-                gradient.add_(parameter.data, alpha=0.1)
-                self._update(parameter, gradient, group["lr"])
+            self.update(group)
         return value
 
-    def _update(self, parameter: torch.Tensor, gradient: torch.Tensor, lr: float) -> None:
-        parameter.data.add_(gradient, alpha=-lr)
+    def update(self, group: dict[str, Any]) -> None:
+        for parameter in group["params"]:
+            gradient = parameter.grad.data
+            gradient.add_(parameter.data, alpha=0.1)
+            parameter.data.add_(gradient, alpha=-group["lr"])
 
 
 class Counting(OldStyle):
-    """Counts before it allocates, and decays the gradient in place."""
+    """Counts in Python before it allocates, and decays the gradient in place."""
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        value = None
-        if closure is not None:
-            with torch.enable_grad():
-                value = closure()
-        for group in self.param_groups:
-            group["steps"] = group.get("steps", 0) + 1
-            for parameter in group["params"]:
-                state = self.state[parameter]
-                state["steps"] = state.get("steps", 0) + 1
-                moved = parameter * (0.1 / state["steps"] / group["steps"])
-                parameter.grad.add_(moved)
-                parameter.sub_(parameter.grad, alpha=group["lr"])
-        return value
+    def update(self, group: dict[str, Any]) -> None:
+        group["steps"] = group.get("steps", 0) + 1
+        for parameter in group["params"]:
+            state = self.state[parameter]
+            state["steps"] = state.get("steps", 0) + 1
+            moved = parameter * (0.1 / state["steps"] / group["steps"])
+            parameter.grad.add_(moved)
+            parameter.sub_(parameter.grad, alpha=group["lr"])
 
 
 class Chosen(Regression):
