@@ -8,9 +8,14 @@ copied for that. The first pass that goes through shows for which parameters it 
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor
+
+Mark = tuple[int, int]
+"""Which tensor a gradient is, and how often that was written to."""
+_NO_GRADIENT: Mark = (0, 0)
 
 
 class GradientMarks:
@@ -45,8 +50,9 @@ class Accumulations:
     Once, as a rule, however often a parameter is used. More than once where backward passes run
     within one another: ``torch.utils.checkpoint`` with ``use_reentrant=True`` does that, and weights
     that several checkpointed parts share are added to by each. Functions that write gradients by
-    themselves, as fused kernels do, are not counted, nor are parameters that are frozen between steps: what
-    changed without a count is taken for one of these.
+    themselves, as fused kernels do, give autograd nothing to add, or have written before it adds, and
+    parameters that are frozen between steps are not counted: what changed otherwise than by one addition
+    is taken for one of these.
 
     Args:
         parameters: Parameters that may have a gradient.
@@ -61,8 +67,8 @@ class Accumulations:
     def counted(self) -> Iterator[None]:
         """Within, backward passes are watched."""
         hooks = [
-            parameter.register_post_accumulate_grad_hook(self._count)  # type: ignore[no-untyped-call]
-            for parameter in self._parameters
+            parameter.register_hook(partial(self._count, parameter, mark))  # type: ignore[no-untyped-call]
+            for parameter, mark in zip(self._parameters, self._marks)
             if parameter.requires_grad
         ]
         try:
@@ -76,12 +82,12 @@ class Accumulations:
         return [
             parameter
             for parameter, mark in zip(self._parameters, self._marks)
-            if self._counts[id(parameter)] > 1
-            or (not self._counts[id(parameter)] and _mark(parameter) not in (mark, _NO_GRADIENT))
+            if self._counts[id(parameter)] != 1 and _mark(parameter) not in (mark, _NO_GRADIENT)
         ]
 
-    def _count(self, parameter: Tensor) -> None:
-        self._counts[id(parameter)] += 1
+    def _count(self, parameter: Tensor, mark: Mark, _: Tensor | None) -> None:
+        """Just before autograd adds; by then nothing else should have written."""
+        self._counts[id(parameter)] += 1 if _mark(parameter) in (mark, _NO_GRADIENT) else 2
 
 
 @contextmanager
@@ -100,9 +106,6 @@ def _nothing(gradient: Tensor | None) -> Tensor | None:
     return None if gradient is None else torch.zeros_like(gradient)
 
 
-_NO_GRADIENT = (0, 0)
-
-
-def _mark(parameter: Tensor) -> tuple[int, int]:
+def _mark(parameter: Tensor) -> Mark:
     gradient = parameter.grad
     return _NO_GRADIENT if gradient is None else (id(gradient), gradient._version)

@@ -44,7 +44,8 @@ def _tiny_and_quiet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     for name in list(models.MODELS):
         monkeypatch.setitem(models.MODELS, name, TINY)
     monkeypatch.setattr(output, "RESULTS", tmp_path)
-    monkeypatch.setattr(probe, "quiet", lambda: None)
+    for benchmark in (probe, gpu):
+        monkeypatch.setattr(benchmark, "quiet", lambda: None)
     logging.disable(logging.WARNING)
     yield
     logging.disable(logging.NOTSET)

@@ -275,6 +275,24 @@ def test_gradients_that_are_added_to_more_than_once_come_back(fails_at: int) -> 
     assert all(torch.equal(p.grad, old) for p, old in zip(shared.parameters(), before))
 
 
+def test_gradients_that_are_added_to_once_are_not_copied() -> None:
+    """However often a parameter is used, on top of an earlier gradient or after that was zeroed."""
+    torch.manual_seed(0)
+    shared = nn.Linear(3, 3).double()
+    inputs = torch.randn(6, 3, dtype=torch.float64)
+
+    def repeated(zero: bool) -> list[torch.Tensor]:
+        accumulations = Accumulations(shared.parameters())
+        with accumulations.counted():
+            found = checkpoint(shared, shared(shared(inputs)), use_reentrant=False).sum()
+            if zero:
+                shared.zero_grad()
+            found.backward()
+        return accumulations.repeated()
+
+    assert [repeated(zero) for zero in (False, False, True)] == [[], [], []]
+
+
 def test_buffers_that_are_exchanged_come_back() -> None:
     """``self.mean = 0.9 * self.mean + …`` is as usual as a change in place."""
     layer = nn.BatchNorm1d(2)
