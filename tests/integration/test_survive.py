@@ -436,6 +436,22 @@ def test_what_an_evaluation_survives_makes_training_no_smaller(monkeypatch: pyte
         assert (callback.plan.micro_batch_size == 8) == (where == "validation")
 
 
+def test_an_error_that_was_survived_is_no_struggle_on_top(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The allocator counts it, too; the limit becomes what went through, not less."""
+    monkeypatch.setattr("lightning_ga.protection.RetryWatch", Counts)
+
+    class Full(Regression):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            if len(batch[0]) > 4:
+                Counts.risen = True
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return loss(self.net, batch[0], batch[1])
+
+    callback = AutoAccumulate(16, micro_batch_size=8, verify=False)
+    fit(DataLoader(Samples(32), batch_size=8), callback, module=Full())
+    assert (callback.oom_events, callback.plan.micro_batch_size) == (1, 4)
+
+
 def test_batches_that_do_not_fit_on_the_device_travel_in_pieces() -> None:
     """The transfer itself runs out of memory."""
 
