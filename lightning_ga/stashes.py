@@ -22,6 +22,7 @@ from torchmetrics import Metric
 from lightning_ga.structures import open_container
 
 SMALL = 2**20  # bytes of a buffer that is copied before every attempt
+FEW = 64  # tensors of a list that are copied before every attempt
 
 
 class BatchMarks:
@@ -240,31 +241,45 @@ class AttributeStash:
     """Attributes of a module's parts that are no tables of tensors: modes, tensors, lists of tensors, generators.
 
     A large tensor, or one with a graph, is most often an output of the step before: it is not kept
-    alive. Numbers and all else are none of this: what counts attempts goes on counting.
+    alive. Nor is each element of a long list copied: what a step appends goes, and a change of an
+    element in place is noticed. Numbers and all else are none of this: what counts attempts goes on counting.
 
     Args:
         module: The module whose attributes a step may change.
     """
 
     def __init__(self, module: Module) -> None:
-        self._parts = [part for part in module.modules() if not isinstance(part, Metric)]
+        parts = [(path, part) for path, part in module.named_modules() if not isinstance(part, Metric)]
+        self._parts = [part for _, part in parts]
         # PyTorch's own layers keep nothing else, and they are many.
-        self._owners = [vars(part) for part in self._parts if not type(part).__module__.startswith("torch.nn.")]
+        self._owners = [(path, vars(part)) for path, part in parts if not type(part).__module__.startswith("torch.nn.")]
         self._modes: list[bool] = []
         self._kept: list[tuple[dict[str, Any], str, Tensor]] = []
+        self._copied: list[Tensor] = []
         self._copies: list[Tensor] = []
+        self._watched: list[tuple[str, Tensor, int]] = []
         self._containers: list[tuple[Any, Any]] = []
         self._generators: list[tuple[Any, Any]] = []
 
+        self.keep()
+
+    def tensors(self) -> Iterator[Tensor]:
+        """The copies that lie where the attributes do."""
+        yield from self._copies
+
     def keep(self) -> None:
         """Remember what there is, before an attempt."""
+        before = self._copied
         self._modes = [part.training for part in self._parts]
-        self._kept, self._containers, self._generators = [], [], []
-        for owner in self._owners:
+        self._kept, self._copied, self._watched, self._containers, self._generators = [], [], [], [], []
+        for path, owner in self._owners:
             for name, value in owner.items():
                 if _is_kept(type(value)) and name not in _TABLES:  # type: ignore[arg-type]
-                    self._note(owner, name, value)
-        self._copies = [tensor.detach().clone() for _, _, tensor in self._kept]
+                    self._note(path, owner, name, value)
+        if len(self._copied) != len(before) or any(new is not old for new, old in zip(self._copied, before)):
+            self._copies = []  # the old ones go first
+            self._copies = [torch.empty_like(tensor) for tensor in self._copied]
+        _copy_all(self._copies, self._copied)
 
     def put_back(self) -> None:
         """Give attributes their values back, and containers their contents."""
@@ -273,22 +288,38 @@ class AttributeStash:
                 part.training = mode
         for owner, name, tensor in self._kept:
             owner[name] = tensor
-        _copy_all([tensor for _, _, tensor in self._kept], self._copies)
+        _copy_all(self._copied, self._copies)
         for container, contents in self._containers:
             if _holds_tensors(container):
                 _refill(container, contents)
         for generator, state in self._generators:
             _set_state(generator, state)
 
-    def _note(self, owner: dict[str, Any], name: str, value: Any) -> None:
+    def lost(self) -> str | None:
+        """A tensor that has changed in place and of which there is no copy, in words."""
+        changed = (place for place, tensor, version in self._watched if tensor._version != version)
+        return next((f"a tensor in place that is no buffer ({place})" for place in changed), None)
+
+    def _note(self, path: str, owner: dict[str, Any], name: str, value: Any) -> None:
+        place = f"{path}.{name}".lstrip(".")
         if isinstance(value, Tensor):
-            if _is_small_state(value) and not value.is_sparse and 0 not in value.stride():
+            if _is_small_state(value):
                 self._kept.append((owner, name, value))
+                self._watch(place, value)
         elif isinstance(value, (list, deque, dict)):
             if _holds_tensors(value) and all(map(_is_small_state, _things(value))):
                 self._containers.append((value, copy.copy(value)))
+                for tensor in _things(value):
+                    self._watch(place, tensor, copies=len(value) <= FEW)
         else:
             self._generators.append((value, _state_of(value)))
+
+    def _watch(self, place: str, tensor: Tensor, *, copies: bool = True) -> None:
+        """Values cannot be copied back into sparse tensors, nor where several elements are one."""
+        if copies and not tensor.is_sparse and 0 not in tensor.stride():
+            self._copied.append(tensor)
+        else:
+            self._watched.append((place, tensor, tensor._version))
 
 
 @cache

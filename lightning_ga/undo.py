@@ -39,6 +39,7 @@ class AttemptState:
         """The copies that lie where the module does."""
         yield from self.buffers.tensors()
         yield from self.weights.tensors()
+        yield from self._attributes.tensors()
 
     def keep(self, batch: Any) -> None:
         """Remember everything as it is now, before an attempt at these samples."""
@@ -64,7 +65,7 @@ class AttemptState:
         self._attributes.put_back()
         for metric, state in zip(self._metrics, self._kept):
             set_metric_state(metric, state)
-        return self._batch.lost() or self.weights.lost() or self.buffers.lost()
+        return self._batch.lost() or self.weights.lost() or self.buffers.lost() or self._attributes.lost()
 
 
 def metric_state(metric: Metric) -> dict[str, Any]:

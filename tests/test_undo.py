@@ -165,6 +165,28 @@ def test_a_tensor_that_is_no_buffer_and_changes_in_place_comes_back() -> None:
     assert module.trained.requires_grad
 
 
+def test_elements_of_a_list_that_change_in_place_come_back() -> None:
+    """Or are told, where the list is long: copies of all would take too much time."""
+    module = Follower()
+    module.means = {"a": torch.zeros(2), "b": torch.zeros(2)}
+    module.history = [torch.zeros(()) for _ in range(100)]
+    module.counts = torch.eye(2).to_sparse()
+    state = AttemptState(module)
+    state.keep(None)
+    module.means["a"].add_(1)
+    module.means["b"].data.add_(1)
+    module.history.append(torch.ones(()))
+    assert state.put_back() is None
+    assert [float(module.means[name].sum()) for name in "ab"] == [0, 0]
+    assert len(module.history) == 100
+    state.keep(None)
+    module.history[7].add_(1)
+    assert state.put_back() == "a tensor in place that is no buffer (history)"
+    state.keep(None)
+    module.counts.mul_(2)
+    assert state.put_back() == "a tensor in place that is no buffer (counts)"
+
+
 @dataclasses.dataclass
 class Sample:
     """A batch of a kind of one's own."""
