@@ -40,10 +40,16 @@ def run(folder: Path, effective: int = 128, **trouble: Any) -> list[dict[str, An
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(2)]
 
 
-def test_the_rank_with_less_memory_decides(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Both ranks with little memory."""
+    return run(tmp_path_factory.mktemp("small"), budgets=(SMALL, SMALL))
+
+
+def test_the_rank_with_less_memory_decides(tmp_path: Path, small: list[dict[str, Any]]) -> None:
     """Both end with its limit, run the same trials, and train to the same weights within their memory."""
     unequal = run(tmp_path / "unequal", budgets=(LARGE, SMALL))
-    small, large = run(tmp_path / "small", budgets=(SMALL, SMALL)), run(tmp_path / "large", budgets=(LARGE, LARGE))
+    large = run(tmp_path / "large", budgets=(LARGE, LARGE))
     assert unequal[0]["limit"] == unequal[1]["limit"] == small[0]["limit"] < large[0]["limit"] < 64
     for records in (unequal, small, large):
         assert records[0]["trials"] == records[1]["trials"]
@@ -51,11 +57,10 @@ def test_the_rank_with_less_memory_decides(tmp_path: Path) -> None:
         assert torch.equal(records[0]["weights"], records[1]["weights"])
 
 
-def test_training_at_the_limit_has_room_to_exchange_gradients(tmp_path: Path) -> None:
+def test_training_at_the_limit_has_room_to_exchange_gradients(tmp_path: Path, small: list[dict[str, Any]]) -> None:
     """With less to spare than a sample takes, or the 400 bytes of the gradients."""
-    loose = run(tmp_path / "loose", budgets=(SMALL, SMALL))[0]
-    budget, limit = SMALL - loose["spare"] + VOTES, loose["limit"]
-    tight = run(tmp_path / "tight", effective=2 * 3 * limit, budgets=(budget, budget))
+    budget, limit = SMALL - small[0]["spare"] + VOTES, small[0]["limit"]
+    tight = run(tmp_path, effective=2 * 3 * limit, budgets=(budget, budget))
     for record in tight:
         assert record["limit"] == limit
         assert record["spare"] <= VOTES

@@ -80,7 +80,7 @@ def test_memory_runs_out_all_over_a_window(mode: str) -> None:
     """Forward, loss and backward, in first and later micro-batches: gradients, weights, logs and metrics are equal."""
     whole, _, counted, logs = train(mode=mode)
     operations = counted.count // 2
-    for at in [*range(1, operations // 3, 7), *range(operations // 3, operations, 89)]:
+    for at in [*range(1, operations // 3, 11), *range(operations // 3, operations, 131)]:
         module, callback, _, logged = train(at, mode=mode)
         assert callback.oom_events == 1, at
         assert worst_error(module.gradients, whole.gradients) <= 1e-12, at
