@@ -10,7 +10,7 @@ import torch
 from lightning_ga import seams
 from lightning_ga.loaders import count_samples
 from lightning_ga.request import Normalize
-from lightning_ga.weights import KnownWindow, LateWindow
+from lightning_ga.weights import KnownWindow, LateWindow, count_items
 from lightning_ga.windows import Chunk
 
 
@@ -61,8 +61,8 @@ class WindowGradients:
         """What a part of a batch weighs in it: its samples, or what ``normalize`` counts."""
         if not callable(self._normalize):
             return samples / whole
-        total = float(self._normalize(batch))
-        return float(self._normalize(part)) / total if total else 0.0
+        total = count_items(self._normalize, batch)
+        return count_items(self._normalize, part) / total if total else 0.0
 
     @contextmanager
     def weighing_a_part(self, share: float) -> Iterator[None]:
@@ -133,7 +133,7 @@ class WindowGradients:
 
     def _count(self, batch: Any, expected: int, samples: int | None) -> float:
         if callable(self._normalize):
-            return float(self._normalize(batch))
+            return count_items(self._normalize, batch)
         return count_samples(batch, expected=expected) if samples is None else samples
 
 

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 
 from lightning_ga.errors import UserError
 
+MOST_CHUNKS = 10**7
+"""Micro-batches of a window on a rank: their sizes are held in memory."""
+
 
 @dataclass(frozen=True, slots=True)
 class AccumulationPlan:
@@ -30,9 +33,11 @@ class AccumulationPlan:
 
     def __str__(self) -> str:
         chunks = self.chunks[0]
-        each = "+".join(map(str, chunks)) if len(chunks) <= 4 else f"{self.factor} of at most {self.micro_batch_size}"
+        cut = f"micro-batches of {'+'.join(map(str, chunks))}"
+        if len(chunks) > 4:
+            cut = f"{self.factor} micro-batches of at most {self.micro_batch_size}"
         ranks = f" on each of {self.world_size} ranks" if self.world_size > 1 else ""
-        return f"effective batch {self.effective_batch_size} in micro-batches of {each}{ranks}, factor {self.factor}"
+        return f"effective batch {self.effective_batch_size} in {cut}{ranks}, factor {self.factor}"
 
 
 def split_evenly(total: int, parts: int) -> tuple[int, ...]:
@@ -60,7 +65,8 @@ def plan_accumulation(effective_batch: int, *, micro_batch: int, world_size: int
         world_size: Data-parallel ranks; each runs the same number of chunks.
 
     Raises:
-        UserError: If an argument is below one, or the effective batch below the number of ranks.
+        UserError: If an argument is below one, the effective batch below the number of ranks, or the factor
+            above ten million.
 
     Examples:
         >>> plan_accumulation(256, micro_batch=48, world_size=2).chunks[0]
@@ -69,6 +75,13 @@ def plan_accumulation(effective_batch: int, *, micro_batch: int, world_size: int
     for name, value in (("micro_batch", micro_batch), ("world_size", world_size)):
         require_count(name, value)
     require_effective_batch(effective_batch, world_size)
+    if effective_batch > MOST_CHUNKS * micro_batch * world_size:
+        factor = -(-effective_batch // (micro_batch * world_size))
+        raise UserError(
+            f"effective_batch_size={effective_batch} would take {factor:,} micro-batches of {micro_batch} for one "
+            f"optimizer step, and at most {MOST_CHUNKS:,} are planned: for the whole data set in one step, give its "
+            "number of samples."
+        )
     chunks = cut_window(effective_batch, micro_batch=micro_batch, world_size=world_size)
     return AccumulationPlan(effective_batch, world_size, chunks[0][0], len(chunks[0]), chunks)
 

@@ -13,6 +13,7 @@ from lightning_ga.live import uncounted
 from lightning_ga.loaders import kept_samples
 from lightning_ga.samples import collate_samples, collect_samples
 from lightning_ga.traceless import traceless
+from lightning_ga.weights import count_items
 
 SAMPLES = 4  # halves of two: BatchNorm refuses one sample
 
@@ -47,7 +48,7 @@ def measure_exactness(
             for part in parts:
                 prepare()
                 batch = collate_samples(loader, part, len(part))
-                counts.append(float(kept_samples(batch, len(part)) if count is None else count(batch)))
+                counts.append(kept_samples(batch, len(part)) if count is None else count_items(count, batch))
                 gradients = _gradients(trainer, batch)
                 # The last ones stay where they are: nothing runs after them.
                 held.append(list(gradients) if len(held) == 2 else [_on_host(gradient) for gradient in gradients])

@@ -175,13 +175,35 @@ class LateWindow:
         return window_scale(total, reference=self._reference, factor=factor, world_size=self._world_size)
 
 
+def count_items(normalize: Callable[[Any], Any], batch: Any) -> float:
+    """What ``normalize`` counts in a batch.
+
+    Raises:
+        UserError: If that is not one number.
+    """
+    found = normalize(batch)
+    try:
+        return float(found)
+    except (TypeError, ValueError, RuntimeError):
+        shape = f" of shape {tuple(found.shape)}" if hasattr(found, "shape") else ""
+        raise UserError(
+            f"normalize returned a {type(found).__name__}{shape} for a batch: it has to return one number, how many "
+            "items of the batch its loss is a mean over."
+        ) from None
+
+
 @dataclass(frozen=True)
 class Samples:
     """Counts samples: the length of the batch's first tensor. What ``normalize="samples"`` does by itself."""
 
     def __call__(self, batch: Any) -> int:
         """Samples of a batch."""
-        return int(next(_tensors(batch)).shape[0])
+        first = next(_tensors(batch), None)
+        if first is None:
+            raise UserError(
+                f"normalize=Samples() finds no tensor in a {type(batch).__name__}: give a callable that counts."
+            )
+        return int(first.shape[0])
 
 
 @dataclass(frozen=True)

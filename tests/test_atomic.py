@@ -2,6 +2,7 @@
 
 import os
 import signal
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -52,6 +53,27 @@ def killed_in_write(number: int, *arguments: str) -> None:
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert run.returncode == -signal.SIGKILL, run.stderr[-2000:]
+
+
+def test_a_checkpoint_reaches_the_disk_before_it_takes_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the name after it: a loss of power leaves the old one or the new one."""
+    place, events = tmp_path / "last.ckpt", []
+    synced, replaced = os.fsync, Path.replace
+
+    def fsync(descriptor: int) -> None:
+        synced(descriptor)
+        events.append(("folder" if stat.S_ISDIR(os.fstat(descriptor).st_mode) else "file", place.exists()))
+
+    def replace(part: Path, target: Path) -> Path:
+        events.append(("named", place.exists()))
+        return replaced(part, target)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(Path, "replace", replace)
+    AtomicCheckpointIO().save_checkpoint({"x": 1}, place)
+    assert events == [("file", False), ("named", False), ("folder", True)]
 
 
 def test_a_run_killed_while_it_writes_leaves_the_checkpoint_before(command: Any) -> None:

@@ -50,8 +50,15 @@ def test_a_file_that_would_run_code_is_refused(tmp_path):
     with pytest.raises(UserError):
         find_checkpoint(str(path), MLP, [])
     path.write_bytes(b"no checkpoint")
-    with pytest.raises(UserError):
+    with pytest.raises(UserError, match="not a checkpoint of tensors and plain values"):
         find_checkpoint(str(path), MLP, [])
+
+
+def test_a_checkpoint_in_the_older_format_is_whole(tmp_path):
+    """It is no archive, so it does not lack the end of one."""
+    path = leave_run(tmp_path, "older", MLP, 10)
+    torch.save(torch.load(path, weights_only=True), path, _use_new_zipfile_serialization=False)
+    assert find_checkpoint(str(path), MLP, []) == path
 
 
 def test_a_torn_checkpoint_is_never_taken_and_nothing_in_its_place(tmp_path):

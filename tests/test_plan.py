@@ -86,6 +86,7 @@ def test_plans_worked_out_by_hand(
         ((8, 4, -2), "world_size=-2 must be at least 1"),
         ((8.0, 4, 1), "effective_batch_size=8.0 must be a whole number"),
         ((8, True, 1), "micro_batch=True must be a whole number"),
+        ((10**12, 8, 2), "effective_batch_size=1000000000000 would take 62,500,000,000 micro-batches of 8 for one"),
         ((3, 4, 4), r"effective_batch_size=3 is below the number of ranks, 4: .* Use effective_batch_size=4 or fewer"),
     ],
 )
@@ -100,7 +101,7 @@ def test_a_plan_reads_as_a_sentence_and_cannot_be_changed() -> None:
     """Few chunks are spelt out, many are counted, ranks are named only where there are several."""
     assert str(plan_accumulation(7, micro_batch=3)) == "effective batch 7 in micro-batches of 3+2+2, factor 3"
     assert str(plan_accumulation(20, micro_batch=2, world_size=2)) == (
-        "effective batch 20 in micro-batches of 5 of at most 2 on each of 2 ranks, factor 5"
+        "effective batch 20 in 5 micro-batches of at most 2 on each of 2 ranks, factor 5"
     )
     with pytest.raises(AttributeError):
         AccumulationPlan(1, 1, 1, 1, ((1,),)).factor = 2  # type: ignore[misc]

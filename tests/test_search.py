@@ -163,6 +163,20 @@ def test_squares_are_checked_with_a_third_trace_before_the_limit_is_tried() -> N
     assert varying.tried[:3] == [4, 8, 16]
 
 
+def test_a_trial_of_which_nothing_was_recorded_is_confirmed_by_its_peak() -> None:
+    """A device whose record of events has room for two small steps only."""
+
+    class Forgetful(FakeDevice):
+        def __call__(self, samples: int) -> tuple[Trial, Trace | None]:
+            trial, trace = super().__call__(samples)
+            return trial, trace if len(self.tried) <= 2 else None
+
+    device = Forgetful(linear(100, 10), 1005)
+    search = run(device, Search(high=512, budget=1005))
+    assert (search.limit, search.method) == (90, "replay")
+    assert device.tried == [4, 8, 90]
+
+
 def test_the_curve_is_predicted_beyond_the_limit() -> None:
     """For a plot: rising, with the limit and one more, below and above the budget."""
     search = run(FakeDevice(linear(100, 10), 1005), Search(high=512, budget=1005))

@@ -10,7 +10,15 @@ from hypothesis import strategies as st
 
 from lightning_ga.errors import UserError
 from lightning_ga.plan import plan_accumulation
-from lightning_ga.weights import AttentionMaskTokens, KnownWindow, LateWindow, Samples, TargetTokens, known_weight
+from lightning_ga.weights import (
+    AttentionMaskTokens,
+    KnownWindow,
+    LateWindow,
+    Samples,
+    TargetTokens,
+    count_items,
+    known_weight,
+)
 
 # The counts of a window: one list per rank, all of the same length.
 COUNTS = st.tuples(st.integers(1, 5), st.integers(1, 6)).flatmap(
@@ -163,6 +171,20 @@ def test_a_count_below_zero_is_refused(count: float) -> None:
     """So is one that is no number."""
     with pytest.raises(UserError, match=f"normalize counted {count} in a micro-batch"):
         LateWindow(world_size=1, sum_over_ranks=float).weigh(count, window=-1, factor=1, first=True)
+
+
+@pytest.mark.parametrize(
+    ("found", "words"), [(None, "a NoneType"), ([3, 4], "a list"), (torch.ones(2, 3), r"a Tensor of shape \(2, 3\)")]
+)
+def test_a_count_that_is_no_number_is_refused(found: Any, words: str) -> None:
+    with pytest.raises(UserError, match=f"normalize returned {words} for a batch: it has to return one number"):
+        count_items(lambda batch: found, None)
+    assert count_items(torch.sum, torch.ones(2, 3)) == 6.0
+
+
+def test_a_batch_without_tensors_has_no_samples_to_count() -> None:
+    with pytest.raises(UserError, match=r"normalize=Samples\(\) finds no tensor in a list: give a callable"):
+        Samples()(["a", "b"])
 
 
 LABELS = torch.tensor([[5, 7, -100], [8, -100, -100]])
