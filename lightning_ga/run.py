@@ -107,6 +107,8 @@ class Run:
             return
         self._limit_batches, self._shard = trainer.limit_train_batches, seams.shards_data(trainer)
         known = self._feed
+        if known is None:
+            seams.forget_loaders(trainer)
         with seams.micro_batch_units(trainer):
             set_up()
         if self._feed is not None and self._feed is not known:

@@ -44,6 +44,11 @@ def intercept_loaders(trainer: Any, cut: Callable[[Any], Any], around: Callable[
     shadow(loop, "setup_data", lambda: around(lambda: set_up(loop)))
 
 
+def forget_loaders(trainer: Any) -> None:
+    """Let the fit loop set its data up again: the learning rate finder of Lightning 2.5 leaves what it trained on."""
+    trainer.fit_loop._combined_loader = None
+
+
 def batches_of(trainer: Any, loader: Any) -> tuple[Callable[[], Iterator[Any]], int | None]:
     """What yields the batches of any training data as the loop would, and how many there are if that is known.
 

@@ -45,7 +45,6 @@ def trainer(request: pytest.FixtureRequest) -> Any:
         "_logger_connector._logged_metrics",
         "_logger_connector._callback_metrics",
         "_loggers",
-        "val_check_batch",
     ],
 )
 def test_the_private_name_is_there(trainer: Any, path: str) -> None:
