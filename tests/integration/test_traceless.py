@@ -7,6 +7,8 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from everything import difference, run
+from reference import Regression, Samples, fit
+from torch.utils.data import DataLoader
 
 from lightning_ga import AutoAccumulate
 
@@ -34,3 +36,20 @@ def test_a_probe_leaves_no_trace(settings: dict[str, Any], budget: str, tmp_path
     assert probed.plan.factor > 1
     fixed = AutoAccumulate(micro_batch_size=probed.probe.limit, batch_norm="ignore")
     assert difference(after_probe, run(tmp_path / "fixed", fixed, workers=2, **made())) is None
+
+
+class Adaptive(Regression):
+    """Without a schedule, through which its optimizer would be found as well."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+
+def test_an_optimizer_without_a_schedule_begins_anew() -> None:
+    """Its averages are empty after a probe."""
+    weights = []
+    for found in ("auto", 4):
+        module, callback = Adaptive(), AutoAccumulate(8, micro_batch_size=found, max_micro_batch_size=4, cache=False)
+        fit(DataLoader(Samples(32), batch_size=8), callback, module=module, max_epochs=1)
+        weights.append(list(module.parameters()))
+    assert all(torch.equal(*pair) for pair in zip(*weights))
