@@ -88,8 +88,8 @@ def outdated(known: ProbeResult, budget: int, high: int) -> str | None:
     if known.limit >= high:
         return None
     refused = [trial.peak_bytes for trial in known.trials if not trial.fits and trial.micro_batch_size > known.limit]
-    beyond = refused + [peak for samples, peak in known.curve if samples > known.limit]
-    if not beyond or min(beyond) <= known.budget_bytes:
+    beyond = refused or [peak for samples, peak in known.curve if samples > known.limit][:1]
+    if not beyond or (not refused and beyond[0] <= known.budget_bytes):
         return "nothing larger was asked for then"
     grown = budget >= min(beyond) and budget > _MORE * known.budget_bytes
     return "more memory is free now" if grown else None

@@ -208,6 +208,15 @@ def test_an_earlier_result_holds_while_its_limit_does(budget: int, high: int, re
     assert outdated(refused, budget, high) == reason
 
 
+def test_a_curve_that_falls_again_beyond_the_limit_was_searched() -> None:
+    """What an allocator reserves may: one sample more does not fit, two more would."""
+    found = ProbeResult(90, 1005, 1000, (), 3, 0.0, "replay", curve=((90, 1000), (91, 1010), (92, 1004)))
+    assert outdated(found, 1005, 512) is None
+    refused = replace(found, curve=((90, 1000), (91, 1004)), trials=(Trial(92, 1006, False, 0.0),))
+    assert outdated(refused, 1005, 512) is None, "a trial failed in spite of the prediction"
+    assert outdated(found, 1100, 512) == outdated(refused, 1100, 512) == "more memory is free now"
+
+
 def test_a_result_is_lowered_where_training_proved_it_wrong() -> None:
     """It holds for the same budget, and shows what the smaller limit takes."""
     device = FakeDevice(linear(100, 10), 1005)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lightning_ga.replay import Segment, Trace
@@ -163,6 +163,7 @@ class Device:
 
 @settings(max_examples=20, deadline=None)
 @given(st.integers(500, 20_000))
+@example(582)  # 35 samples need more segments than 36
 def test_a_search_foresees_what_will_be_reserved(budget_mib: int) -> None:
     """Two traces and one trial, and none runs out; a search that counts blocks alone runs out at once."""
     budget = budget_mib * MIB
@@ -184,7 +185,7 @@ def test_a_search_foresees_what_will_be_reserved(budget_mib: int) -> None:
             assert outdated(found, budget, high=100_000) is None  # a cache is of use
             assert [trial.fits for trial in trials] == [True] * 3
             assert search.method == "replay"
-            assert not device.fits(search.limit + max(2, search.limit // 50))
+            assert not all(map(device.fits, range(search.limit + 1, search.limit + max(2, search.limit // 50) + 1)))
         else:
             assert search.limit >= 0.9 * max(1, search.ceiling - 1)
 
