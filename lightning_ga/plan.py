@@ -33,8 +33,9 @@ class AccumulationPlan:
 
     def __str__(self) -> str:
         chunks = self.chunks[0]
-        cut = f"micro-batches of {'+'.join(map(str, chunks))}"
-        if len(chunks) > 4:
+        if len(chunks) <= 4:
+            cut = f"micro-batches of {'+'.join(map(str, chunks))}"
+        else:
             cut = f"{self.factor} micro-batches of at most {self.micro_batch_size}"
         ranks = f" on each of {self.world_size} ranks" if self.world_size > 1 else ""
         return f"effective batch {self.effective_batch_size} in {cut}{ranks}, factor {self.factor}"

@@ -41,10 +41,15 @@ class TensorValues:
     def restore(self) -> None:
         """Write every value back, and whether the tensor wants gradients."""
         for tensor, value, requires_grad in self._kept:
-            if 0 not in tensor.stride():  # an expanded buffer cannot be written to, by a step neither
+            if not is_expanded(tensor):  # it cannot be written to, by a step neither
                 tensor.copy_(value)
             if tensor.requires_grad != requires_grad:
                 tensor.requires_grad_(requires_grad)
+
+
+def is_expanded(tensor: torch.Tensor) -> bool:
+    """Whether several of its elements are one in memory; sparse and nested tensors have no strides to tell."""
+    return tensor.layout is torch.strided and not tensor.is_nested and 0 in tensor.stride()
 
 
 class Gradients:

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import Module
 from torchmetrics import Metric
 
+from lightning_ga.snapshot import is_expanded
 from lightning_ga.structures import open_container
 
 SMALL = 2**20  # bytes of a buffer that is copied before every attempt
@@ -134,6 +135,8 @@ class BufferStash:
         self._kept: list[dict[str, Tensor | None]] = []
         self._small: list[Tensor] = []
         self._large: list[_Large] = []
+        self._uncopied: list[tuple[str, Tensor]] = []
+        self._versions: list[int] = []
         self._watch()
 
     def tensors(self) -> Iterator[Tensor]:
@@ -152,6 +155,7 @@ class BufferStash:
         _copy_all(self._copies, self._small)
         for large in self._large:
             large.keep()
+        self._versions = [buffer._version for _, buffer in self._uncopied]
 
     def learn(self) -> None:
         """An attempt went through."""
@@ -169,6 +173,9 @@ class BufferStash:
 
     def lost(self) -> str | None:
         """A buffer that has changed and of which there is no copy, in words."""
+        for (name, buffer), version in zip(self._uncopied, self._versions):
+            if buffer._version != version:
+                return f"a buffer that is not dense in place ({name})"
         return next((f"a buffer by its .data ({large.name})" for large in self._large if large.is_lost()), None)
 
     def _watch(self) -> None:
@@ -177,9 +184,10 @@ class BufferStash:
         every: dict[int, tuple[str, Tensor]] = {}
         for path, owner in self._owners:
             for name, buffer in owner.items():
-                # An expanded buffer cannot be written to, by a step neither.
-                if buffer is not None and not buffer.is_meta and 0 not in buffer.stride():
+                if buffer is not None and not buffer.is_meta:
                     every[id(buffer)] = (f"{path}.{name}".lstrip("."), buffer)
+        self._uncopied = [named for named in every.values() if not _is_writable(named[1])]
+        every = {key: named for key, named in every.items() if _is_writable(named[1])}
         known = {id(large.buffer): large for large in self._large}
         self._small = [buffer for _, buffer in every.values() if buffer.numel() * buffer.element_size() <= SMALL]
         self._copies = [torch.empty_like(buffer) for buffer in self._small]
@@ -226,6 +234,12 @@ class _Large:
         return torch.equal(self.buffer.to(self.copy.device), self.copy)
 
 
+def _is_writable(tensor: Tensor) -> bool:
+    """Whether values can be copied back into it: it is dense, stored as it reads, and no two elements are one."""
+    dense = tensor.layout is torch.strided and not tensor.is_nested
+    return dense and not tensor.is_conj() and not tensor.is_neg() and not is_expanded(tensor)
+
+
 @torch.no_grad()
 def _copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     kinds: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
@@ -260,7 +274,6 @@ class AttributeStash:
         self._watched: list[tuple[str, Tensor, int]] = []
         self._containers: list[tuple[Any, Any]] = []
         self._generators: list[tuple[Any, Any]] = []
-
         self.keep()
 
     def tensors(self) -> Iterator[Tensor]:
@@ -315,8 +328,7 @@ class AttributeStash:
             self._generators.append((value, _state_of(value)))
 
     def _watch(self, place: str, tensor: Tensor, *, copies: bool = True) -> None:
-        """Values cannot be copied back into sparse tensors, nor where several elements are one."""
-        if copies and not tensor.is_sparse and 0 not in tensor.stride():
+        if copies and not tensor.is_meta and _is_writable(tensor):
             self._copied.append(tensor)
         else:
             self._watched.append((place, tensor, tensor._version))

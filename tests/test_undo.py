@@ -187,6 +187,40 @@ def test_elements_of_a_list_that_change_in_place_come_back() -> None:
     assert state.put_back() == "a tensor in place that is no buffer (counts)"
 
 
+class Graph(nn.Module):
+    """A module of one's own."""
+
+
+ODD = {
+    "coo": lambda: torch.eye(3).to_sparse(),
+    "csr": lambda: torch.eye(3).to_sparse_csr(),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+    "conjugate": lambda: torch.ones(2, dtype=torch.complex64).conj(),
+    "expanded": lambda: torch.ones(1).expand(3),
+    "meta": lambda: torch.ones(3, device="meta"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.parametrize("place", ["attribute", "list", "buffer"])
+@pytest.mark.parametrize("kind", ODD)
+def test_tensors_of_any_kind_may_lie_in_a_module(kind: str, place: str) -> None:
+    """The adjacency of a graph, say; where values cannot be copied back a change is told."""
+    module, tensor = Graph(), ODD[kind]()
+    if place == "buffer":
+        module.register_buffer("adjacency", tensor)
+    else:
+        module.adjacency = [tensor] if place == "list" else tensor
+    state = AttemptState(module)
+    for _ in range(2):
+        state.keep(None)
+        state.learn()
+        assert state.put_back() is None
+    if kind in ("coo", "csr", "conjugate"):
+        tensor.mul_(2)
+        assert "(adjacency)" in str(state.put_back())
+
+
 @dataclasses.dataclass
 class Sample:
     """A batch of a kind of one's own."""

@@ -1,6 +1,7 @@
 """Callbacks of Lightning's own beside ours keep their meaning, or are refused."""
 
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 import pytest
@@ -43,6 +44,19 @@ def test_the_learning_rate_finder_runs_the_recipe(tmp_path: Path, monkeypatch: p
     assert module.shapes[:30] == [8] * 30
     assert module.shapes[30:] == [4] * 64
     assert trainer.global_step == 16
+
+
+def test_data_that_another_run_of_the_loop_left_are_set_up_anew() -> None:
+    """As the learning rate finder of Lightning 2.5 leaves them."""
+
+    class Leaves(pl.Callback):
+        def on_fit_start(self, trainer: Any, module: Any) -> None:
+            trainer.fit_loop._combined_loader = object()
+
+    callback = AutoAccumulate(16, micro_batch_size=4)
+    _, trainer = fit(loader(), Leaves(), callback, max_epochs=1)
+    assert callback.plan.factor == 4
+    assert trainer.global_step == 4
 
 
 def test_weight_averaging_takes_as_many_steps() -> None:

@@ -38,6 +38,19 @@ def test_a_probe_leaves_no_trace(settings: dict[str, Any], budget: str, tmp_path
     assert difference(after_probe, run(tmp_path / "fixed", fixed, workers=2, **made())) is None
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.parametrize("kind", ["coo", "csr", "conjugate"])
+def test_buffers_that_are_not_dense_are_kept(kind: str) -> None:
+    """The adjacency of a graph, say: with a probe, the check of exactness and a guard against errors of memory."""
+    module, eye = Regression(), torch.eye(3)
+    made = {"coo": eye.to_sparse, "csr": eye.to_sparse_csr, "conjugate": lambda: eye.to(torch.complex64).conj()}
+    module.register_buffer("adjacency", made[kind]())
+    callback = AutoAccumulate(8, max_micro_batch_size=4, cache=False)
+    fit(DataLoader(Samples(32), batch_size=8), callback, module=module, max_epochs=1)
+    assert callback.plan.factor == 2
+    assert torch.equal(module.adjacency.to_dense().real, eye)
+
+
 class Adaptive(Regression):
     """Without a schedule, through which its optimizer would be found as well."""
 
