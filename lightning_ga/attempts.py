@@ -14,15 +14,22 @@ class Piece:
     Attributes:
         start: The first.
         stop: One after the last.
+        of: Samples of the batch.
     """
 
     start: int
     stop: int
+    of: int
 
     @property
     def samples(self) -> int:
         """How many."""
         return self.stop - self.start
+
+    @property
+    def is_last(self) -> bool:
+        """Whether none comes after it in its batch."""
+        return self.stop == self.of
 
     def contains(self, other: "Piece") -> bool:
         """Whether all samples of another piece are among these."""
@@ -31,7 +38,7 @@ class Piece:
     def halves(self) -> tuple["Piece", "Piece"]:
         """Two pieces of equal size, the first with one sample more where that is odd."""
         middle = (self.start + self.stop + 1) // 2
-        return Piece(self.start, middle), Piece(middle, self.stop)
+        return Piece(self.start, middle, self.of), Piece(middle, self.stop, self.of)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +72,7 @@ def run_pieces(pieces: Sequence[Piece], attempt: Callable[[Piece], tuple[bool, R
         TooLargeError: If a piece of one sample fails.
 
     Examples:
-        >>> run_pieces([Piece(0, 5)], lambda piece: (piece.samples <= 2, piece.samples)).results
+        >>> run_pieces([Piece(0, 5, of=5)], lambda piece: (piece.samples <= 2, piece.samples)).results
         (2, 1, 2)
     """
     waiting, done, failed = list(reversed(pieces)), [], []
@@ -93,10 +100,10 @@ def even_pieces(sizes: Sequence[int]) -> list[Piece]:
 
     Examples:
         >>> even_pieces([3, 2])
-        [Piece(start=0, stop=3), Piece(start=3, stop=5)]
+        [Piece(start=0, stop=3, of=5), Piece(start=3, stop=5, of=5)]
     """
     pieces, start = [], 0
     for size in sizes:
-        pieces.append(Piece(start, start + size))
+        pieces.append(Piece(start, start + size, sum(sizes)))
         start += size
     return pieces

@@ -5,6 +5,9 @@ from dataclasses import dataclass
 from lightning_ga.errors import RankError
 
 
+SAME_RESULT = "with the same result"
+
+
 @dataclass(frozen=True, slots=True)
 class OomEvent:
     """An out-of-memory error that cost a retry, not the run.
@@ -15,6 +18,7 @@ class OomEvent:
         samples: Samples of the smallest attempt that ran out of memory; 0 where it had none.
         fits: Samples of the largest attempt that went through instead; 0 where it had none.
         memory: What the device said of its memory.
+        result: ``SAME_RESULT``, or what the batch in parts gives instead of the result of the whole, as a sentence.
     """
 
     stage: str
@@ -22,15 +26,17 @@ class OomEvent:
     samples: int
     fits: int
     memory: str
+    result: str = ""
 
     def __str__(self) -> str:
         if not self.samples:
             return f"Memory ran out in {self.stage} ({self.memory}), before it had changed anything: it was run again."
+        same = ", with the same result" if self.result == SAME_RESULT else ""
         return (
             f"Memory ran out in {self.stage} with {self.samples} samples after {self.step} optimizer steps "
-            f"({self.memory}). The batch was run again in parts of at most {self.fits} samples, with the same result; "
-            "from now on none is larger."
-        )
+            f"({self.memory}). What failed was run again in parts of at most {self.fits} samples{same}; from now on none "
+            f"is larger. {'' if same else self.result}"
+        ).rstrip()
 
 
 def one_sample_too_large(stage: str, sample: object, memory: str) -> RankError:
@@ -39,6 +45,25 @@ def one_sample_too_large(stage: str, sample: object, memory: str) -> RankError:
         f"Memory ran out in {stage} with one sample alone ({sample}; {memory}), so there is nothing left to split: "
         "train in a lower precision (precision='bf16-mixed'), use activation checkpointing, or raise memory_budget "
         "and free the device of other processes."
+    )
+
+
+def cannot_be_cut(stage: str, why: str, memory: str) -> RankError:
+    """The error where a batch that is too large has no samples that could be told apart."""
+    return RankError(
+        f"Memory ran out in {stage} ({memory}), and the batch cannot be run again in parts. {why} Or use a smaller "
+        "batch_size in its loader."
+    )
+
+
+def a_piece_failed(stage: str, samples: int, whole: int, memory: str | None, error: Exception) -> RankError:
+    """What happened to a part of a batch that was cut in the step, and why it was cut."""
+    why = f"after memory had run out ({memory})" if memory else "as batches of that size are more than the limit"
+    return RankError(
+        f"In {stage} a part of {samples} samples of a batch of {whole} failed, which was cut {why}: "
+        f"{type(error).__name__}: {error}. If the whole batch does not fail, its parts need something of the whole "
+        "(padding to the longest, say): define split_batch(self, batch, sizes) on the LightningModule, or use "
+        'micro_batching="loader" with a lower max_micro_batch_size.'
     )
 
 

@@ -1,26 +1,36 @@
-"""Whether a batch cut in halves gives the gradient of the batch in one pass, and if not, why.
+"""Whether a batch in micro-batches gives the gradient of the batch in one pass, and if not, why.
 
-For a loss that is a mean over independent samples the weighted halves add up to the whole, to
-rounding. Where they do not, the relative difference says by how much, and its shape says why.
+For a loss that is a mean over independent samples the weighted parts add up to the whole, to
+rounding. Where they do not, the difference and what the step changed say why.
 """
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 
-Cause = Literal["exact", "batch_norm", "sum", "coupled", "unmeasured"]
+Cause = Literal["exact", "batch_norm", "sum", "coupled", "weighted", "stateful", "random", "uncuttable", "unmeasured"]
+INEXACT = ("batch_norm", "sum", "coupled", "weighted", "stateful")
+"""Causes for which gradients differ from those of one pass, or may in a later window."""
 
-_MEANING = {
+_MEANING: dict[Cause, str] = {
     "exact": "micro-batches give the gradient of the whole batch",
     "batch_norm": "{layers} normalize by the statistics of each micro-batch, not of the whole batch; GroupNorm "
     "(lightning_ga.models.to_group_norm) makes it exact",
-    "sum": "the loss is a sum over samples, and accumulation averages: use a mean, or the learning rate means another "
-    "thing for every micro-batch",
-    "coupled": "the loss couples the samples of a batch (contrastive losses, in-batch negatives), is a mean over "
-    "something else than samples (tokens: give normalize=…), or training_step draws random numbers",
+    "sum": "the loss is a sum over samples, and accumulation averages: divide it by the number of samples, or the "
+    "learning rate means another thing for every micro-batch",
+    "coupled": "the loss of a batch is no mean over its samples, as it depends on which of them are together "
+    "(contrastive losses, in-batch negatives, statistics or padding of the batch): let it treat samples by themselves, "
+    "or train in whole batches",
+    "weighted": "the loss is a mean over something else than samples (tokens, nodes, class weights): give {counter}, so "
+    "that micro-batches weigh what they count",
+    "stateful": "the step changes {tensors}, which the next micro-batch meets: that happens once for each micro-batch now, "
+    "not once a step; change it after the optimizer's step (in optimizer_step, after super().optimizer_step(…))",
+    "random": "the step, or what makes and moves its batch, draws random numbers: two passes over one batch differ, so "
+    "nothing can be measured, and accumulation is right on average",
+    "uncuttable": "{reason}",
     "unmeasured": "not measured: {reason}",
 }
 
@@ -30,12 +40,14 @@ class Exactness:
     """What the exactness check measured.
 
     Attributes:
-        relative_error: ‖halves − whole‖ ÷ ‖whole‖ of the gradient; ``None`` if it could not be measured.
+        relative_error: ‖parts − whole‖ ÷ ‖whole‖ of the gradient; ``None`` if it could not be measured.
         tolerance: What rounding may explain at the precision in use.
-        cause: Why the difference is above it, or ``"exact"``, or ``"unmeasured"``.
-        layers: Names of BatchNorm layers, where they are the cause.
-        reason: Why nothing could be measured.
+        cause: ``"exact"``, or why the difference is above the tolerance or could not be measured.
+        layers: Names of BatchNorm layers in training mode.
+        reason: Why nothing could be measured, or cut.
         micro_steps: Forward and backward passes that the check ran.
+        tensors: What the step changes beside gradients: buffers, parameters that are not trained, attributes.
+        counter: Which ``normalize=`` fits a loss that is a mean over something else than samples.
     """
 
     relative_error: float | None
@@ -43,62 +55,152 @@ class Exactness:
     cause: Cause
     layers: tuple[str, ...] = ()
     reason: str = ""
-    micro_steps: int = 3
+    micro_steps: int = 0
+    tensors: tuple[str, ...] = ()
+    counter: str = ""
 
     def __str__(self) -> str:
-        layers = ", ".join(self.layers[:3]) + (f" and {len(self.layers) - 3} more" if len(self.layers) > 3 else "")
-        meaning = _MEANING[self.cause].format(layers=f"BatchNorm layers ({layers})", reason=self.reason)
+        meaning = _MEANING[self.cause].format(
+            layers=f"BatchNorm layers ({_some(self.layers)})",
+            tensors=_some(self.tensors),
+            counter=self.counter or "normalize= a function that counts that in a batch",
+            reason=self.reason,
+        )
+        if self.cause == "stateful" and self.layers:
+            meaning += f"; besides, BatchNorm layers ({_some(self.layers)}) see each micro-batch by itself"
         return meaning if self.relative_error is None else f"relative error {self.relative_error:.1e}: {meaning}"
 
 
-def judge(
-    whole: Iterable[torch.Tensor],
-    first: Iterable[torch.Tensor],
-    second: Iterable[torch.Tensor],
-    *,
-    share: float,
-    tolerance: float,
-    layers: tuple[str, ...] = (),
-) -> Exactness:
-    """Name the cause of a difference between a whole gradient and its halves.
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Differences:
+    """How the gradients of two parts relate to that of the whole.
+
+    Attributes:
+        error: ‖weighted sum of the parts − whole‖ ÷ ‖whole‖.
+        summed: ‖sum of the parts − whole‖ ÷ ‖whole‖.
+        share: The weight of the first part, of two that add up to one, with which they come nearest to the whole.
+        best: The error with that weight.
+        size: ‖whole‖.
+    """
+
+    error: float
+    summed: float
+    share: float
+    best: float
+    size: float
+
+    @property
+    def finite(self) -> bool:
+        """Whether anything can be said."""
+        return 0 < self.size < float("inf") and self.error == self.error
+
+
+Gradient = Sequence[torch.Tensor]
+
+
+def compare(whole: Gradient, first: Gradient, second: Gradient, *, share: float) -> Differences:
+    """Compare the gradients of two parts of a batch with that of the whole.
 
     Args:
         whole: Gradient of the whole batch, one tensor per parameter.
-        first: Gradient of the first half.
-        second: Gradient of the second half.
-        share: Part of the batch that the first half is, by what the loss is a mean over.
-        tolerance: What rounding may explain.
-        layers: Names of BatchNorm layers in training mode.
+        first: Gradient of the first part.
+        second: Gradient of the second part.
+        share: Weight of the first part, by what the loss is a mean over.
 
     Examples:
         >>> one, three, two = ([torch.tensor([value])] for value in (1.0, 3.0, 2.0))
-        >>> judge(two, one, three, share=0.5, tolerance=1e-3).cause
-        'exact'
-        >>> judge([torch.tensor([4.0])], one, three, share=0.5, tolerance=1e-3).cause
-        'sum'
+        >>> compare(two, one, three, share=0.5).error
+        0.0
+        >>> compare([torch.tensor([4.0])], one, three, share=0.5).summed
+        0.0
     """
-    squares = [0.0, 0.0, 0.0]
-    for tensors in zip(whole, first, second):  # one parameter at a time: nothing large is held in double precision
-        w, a, b = (tensor.to("cpu", torch.float64) for tensor in tensors)
-        for place, difference in enumerate((w, share * a + (1 - share) * b - w, a + b - w)):
-            squares[place] += float(_values(difference).pow(2).sum())
-    size, error, summed = map(math.sqrt, squares)
-    if not 0 < size < float("inf"):
-        return unmeasured(tolerance, f"the gradient's norm is {size}")
-    error, summed = error / size, summed / size
-    if error != error:
-        return unmeasured(tolerance, "the gradient of a half is NaN")
-    if error <= tolerance:
-        return Exactness(error, tolerance, "exact")
-    if summed <= tolerance:
-        return Exactness(error, tolerance, "sum")
-    return Exactness(error, tolerance, "batch_norm" if layers else "coupled", layers)
+    size = error = summed = along = apart = 0.0
+    for w, a, b in _in_double(whole, first, second):
+        size, error = size + _square(w), error + _square(share * a + (1 - share) * b - w)
+        summed += _square(a + b - w)
+        along, apart = along + float(((w - b) * (a - b)).sum()), apart + _square(a - b)
+    best = along / apart if apart else share
+    left = sum(_square(best * a + (1 - best) * b - w) for w, a, b in _in_double(whole, first, second))
+    norm = math.sqrt(size)
+    if not norm:
+        return Differences(0.0, 0.0, share, 0.0, 0.0)
+    return Differences(math.sqrt(error) / norm, math.sqrt(summed) / norm, best, math.sqrt(left) / norm, norm)
 
 
-def _values(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.coalesce().values() if tensor.is_sparse else tensor
+def distance(one: Gradient, other: Gradient) -> float:
+    """‖one − other‖ ÷ ‖one‖."""
+    size = difference = 0.0
+    for a, b in _in_double(one, other):
+        size, difference = size + _square(a), difference + _square(a - b)
+    return math.sqrt(difference / size) if size else 0.0
+
+
+def _in_double(*gradients: Gradient) -> Iterable[tuple[torch.Tensor, ...]]:
+    """One parameter at a time: nothing large is held in double precision. Sparse gradients by their rows."""
+    for tensors in zip(*gradients):
+        doubles = [tensor.to("cpu", torch.float64) for tensor in tensors]
+        if any(double.is_sparse for double in doubles):
+            doubles = _same_rows(doubles)
+        yield tuple(doubles)
+
+
+def _same_rows(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+    coalesced = [(gradient if gradient.is_sparse else gradient.to_sparse()).coalesce() for gradient in gradients]
+    zeros = sum((0.0 * gradient for gradient in coalesced[1:]), start=0.0 * coalesced[0]).coalesce()
+    return [(gradient + zeros).coalesce().values() for gradient in coalesced]
+
+
+def _square(tensor: torch.Tensor) -> float:
+    return float(tensor.pow(2).sum())
+
+
+def judge(
+    differences: Differences,
+    *,
+    tolerance: float,
+    noise: float = 0.0,
+    layers: tuple[str, ...] = (),
+    tensors: tuple[str, ...] = (),
+    micro_steps: int = 0,
+) -> Exactness:
+    """Name the cause of a difference.
+
+    Args:
+        differences: What the gradients of the parts differ by.
+        tolerance: What rounding may explain.
+        noise: How far two passes over the same whole batch, with other random numbers, are apart.
+        layers: Names of BatchNorm layers in training mode.
+        tensors: What a step changes beside gradients.
+        micro_steps: Passes that were run.
+    """
+    if not differences.finite:
+        size = differences.size if not 0 < differences.size < float("inf") else float("nan")
+        return unmeasured(tolerance, f"the norm of the gradient is {size}")
+    found = Exactness(differences.error, tolerance, "exact", layers=layers, tensors=tensors, micro_steps=micro_steps)
+    drawn = replace(found, relative_error=None)
+    if tensors:
+        return replace(drawn if noise > tolerance else found, cause="stateful")
+    if noise > tolerance:
+        return replace(drawn, cause="batch_norm" if layers else "random")
+    if differences.error <= tolerance:
+        return replace(found, layers=())
+    if differences.summed <= tolerance:
+        return replace(found, cause="sum", layers=())
+    if layers:
+        return replace(found, cause="batch_norm")
+    between = 0 <= differences.share <= 1 and differences.best <= tolerance
+    return replace(found, cause="weighted" if between else "coupled")
 
 
 def unmeasured(tolerance: float, reason: str) -> Exactness:
     """The record of a check that could not be made."""
-    return Exactness(None, tolerance, "unmeasured", reason=reason, micro_steps=0)
+    return Exactness(None, tolerance, "unmeasured", reason=reason)
+
+
+def uncuttable(tolerance: float, reason: str) -> Exactness:
+    """The record of batches that cannot be cut."""
+    return Exactness(None, tolerance, "uncuttable", reason=reason)

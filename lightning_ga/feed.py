@@ -5,13 +5,15 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
-from torch.utils.data import DataLoader, RandomSampler, WeightedRandomSampler
+from torch.utils.data import DataLoader, RandomSampler, WeightedRandomSampler, default_collate
 
+from lightning_ga.batch_reader import BatchSource, CollatedAgain, CollatedBatches
 from lightning_ga.errors import UserError
 from lightning_ga.heaviest import Looks
-from lightning_ga.loaders import kept_samples, read_loader, rebatch
-from lightning_ga.plan import AccumulationPlan, in_batches, plan_accumulation, require_effective_batch
+from lightning_ga.loaders import read_loader, rebatch
+from lightning_ga.plan import AccumulationPlan, in_groups, plan_accumulation, require_effective_batch
 from lightning_ga.sampler import FromBatches, FromSampler, Sequential, Shuffled, Stream, WindowBatchSampler
+from lightning_ga.samples import collect_samples
 from lightning_ga.windows import Chunk, EpochPlan, GivenWindows, RegularWindows, Windows
 
 
@@ -94,6 +96,9 @@ class Feed:
         used = batches * self.recipe.batch_size * self.sharers
         return used if size is None else min(size, used)
 
+    def check_effective(self, effective: int) -> None:
+        """Any number of samples makes up a window."""
+
     def arrange(
         self, epoch: int, effective: int | None, micro_batch: int, *, samples_done: int = 0, armed: bool = True
     ) -> AccumulationPlan:
@@ -123,12 +128,23 @@ class Feed:
                 )
         plan = plan_accumulation(size, micro_batch=micro_batch, world_size=self.world_size)
         batches: Sequence[int] | None = None
-        if self._keeps_batches and effective is None:
-            batches = self._batch_ends(epoch) if isinstance(windows, GivenWindows) else ()
-            plan = in_batches(size, self.recipe_factor) if batches else plan
+        pieces = 1
+        if isinstance(windows, GivenWindows) and self.world_size == 1:
+            batches, sizes = self._batch_ends(epoch), self._largest_window(epoch, effective)
+            pieces = -(-max(sizes) // micro_batch)
+            plan = in_groups(sizes, pieces=pieces)
+        elif self._keeps_batches and effective is None:
+            batches = ()
         self.sampler.set_epoch(epoch)
-        whole = self.ranks_apart > 1
-        self.sampler.plan = EpochPlan(windows, micro_batch, plan.factor, self.sharers, whole=whole, batches=batches)
+        self.sampler.plan = EpochPlan(
+            windows,
+            micro_batch,
+            plan.factor,
+            self.sharers,
+            whole=self.ranks_apart > 1,
+            batches=batches,
+            pieces=pieces,
+        )
         self.sampler.armed = armed
         self.epoch = epoch if armed else None
         if self.loader is None:
@@ -204,9 +220,36 @@ class Feed:
         """Batches of the recipe that are done once each rank has done this micro-batch; none before the first."""
         return self.recipe_batches(self.epoch_plan.samples_after(index)) if index >= 0 else 0
 
-    def count(self, batch: Any, chunk: Chunk) -> int | None:
+    def expected(self, chunk: Chunk) -> int | None:
         """Samples that a batch of the epoch should hold; ``None`` where only the batch can tell."""
-        return None if self.streams or not chunk.count else kept_samples(batch, chunk.count)
+        return None if self.streams or not chunk.count else chunk.count
+
+    @property
+    def source(self) -> BatchSource:
+        """What is known of the batches."""
+        epoch = self.sampler.epoch
+        return CollatedBatches([self.user_loader], [lambda: self.sample_indices(epoch, most=8)])
+
+    def samples_at(self, index: int) -> CollatedAgain | None:
+        """The samples of the ``index``-th micro-batch, fetched again; ``None`` of a stream."""
+        if self.streams:
+            return None
+        return CollatedAgain(self.user_loader, collect_samples(self.user_loader, self.sampler.indices(index)))
+
+    @property
+    def keeps_groups(self) -> bool:
+        """Whether a batch sampler of the user's own decides what is together: no micro-batch mixes its batches."""
+        return isinstance(self.recipe.order, FromBatches) and self.world_size == 1
+
+    @property
+    def may_drop(self) -> bool:
+        """Whether a batch may hold fewer samples than were fetched for it."""
+        return self.user_loader.collate_fn is not default_collate
+
+    @property
+    def workers(self) -> int:
+        """Processes that fetch data."""
+        return self.user_loader.num_workers
 
     def steps(self, epoch: int, effective: int | None) -> int | None:
         """Optimizer steps of one epoch; ``None`` for a stream of unknown length."""
@@ -259,9 +302,40 @@ class Feed:
             self._ends = epoch, [0, *accumulate(self._batch_sizes(epoch))]
         return self._ends[1]
 
+    def _largest_window(self, epoch: int, effective: int | None) -> list[int]:
+        """Sizes of the batches that make up the largest window of an epoch."""
+        sizes, number = self._batch_sizes(epoch), self._batches_per_window(epoch, effective)
+        windows = [sizes[start : start + number] for start in range(0, len(sizes), number)]
+        largest = max(windows, key=sum, default=[1])
+        return largest + [max(largest)] * (number - len(largest))
+
+    def _batches_per_window(self, epoch: int, effective: int | None) -> int:
+        """Batches of a custom batch sampler in one window: they belong together, and are never mixed.
+
+        Raises:
+            UserError: If no whole number of them makes up the effective batch.
+        """
+        if effective is None:
+            return self.recipe_factor * self.sharers
+        sizes = self._batch_sizes(epoch)
+        largest = max(sizes, default=1)
+        number, left = divmod(effective * self.sharers, largest * self.world_size)
+        if left or not number or any(size != largest for size in sizes[:-1]):
+            of = f"{largest}" if min(sizes[:-1], default=largest) == largest else f"{min(sizes)} to {max(sizes)}"
+            raise UserError(
+                f"effective_batch_size={effective} is no whole number of batches of {of} samples, as the batch sampler "
+                f"{type(self.recipe.order.batch_sampler).__name__} makes them, and these are not mixed: "
+                + (
+                    f"use a multiple of {largest * self.ranks_apart}."
+                    if of == f"{largest}"
+                    else "say with Trainer(accumulate_grad_batches=…) how many batches make up a step."
+                )
+            )
+        return number
+
     def _windows(self, epoch: int, effective: int | None, samples_done: int) -> Windows:
-        if effective is None and self.recipe.batch_size is None:
-            per_window = self.recipe_factor * self.sharers
+        if self.recipe.batch_size is None and not self.streams:
+            per_window = self._batches_per_window(epoch, effective)
             return GivenWindows.of(self._batch_sizes(epoch), per_window=per_window, samples_done=samples_done)
         effective = effective or self.recipe_effective(epoch)
         require_effective_batch(effective, self.world_size)

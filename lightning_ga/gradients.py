@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from lightning_ga import seams
-from lightning_ga.loaders import count_samples
 from lightning_ga.request import Normalize
 from lightning_ga.weights import KnownWindow, LateWindow, count_items
 from lightning_ga.windows import Chunk
@@ -44,13 +43,13 @@ class WindowGradients:
         elif self._weights is None:
             self._weights = LateWindow(world_size, sum_over_ranks=sum_over_ranks)
 
-    def weigh(self, batch: Any, chunk: Chunk, *, ranks_apart: int, samples: int | None) -> None:
-        """Before each micro-batch: find its weight; ``samples`` if they are known without looking."""
+    def weigh(self, batch: Any, chunk: Chunk, *, ranks_apart: int, samples: int) -> None:
+        """Before each micro-batch of so many samples: find its weight."""
         if self._weights is None:
             return
         factor = self._trainer.accumulate_grad_batches
         self.weight = self._weights.weigh(
-            self._count(batch, chunk.count, samples) if chunk.count else 0,
+            (count_items(self._normalize, batch) if callable(self._normalize) else samples) if chunk.count else 0,
             planned=chunk.count,
             window=chunk.window_samples * ranks_apart,
             factor=factor,
@@ -130,11 +129,6 @@ class WindowGradients:
     def window_scale(self) -> float:
         """What the sum of the window's weighted micro-batches is to be multiplied by; ranks ask together."""
         return 1.0 if self._weights is None else self._weights.close(self._trainer.accumulate_grad_batches)
-
-    def _count(self, batch: Any, expected: int, samples: int | None) -> float:
-        if callable(self._normalize):
-            return count_items(self._normalize, batch)
-        return count_samples(batch, expected=expected) if samples is None else samples
 
 
 def sparse_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:

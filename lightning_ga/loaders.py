@@ -6,16 +6,14 @@ whatever the class, and only the batch sampler is exchanged. The user's own load
 """
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sized
+from collections.abc import Iterable, Sized
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_ga.errors import UserError
-from lightning_ga.sample_axis import are_second
 from lightning_ga.sampler import (
     FromBatches,
     FromSampler,
@@ -57,15 +55,9 @@ def read_loader(loader: object, *, world_size: int, shard: bool = True, shuffle:
         UserError: If the loader's batches cannot be cut anew, with the reason and the way out.
     """
     if not isinstance(loader, DataLoader):
-        raise UserError(
-            f"AutoAccumulate cuts the batches of one torch.utils.data.DataLoader, and the training data is a "
-            f"{type(loader).__name__}: give fit() one DataLoader, or leave the callback out."
-        )
+        raise UserError(f"The training data is a {type(loader).__name__} and not one torch.utils.data.DataLoader.")
     if loader.batch_sampler is None:
-        raise UserError(
-            "The training DataLoader has batch_size=None, so its dataset yields whole batches that cannot be cut "
-            "anew: let the dataset yield samples and give the DataLoader a batch_size."
-        )
+        raise UserError("The training DataLoader has batch_size=None, so that its dataset yields whole batches.")
     if isinstance(loader.dataset, IterableDataset):
         size = len(loader.dataset) if isinstance(loader.dataset, Sized) else None
         return LoaderRecipe(Stream(size), loader.batch_size, loader.drop_last, shared=world_size == 1)
@@ -150,45 +142,3 @@ def _require_length(sampler: Iterable[Any], what: str) -> None:
             f"The training DataLoader's {what} {type(sampler).__name__} has no len(), so its epoch cannot be cut into "
             "windows: give it a __len__ that returns what it yields in one epoch."
         )
-
-
-def count_samples(batch: Any, expected: int) -> int:
-    """Samples in a collated batch: the expected number if any tensor has it, else the first tensor's length.
-
-    Examples:
-        >>> count_samples({"ids": torch.zeros(2, 7), "lengths": torch.zeros(2)}, expected=4)
-        2
-    """
-    lengths = list(_lengths(batch))
-    return expected if not lengths or expected in lengths else lengths[0]
-
-
-def kept_samples(batch: Any, expected: int) -> int:
-    """Samples that a collate_fn has kept: fewer than expected only if all tensors of the batch agree on it.
-
-    All that are expected where they lie along the second axis.
-
-    Examples:
-        >>> kept_samples([torch.zeros(3, 7), torch.zeros(3)], expected=4)
-        3
-        >>> kept_samples({"nodes": torch.zeros(3, 7), "graphs": torch.zeros(2)}, expected=4)
-        4
-    """
-    lengths = set() if are_second(batch, expected) else set(_lengths(batch))
-    return min(expected, *lengths) if len(lengths) == 1 else expected
-
-
-def _lengths(batch: Any) -> Iterator[int]:
-    if isinstance(batch, torch.Tensor):
-        if batch.ndim:
-            yield len(batch)
-    elif isinstance(batch, Mapping):
-        for value in batch.values():
-            yield from _lengths(value)
-    elif isinstance(batch, (list, tuple)):
-        if batch and all(isinstance(item, (str, int, float)) for item in batch):
-            yield len(batch)
-        for item in batch:
-            yield from _lengths(item)
-    elif hasattr(batch, "__dict__"):
-        yield from _lengths(vars(batch))

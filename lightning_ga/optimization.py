@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from lightning_ga import ranks, seams
 from lightning_ga.attempts import Piece
+from lightning_ga.batch_reader import CollatedAgain
 from lightning_ga.gradient_marks import Accumulations, GradientMarks, left_alone
 from lightning_ga.gradients import WindowGradients
 from lightning_ga.merge import merge_outputs
@@ -26,11 +27,20 @@ class SurvivingSteps:
         survivor: Runs batches in pieces.
         gradients: The weights of the window.
         by_hand: Whether gradients are averaged over ranks here, after all backward passes of a window.
+        samples_again: Fetches the samples of the micro-batch again, where they are at hand.
     """
 
-    def __init__(self, trainer: Any, survivor: Survivor, gradients: WindowGradients, *, by_hand: bool) -> None:
+    def __init__(
+        self,
+        trainer: Any,
+        survivor: Survivor,
+        gradients: WindowGradients,
+        *,
+        by_hand: bool,
+        samples_again: Callable[[], CollatedAgain | None],
+    ) -> None:
         self.trainer, self.survivor, self.gradients = trainer, survivor, gradients
-        self.by_hand = by_hand
+        self.by_hand, self.samples_again = by_hand, samples_again
         self.expected: int | None = None  # samples of the next micro-batch, where that is known
         self.parameters: list[Tensor] = []  # as a window finds them: walking through a module takes its time
         self.repeated: list[Tensor] | None = None  # added to more than once a pass; known once one went through
@@ -58,7 +68,15 @@ class PiecewiseClosure:
         """Run the micro-batch; its loss as the loop divides it."""
         steps, batch = self._steps, self._kwargs["batch"]
         self._zeroed, self._complete = False, {}
-        job = Job(batch, "training", self._run, steps.expected, weigh=self._share, failed=self._failed)
+        job = Job(
+            batch,
+            "training",
+            self._run,
+            steps.expected,
+            weigh=self._share,
+            failed=self._failed,
+            again=steps.samples_again,
+        )
         done = steps.survivor.run(job)
         self._result = _as_result(done)
         if steps.by_hand and seams.window_is_over(steps.trainer):
@@ -85,7 +103,7 @@ class PiecewiseClosure:
         steps.gradients.keep()
         self._begun = True
         with ExitStack() as stack:
-            if steps.by_hand or (piece is not None and not self._is_last(piece)):
+            if steps.by_hand or (piece is not None and not piece.is_last):
                 stack.enter_context(seams.accumulating(steps.trainer))
             if piece is not None:
                 stack.enter_context(steps.gradients.weighing_a_part(self._share(part, piece)))
@@ -99,15 +117,9 @@ class PiecewiseClosure:
         result = closure.consume_result()
         return None if result.loss is None else dict(result.asdict())
 
-    def _is_last(self, piece: Piece) -> bool:
-        layout = self._steps.survivor.layout(self._kwargs["batch"], "training", self._steps.expected)
-        return piece.stop == layout.samples
-
     def _share(self, part: Any, piece: Piece) -> float:
         """What a piece weighs in the micro-batch."""
-        batch = self._kwargs["batch"]
-        whole = self._steps.survivor.layout(batch, "training", self._steps.expected).samples
-        return self._steps.gradients.share_of(part, batch, samples=piece.samples, whole=whole)
+        return self._steps.gradients.share_of(part, self._kwargs["batch"], samples=piece.samples, whole=piece.of)
 
     def _failed(self, piece: Piece | None) -> None:
         """Undo an attempt: gradients it touched are complete, unless it began the window: then they are zeroed anew."""

@@ -5,6 +5,7 @@ one share per rank, and every share into the same number of *chunks*, the micro-
 differ by one at most, so no pass peaks higher than needed and none is nearly empty.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_ga.errors import UserError
@@ -87,15 +88,15 @@ def plan_accumulation(effective_batch: int, *, micro_batch: int, world_size: int
     return AccumulationPlan(effective_batch, world_size, chunks[0][0], len(chunks[0]), chunks)
 
 
-def in_batches(samples: int, factor: int) -> AccumulationPlan:
-    """The plan of a window that is fed in so many batches of the recipe, whatever their sizes are.
+def in_groups(sizes: Sequence[int], *, pieces: int) -> AccumulationPlan:
+    """The plan of a window of batches that are not to be mixed, each cut into as many near-equal chunks.
 
     Examples:
-        >>> in_batches(9, factor=4).chunks
-        ((3, 2, 2, 2),)
+        >>> in_groups([8, 8], pieces=2).chunks
+        ((4, 4, 4, 4),)
     """
-    chunks = (split_evenly(samples, factor),)
-    return AccumulationPlan(samples, 1, chunks[0][0], factor, chunks)
+    chunks = tuple(chunk for size in sizes for chunk in split_evenly(size, pieces))
+    return AccumulationPlan(sum(sizes), 1, max(chunks), len(chunks), (chunks,))
 
 
 def cut_window(samples: int, *, micro_batch: int, world_size: int) -> tuple[tuple[int, ...], ...]:

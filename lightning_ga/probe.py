@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from lightning_ga import seams
 from lightning_ga.announce import probe_line
+from lightning_ga.batch_reader import BatchReader
 from lightning_ga.cache import LimitCache
 from lightning_ga.finder import find_micro_batch
 from lightning_ga.fingerprint import describe_step
@@ -39,6 +40,7 @@ def probe(
     options: Options,
     beside: Callable[[], Iterable[torch.Tensor]] = tuple,
     whole: int | None = None,
+    reader: BatchReader | None = None,
 ) -> tuple[ProbeResult, Mapping[str, Any]]:
     """Find the largest micro-batch of a training step of this Trainer, or remember it.
 
@@ -51,6 +53,7 @@ def probe(
         options: What the user said about the budget, the objective and the cache.
         beside: Tensors that training holds on the device beside the model.
         whole: Samples of the batches that micro-batches are cut from in the step; ``None`` if the loader yields them.
+        reader: Cuts them.
 
     Returns:
         What was found, and the description of the step that it is remembered for.
@@ -62,7 +65,7 @@ def probe(
         samples = heaviest_samples(loader, looks)
         if not samples.complete:
             _warn_of_unseen(samples.seen, looks.total)
-        step = TrialStep(trainer, loader, samples, whole=whole)
+        step = TrialStep(trainer, loader, samples, whole=whole, reader=reader)
         with uncounted():
             alive = WindowGradientsAlive(trainer, seams.to_device(trainer, samples.batch(loader, 2)), share)
 

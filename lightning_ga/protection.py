@@ -10,6 +10,15 @@ import torch
 
 from lightning_ga import ranks, seams
 from lightning_ga.allocators import RetryWatch
+from lightning_ga.batch_reader import (
+    BatchSource,
+    CollatedAgain,
+    CollatedBatches,
+    NoBatches,
+    PreparedBatch,
+    indices_of,
+    is_collated,
+)
 from lightning_ga.events import OomEvent
 from lightning_ga.gradients import WindowGradients
 from lightning_ga.merge import merge_outputs
@@ -46,13 +55,33 @@ class Protection:
         trainer: The Trainer.
         retries: Whether an out-of-memory error leads to a retry.
         report: Told of every error that was survived.
+        source: What is known of the batches of training.
+        verdict: Whether a training batch in parts has the gradient of the whole, in a sentence.
+        samples_again: Fetches the samples of the batch that is trained on again, where they are at hand.
     """
 
-    def __init__(self, trainer: Any, *, retries: bool, report: Callable[[OomEvent], None]) -> None:
+    def __init__(
+        self,
+        trainer: Any,
+        *,
+        retries: bool,
+        report: Callable[[OomEvent], None],
+        source: Callable[[], BatchSource] = NoBatches,
+        verdict: Callable[[], str] = str,
+        samples_again: Callable[[], CollatedAgain | None] = lambda: None,
+    ) -> None:
         self._trainer = trainer
         self._wanted = retries
         self._told = report
-        self.survivor = Survivor(trainer, retries=retries and not seams.is_sharded(trainer), report=self._report)
+        self._source, self._verdict, self._samples_again = source, verdict, samples_again
+        self._evaluated: Any = None  # the batch of an evaluation loop
+        self.survivor = Survivor(
+            trainer,
+            retries=retries and not seams.is_sharded(trainer),
+            report=self._report,
+            source=self._source_of,
+            verdict=lambda stage: verdict() if stage == "training" else "What they log and return is put together.",
+        )
         if retries and seams.is_sharded(trainer):
             self.survivor.refusal = why_no_retries(trainer)
         self._steps: SurvivingSteps | None = None
@@ -93,7 +122,9 @@ class Protection:
             elif seams.is_distributed(trainer) and (seams.is_sharded(trainer) or ranks.waits_in_forward(trainer)):
                 survivor.waiting.add("training")
             survivor.unknown = {"training"} if in_step and seams.is_distributed(trainer) else set()
-            self._steps = SurvivingSteps(trainer, survivor, gradients, by_hand=by_hand)
+            self._steps = SurvivingSteps(
+                trainer, survivor, gradients, by_hand=by_hand, samples_again=self._samples_again
+            )
             wrap = self._steps.closure
         if evaluates_again(trainer.optimizers[0]):
             wrap = _chained(ReplayedWindow(trainer, gradients).closure, wrap)
@@ -154,8 +185,19 @@ class Protection:
             ranks.share_buffers_before_forward(self._trainer)
         batch, *rest = arguments  # the number of the batch, and that of its loader where there are several
         loader = rest[1] if len(rest) > 1 else 0
+        self._evaluated = batch
         done = survivor.run(Job(batch, seams.stage(self._trainer), lambda part, _: step(part, *rest), loader=loader))
+        self._evaluated = None
         return merge_outputs(done.results, done.sizes) if done.sizes else done.results[0]
+
+    def _source_of(self, stage: str, loader: int) -> BatchSource:
+        """What is known of the batches of a stage's loader."""
+        if stage == "training":
+            return self._source()
+        loaders, combine = seams.evaluation_loaders(self._trainer, loader)
+        if all(map(is_collated, loaders)):
+            return CollatedBatches(loaders, [partial(indices_of, part) for part in loaders], combine)
+        return PreparedBatch(lambda: self._evaluated)
 
 
 def _chained(outer: Callable[..., Any], inner: Callable[..., Any] | None) -> Callable[..., Any]:

@@ -10,14 +10,17 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_ga import seams
 from lightning_ga.batch_norm import Momenta
+from lightning_ga.batch_reader import CollatedAgain, length_of_first
 from lightning_ga.cache import LimitCache
 from lightning_ga.device import current_device
 from lightning_ga.errors import UserError
+from lightning_ga.events import SAME_RESULT
 from lightning_ga.estimate import estimate
-from lightning_ga.exactness import Exactness
+from lightning_ga.exactness import INEXACT, Exactness, uncuttable
 from lightning_ga.feed import Feed
 from lightning_ga.fingerprint import hardware
 from lightning_ga.gradients import WindowGradients
+from lightning_ga.layout import LayoutError
 from lightning_ga.memory import enforced_budget, parse_budget, total_memory
 from lightning_ga.plan import AccumulationPlan, cut_further
 from lightning_ga.probe import probe
@@ -27,8 +30,9 @@ from lightning_ga.request import Options, Request
 from lightning_ga.results import ProbeResult, lowered, outdated
 from lightning_ga.state import Position, RunState
 from lightning_ga.steps import wrong_horizons
-from lightning_ga.uncut import UncutFeed
-from lightning_ga.verify import measure_exactness
+from lightning_ga.uncut import Batches, UncutFeed
+from lightning_ga.verify import Verdicts, measure_exactness, rounding
+from lightning_ga.windows import Chunk
 
 _NO_LIMIT = 2**31
 
@@ -56,6 +60,7 @@ class Run:
         self.plan: AccumulationPlan | None = None
         self.probe: ProbeResult | None = None
         self.exactness: Exactness | None = None
+        self._splitting: Exactness | None = None  # of batches that are cut in the step, be it after an error
         self.gradients = WindowGradients(trainer, options.normalize)
         self._momenta: Momenta | None = None
         self._begun: tuple[Feed | UncutFeed, int] | None = None  # what the loops were told of last
@@ -68,7 +73,14 @@ class Run:
         self._held = ExitStack()
         self._kind: Mapping[str, Any] | None = None  # of training step, as the cache knows it
         self.witness = witness
-        self.protection = Protection(trainer, retries=options.on_oom == "split", report=witness)
+        self.protection = Protection(
+            trainer,
+            retries=options.on_oom == "split",
+            report=witness,
+            source=lambda: self.feed.source,
+            verdict=self._verdict,
+            samples_again=self._samples_again,
+        )
         self.protection.survivor.coming = self._samples_of_next
         self.protection.watch_batches()
 
@@ -93,9 +105,10 @@ class Run:
         try:
             self._feed = Feed(loader, **settings)
         except UserError as why:
-            self._feed = UncutFeed(loader, *seams.batches_of(trainer, loader), **settings)
+            hook = getattr(trainer.lightning_module, "split_batch", None)
+            self._feed = UncutFeed(loader, Batches(*seams.batches_of(trainer, loader)), hook=hook, **settings)
             if self.options.micro_batching == "loader":
-                rank_zero_info(f"AutoAccumulate cuts batches in the training step, as the loader cannot be. {why}")
+                rank_zero_info(f"AutoAccumulate cuts batches in the training step, where they are too large. {why}")
         self._arrange(seams.training_epoch(trainer))
         return self._feed.loader
 
@@ -125,13 +138,16 @@ class Run:
         self._hold_to_budget()
         self.protection.survivor.read_module()
         with self.protection.aside():
+            if self.in_step:  # what is learnt of cutting batches is of use to the probe
+                self._verify(epoch, self._recipe_batch(epoch))
             self._micro_batch = min(self._find_micro_batch(epoch), self._proved_too_much_before() or _NO_LIMIT)
             if current_device() is not None:
                 self._begin(epoch)
                 seams.end_training(trainer)  # what fits on another device may not fit here
                 return
-            if self.options.verify:
-                self.exactness = self._measure_exactness(epoch)
+            self._refuse_what_cannot_be_cut(epoch)
+            if self.exactness is None or self.exactness.cause == "unmeasured":
+                self._verify(epoch, self._micro_batch)
         self._frequencies = seams.frequencies_by_step(trainer)
         if self.options.batch_norm == "rescale":
             self._momenta = Momenta(trainer.lightning_module)
@@ -174,7 +190,7 @@ class Run:
     def prepare(self, batch: Any) -> None:
         """Before each micro-batch: its weight, and whether schedules of the learning rate are due after it."""
         chunk = self.feed.chunk(seams.micro_batch_index(self.trainer))
-        samples = self.feed.count(batch, chunk)
+        samples = self._count(batch, chunk, on_host=self.protection.survivor.on_host)
         self.gradients.weigh(batch, chunk, ranks_apart=self.feed.ranks_apart, samples=samples)
         self.protection.expect(samples)
         seams.step_schedulers_when_due(self.trainer, self._frequencies, chunk.window)
@@ -183,7 +199,32 @@ class Run:
         """Samples of the batch that training goes on with, before the loop counts it."""
         if self._begun is None or not self._active():
             return None
-        return self.feed.count(batch, self.feed.chunk(seams.micro_batch_index(self.trainer) + 1))
+        return self._count(batch, self.feed.chunk(seams.micro_batch_index(self.trainer) + 1), on_host=True)
+
+    def _count(self, batch: Any, chunk: Chunk, *, on_host: bool) -> int:
+        """Samples of a batch: as planned, but for what a collate function of the user's own has dropped."""
+        expected = self.feed.expected(chunk)
+        if not chunk.count or (expected is not None and not self.feed.may_drop):
+            return chunk.count
+        if not self.feed.may_drop:  # stacked: every part is as long as the batch
+            return min(chunk.count, length_of_first(batch))
+        reader = self.protection.survivor.reader("training")
+        return reader.count(batch, expected=expected, otherwise=chunk.count, on_host=on_host)
+
+    def _samples_again(self) -> CollatedAgain | None:
+        """The samples of the batch that is being trained on, fetched again."""
+        return self.feed.samples_at(seams.micro_batch_index(self.trainer))
+
+    def _verdict(self) -> str:
+        """Whether a batch that is cut in the step has the same gradient, as a sentence."""
+        found = self._splitting
+        if found is None:
+            return "Whether its gradient is that of the batch in one pass was not measured (verify=False)."
+        if found.cause == "exact":
+            return SAME_RESULT
+        if found.cause in INEXACT:
+            return f"Its gradient is not that of the batch in one pass, {found}."
+        return f"Whether its gradient is that of the batch in one pass is not known: {found}."
 
     def advance(self) -> None:
         """After each micro-batch: keep the position, and let validation run when the recipe says."""
@@ -220,11 +261,10 @@ class Run:
         """What the user should know before training: inexact gradients, horizons of schedules that are off."""
         found, steps = [], self.optimizer_steps()
         accumulates = self.plan is not None and self.plan.factor > 1
-        if accumulates and self.exactness is not None:
-            cause, known = self.exactness.cause, self.options.batch_norm != "warn"
-            told = cause in ("exact", "unmeasured") or (cause == "batch_norm" and known)
-            found += [] if told else [f"Accumulation is not exact for this model, {self.exactness}."]
-        if accumulates and self.feed.streams and self.feed.user_loader.num_workers > 1:
+        if accumulates and self.exactness is not None and self.exactness.cause in INEXACT:
+            known = self.exactness.cause == "batch_norm" and self.options.batch_norm != "warn"
+            found += [] if known else [f"Accumulation is not exact for this model, {self.exactness}."]
+        if accumulates and self.feed.streams and self.feed.workers > 1:
             found.append(
                 "Several data workers read an iterable dataset in turn, a micro-batch each, so windows hold other "
                 "samples than batches of the whole size would: use num_workers=1 for the same windows."
@@ -244,8 +284,8 @@ class Run:
                 f"; limit {self.probe.limit} within {self.probe.budget_bytes / 2**20:,.0f} MiB, found by "
                 f"{self.probe.method} in {self.probe.steps} steps and {self.probe.seconds:.1f} s"
             )
-        unmeasured = self.exactness is not None and self.exactness.cause == "unmeasured"
-        return f"{self.plan}{found}{f'; exactness {self.exactness}' if unmeasured else ''}."
+        silent = self.exactness is None or self.exactness.cause in ("exact", *INEXACT)
+        return f"{self.plan}{found}{'' if silent else f'; exactness: {self.exactness}'}.".replace("..", ".")
 
     @property
     def in_step(self) -> bool:
@@ -300,7 +340,12 @@ class Run:
         self.plan = cut_further(fed, micro_batch=known) if self.in_step and known else fed
 
     def _effective(self, epoch: int) -> int | None:
+        asked = self.request.effective(epoch)
+        if asked is not None:
+            self.feed.check_effective(asked)
         micro_batch = self._recipe_batch(epoch) if self.in_step else self._micro_batch or self._guess(epoch)
+        if self.feed.keeps_groups:
+            micro_batch = min(micro_batch, self._recipe_batch(epoch))
         return self.request.effective_batch(epoch, micro_batch, self.trainer.world_size)
 
     def _guess(self, epoch: int) -> int:
@@ -312,11 +357,31 @@ class Run:
         share: int = self.recipe_factor * self.trainer.world_size
         return -(-self.feed.recipe_effective(epoch) // share)
 
-    def _measure_exactness(self, epoch: int) -> Exactness:
+    def _verify(self, epoch: int, limit: int) -> None:
+        """Measure exactness on no more samples than the limit, if that is wanted."""
+        if not self.options.verify or current_device() is not None:
+            return
+        try:
+            verdicts = measure_exactness(
+                self.trainer,
+                self.feed.user_loader,
+                self.feed.sample_indices(epoch),
+                reader=self.protection.survivor.reader("training"),
+                count=self.options.normalize if callable(self.options.normalize) else None,
+                limit=limit,
+                in_step=self.in_step,
+            )
+        except LayoutError as why:
+            verdict = uncuttable(rounding(self.trainer), str(why))
+            verdicts = Verdicts(verdict, verdict)
+        self.exactness, self._splitting = verdicts.training, verdicts.splitting
+
+    def _refuse_what_cannot_be_cut(self, epoch: int) -> None:
+        """Before any work is lost: batches that are too large, and have no samples that could be told apart."""
         assert self._micro_batch is not None
-        count = self.options.normalize if callable(self.options.normalize) else None
-        indices = self.feed.sample_indices(epoch)
-        return measure_exactness(self.trainer, self.feed.user_loader, indices, count=count, limit=self._micro_batch)
+        if self.in_step and self._micro_batch < self._recipe_batch(epoch):
+            reader = self.protection.survivor.reader("training")
+            reader.check(lambda: self.feed.samples_at(0), on_host=True)
 
     def _find_micro_batch(self, epoch: int) -> int:
         device = current_device()
@@ -330,13 +395,15 @@ class Run:
             total=None if total is None else total * feed.ranks_apart,
             world_size=trainer.world_size,
         )
-        high = min(high, self._recipe_batch(epoch)) if self.in_step else high
+        high = min(high, self._recipe_batch(epoch)) if self.in_step or feed.keeps_groups else high
         if evaluates_again(trainer.optimizers[0]):
             raise UserError(
                 f"{type(trainer.optimizers[0]).__name__} keeps a history that grows over many steps, so that no trial "
                 "of one step shows what it takes: give micro_batch_size=… to do without a probe."
             )
         share = -(-(self._effective(epoch) or feed.recipe_effective(epoch)) // trainer.world_size)
+        if self._cannot_cut():
+            return self._recipe_batch(epoch)
         looks, budget = feed.looks(epoch), self.options.budget
         if device is not None:
             beside = self.protection.memory
@@ -355,8 +422,25 @@ class Run:
                 options=self.options,
                 beside=self.protection.memory,
                 whole=self._recipe_batch(epoch) if self.in_step else None,
+                reader=self.protection.survivor.reader("training"),
             )
         return min(high, self.probe.fastest or self.probe.limit)
+
+    def _cannot_cut(self) -> bool:
+        """Whether batches come ready-made and cannot be cut, so that none of another size can be tried.
+
+        Raises:
+            LayoutError: If they have to be cut all the same.
+        """
+        if not isinstance(self._feed, UncutFeed):
+            return False
+        try:
+            _ = self._feed.user_loader
+        except LayoutError:
+            if self.options.budget is not None or self.request.most is not None:
+                raise
+            return True
+        return False
 
     def _remembered(self, high: int) -> ProbeResult | None:
         """The limit of the run that wrote the checkpoint, if it was found on this hardware and is high enough."""

@@ -17,6 +17,7 @@ from torch.utils.data import Sampler
 
 from lightning_ga.live import uncounted
 from lightning_ga.permutation import Permutation
+from lightning_ga.snapshot import generator_state, is_generator, restore_generator
 from lightning_ga.windows import Chunk, EpochPlan
 
 _SEEDS = 2**63  # torch.Generator takes seeds of 64 bits
@@ -176,11 +177,18 @@ class WindowBatchSampler(Sampler[list[Any]]):
         order = self.order.draw(self.epoch, self.seed)
         index = plan.done
         while plan.length is None or index < plan.length:
-            chunk = plan.chunk(index, self.share)
-            # A rank without a sample runs a stand-in of weight 0, to take part in what the ranks do together.
-            start = chunk.start if chunk.count else chunk.window_end - 1
-            yield list(order[start : start + max(1, chunk.count)])
+            yield _indices_of(plan.chunk(index, self.share), order)
             index += 1
+
+    def indices(self, index: int) -> list[Any]:
+        """The samples of the ``index``-th micro-batch of the epoch, once more."""
+        return _indices_of(self.chunk(index), self.order.draw(self.epoch, self.seed))
+
+
+def _indices_of(chunk: Chunk, order: Sequence[Any]) -> list[Any]:
+    """A rank without a sample runs a stand-in of weight 0, to take part in what the ranks do together."""
+    start = chunk.start if chunk.count else chunk.window_end - 1
+    return list(order[start : start + max(1, chunk.count)])
 
 
 class _Indices(Sequence[int]):
@@ -220,7 +228,7 @@ def seeded(seed: int, epoch: int, *samplers: object) -> Iterator[None]:
     epoch, those of Python and NumPy with the seed.
     """
     own = {id(value): value for sampler in samplers for value in getattr(sampler, "__dict__", {}).values()}
-    kept = [(generator, _state_of(generator)) for generator in own.values() if _is_generator(generator)]
+    kept = [(generator, generator_state(generator)) for generator in own.values() if is_generator(generator)]
     before = torch.get_rng_state(), np.random.get_state(), random.getstate()
     try:
         for generator, _ in kept:
@@ -234,24 +242,7 @@ def seeded(seed: int, epoch: int, *samplers: object) -> Iterator[None]:
         np.random.set_state(before[1])
         random.setstate(before[2])
         for generator, state in kept:
-            _restore(generator, state)
-
-
-def _is_generator(value: object) -> bool:
-    return isinstance(value, (torch.Generator, random.Random, np.random.RandomState, np.random.Generator))
-
-
-def _state_of(generator: Any) -> Any:
-    if isinstance(generator, np.random.Generator):
-        return generator.bit_generator.state
-    return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
-
-
-def _restore(generator: Any, state: Any) -> None:
-    if isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = state
-    else:
-        (generator.setstate if isinstance(generator, random.Random) else generator.set_state)(state)
+            restore_generator(generator, state)
 
 
 def _seed(generator: Any, seed: int, epoch: int) -> None:

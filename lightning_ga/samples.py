@@ -44,11 +44,18 @@ def fetch(
         yield from DataLoader.__iter__(_apart(loader, batches, dataset=dataset, **settings))
 
 
-def collate_samples(loader: "DataLoader[Any]", samples: list[Any], count: int) -> Any:
-    """A batch of ``count`` samples as the loader makes it, repeating the given ones in turn."""
+def collate_samples(loader: "DataLoader[Any]", samples: list[Any], count: int, *, seed: int = 0) -> Any:
+    """A batch of ``count`` samples as the loader makes it, repeating the given ones in turn.
+
+    Args:
+        loader: The user's loader.
+        samples: Samples of its dataset.
+        count: How many the batch holds.
+        seed: Of the random numbers that the collate function draws.
+    """
     with uncounted():  # a collate_fn may change what it is given; on a device samples lie on the host
         copies = [_copied(samples[position % len(samples)]) for position in range(count)]
-    with untouched(getattr(loader.collate_fn, "__self__", loader.collate_fn)):
+    with untouched(getattr(loader.collate_fn, "__self__", loader.collate_fn), seed=seed):
         return next(iter(_apart(loader, [list(range(count))], dataset=copies, _dataset_kind=_MAP_STYLE)))
 
 
@@ -62,12 +69,12 @@ def _copied(sample: Any) -> Any:
 
 
 @contextmanager
-def untouched(data: object) -> Iterator[None]:
+def untouched(data: object, *, seed: int = 0) -> Iterator[None]:
     """Within, samples may be read: counters, caches and random numbers are put back at the end."""
     within = list(reachable(data))
     state = ObjectState(thing for thing in within if thing is data or isinstance(thing, Dataset))
     try:
-        with seeded(0, 0, *within):
+        with seeded(seed, seed, *within):
             yield
     finally:
         state.restore()

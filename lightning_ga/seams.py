@@ -17,6 +17,7 @@ from types import MethodType
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_unflatten
 
 from lightning_ga.errors import UserError
 from lightning_ga.snapshot import Attributes
@@ -49,8 +50,13 @@ def forget_loaders(trainer: Any) -> None:
     trainer.fit_loop._combined_loader = None
 
 
-def batches_of(trainer: Any, loader: Any) -> tuple[Callable[[], Iterator[Any]], int | None]:
-    """What yields the batches of any training data as the loop would, and how many there are if that is known.
+def batches_of(
+    trainer: Any, loader: Any
+) -> tuple[list[Any], Callable[[list[Any]], Any], Callable[[], Iterator[Any]], int | None]:
+    """What the loop would make of any training data.
+
+    Its loaders, what puts their batches together, what starts them anew and yields batches, and how many
+    there are if that is known.
 
     As ``fit_loop.setup_data`` does (:235 to :257): collections of loaders are combined, each loader is
     prepared for the ranks, and samplers are told the epoch (:445).
@@ -69,9 +75,10 @@ def batches_of(trainer: Any, loader: Any) -> tuple[Callable[[], Iterator[Any]], 
 
     lengths = [length_of(part) for part in combined.flattened]
     known = [length for length in lengths if length is not None]
-    if not known or len(known) < len(lengths):
-        return batches, None
-    return batches, {"min_size": min(known), "sequential": sum(known)}.get(combined._mode, max(known))
+    total = None
+    if known and len(known) == len(lengths):
+        total = {"min_size": min(known), "sequential": sum(known)}.get(combined._mode, max(known))
+    return combined.flattened, combine_batches(combined), batches, total
 
 
 def length_of(loader: Any) -> int | None:
@@ -254,15 +261,30 @@ def to_device(trainer: Any, batch: Any) -> Any:
     return transferred(trainer, before_transfer(trainer, batch))
 
 
-def before_transfer(trainer: Any, batch: Any) -> Any:
+def before_transfer(trainer: Any, batch: Any, *, loader: int = 0) -> Any:
     """What ``to_device`` does on the host."""
     batch = trainer.precision_plugin.convert_input(batch)
-    return trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
+    return trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=loader)
 
 
-def transferred(trainer: Any, batch: Any) -> Any:
+def transferred(trainer: Any, batch: Any, *, loader: int = 0) -> Any:
     """The rest of it: the transfer, and what comes after it on the device."""
-    return sibling(trainer, "trainer.call")._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=0)
+    return sibling(trainer, "trainer.call")._call_strategy_hook(
+        trainer, "batch_to_device", batch, dataloader_idx=loader
+    )
+
+
+def combine_batches(combined: Any) -> Callable[[list[Any]], Any]:
+    """What puts batches of a CombinedLoader's loaders together as it does (``utilities/combined_loader.py``)."""
+    return lambda batches: tree_unflatten(batches, combined._spec)
+
+
+def evaluation_loaders(trainer: Any, loader: int) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    """The loaders that the running evaluation's batches come from, and what puts their batches together."""
+    combined = trainer._active_loop._combined_loader
+    if combined._mode == "sequential":
+        return [combined.flattened[loader]], lambda batches: batches[0]
+    return combined.flattened, combine_batches(combined)
 
 
 def sibling(trainer: Any, name: str) -> Any:
@@ -309,13 +331,17 @@ def enter_trial(trainer: Any) -> None:
 
 @contextmanager
 def muted(trainer: Any) -> Iterator[None]:
-    """Within, callbacks are called by no hook; they stay in ``trainer.callbacks``, where steps may look for them.
+    """Within, no hook calls this trainer's callbacks; they stay in ``trainer.callbacks``, where steps may look for them.
 
-    The loops and plugins call them through this function of ``trainer/call.py``.
+    The loops and plugins call them through this function of ``trainer/call.py``; those of other trainers pass through.
     """
     call = sibling(trainer, "trainer.call")
     kept = call._call_callback_hooks
-    call._call_callback_hooks = lambda *_, **__: None
+
+    def others_only(caller: Any, *arguments: Any, **settings: Any) -> Any:
+        return None if caller is trainer else kept(caller, *arguments, **settings)
+
+    call._call_callback_hooks = others_only
     try:
         yield
     finally:
@@ -365,6 +391,26 @@ def backward_only(trainer: Any, batch: Any) -> None:
     with muted(trainer), without_collectives(trainer):
         call_module_hook(trainer, "on_train_batch_start", batch, 0)
         loop.automatic_optimization.run(trainer.optimizers[0], 0, loop._build_kwargs(OrderedDict(), batch, 0))
+    trainer._logger_connector.on_batch_end()
+
+
+def accumulate_only(trainer: Any, batch: Any, batch_idx: int, observe: Callable[[], None]) -> None:
+    """Forward and backward of one micro-batch of a window, the first of which has gradients zeroed; nothing steps.
+
+    To be called after ``enter_trial``. Hooks of the module that run once for each batch of the loop run, too;
+    ``observe`` is called between them, before and after the step.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    trainer.accumulate_grad_batches = 4
+    loop.batch_progress.current.ready = next(ready for ready in (2, 3) if ready != trainer.num_training_batches)
+    trainer._logger_connector.on_batch_start(batch)
+    with muted(trainer), without_collectives(trainer):
+        call_module_hook(trainer, "on_train_batch_start", batch, batch_idx)
+        observe()
+        kwargs = loop._build_kwargs(OrderedDict(), batch, batch_idx)
+        outputs = loop.automatic_optimization.run(trainer.optimizers[0], batch_idx, kwargs)
+        observe()
+        call_module_hook(trainer, "on_train_batch_end", outputs, batch, batch_idx)
     trainer._logger_connector.on_batch_end()
 
 

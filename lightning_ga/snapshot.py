@@ -137,6 +137,48 @@ class OptimizerState:
         self._tensors.restore()
 
 
+GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+
+
+def is_generator(value: object) -> bool:
+    """Whether a value is a generator of random numbers, of torch, NumPy or Python."""
+    return isinstance(value, GENERATORS)
+
+
+def generator_state(generator: Any) -> Any:
+    """Where a generator is."""
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
+
+
+def restore_generator(generator: Any, state: Any) -> None:
+    """Set a generator back to where it was."""
+    if isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    else:
+        (generator.setstate if isinstance(generator, random.Random) else generator.set_state)(state)
+
+
+def generators_of(module: torch.nn.Module) -> list[Any]:
+    """Generators that a module or one of its parts holds."""
+    return [value for part in module.modules() for value in vars(part).values() if is_generator(value)]
+
+
+def reseed(seed: int, generators: Iterable[Any] = ()) -> None:
+    """Seed the global generators, and these."""
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+    random.seed(seed)
+    for generator in generators:
+        if isinstance(generator, torch.Generator):
+            generator.manual_seed(seed)
+        elif isinstance(generator, np.random.Generator):
+            generator.bit_generator.state = type(generator.bit_generator)(seed).state
+        else:
+            generator.seed(seed)
+
+
 class RandomState:
     """Random numbers of torch (the host and every device in use), NumPy and Python."""
 
@@ -145,6 +187,13 @@ class RandomState:
         self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
         self._numpy = np.random.get_state()
         self._python = random.getstate()
+
+    def is_current(self) -> bool:
+        """Whether no random number was drawn since."""
+        now = RandomState()
+        same = torch.equal(self._torch, now._torch) and self._python == now._python
+        same &= all(torch.equal(before, after) for before, after in zip(self._cuda, now._cuda))
+        return same and str(self._numpy) == str(now._numpy)
 
     def restore(self) -> None:
         """Set every generator back."""

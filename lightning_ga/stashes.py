@@ -6,20 +6,18 @@ told, not undone.
 """
 
 import copy
-import random
 from collections import deque
 from collections.abc import Iterator, MutableMapping, Sequence
 from dataclasses import is_dataclass
 from functools import cache
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import Module
 from torchmetrics import Metric
 
-from lightning_ga.snapshot import is_expanded
+from lightning_ga.snapshot import GENERATORS, generator_state, is_expanded, restore_generator
 from lightning_ga.structures import open_container
 
 SMALL = 2**20  # bytes of a buffer that is copied before every attempt
@@ -306,7 +304,7 @@ class AttributeStash:
             if _holds_tensors(container):
                 _refill(container, contents)
         for generator, state in self._generators:
-            _set_state(generator, state)
+            restore_generator(generator, state)
 
     def lost(self) -> str | None:
         """A tensor that has changed in place and of which there is no copy, in words."""
@@ -325,7 +323,7 @@ class AttributeStash:
                 for tensor in _things(value):
                     self._watch(place, tensor, copies=len(value) <= FEW)
         else:
-            self._generators.append((value, _state_of(value)))
+            self._generators.append((value, generator_state(value)))
 
     def _watch(self, place: str, tensor: Tensor, *, copies: bool = True) -> None:
         if copies and not tensor.is_meta and _is_writable(tensor):
@@ -336,7 +334,7 @@ class AttributeStash:
 
 @cache
 def _is_kept(kind: type) -> bool:
-    return issubclass(kind, (Tensor, list, deque, dict, torch.Generator, np.random.Generator, random.Random))
+    return issubclass(kind, (Tensor, list, deque, dict, *GENERATORS))
 
 
 # What nn.Module keeps of itself: its mode, and tables of tensors, children and hooks.
@@ -364,18 +362,3 @@ def _refill(container: Any, contents: Any) -> None:
         container.extend(contents)
     else:
         container.update(contents)
-
-
-def _state_of(generator: Any) -> Any:
-    if isinstance(generator, torch.Generator):
-        return generator.get_state()
-    return generator.getstate() if isinstance(generator, random.Random) else generator.bit_generator.state
-
-
-def _set_state(generator: Any, state: Any) -> None:
-    if isinstance(generator, torch.Generator):
-        generator.set_state(state)
-    elif isinstance(generator, random.Random):
-        generator.setstate(state)
-    else:
-        generator.bit_generator.state = state

@@ -54,24 +54,30 @@ def register_splitter(kind: type[T], *, count: Callable[[T], int], take: Callabl
         take: Called with a value, ``start`` and ``stop``: the samples ``start`` to ``stop - 1`` as a value.
 
     Examples:
-        Batches of torch_geometric are whole graphs::
-
-            from torch_geometric.data import Batch
+        Batches that keep their samples in a list::
 
             register_splitter(
-                Batch,
-                count=lambda batch: batch.num_graphs,
-                take=lambda batch, start, stop: Batch.from_data_list(batch.to_data_list()[start:stop]),
+                Bag,
+                count=lambda bag: len(bag.items),
+                take=lambda bag, start, stop: Bag(bag.items[start:stop]),
             )
     """
     _SPLITTERS[kind] = Splitter(count, take)
 
 
 def find_splitter(node: Any) -> Splitter | None:
-    """What is registered for the type of a value or the nearest of its bases."""
-    if not _SPLITTERS:
-        return None
-    return next((_SPLITTERS[base] for base in type(node).__mro__ if base in _SPLITTERS), None)
+    """What is registered for the type of a value or the nearest of its bases; batches of torch_geometric are known."""
+    if _SPLITTERS:
+        for base in type(node).__mro__:
+            if base in _SPLITTERS:
+                return _SPLITTERS[base]
+    return _OF_GRAPHS if hasattr(type(node), "to_data_list") and hasattr(type(node), "from_data_list") else None
+
+
+_OF_GRAPHS = Splitter(
+    count=lambda batch: int(batch.num_graphs),
+    take=lambda batch, start, stop: type(batch).from_data_list(batch.to_data_list()[start:stop]),
+)
 
 
 def leaf_length(node: Any) -> int | None:
@@ -88,6 +94,81 @@ def leaf_length(node: Any) -> int | None:
     if isinstance(node, torch.Tensor):
         return node.size(0) if node.dim() else None  # nested tensors of strided layout have no len()
     return int(node.shape[0]) if is_array(node) and node.shape else None
+
+
+def extents(node: Any) -> tuple[int, ...] | None:
+    """Extents of a value along the axes that samples may lie on; ``None`` for what has none.
+
+    Examples:
+        >>> extents(torch.zeros(3, 7)), extents(["a", "b"]), extents(torch.tensor(1.0)), extents({"x": 1})
+        ((3, 7), (2,), None, None)
+    """
+    if (splitter := find_splitter(node)) is not None:
+        return (splitter.count(node),)
+    if isinstance(node, PackedSequence):
+        return (int(node.batch_sizes[0]) if len(node.batch_sizes) else 0,)
+    if isinstance(node, torch.Tensor):
+        return (node.size(0),) if node.is_nested else tuple(node.shape) or None
+    if is_plain_sequence(node):
+        return (len(node),)
+    if not is_array(node):
+        return None
+    return (len(node),) if hasattr(node, "iloc") else tuple(node.shape) or None
+
+
+def is_constant(node: Any) -> bool:
+    """Whether a value is a text, a number, a tensor of no dimension, or anything else of which there is one."""
+    if find_splitter(node) is not None:
+        return False
+    if isinstance(node, torch.Tensor):
+        return not node.is_nested and not node.dim()
+    return isinstance(node, _CONSTANTS) or (is_array(node) and not node.shape)
+
+
+def same_values(one: Any, other: Any) -> bool:
+    """Whether two values of any structure are the same, NaN included; objects of unknown types by their own ``==``.
+
+    Examples:
+        >>> same_values({"x": torch.tensor([1.0, float("nan")])}, {"x": torch.tensor([1.0, float("nan")])})
+        True
+    """
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    try:
+        if isinstance(one, torch.Tensor):
+            return _same_tensors(one, other)
+        if is_array(one):
+            return bool(one.shape == other.shape) and _same_tensors(torch.as_tensor(one), torch.as_tensor(other))
+        if isinstance(one, float):
+            return one == other or (one != one and other != other)
+        children = open_container(one), open_container(other)
+        if children[0] is not None and children[1] is not None:
+            names = [[name for name, _ in opened] for opened in children if opened is not None]
+            pairs = zip(children[0], children[1])
+            return names[0] == names[1] and all(same_values(a, b) for (_, a), (_, b) in pairs)
+        return bool(one == other)
+    except Exception:  # arrays of objects; what an == of a user's type may say
+        return _same_text(one, other)
+
+
+def _same_tensors(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.dtype != other.dtype or one.layout != other.layout or one.is_nested != other.is_nested:
+        return False
+    if one.is_nested:
+        parts = list(zip(one.unbind(), other.unbind()))
+        return one.size(0) == other.size(0) and all(_same_tensors(a, b) for a, b in parts)
+    if one.shape != other.shape:
+        return False
+    if one.layout != torch.strided:
+        one, other = one.to_dense(), other.to_dense()
+    one, other = one.detach().as_subclass(torch.Tensor), other.detach().as_subclass(torch.Tensor)
+    return bool(((one == other) | ((one != one) & (other != other))).all())
+
+
+def _same_text(one: Any, other: Any) -> bool:
+    return hasattr(one, "tolist") and hasattr(other, "tolist") and str(one.tolist()) == str(other.tolist())
 
 
 def is_array(node: Any) -> bool:

@@ -6,29 +6,32 @@ memory is undone (``undo``) and tried again in halves (``attempts``); what it lo
 ``optimization``.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 from lightning_ga import ranks, seams
 from lightning_ga.attempts import Outcome, Piece, even_pieces, run_pieces
 from lightning_ga.batch_metrics import whole_batch_metrics
+from lightning_ga.batch_reader import BatchReader, BatchSlices, BatchSource, CollatedAgain
+from lightning_ga.errors import UserError
 from lightning_ga.events import (
     OomEvent,
+    a_piece_failed,
+    cannot_be_cut,
     cannot_run_again,
     changed_by_the_step,
     fewer_samples_than_ranks,
     one_sample_too_large,
 )
 from lightning_ga.fingerprint import describe_value
+from lightning_ga.layout import LayoutError
 from lightning_ga.ledger import Ledger
 from lightning_ga.memory import describe_memory
 from lightning_ga.oom import is_ambiguous_out_of_memory, is_out_of_memory, release
 from lightning_ga.plan import plan_accumulation, split_evenly
-from lightning_ga.sample_axis import Layout, read_layout
 from lightning_ga.snapshot import RandomState
-from lightning_ga.split import split_batch
 from lightning_ga.undo import AttemptState
 
 
@@ -44,6 +47,7 @@ class Job:
         loader: Which of several loaders of its stage it comes from.
         weigh: What a piece weighs in means over the batch.
         failed: Undoes what an attempt at a piece changed beyond what all stages change.
+        again: Fetches the samples of the batch again, where they are at hand.
     """
 
     batch: Any
@@ -53,6 +57,7 @@ class Job:
     loader: int = 0
     weigh: Callable[[Any, Piece], float] = lambda _, piece: float(piece.samples)
     failed: Callable[[Piece | None], None] = lambda _: None
+    again: Callable[[], CollatedAgain | None] = lambda: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +82,8 @@ class Survivor:
         trainer: The Trainer.
         retries: Whether an out-of-memory error leads to a retry.
         report: Told of every error that was survived.
+        source: What is known of the batches of a loader, by its stage and number.
+        verdict: Whether a batch that runs in pieces gives the same result, in a sentence, by its stage.
 
     Attributes:
         limits: Most samples of a piece, by stage; it falls for good when memory runs out.
@@ -87,8 +94,17 @@ class Survivor:
         active: False while a probe runs: it wants to see its own errors.
     """
 
-    def __init__(self, trainer: Any, *, retries: bool, report: Callable[[OomEvent], None]) -> None:
+    def __init__(
+        self,
+        trainer: Any,
+        *,
+        retries: bool,
+        report: Callable[[OomEvent], None],
+        source: Callable[[str, int], BatchSource],
+        verdict: Callable[[str], str],
+    ) -> None:
         self._trainer = trainer
+        self._source, self._verdict = source, verdict
         self.retries = retries
         self.active = True
         self.limits: dict[str, int] = {}
@@ -98,11 +114,16 @@ class Survivor:
         self.unknown: set[str] = set()
         self._report = report
         self._state: AttemptState | None = None
-        self._layouts: dict[tuple[str, int], Layout] = {}
+        self._readers: dict[tuple[str, int], BatchReader] = {}
         self._move: Callable[[Any], Any] = lambda batch: batch
         self._on_host = False  # the current batch stays there, to be moved in pieces
         self._failure: Exception | None = None
         self._refused: list[int] = []  # samples of the attempts at the current batch that failed
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the current batch stays on the host, to be moved in pieces."""
+        return self._on_host
 
     @property
     def state(self) -> AttemptState:
@@ -140,7 +161,7 @@ class Survivor:
         limit = self.limits.get(stage)
         if limit is not None:
             expected = self.coming(batch) if stage == "training" else None
-            self._on_host = self.samples(batch, stage, expected, loader) > limit
+            self._on_host = self.samples(batch, stage, expected, loader, on_host=True) > limit
         if self._on_host:
             return batch
         before = RandomState() if self.retries and seams.hooks_move_batches(self._trainer) else None
@@ -157,7 +178,7 @@ class Survivor:
         limit = self.limits.get(job.stage)
         if limit is None or job.stage not in self.waiting | self.unknown:
             return None
-        samples = self.samples(job.batch, job.stage, job.expected, job.loader)
+        samples = self.samples(job.batch, job.stage, job.expected, job.loader, on_host=self._on_host)
         pieces = seams.largest_over_ranks(self._trainer, -(-samples // limit))
         if pieces > samples and job.stage not in self.waiting:
             return None
@@ -186,17 +207,27 @@ class Survivor:
         return None
 
     def _in_pieces(self, job: Job, ledger: Ledger, together: int | None) -> Done:
-        layout = self.layout(job.batch, job.stage, job.expected, job.loader)
+        slices = self._slices(job)
         if self._failure is not None:
-            self._refuse(layout.samples, job, job.batch)
-        limit = min([self.limits.get(job.stage, layout.samples), *((size + 1) // 2 for size in self._refused)])
-        sizes = plan_accumulation(layout.samples, micro_batch=limit).chunks[0]
-        sizes = sizes if together is None else split_evenly(layout.samples, together)
+            self._refuse(slices.samples, job, job.batch)
+        limit = min([self.limits.get(job.stage, slices.samples), *((size + 1) // 2 for size in self._refused)])
+        sizes = plan_accumulation(slices.samples, micro_batch=limit).chunks[0]
+        sizes = sizes if together is None else split_evenly(slices.samples, together)
+
+        current = [slices]  # changes where a piece fails by itself
 
         def attempt(piece: Piece) -> tuple[bool, Any]:
-            part = self._cut(job.batch, layout, piece)
-            self._keep(part)
-            went_through, result = self._attempt(job.stage, lambda: job.run(self._on_device(part), piece))
+            while True:
+                is_cut, part = self._attempt(job.stage, lambda: self._cut(current[0], piece))
+                if not is_cut:
+                    self._refuse(piece.samples, job, job.batch)
+                    return False, None
+                went_through, result = self._attempt(
+                    job.stage, lambda: _or_error(job.run, self._on_device(part), piece)
+                )
+                if not isinstance(result, _PieceError):
+                    break
+                current[0] = self._slices_after(result.error, job, ledger, piece)
             if went_through:
                 self._learn()
                 if self._refused:  # a step that failed before it came to wait for the others
@@ -213,14 +244,80 @@ class Survivor:
             outcome = run_pieces(even_pieces(sizes), attempt)
         return self._settle(job.stage, outcome)
 
+    def _cut(self, slices: BatchSlices, piece: Piece) -> Any:
+        """A slice, and what may change before it has run."""
+        part = slices.take(piece.start, piece.stop)
+        self._keep(part)
+        return part
+
+    def _slices(self, job: Job) -> BatchSlices:
+        """The batch, ready to be cut.
+
+        Raises:
+            UserError: If it cannot be cut, from the out-of-memory error that made it necessary.
+        """
+        failure, reader = self._failure, self.reader(job.stage, job.loader)
+        try:
+            with self._reading(reader):
+                return reader.slices(job.batch, expected=job.expected, on_host=self._on_host, samples=job.again)
+        except LayoutError as why:
+            if failure is None:
+                raise
+            self._forget_attempts()
+            raise cannot_be_cut(job.stage, str(why), describe_memory(self._trainer.strategy.root_device)) from failure
+
+    def _slices_after(self, error: Exception, job: Job, ledger: Ledger, piece: Piece) -> BatchSlices:
+        """The batch cut in another way, after a piece has failed where nothing but its being a piece may be the cause.
+
+        Raises:
+            UserError: If there is none, from the out-of-memory error before it or else from the piece's own.
+        """
+        failure, reader = self._failure, self.reader(job.stage, job.loader)
+        if self.retries and not reader.collates_anew:
+            ledger.drop()
+            self._undo(job, piece)
+            try:
+                with self._reading(reader, anew=True):
+                    again = job.again()
+                    if again is not None:
+                        slices = reader.collated_anew(job.batch, again, on_host=self._on_host)
+                        release(error)
+                        return slices
+            except LayoutError as why:
+                error.add_note(str(why))
+        self._forget_attempts()
+        memory = None if failure is None else describe_memory(self._trainer.strategy.root_device)
+        raise a_piece_failed(job.stage, piece.samples, piece.of, memory, error) from (failure or error)
+
+    @contextmanager
+    def _reading(self, reader: BatchReader, *, anew: bool = False) -> Iterator[None]:
+        """Read samples, if that has to be done, so that nothing is left of it: hooks of the module take part."""
+        if reader.is_read(on_host=self._on_host) and not anew:
+            yield
+            return
+        active, self.active = self.active, False
+        before = AttemptState(self._trainer.lightning_module)
+        before.keep(None)
+        try:
+            yield
+        finally:
+            self.active = active
+            before.put_back()
+
+    def _forget_attempts(self) -> None:
+        self._refused, self._failure = [], None
+
     def _settle(self, stage: str, outcome: Outcome[Any]) -> Done:
         """What came of the pieces; where memory ran out, the largest that fits is the limit from now on."""
         sizes = tuple(piece.samples for piece in outcome.pieces)
         if self._refused:
-            self.limits[stage] = max(sizes)
+            # A piece as large as one that failed may have gone through before: samples differ.
+            fits = max((size for size in sizes if size < min(self._refused)), default=1)
+            self.limits[stage] = fits
             memory = describe_memory(self._trainer.strategy.root_device)
-            self._report(OomEvent(stage, self._trainer.global_step, min(self._refused), max(sizes), memory))
-        self._refused, self._failure = [], None
+            event = OomEvent(stage, self._trainer.global_step, min(self._refused), fits, memory, self._verdict(stage))
+            self._report(event)
+        self._forget_attempts()
         results, weights = zip(*outcome.results)
         return Done(results, sizes, weights)
 
@@ -237,7 +334,7 @@ class Survivor:
         job.failed(piece)
         failure = self._failure
         if lost is not None and failure is not None:
-            self._refused, self._failure = [], None
+            self._forget_attempts()
             raise changed_by_the_step(job.stage, lost, describe_memory(self._trainer.strategy.root_device)) from failure
 
     def _attempt(self, stage: str, run: Callable[[], Any]) -> tuple[bool, Any]:
@@ -268,7 +365,7 @@ class Survivor:
         why = self.refusal or (EXCHANGES if stage in self.waiting else None)
         if failure is None or why is None:
             return
-        self._refused, self._failure = [], None
+        self._forget_attempts()
         if is_ambiguous_out_of_memory(failure):
             raise failure
         raise cannot_run_again(stage, why, describe_memory(self._trainer.strategy.root_device)) from failure
@@ -278,39 +375,45 @@ class Survivor:
         failure, self._refused = self._failure, [*self._refused, samples]
         if samples > 1 or failure is None:
             return
-        self._refused, self._failure = [], None
+        self._forget_attempts()
         if is_ambiguous_out_of_memory(failure):
             raise failure
         memory = describe_memory(self._trainer.strategy.root_device)
         raise one_sample_too_large(job.stage, describe_value(part), memory) from failure
 
-    def samples(self, batch: Any, stage: str, expected: int | None, loader: int = 0) -> int:
+    def samples(self, batch: Any, stage: str, expected: int | None, loader: int = 0, *, on_host: bool = False) -> int:
         """How many samples a batch holds."""
-        return self.layout(batch, stage, expected, loader).samples if expected is None else expected
+        if expected is not None:
+            return expected
+        reader = self.reader(stage, loader)
+        with self._reading(reader):
+            return reader.count(batch, on_host=on_host)
 
-    def layout(self, batch: Any, stage: str, expected: int | None, loader: int = 0) -> Layout:
-        """Where the samples of a batch are, as in the first batch of its loader."""
-        if self._hook is not None:
-            count = expected or getattr(batch, "num_graphs", None)
-            if count is not None:
-                return Layout(int(count))
-        layout = read_layout(batch, expected=expected, like=self._layouts.get((stage, loader)))
-        self._layouts.setdefault((stage, loader), layout)
-        return layout
-
-    def _cut(self, batch: Any, layout: Layout, piece: Piece) -> Any:
-        bounds = (0, piece.start, piece.stop, layout.samples)
-        sizes = [end - start for start, end in pairwise(bounds)]
-        before = 1 if sizes[0] else 0
-        like = None if self._hook is not None else layout
-        return list(split_batch(batch, [size for size in sizes if size], hook=self._hook, like=like))[before]
+    def reader(self, stage: str, loader: int = 0) -> BatchReader:
+        """What counts and cuts the batches of a loader."""
+        key = stage, loader
+        if key not in self._readers:
+            self._readers[key] = BatchReader(self._trainer, self._source(stage, loader), loader=loader)
+        return self._readers[key]
 
     def _on_device(self, part: Any) -> Any:
         return self._move(part) if self._on_host else part
 
-    @property
-    def _hook(self) -> Any:
-        return getattr(self._trainer.lightning_module, "split_batch", None)
+
+@dataclass(frozen=True, slots=True)
+class _PieceError:
+    """What a piece ended in, if not for want of memory."""
+
+    error: Exception
+
+
+def _or_error(run: Callable[[Any, Piece], Any], part: Any, piece: Piece) -> Any:
+    try:
+        return run(part, piece)
+    except Exception as error:
+        if is_out_of_memory(error) or is_ambiguous_out_of_memory(error) or isinstance(error, UserError):
+            raise
+        return _PieceError(error)
 
 
 EXCHANGES = "its step exchanges values with the other ranks (all_gather, all_reduce, the compute of a metric)"

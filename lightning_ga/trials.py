@@ -10,11 +10,12 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_ga import seams
+from lightning_ga.batch_reader import BatchReader
 from lightning_ga.heaviest import Worst
+from lightning_ga.layout import LayoutError
 from lightning_ga.memory import synchronize
 from lightning_ga.oom import is_out_of_memory, release
 from lightning_ga.results import Timing
-from lightning_ga.split import split_batch
 from lightning_ga.throughput import time_windows
 
 TIMED = 3  # passes of a size, after one to warm up
@@ -28,9 +29,20 @@ class TrialStep:
         loader: The user's loader, which collates the samples.
         samples: Samples to fill batches with.
         whole: Samples of the batch that a trial's samples are cut from; ``None`` if they are the batch.
+        reader: Cuts them out.
     """
 
-    def __init__(self, trainer: Any, loader: "DataLoader[Any]", samples: Worst, *, whole: int | None = None) -> None:
+    def __init__(
+        self,
+        trainer: Any,
+        loader: "DataLoader[Any]",
+        samples: Worst,
+        *,
+        whole: int | None = None,
+        reader: BatchReader | None = None,
+    ) -> None:
+        self._reader = reader
+        self._held: Any = None  # the batch that a trial's samples are cut from
         self._trainer = trainer
         self._loader = loader
         self._samples = samples
@@ -43,11 +55,23 @@ class TrialStep:
     def batch(self, micro_batch_size: int) -> Any:
         """So many samples, on the device."""
         rest = max(0, self._whole - micro_batch_size)
-        batch = self._samples.batch(self._loader, micro_batch_size + rest)
-        if rest:  # on a CPU the rest lies in the same memory: what is cut is a view of the whole
-            hook = getattr(self._trainer.lightning_module, "split_batch", None)
-            batch = next(iter(split_batch(batch, [micro_batch_size, rest], hook=hook)))
-        return seams.to_device(self._trainer, batch)
+        batch = seams.before_transfer(self._trainer, self._samples.batch(self._loader, micro_batch_size + rest))
+        if (
+            rest and self._reader is not None
+        ):  # on a CPU the rest lies in the same memory: a part is a view of the whole
+            self._held = batch
+            batch = self._part(batch, micro_batch_size, micro_batch_size + rest)
+        return seams.transferred(self._trainer, batch)
+
+    def _part(self, batch: Any, micro_batch_size: int, samples: int) -> Any:
+        """The first samples of a batch, as training cuts them out."""
+        assert self._reader is not None
+        if not self._reader.makes_anew:
+            try:
+                return self._reader.slices(batch, expected=samples, on_host=True).take(0, micro_batch_size)
+            except LayoutError:
+                pass
+        return seams.before_transfer(self._trainer, self._samples.batch(self._loader, micro_batch_size))
 
     def run(self, batch: Any) -> None:
         """The step on a batch."""

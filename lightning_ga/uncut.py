@@ -1,79 +1,144 @@
 """Training data whose batches cannot be cut anew: they are fed as they come, and cut in the training step.
 
 Dictionaries of loaders, loaders that yield whole batches, iterables of any kind. Their feed counts in
-batches, as others do in samples; a real batch taken apart stands for the dataset that the probe and
-the exactness check ask for samples.
+batches, as others do in samples. Nothing is lost of data that go on where they were left: a batch
+that is looked at before training begins is given to training all the same.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import gcd
 from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from lightning_ga.batch_reader import (
+    BatchSource,
+    CollatedBatches,
+    ReadyMadeBatches,
+    gather,
+    indices_of,
+    is_collated,
+    length_of_first,
+)
 from lightning_ga.errors import UserError
 from lightning_ga.feed import Feed
 from lightning_ga.heaviest import Looks
-from lightning_ga.merge import merge_outputs
+from lightning_ga.layout import Layout, LayoutError, Slice, read_ready_made
 from lightning_ga.plan import AccumulationPlan
-from lightning_ga.sample_axis import Layout, read_layout
-from lightning_ga.snapshot import RandomState
-from lightning_ga.split import split_batch
+from lightning_ga.split import SplitBatch, cut, split_by_hook
 from lightning_ga.windows import Chunk
+
+_PEEKED = 8  # batches that are looked at, at most, until two of them differ in size
+_END = object()
+
+
+@dataclass(frozen=True, slots=True)
+class Batches:
+    """What a fit loop would read.
+
+    Attributes:
+        loaders: The loaders that a batch comes from.
+        combine: One batch out of those of all loaders.
+        start: Starts them anew and yields batches.
+        length: How many there are on this rank; ``None`` if that is not known.
+    """
+
+    loaders: Sequence[Any]
+    combine: Callable[[list[Any]], Any]
+    start: Callable[[], Iterator[Any]]
+    length: int | None
 
 
 class BatchStream(IterableDataset[Any]):
     """The batches of any loader, each as one item.
 
+    A loader is started as often as the loop starts this one, as it may go on where it was left.
+
     Args:
-        batches: Starts the loader anew and yields its batches.
-        length: How many there are; ``None`` if that is not known.
+        start: Starts the loader and yields its batches.
     """
 
-    def __init__(self, batches: Callable[[], Iterator[Any]], length: int | None) -> None:
-        self.batches = batches
-        self.length = length
+    def __init__(self, start: Callable[[], Iterator[Any]]) -> None:
+        self._start = start
+        self._waiting: Iterator[Any] | None = None
+        self._peeked: list[Any] = []
+
+    def peek(self, most: int) -> list[Any]:
+        """The first batches of the next epoch, which yields them all the same."""
+        self._waiting = self._start() if self._waiting is None else self._waiting
+        while len(self._peeked) < most and (batch := next(self._waiting, _END)) is not _END:
+            self._peeked.append(batch)
+        return list(self._peeked)
 
     def __iter__(self) -> Iterator[Any]:
-        return self.batches()
+        self._waiting = self._start() if self._waiting is None else self._waiting
+        return self._read()
+
+    def _read(self) -> Iterator[Any]:
+        batches = self._start() if self._waiting is None else self._waiting
+        peeked, self._peeked, self._waiting = self._peeked, [], None
+        while peeked:
+            yield peeked.pop(0)
+        yield from batches
 
 
 class SizedBatchStream(BatchStream):
     """The same with a length."""
 
+    def __init__(self, start: Callable[[], Iterator[Any]], length: int) -> None:
+        super().__init__(start)
+        self._length = length
+
     def __len__(self) -> int:
-        assert self.length is not None
-        return self.length
+        return self._length
 
 
 class UncutFeed:
     """The feed of such data: what a ``Feed`` is to samples, in windows of whole batches.
 
     Samples are counted in each batch; where a number of them is needed in advance, all batches are
-    taken to be as large as the first.
+    taken to be as large as the first. Where samples cannot be told apart, a batch counts as one.
 
     Args:
         loader: What the user gave to ``fit``.
-        batches: Starts it anew and yields its batches.
-        length: How many there are on this rank; ``None`` if that is not known.
+        batches: What the loop would make of it.
+        hook: The module's own ``split_batch``, if it has one.
         settings: As for any feed.
 
     Raises:
-        UserError: If the data can be read only once, or its first batch cannot be split.
+        UserError: If the data can be read only once, or hold nothing.
     """
 
-    streams = counted_later = True
+    streams = counted_later = may_drop = True
+    keeps_groups = False
+    workers = 0
 
-    def __init__(self, loader: Any, batches: Callable[[], Iterator[Any]], length: int | None, **settings: Any) -> None:
-        kind = BatchStream if length is None else SizedBatchStream
-        self._feed = Feed(DataLoader(kind(batches, length), batch_size=1, collate_fn=_only), **settings)
-        first = first_batch(loader, batches)
-        self._layout = read_layout(first)
-        self._samples = _Samples(first, self._layout, lambda: first_batch(loader, batches))
-        self.user_loader: DataLoader[Any] = DataLoader(
-            self._samples, batch_size=len(self._samples), collate_fn=_put_together
+    def __init__(self, loader: Any, batches: Batches, *, hook: SplitBatch | None = None, **settings: Any) -> None:
+        if isinstance(loader, Iterator) and not hasattr(loader, "flattened"):  # a CombinedLoader starts anew
+            raise UserError(
+                f"The training data is a {type(loader).__name__}, which can be read only once: give fit() something "
+                "that can be iterated in every epoch, such as a DataLoader."
+            )
+        self._data, self._hook = batches, hook
+        self._stream = (
+            BatchStream(batches.start) if batches.length is None else SizedBatchStream(batches.start, batches.length)
         )
-        self._each: int = settings["largest_over_ranks"](self._layout.samples)
+        self._feed = Feed(DataLoader(self._stream, batch_size=1, collate_fn=_only), **settings)
+        self._user_loader: DataLoader[Any] | None = None
+        self.sizes = self._sizes_of_loaders()
+        self._each: int = settings["largest_over_ranks"](self._samples_of_first())
+
+    @cached_property
+    def source(self) -> BatchSource:
+        """What is known of these batches."""
+        loaders = self._data.loaders
+        if all(map(is_collated, loaders)):
+            return CollatedBatches(
+                loaders, [lambda part=part: indices_of(part) for part in loaders], self._data.combine
+            )
+        return ReadyMadeBatches(self._looked_at)
 
     def recipe_effective(self, epoch: int) -> int:
         """Samples of a window."""
@@ -83,6 +148,18 @@ class UncutFeed:
         """Samples of an epoch on this rank."""
         batches = self._feed.total(epoch)
         return None if batches is None else batches * self._each
+
+    def check_effective(self, effective: int) -> None:
+        """Refuse to count samples where each loader gives another number of them to a batch.
+
+        Raises:
+            UserError: With the numbers.
+        """
+        if len(set(self.sizes)) > 1:
+            raise UserError(
+                f"effective_batch_size={effective} counts samples, and the training data come from loaders of unequal "
+                f"batch sizes, {', '.join(map(str, self.sizes))}: say with accumulate=… how many batches make up a step."
+            )
 
     def arrange(
         self, epoch: int, effective: int | None, micro_batch: int, *, samples_done: int = 0, armed: bool = True
@@ -94,7 +171,7 @@ class UncutFeed:
         """
         done = samples_done // self._each
         if armed:
-            self._samples.let_go()
+            self._user_loader = None  # training needs the memory of the batch that was looked at
         plan = self._feed.arrange(epoch, self._in_batches(effective), 1, samples_done=done, armed=armed)
         chunks = ((self._each,) * plan.factor,) * plan.world_size
         size = plan.effective_batch_size * self._each
@@ -103,19 +180,35 @@ class UncutFeed:
     def chunk(self, index: int) -> Chunk:
         """The ``index``-th batch of the epoch; its place is told in samples."""
         chunk = self._feed.chunk(index)
-        return replace(chunk, window_end=chunk.window_end * self._each)
+        return replace(chunk, count=chunk.count * self._each, window_end=chunk.window_end * self._each)
 
-    def count(self, batch: Any, chunk: Chunk) -> int:
-        """Samples of a batch."""
-        return read_layout(batch, like=self._layout).samples
+    def expected(self, chunk: Chunk) -> int | None:
+        """Only the batch can tell how many samples it holds."""
+        return None
+
+    def samples_at(self, index: int) -> None:
+        """Samples are not at hand."""
+
+    @property
+    def user_loader(self) -> "DataLoader[Any]":
+        """Makes batches of the samples of the first, for the probe and the exactness check.
+
+        Raises:
+            LayoutError: If these cannot be told apart.
+        """
+        if self._user_loader is None:
+            (batch,) = self._stream.peek(1)[:1]
+            trial = _ByHook(batch, self._hook) if self._hook is not None else _ByLayout(batch, self._raw_layout)
+            self._user_loader = DataLoader(trial, batch_size=len(trial), collate_fn=trial.together)
+        return self._user_loader
 
     def looks(self, epoch: int) -> Looks:
         """The samples of the first batch."""
-        return Looks(range(self._layout.samples), self._layout.samples)
+        return Looks(range(self._each), self._each)
 
     def sample_indices(self, epoch: int, most: int = 64) -> list[int]:
         """Indices of samples of the first batch."""
-        return list(range(min(most, self._layout.samples)))
+        return list(range(min(most, self._each)))
 
     def recipe_batches(self, samples: int) -> int:
         """Batches that so many samples make up."""
@@ -149,6 +242,45 @@ class UncutFeed:
         """Ranks with data of their own."""
         return self._feed.ranks_apart
 
+    @property
+    def draws(self) -> "Feed":
+        """The feed of whole batches."""
+        return self._feed
+
+    def _sizes_of_loaders(self) -> list[int]:
+        """Samples that each loader gives to a batch; empty where that does not show."""
+        sizes = [_batch_size(part) for part in self._data.loaders]
+        return [size for size in sizes if size is not None] if None not in sizes else []
+
+    def _samples_of_first(self) -> int:
+        if self.sizes:
+            return gcd(*self.sizes)
+        peeked = self._stream.peek(1)
+        if not peeked:
+            raise UserError("The training data yields no batch: check the dataset and the sampler.")
+        try:
+            return max(1, self._raw_layout.samples(peeked[0]))
+        except LayoutError:
+            if self._hook is None:
+                return 1
+            return max(1, length_of_first(peeked[0]))
+
+    @property
+    def _raw_layout(self) -> Layout:
+        """Where samples lie before any hook has seen the batch."""
+        return self.source.layout(lambda batch: batch)
+
+    def _looked_at(self) -> list[Any]:
+        """The first batch; more of them where it does not tell its samples, until one is of another size."""
+        for most in range(1, _PEEKED + 1):
+            batches = self._stream.peek(most)
+            try:
+                read_ready_made(batches)
+            except LayoutError:
+                continue
+            return batches
+        return batches
+
     def _in_batches(self, effective: int | None) -> int | None:
         if effective is None:
             return None
@@ -163,52 +295,55 @@ class UncutFeed:
         return batches
 
 
-def first_batch(loader: Any, batches: Callable[[], Iterator[Any]]) -> Any:
-    """The first batch of the data, without a trace in random numbers.
-
-    Raises:
-        UserError: If the data can be read only once, or hold nothing.
-    """
-    if isinstance(loader, Iterator) and not hasattr(loader, "flattened"):  # a CombinedLoader starts anew
-        raise UserError(
-            f"The training data is a {type(loader).__name__}, which can be read only once: give fit() something that "
-            "can be iterated in every epoch, such as a DataLoader."
-        )
-    before = RandomState()
-    batch = next(batches(), None)
-    before.restore()
-    if batch is None:
-        raise UserError("The training data yields no batch: check the dataset and the sampler.")
-    return batch
+def _batch_size(loader: Any) -> int | None:
+    """Samples of a DataLoader's batches, but for the last."""
+    if not is_collated(loader) or loader.batch_size is None:
+        return None
+    try:
+        return min(loader.batch_size, len(loader.dataset)) or None
+    except TypeError:  # a stream does not tell its length
+        return int(loader.batch_size)
 
 
-class _Samples(Dataset[Any]):
-    """The samples of the first batch, which is read again if it is asked for after it was let go."""
+class _ByLayout(Dataset[Any]):
+    """The samples of one batch, cut by its layout."""
 
-    def __init__(self, first: Any, layout: Layout, again: Callable[[], Any]) -> None:
-        self._layout = layout
-        self._again = again
-        self._kept = self._split(first)
+    def __init__(self, batch: Any, layout: Layout) -> None:
+        self._batch, self._layout = batch, layout
+        self._samples, self._sizes = layout.samples(batch), layout.sizes(batch)
 
     def __len__(self) -> int:
-        return self._layout.samples
+        return self._samples
 
     def __getitem__(self, index: int) -> Any:
-        self._kept = self._kept or self._split(self._again())
-        return self._kept[index]
+        return cut(self._batch, self._layout, Slice(index, index + 1, self._samples, self._sizes))
 
-    def _split(self, batch: Any) -> list[Any]:
-        return list(split_batch(batch, [1] * self._layout.samples, like=self._layout))
+    def together(self, samples: Sequence[Any]) -> Any:
+        """A batch of so many samples: the first ones, repeated in turn where there are not as many."""
+        return gather(self._batch, self._layout, len(samples))
 
-    def let_go(self) -> None:
-        """Free the batch: training needs its memory."""
-        self._kept = []
+
+class _ByHook(Dataset[Any]):
+    """The samples of one batch, cut by the module's own ``split_batch``."""
+
+    def __init__(self, batch: Any, hook: SplitBatch) -> None:
+        self._batch, self._hook = batch, hook
+        self._samples = length_of_first(batch)
+
+    def __len__(self) -> int:
+        return self._samples
+
+    def __getitem__(self, index: int) -> Any:
+        return self._batch
+
+    def together(self, samples: Sequence[Any]) -> Any:
+        """A batch of the first samples, of all at most."""
+        count = len(samples)
+        if count >= self._samples:
+            return self._batch
+        return next(split_by_hook(self._hook, self._batch, [count, self._samples - count]))
 
 
 def _only(batches: Iterable[Any]) -> Any:
     (batch,) = batches
     return batch
-
-
-def _put_together(samples: Sequence[Any]) -> Any:
-    return merge_outputs(samples, [1] * len(samples))

@@ -1,21 +1,69 @@
-"""The exactness check in a Trainer: one small batch of real samples, once whole and once in halves."""
+"""The exactness check in a Trainer: one batch of real samples, once whole and once in parts, as training cuts it.
 
-from collections.abc import Callable, Iterator
+The parts run one after the other, and nothing is put back between them: what the step keeps (a queue,
+a teacher that follows its student) changes as it will in training. The trained weights are moved a
+little beforehand, as a first step will move them: so a teacher that starts as a copy of its student
+shows that it follows.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.data import DataLoader
+from torchmetrics import Metric
 
 from lightning_ga import seams
 from lightning_ga.batch_norm import batch_norm_layers
-from lightning_ga.exactness import Exactness, judge, unmeasured
+from lightning_ga.batch_reader import BatchReader
+from lightning_ga.counters import fitting_counter
+from lightning_ga.deterministic import stop_dropping, without_dropout
+from lightning_ga.exactness import Exactness, compare, distance, judge, uncuttable, unmeasured
+from lightning_ga.layout import LayoutError
 from lightning_ga.live import uncounted
-from lightning_ga.loaders import kept_samples
+from lightning_ga.oom import is_out_of_memory, release
 from lightning_ga.samples import collate_samples, collect_samples
+from lightning_ga.snapshot import RandomState, generators_of, reseed
+from lightning_ga.structures import same_values
 from lightning_ga.traceless import traceless
 from lightning_ga.weights import count_items
 
-SAMPLES = 4  # halves of two: BatchNorm refuses one sample
+SAMPLES = 5  # parts of three and two: BatchNorm refuses one sample, and unequal parts show wrong weights
+MOVED = 1e-2  # how far weights are moved, relatively: a teacher of momentum 0.9999 follows by more than rounding
+_SEEDS = 3  # further passes, where random numbers are drawn that did not show in the first
+
+
+@dataclass(frozen=True, slots=True)
+class Verdicts:
+    """What was found.
+
+    Attributes:
+        training: Of the micro-batches that training runs.
+        splitting: Of batches that are cut in the step.
+    """
+
+    training: Exactness
+    splitting: Exactness
+
+
+@dataclass(frozen=True, slots=True)
+class _Passes:
+    """What some micro-batches left, run one after the other.
+
+    Attributes:
+        gradients: The gradient of each.
+        changed: Names of what they changed that is no gradient.
+        changed_in_step: Those that ``training_step`` or the backward pass changed, and no hook.
+        draws: Whether random numbers were drawn.
+    """
+
+    gradients: list[list[torch.Tensor]]
+    changed: tuple[str, ...]
+    changed_in_step: tuple[str, ...]
+    draws: bool
 
 
 def measure_exactness(
@@ -23,60 +71,264 @@ def measure_exactness(
     loader: "DataLoader[Any]",
     indices: list[Any],
     *,
+    reader: BatchReader,
     count: Callable[[Any], float] | None,
     limit: int,
-) -> Exactness:
+    in_step: bool,
+) -> Verdicts:
     """Run the check, dropout off, and leave no trace.
 
     Args:
         trainer: A Trainer at ``on_train_start``.
         loader: The user's DataLoader.
         indices: Indices of samples to run on.
+        reader: Cuts the loader's batches.
         count: Counts the items of a batch that the loss is a mean over; ``None`` for samples.
         limit: Largest micro-batch that is known to fit, in samples.
+        in_step: Whether training cuts batches in the step.
     """
     tolerance = rounding(trainer)
     size = min(SAMPLES, limit, len(indices))
     if size < 2:
-        return unmeasured(tolerance, "a micro-batch of one sample has no halves")
+        return _both(unmeasured(tolerance, "a micro-batch of one sample has no parts"))
+    failure = None
     try:
-        with traceless(trainer) as prepare:
-            samples = collect_samples(loader, indices[:size])
-            parts = [samples, samples[: size // 2], samples[size // 2 :]]
-            counts: list[float] = []
-            held: list[list[torch.Tensor]] = []
-            for part in parts:
-                prepare()
-                batch = collate_samples(loader, part, len(part))
-                counts.append(kept_samples(batch, len(part)) if count is None else count_items(count, batch))
-                gradients = _gradients(trainer, batch)
-                # The last ones stay where they are: nothing runs after them.
-                held.append(list(gradients) if len(held) == 2 else [_on_host(gradient) for gradient in gradients])
-            if not all(number > 0 for number in counts):
-                return unmeasured(tolerance, f"normalize counts {counts} in a batch and its halves")
-            share = counts[1] / (counts[1] + counts[2])
-            layers = tuple(batch_norm_layers(trainer.lightning_module))
-            with uncounted():
-                return judge(*held, share=share, tolerance=tolerance, layers=layers)
+        with traceless(trainer) as prepare, _exact_arithmetic(trainer, spare=limit >= 2 * size), without_dropout():
+            check = _Check(trainer, loader, reader, prepare, count, tolerance)
+            return check.run(collect_samples(loader, indices[:size]), in_step=in_step)
     except Exception as error:  # the check must never cost a run; what went wrong is said instead
-        return unmeasured(tolerance, f"{type(error).__name__}: {error}")
+        failure = error
+    if is_out_of_memory(failure):
+        release(failure)
+        return _both(unmeasured(tolerance, f"memory ran out in the check, on {size} samples"))
+    told = f"a training step on {size} samples apart from training ended in {type(failure).__name__}: {failure}"
+    return _both(unmeasured(tolerance, told))
+
+
+class _Check:
+    """Runs a batch whole and in parts.
+
+    Args:
+        trainer: The Trainer, its state kept.
+        loader: The user's DataLoader.
+        reader: Cuts the loader's batches.
+        prepare: Puts the state back.
+        count: Counts the items of a batch, or ``None`` for samples.
+        tolerance: What rounding may explain.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        loader: "DataLoader[Any]",
+        reader: BatchReader,
+        prepare: Callable[[], None],
+        count: Callable[[Any], float] | None,
+        tolerance: float,
+    ) -> None:
+        self._trainer, self._loader, self._reader, self._prepare = trainer, loader, reader, prepare
+        self._count, self._tolerance = count, tolerance
+        self._steps = 0
+
+    def run(self, samples: list[Any], *, in_step: bool) -> Verdicts:
+        """Compare the whole batch with its parts, as the loader and as the step would make them."""
+        collated = self._collate(samples)
+        kept = self._reader.count(collated, expected=len(samples), on_host=True)
+        if kept < 2:
+            return _both(unmeasured(self._tolerance, f"the collate function kept {kept} of {len(samples)} samples"))
+        whole = self._pass([collated], seed=0)
+        middle = (len(samples) + 1) // 2
+        if in_step:
+            return _both(self._cut_and_judge(samples, collated, kept, whole))
+        loaded = [self._collate(samples[:middle]), self._collate(samples[middle:])]
+        training = self._judge(whole, loaded, lambda seed: self._collate(samples, seed), whole.changed)
+        try:
+            slices = self._slices(samples, collated, kept)
+        except LayoutError as why:
+            return Verdicts(training, uncuttable(self._tolerance, str(why)))
+        if (
+            whole.changed == whole.changed_in_step
+            and kept == len(samples)
+            and all(
+                same_values(part, slices(start, stop))
+                for part, (start, stop) in zip(loaded, ((0, middle), (middle, kept)))
+            )
+        ):
+            return Verdicts(training, training)
+        return Verdicts(training, self._cut_and_judge(samples, collated, kept, whole))
+
+    def _cut_and_judge(self, samples: list[Any], collated: Any, kept: int, whole: _Passes) -> Exactness:
+        middle = (kept + 1) // 2
+        failed = None
+        try:
+            slices = self._slices(samples, collated, kept)
+            while True:
+                try:
+                    parts = [slices(0, middle), slices(middle, kept)]
+                    return self._judge(whole, parts, lambda _: collated, whole.changed_in_step)
+                except Exception as error:
+                    if is_out_of_memory(error) or isinstance(error, LayoutError) or failed is not None:
+                        raise
+                    failed = error
+                again = self._reader.samples_again(self._loader, samples)
+                if again is None:
+                    raise LayoutError("There are no samples at hand to make parts of anew.")
+                slices = self._reader.collated_anew(collated, again, on_host=True).take
+        except LayoutError as why:
+            because = "" if failed is None else f" A part alone ended in {type(failed).__name__}: {failed}"
+            return uncuttable(self._tolerance, f"{why}{because}")
+
+    def _slices(self, samples: list[Any], collated: Any, kept: int) -> Callable[[int, int], Any]:
+        return self._reader.slices(
+            collated,
+            expected=kept,
+            on_host=True,
+            samples=lambda: self._reader.samples_again(self._loader, samples),
+        ).take
+
+    def _judge(
+        self, whole: _Passes, parts: list[Any], again: Callable[[int], Any], changed: tuple[str, ...]
+    ) -> Exactness:
+        """Compare parts with the whole.
+
+        Args:
+            whole: The pass of the whole batch.
+            parts: What it is cut into.
+            again: The whole batch once more, with random numbers of some seed.
+            changed: What one of the micro-batches changes that the next one meets.
+        """
+        counts = [self._items(part) for part in parts]
+        if not all(number > 0 for number in counts):
+            return unmeasured(self._tolerance, f"normalize counts {counts} in the parts of a batch")
+        share, ran = counts[0] / sum(counts), self._pass(parts, seed=1)
+        with uncounted():
+            differences = compare(*whole.gradients, *ran.gradients, share=share)
+        noise = self._noise(whole, again, differences.error)
+        if not changed and noise <= self._tolerance < differences.error:
+            changed = self._attributes_met(parts, share, whole)
+        verdict = judge(
+            differences,
+            tolerance=self._tolerance,
+            noise=noise,
+            layers=tuple(batch_norm_layers(self._trainer.lightning_module)),
+            tensors=changed,
+            micro_steps=self._steps,
+        )
+        if verdict.cause != "weighted":
+            return verdict
+        return replace(verdict, counter=fitting_counter(again(0), parts, differences.share))
+
+    def _attributes_met(self, parts: list[Any], share: float, whole: _Passes) -> tuple[str, ...]:
+        """What the step keeps elsewhere, if parts that do not meet it add up to the whole."""
+        apart = [self._pass([part], seed=1).gradients[0] for part in parts]
+        with uncounted():
+            alone = compare(*whole.gradients, *apart, share=share)
+        return ("what the module keeps from one step to the next",) if alone.error <= self._tolerance else ()
+
+    def _noise(self, whole: _Passes, again: Callable[[int], Any], error: float) -> float:
+        """How far passes over the whole batch with other random numbers are apart; several if some are drawn."""
+        noise = 0.0
+        for seed in range(1, 2 + _SEEDS):
+            batch = again(seed)
+            ran = self._pass([batch], seed=seed)
+            with uncounted():
+                noise = max(noise, distance(*whole.gradients, *ran.gradients))
+            if noise > self._tolerance or error <= self._tolerance or not ran.draws:
+                break
+        return noise
+
+    def _items(self, part: Any) -> float:
+        return self._reader.count(part, on_host=True) if self._count is None else count_items(self._count, part)
+
+    def _collate(self, samples: list[Any], seed: int = 0) -> Any:
+        return seams.before_transfer(self._trainer, collate_samples(self._loader, samples, len(samples), seed=seed))
+
+    def _pass(self, batches: Sequence[Any], *, seed: int) -> _Passes:
+        """Run micro-batches one after the other, from the state that training begins with."""
+        self._prepare()
+        module = self._trainer.lightning_module
+        stop_dropping(module)
+        _move_weights(module)
+        reseed(seed, generators_of(module))
+        before, drawn = _watched(module), RandomState()
+        states: list[dict[str, tuple[float, float]]] = []
+        gradients: list[list[torch.Tensor]] = []
+        for number, batch in enumerate(batches):
+            for parameter in module.parameters():
+                parameter.grad = None
+            moved = seams.transferred(self._trainer, batch)
+            seams.accumulate_only(self._trainer, moved, number, lambda: states.append(_watched(module)))
+            self._steps += 1
+            gradients.append([_on_host(gradient) for gradient in _gradients(module)])
+        hooks, step = _changed(before, _watched(module)), _changed(*states[:2])
+        return _Passes(gradients, hooks, step, not drawn.is_current())
+
+
+def _changed(before: dict[str, Any], after: dict[str, Any]) -> tuple[str, ...]:
+    return tuple(name for name in after if before.get(name) != after[name])
+
+
+def _both(verdict: Exactness) -> Verdicts:
+    return Verdicts(verdict, verdict)
 
 
 def rounding(trainer: Any) -> float:
-    """Relative difference that the precision in use explains."""
-    precision = str(trainer.precision)
-    if "bf16" in precision:
-        return 5e-2
-    if "16" in precision or trainer.strategy.root_device.type == "cuda":  # TF32 has fp16's ten bits
-        return 1e-2
-    return 1e-3
+    """Relative difference that the precision of the weights explains; autocast is off in the check."""
+    dtypes = {p.dtype for p in trainer.lightning_module.parameters() if p.requires_grad and p.is_floating_point()}
+    if dtypes & {torch.float16, torch.bfloat16}:
+        return 5e-2 if torch.bfloat16 in dtypes else 1e-2
+    return 1e-9 if dtypes == {torch.float64} else 1e-4
 
 
-def _gradients(trainer: Any, batch: Any) -> Iterator[torch.Tensor]:
-    """Gradients of the module's loss on one batch, one after another; dropout off."""
-    _without_dropout(trainer.lightning_module)
-    seams.backward_only(trainer, seams.to_device(trainer, batch))
-    for parameter in trainer.lightning_module.parameters():
+@contextmanager
+def _exact_arithmetic(trainer: Any, *, spare: bool) -> Iterator[None]:
+    """Within, steps compute in the precision of the weights, if there is memory for that: autocast hides differences."""
+    plugin = trainer.precision_plugin
+    if not spare or not hasattr(plugin, "autocast_context_manager"):
+        yield
+        return
+    seams.shadow(plugin, "forward_context", nullcontext)
+    try:
+        yield
+    finally:
+        seams.unshadow(plugin, "forward_context")
+
+
+@torch.no_grad()
+def _move_weights(module: torch.nn.Module) -> None:
+    """Move the trained weights a little, the same way each time."""
+    for parameter in module.parameters():
+        if parameter.requires_grad and parameter.is_floating_point() and not parameter.is_sparse:
+            parameter.mul_(1.0 + MOVED)
+            if parameter.numel() <= 2**16:
+                generator = torch.Generator(parameter.device).manual_seed(parameter.numel())
+                noise = torch.empty(parameter.shape, device=parameter.device).normal_(generator=generator)
+                parameter.add_(noise.to(parameter.dtype), alpha=MOVED)
+
+
+def _watched(module: torch.nn.Module) -> dict[str, tuple[float, float]]:
+    """Sums over what a step should leave alone: buffers but for those of normalization, and untrained parameters."""
+    own = {
+        id(buffer)
+        for part in module.modules()
+        if isinstance(part, (_NormBase, Metric))
+        for buffer in part.buffers(recurse=False)
+    }
+    named = [
+        *((name, buffer) for name, buffer in module.named_buffers() if id(buffer) not in own),
+        *((name, parameter) for name, parameter in module.named_parameters() if not parameter.requires_grad),
+    ]
+    return {name: _sums(tensor) for name, tensor in named if tensor.layout is torch.strided and not tensor.is_nested}
+
+
+def _sums(tensor: torch.Tensor) -> tuple[float, float]:
+    with uncounted(), torch.no_grad():
+        values = tensor.detach().abs() if tensor.is_complex() else tensor.detach()
+        return float(values.sum(dtype=torch.float64)), float(values.double().pow(2).sum())
+
+
+def _gradients(module: torch.nn.Module) -> Iterator[torch.Tensor]:
+    for parameter in module.parameters():
         if parameter.requires_grad:
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach()
             yield gradient.coalesce() if gradient.is_sparse else gradient
@@ -85,15 +337,3 @@ def _gradients(trainer: Any, batch: Any) -> Iterator[torch.Tensor]:
 def _on_host(gradient: torch.Tensor) -> torch.Tensor:
     with uncounted():
         return gradient.to("cpu", copy=True)
-
-
-def _without_dropout(module: torch.nn.Module) -> None:
-    """Evaluation mode, but for what computes something else there: BatchNorm, and RNNs that cuDNN runs."""
-    batch_norms = batch_norm_layers(module).values()
-    module.eval()
-    for batch_norm in batch_norms:
-        batch_norm.train()
-    for layer in module.modules():
-        if isinstance(layer, torch.nn.RNNBase):
-            layer.train()
-            layer.dropout = 0.0

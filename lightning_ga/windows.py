@@ -146,6 +146,7 @@ class EpochPlan:
             own, the ranks know nothing of one another's last windows.
         batches: Where the recipe's batches start and end, if chunks are to be these: counted in the epoch's
             order, or ``()`` where all but the last of a window have ``micro_batch`` samples. On one rank only.
+        pieces: Chunks that each of these batches is cut into: none holds samples of two of them.
     """
 
     windows: Windows
@@ -154,6 +155,7 @@ class EpochPlan:
     world_size: int
     whole: bool = False
     batches: Sequence[int] | None = None
+    pieces: int = 1
 
     @property
     def length(self) -> int | None:
@@ -179,7 +181,8 @@ class EpochPlan:
             return self.factor
         start, samples = self.windows.span(window)
         if self.batches:
-            return bisect_left(self.batches, start + samples) - bisect_right(self.batches, start) + 1
+            batches = bisect_left(self.batches, start + samples) - bisect_right(self.batches, start) + 1
+            return batches * self.pieces
         share, _ = divmod(samples + self.world_size - 1, self.world_size)
         return max(1, min(self.factor, -(-share // self.micro_batch)))
 
@@ -210,12 +213,16 @@ class EpochPlan:
             >>> plan = EpochPlan(RegularWindows(total=29, size=16), 8, factor=2, world_size=1, batches=())
             >>> [plan.chunk(index, rank=0).count for index in range(plan.length)]
             [8, 8, 8, 5]
+            >>> plan = EpochPlan(GivenWindows((0, 10, 15)), 3, factor=4, world_size=1, batches=(0, 5, 10, 15), pieces=2)
+            >>> [plan.chunk(index, rank=0).count for index in range(plan.length)]
+            [3, 2, 3, 2, 3, 2]
         """
         window, position = divmod(index, self.factor)
         start, samples = self.windows.span(window)
         if self.batches is not None:
-            first, stop = self._batch(start, samples, position)
-            return Chunk(window, first, stop - first, samples, start + samples)
+            first, stop = self._batch(start, samples, position // self.pieces)
+            inner, count = part(stop - first, self.pieces, position % self.pieces)
+            return Chunk(window, first + inner, count, samples, start + samples)
         share_start, share = part(samples, self.world_size, rank)
         chunk_start, count = part(share, self.factor_of(window), position)
         return Chunk(window, start + share_start + chunk_start, count, samples, start + samples)

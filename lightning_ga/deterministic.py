@@ -1,0 +1,61 @@
+"""Switch off what draws random numbers in a step by design, and nothing else: dropout of all kinds.
+
+Evaluation mode is no way to do that: it runs another model where code asks ``self.training``, as
+detectors do that return losses in training alone.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.nn import Module
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+_DROPS = ("dropout", "droppath", "dropblock", "stochasticdepth", "layerdrop")
+_RATES = ("p", "prob", "rate")
+_DROPOUTS = {
+    *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout),
+    *(torch.dropout, torch.dropout_, torch.feature_dropout, torch.feature_dropout_, torch.alpha_dropout),
+    *(torch.alpha_dropout_, torch.feature_alpha_dropout, torch.feature_alpha_dropout_),
+}
+
+
+class _NoDropout(TorchFunctionMode):
+    """Lets functions that drop values return all of them."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _DROPOUTS:
+            return args[0] if args else kwargs["input"]
+        if func is F.scaled_dot_product_attention:
+            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
+            kwargs = {**kwargs, "dropout_p": 0.0} if "dropout_p" in kwargs else kwargs
+        return func(*args, **kwargs)
+
+
+def stop_dropping(module: Module) -> None:
+    """Set the rates of all layers that drop values to zero, one by one: dropout, stochastic depth, attention, RNNs.
+
+    The rates are plain attributes; whoever keeps these of the module can put them back.
+    """
+    for part in module.modules():
+        drops = any(name in type(part).__name__.lower() for name in _DROPS)
+        for name, value in list(vars(part).items()):
+            if isinstance(value, float) and 0 < value <= 1 and ("drop" in name or (drops and name in _RATES)):
+                vars(part)[name] = 0.0
+
+
+@contextmanager
+def without_dropout() -> Iterator[None]:
+    """Within, functional dropout and that of attention drop nothing, and products of fp32 tensors keep their digits."""
+    cudnn, matmul = torch.backends.cudnn.allow_tf32, torch.get_float32_matmul_precision()
+    torch.backends.cudnn.allow_tf32 = False
+    torch.set_float32_matmul_precision("highest")
+    try:
+        with _NoDropout():
+            yield
+    finally:
+        torch.backends.cudnn.allow_tf32 = cudnn
+        torch.set_float32_matmul_precision(matmul)

@@ -1,0 +1,97 @@
+"""Each program alone, with a budget, cut in the step, and with an out-of-memory error in the middle."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from clients.program import Program
+from clients.trial import OOM_STEP, Trace, run
+from clients.verdict import Row, judge
+from lightning_ga import AutoAccumulate
+
+OOM_PLACE = 0.6  # of the operations of a step's forward and backward pass
+
+
+def try_modes(program: Program) -> list[Row]:
+    """Every mode of a program, beside its training in one pass."""
+    whole = run(program, program.batch)
+    if whole.error is not None:
+        raise whole.error
+    counted = run(program, program.batch, fails_at=0).operations
+    alone = _accumulate(program)
+    rows = [_row(program, "alone", alone, whole, run(program, program.batch, [alone]))]
+    small = {**_budget(program, alone), "effective_batch_size": program.batch}
+    modes = [
+        ("budget", program.batch // 4, small, None),
+        ("step", program.batch, {"micro_batching": "step", "micro_batch_size": part(program.batch)}, None),
+        ("out of memory", program.batch, {}, int(OOM_PLACE * counted)),
+    ]
+    for mode, batch, settings, fails_at in modes:
+        callback = _accumulate(program, **settings)
+        trace = run(program, batch, [callback], fails_at=fails_at)
+        row = _row(program, mode, callback, whole, trace)
+        rows.append(replace(row, setting=", ".join(f"{name}={value!r}" for name, value in settings.items())))
+    return rows
+
+
+def part(batch: int) -> int:
+    """A micro-batch that does not divide the batch.
+
+    Examples:
+        >>> part(8), part(16)
+        (3, 6)
+    """
+    return max(1, 3 * batch // 8)
+
+
+def _accumulate(program: Program, **settings: Any) -> AutoAccumulate:
+    return AutoAccumulate(**{**program.settings, **settings})
+
+
+def _budget(program: Program, alone: AutoAccumulate) -> dict[str, Any]:
+    """A budget that about a third of the batch fits in, as a probe predicts it or finds its peak; else that size."""
+    size = part(program.batch)
+    curve = dict(alone.probe.curve) if alone.probe is not None else {}
+    if size in curve and curve[size] < max(curve.values()):
+        return {"memory_budget": curve[size]}
+    capped = _accumulate(program, effective_batch_size=program.batch, max_micro_batch_size=size, cache=False)
+    run(program, program.batch // 4, [capped])
+    if capped.probe is not None and alone.probe is not None and capped.probe.peak_bytes < alone.probe.peak_bytes:
+        return {"memory_budget": capped.probe.peak_bytes}
+    return {"micro_batch_size": size}
+
+
+def _row(program: Program, mode: str, callback: AutoAccumulate, whole: Trace, trace: Trace) -> Row:
+    step = OOM_STEP if mode == "out of memory" else 0
+    exactness = callback.exactness
+    row = Row(
+        program.client,
+        program.name,
+        mode,
+        callback.plan.factor if callback.plan and trace.started else None,
+        gradient_error(whole, trace, step),
+        weight_error(whole, trace),
+        exactness.cause if exactness else None,
+        str(exactness or ""),
+        told=trace.told,
+        error=f"{type(trace.error).__name__}: {trace.error}" if trace.error else "",
+        survived=callback.oom_events,
+    )
+    return replace(row, verdict=judge(program, row, whole, trace))
+
+
+def gradient_error(whole: Trace, trace: Trace, step: int) -> float | None:
+    """Relative error of the gradient of one step; ``None`` if there was no such step."""
+    if len(trace.gradients) <= step:
+        return None
+    expected = whole.gradients[step]
+    return float((trace.gradients[step] - expected).norm() / expected.norm())
+
+
+def weight_error(whole: Trace, trace: Trace) -> float | None:
+    """Relative error of all weights at the end; ``None`` if training did not end well."""
+    if trace.error is not None or trace.weights.keys() != whole.weights.keys():
+        return None
+    difference = torch.stack([(trace.weights[name] - whole.weights[name]).norm() for name in whole.weights]).norm()
+    return float(difference / torch.stack([values.norm() for values in whole.weights.values()]).norm())

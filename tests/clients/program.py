@@ -1,0 +1,73 @@
+"""What a client's program is to the trials: a function that trains, and what may truly be said of it."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer, seed_everything
+
+EPOCHS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """One training of one client, on data of its own making.
+
+    Attributes:
+        client: The project, as its package is called.
+        name: What is trained.
+        fit: Trains two epochs with a batch size and callbacks, from scratch and from the same seed each time, and
+            returns the trained module.
+        batch: The effective batch, in samples.
+        causes: Words of ``callback.exactness.cause`` that are true of it.
+        dtype: What it computes in.
+        tolerance: Relative error that rounding explains.
+        settings: Arguments that a user would give to ``AutoAccumulate``.
+    """
+
+    client: str
+    name: str
+    fit: Callable[[int, Sequence[Any]], torch.nn.Module]
+    batch: int
+    causes: tuple[str, ...] = ("exact",)
+    dtype: torch.dtype = torch.float64
+    tolerance: float = 1e-12
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def title(self) -> str:
+        """Client and name."""
+        return f"{self.client}: {self.name}"
+
+
+def train(
+    module: Callable[[], LightningModule], data: Callable[[], Any], callbacks: Sequence[Any], **settings: Any
+) -> LightningModule:
+    """Fit a fresh module to fresh data.
+
+    Args:
+        module: Makes the module; called first, so that weights come from the seed alone.
+        data: Makes the loader or data module.
+        callbacks: Callbacks of the Trainer.
+        settings: Further arguments of the Trainer.
+    """
+    seed_everything(0, verbose=False)
+    trained, loader = module(), data()
+    trainer = Trainer(**trainer_settings(callbacks) | settings)
+    trainer.fit(trained, loader)
+    return trained
+
+
+def trainer_settings(callbacks: Sequence[Any]) -> dict[str, Any]:
+    """Arguments of a Trainer that trains and does nothing else, in the precision of the program."""
+    return {
+        "accelerator": "cpu",
+        "precision": "64-true" if torch.get_default_dtype() == torch.float64 else "32-true",
+        "max_epochs": EPOCHS,
+        "callbacks": list(callbacks),
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }

@@ -1,0 +1,59 @@
+"""The table of all clients, and every number behind it."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from rich import box
+from rich.table import Table
+
+from benchmarks.output import as_text, error, installed, write_json
+from clients.verdict import Row
+
+FOLDER = Path(__file__).parent
+CLIENTS = ("pytorch-forecasting", "torch-geometric", "lightly", "transformers", "monai", "gluonts", "darts")
+BELOW = ("torchvision", "torch", "lightning", "pytorch-lightning")
+
+
+def text(rows: Sequence[Row]) -> str:
+    """The table in 80 columns."""
+    table = Table(box=box.HORIZONTALS, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("program and mode", max_width=28)
+    for name in ("factor", "gradient", "weights"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("said", no_wrap=True)
+    table.add_column("verdict", no_wrap=True)
+    title = ""
+    for row in rows:
+        of = f"{row.client}: {row.name}"
+        if of != title:
+            table.add_section()
+            table.add_row(of)
+            title = of
+        factor = "–" if row.factor is None else str(row.factor)
+        table.add_row(
+            f"  {row.mode}", factor, _number(row.gradient), _number(row.weights), row.cause or "–", row.verdict
+        )
+    lines = [", ".join(f"{name} {installed(name)}" for name in names) for names in (CLIENTS[:4], CLIENTS[4:], BELOW)]
+    return as_text(table, ",\n".join(lines))
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else "0" if value == 0 else error(value)
+
+
+def details(rows: Sequence[Row]) -> str:
+    """What was said in each row that is not simply right."""
+    lines: list[str] = []
+    for row in rows:
+        if row.verdict != "right":
+            lines += ["", f"{row.client}: {row.name}, {row.mode} ({row.setting}): {row.verdict}"]
+            lines += [f"  {line}" for line in (row.sentence, row.error, *row.told) if line]
+    return "\n".join(lines)
+
+
+def write(rows: Sequence[Row]) -> None:
+    """Write the table and its numbers beside this file."""
+    (FOLDER / "table.md").write_text(f"```text\n{text(rows)}\n```\n")
+    versions = {name: installed(name) for name in CLIENTS + BELOW}
+    write_json("table", {"versions": versions, "rows": [asdict(row) for row in rows]}, FOLDER)

@@ -1,0 +1,678 @@
+"""Where the samples of a batch lie is read and not guessed: batches of many shapes are cut rightly, or refused."""
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate, islice, pairwise
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.utilities import CombinedLoader
+from reference import quiet_trainer
+from torch.nn.functional import mse_loss
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
+from true_support import (
+    FEATURES,
+    LOADER,
+    OOM,
+    STEP,
+    WAYS,
+    Case,
+    Memory,
+    Task,
+    Way,
+    comes_from_memory,
+    cut_rightly,
+    each,
+    each_cut_in_step,
+    each_oom,
+    each_way,
+    error,
+    one_pass,
+    pairs,
+    parts_of_at_most,
+    refused,
+    run,
+    told_or_right,
+    train,
+)
+
+from lightning_ga import AutoAccumulate, UserError
+from lightning_ga.split import register_splitter
+
+MODES = pytest.mark.parametrize("mode", ["loader", "step"])
+
+# --- sequences ----------------------------------------------------------------------------------
+
+
+def sequences(count: int, longest: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Sequences of 2 to ``longest`` steps, one of which is that long, with a target each."""
+    generator = torch.Generator().manual_seed(2)
+    lengths = torch.randint(2, longest + 1, (count,), generator=generator)
+    lengths[count // 2] = longest
+    steps = [torch.randn(int(n), FEATURES, generator=generator, dtype=torch.float64) for n in lengths]
+    return list(zip(steps, torch.randn(count, generator=generator, dtype=torch.float64)))
+
+
+def time_first(samples: Sequence[Any], steps: int | None = None) -> dict[str, torch.Tensor]:
+    """``x: (time, batch, features)`` with lengths and targets, padded to the longest or to a number of steps."""
+    x = pad_sequence([sequence for sequence, _ in samples])
+    if steps is not None:
+        x = torch.cat([x, x.new_zeros(steps - len(x), *x.shape[1:])])
+    lengths = torch.tensor([len(sequence) for sequence, _ in samples])
+    return {"x": x, "lengths": lengths, "y": torch.stack([target for _, target in samples])}
+
+
+class TimeFirst(Task):
+    """Takes the state after the last step of each sequence, by its place: wrong places raise no error."""
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        x, lengths, y = batch["x"], batch["lengths"], batch["y"]
+        states = torch.tanh(self.net[0](x)).cumsum(0)
+        last = states[lengths - 1, torch.arange(len(lengths))]
+        return mse_loss(self.net[2](self.used(last, len(y)))[:, 0], y)
+
+
+class PadsToLongest(Task):
+    """Its mask is as long as the longest sequence of the batch, as in pytorch-forecasting."""
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        x, lengths, y = batch["x"].transpose(0, 1), batch["lengths"], batch["y"]
+        mask = torch.arange(int(lengths.max())) < lengths[:, None]
+        states = self.net[1](self.net[0](x)) * mask[:, :, None]
+        return mse_loss(self.net[2](self.used(states.sum(1) / lengths[:, None], len(y)))[:, 0], y)
+
+
+def of_sequences(module: Any, longest: int, steps: int | None = None) -> Case:
+    def loader() -> Any:
+        return DataLoader(sequences(24, longest), batch_size=8, collate_fn=lambda samples: time_first(samples, steps))
+
+    return Case(module, loader)
+
+
+SEQUENCES = {
+    "time first": of_sequences(TimeFirst, 12, 12),
+    "as many steps as samples": of_sequences(TimeFirst, 8, 8),
+    "padded to the longest": of_sequences(TimeFirst, 12),
+    "pads to lengths.max()": of_sequences(PadsToLongest, 12),
+}
+
+# --- what belongs to all samples ----------------------------------------------------------------
+
+SHARED = torch.linspace(0.5, 3, 10, dtype=torch.float64)
+
+
+def with_shared(samples: Sequence[Any]) -> dict[str, Any]:
+    x, y = default_collate(list(samples))
+    kind = (x[:, 0] > 0).long() + 2 * (x[:, 1] > 0).long()
+    return {"x": x, "y": y, "kind": kind, "shared": {"vector": SHARED, "matrix": SHARED.outer(SHARED)}}
+
+
+class Weighted(Task):
+    """Each sample has the weight of its kind; ten kinds are known and few are met."""
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        losses = (self.predict(batch["x"]) - batch["y"]).square()[:, 0]
+        return (losses * batch["shared"]["vector"][batch["kind"]]).mean()
+
+
+class Mixed(Task):
+    """Features are mixed by a square matrix and scaled by a vector."""
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        shared = batch["shared"]
+        return mse_loss(self.predict(batch["x"] @ shared["matrix"] * shared["vector"] / 10), batch["y"])
+
+
+def of_ten(module: Callable[[], Task], micro: int) -> Case:
+    return Case(module, lambda: DataLoader(pairs(30, 10), batch_size=10, collate_fn=with_shared), 10, micro)
+
+
+BELONGS_TO_ALL = {
+    "weights of ten kinds": of_ten(lambda: Weighted(10), 5),
+    "scales of ten features": of_ten(lambda: Mixed(10), 4),
+    "scales of ten features, one sample at a time": of_ten(lambda: Mixed(10), 1),
+}
+
+# --- batches that come ready-made ---------------------------------------------------------------
+
+
+class Ready(IterableDataset[Any]):
+    """Batches of some sizes, made by the dataset."""
+
+    def __init__(self, sizes: Sequence[int], make: Callable[[torch.Tensor, torch.Tensor], Any]) -> None:
+        self.sizes, self.make = sizes, make
+
+    def __iter__(self) -> Iterator[Any]:
+        x, y = default_collate(pairs(sum(self.sizes)))
+        return (self.make(*parts) for parts in zip(x.split(list(self.sizes)), y.split(list(self.sizes))))
+
+
+class Alone(Task):
+    """A batch is one tensor, with a feature or without an axis for it, in no container or in one."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        values = batch["loss"] if isinstance(batch, dict) else batch[0] if isinstance(batch, list) else batch
+        return (self.predict(values.reshape(-1, 1)) - 1).square().mean()
+
+
+def ready(make: Callable[..., Any], sizes: Sequence[int] = (8, 5, 8, 6), module: Any = Alone) -> Case:
+    return Case(module, lambda: DataLoader(Ready(sizes, make), batch_size=None), max(sizes))
+
+
+READY = {
+    "(n, 1)": ready(lambda x, y: y),
+    "(n,)": ready(lambda x, y: y[:, 0]),
+    "{'loss': (n,)}": ready(lambda x, y: {"loss": y[:, 0]}),
+    "[(n, 1)]": ready(lambda x, y: [y]),
+    "[(n, features), (n, 1)]": ready(lambda x, y: [x, y], module=Task),
+    "[(n, features), (n, 1)] of one size": ready(lambda x, y: [x, y], (8, 8, 8), module=Task),
+    "weights of ten kinds in batches of 10 and 8": ready(
+        lambda x, y: with_shared(list(zip(x, y))), (10, 8, 10), lambda: Weighted(FEATURES)
+    ),
+}
+DOUBTFUL = {
+    "(n, 1) of one size": ready(lambda x, y: y, (8, 8, 8)),
+    "weights of ten kinds in batches of ten": ready(
+        lambda x, y: with_shared(list(zip(x, y))), (10, 10), lambda: Weighted(FEATURES)
+    ),
+    "time first of one size": Case(
+        TimeFirst,
+        lambda: DataLoader(Given([time_first(sequences(24, 8)[n : n + 8], 8) for n in (0, 8, 16)]), batch_size=None),
+    ),
+}
+
+
+class Given(IterableDataset[Any]):
+    def __init__(self, batches: Sequence[Any]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.batches)
+
+
+# --- samples that are more or fewer in the batch ------------------------------------------------
+
+
+def crops(samples: Sequence[list[dict[str, torch.Tensor]]]) -> Any:
+    """MONAI's ``list_data_collate``: the dataset gives each volume as a list of crops."""
+    return default_collate([crop for volume in samples for crop in volume])
+
+
+def volumes(count: int) -> list[list[dict[str, torch.Tensor]]]:
+    images = [{"image": x, "label": y} for x, y in pairs(4 * count)]
+    return [images[4 * n : 4 * n + 4] for n in range(count)]
+
+
+class Segmentation(Task):
+    def loss(self, batch: Any) -> torch.Tensor:
+        return mse_loss(self.predict(batch["image"]), batch["label"])
+
+
+def without_broken(samples: Sequence[Any]) -> torch.Tensor:
+    return torch.stack([sample for sample in samples if sample is not None])
+
+
+def with_broken(count: int, *broken: int) -> list[torch.Tensor | None]:
+    return [None if index in broken else x for index, (x, _) in enumerate(pairs(count, 8))]
+
+
+class Autoencoder(Task):
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+
+    def loss(self, batch: torch.Tensor) -> torch.Tensor:
+        return mse_loss(self.predict(batch), batch)
+
+
+MORE_OR_FEWER = {
+    "crops": Case(Segmentation, lambda: DataLoader(volumes(48), batch_size=8, collate_fn=crops), 8, 2),
+    "a broken sample dropped": Case(
+        Autoencoder, lambda: DataLoader(with_broken(24, 3), batch_size=8, collate_fn=without_broken), 8, 4
+    ),
+}
+
+# --- graphs -------------------------------------------------------------------------------------
+
+
+class Graph:
+    """What ``torch_geometric.data.Data`` is, as far as it matters here."""
+
+    def __init__(self, x: torch.Tensor, edge_index: torch.Tensor, y: torch.Tensor) -> None:
+        self.x, self.edge_index, self.y = x, edge_index, y
+
+
+class GraphBatch:
+    """What ``torch_geometric.data.Batch`` is: nodes of all graphs in one tensor, and edges between them."""
+
+    def __init__(self, x: torch.Tensor, edge_index: torch.Tensor, y: torch.Tensor, ptr: torch.Tensor) -> None:
+        self.x, self.edge_index, self.y, self.ptr = x, edge_index, y, ptr
+        self.batch = torch.arange(len(ptr) - 1).repeat_interleave(ptr.diff())
+
+    @classmethod
+    def from_data_list(cls, graphs: Sequence[Graph]) -> "GraphBatch":
+        ptr = torch.tensor([0, *accumulate(len(graph.x) for graph in graphs)])
+        edges = torch.cat([graph.edge_index + start for graph, start in zip(graphs, ptr)], dim=1)
+        return cls(torch.cat([graph.x for graph in graphs]), edges, torch.cat([graph.y for graph in graphs]), ptr)
+
+    @property
+    def num_graphs(self) -> int:
+        return len(self.ptr) - 1
+
+    def to_data_list(self) -> list[Graph]:
+        spans = zip(self.ptr.tolist(), self.ptr.tolist()[1:])
+        return [
+            Graph(
+                self.x[start:stop],
+                self.edge_index[:, (self.edge_index[0] >= start) & (self.edge_index[0] < stop)] - start,
+                self.y[number : number + 1],
+            )
+            for number, (start, stop) in enumerate(spans)
+        ]
+
+    def to(self, device: Any, **_: Any) -> "GraphBatch":
+        return self
+
+
+def graphs(count: int) -> list[Graph]:
+    """Rings of three to seven nodes; the numbers of nodes and of graphs may coincide."""
+    found = []
+    for number, (x, y) in enumerate(pairs(count, 7 * FEATURES)):
+        nodes = 3 + number % 5
+        around = torch.arange(nodes)
+        found.append(Graph(x.view(7, FEATURES)[:nodes], torch.stack([around, around.roll(1)]), y))
+    return found
+
+
+class GraphRegression(Task):
+    """One round of messages, the mean over the nodes of each graph, and the mean over graphs."""
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        source, target = batch.edge_index
+        states = self.net[1](self.net[0](batch.x + torch.zeros_like(batch.x).index_add(0, target, batch.x[source])))
+        sums = states.new_zeros(batch.num_graphs, states.shape[1]).index_add(0, batch.batch, states)
+        means = sums / batch.ptr.diff()[:, None]
+        return mse_loss(self.net[2](self.used(means, batch.num_graphs))[:, 0], batch.y)
+
+
+def of_graphs(batch: Any) -> Case:
+    return Case(GraphRegression, lambda: DataLoader(graphs(24), batch_size=8, collate_fn=batch.from_data_list))
+
+
+class Splittable(GraphBatch):
+    """A type of the user's own, which it was told how to cut."""
+
+
+class Opaque(GraphBatch):
+    """One that nobody knows how to cut."""
+
+    to_data_list = num_graphs_of = None  # type: ignore[assignment]
+
+    @property
+    def num_graphs(self) -> int:
+        return len(self.ptr) - 1
+
+
+def take_graphs(batch: Any, start: int, stop: int) -> Any:
+    return Splittable.from_data_list(GraphBatch.to_data_list(batch)[start:stop])
+
+
+register_splitter(Splittable, count=lambda batch: batch.num_graphs, take=take_graphs)
+
+
+class Hooked(GraphRegression):
+    """With ``split_batch`` for what is not known otherwise."""
+
+    def split_batch(self, batch: Any, sizes: Sequence[int]) -> list[Any]:
+        each = iter(GraphBatch.to_data_list(batch))
+        return [type(batch).from_data_list(list(islice(each, size))) for size in sizes]
+
+
+GRAPHS = {
+    "graphs": of_graphs(GraphBatch),
+    "a registered type": of_graphs(Splittable),
+    "split_batch": Case(Hooked, of_graphs(Opaque).loader),
+}
+
+# --- several loaders ----------------------------------------------------------------------------
+
+
+class Several(Task):
+    """The sum of the losses of its loaders, each a mean."""
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        parts = batch.values() if isinstance(batch, dict) else batch
+        return sum((k + 1) * self.of_one(part) for k, part in enumerate(parts))
+
+    def of_one(self, part: Any) -> torch.Tensor:
+        return (self.predict(part[0]) - (part[1] if len(part) > 1 else 1)).square().mean()
+
+
+def one_tensor(count: int) -> TensorDataset:
+    return TensorDataset(default_collate(pairs(count))[0])
+
+
+def loaders(combine: Callable[..., Any], *sizes: int, data: Callable[[int], Any] = pairs) -> Case:
+    return Case(Several, lambda: combine(*(DataLoader(data(4 * size), batch_size=size) for size in sizes)))
+
+
+def as_list(*found: Any) -> list[Any]:
+    return list(found)
+
+
+def as_dict(*found: Any) -> dict[str, Any]:
+    return {f"loader {number}": loader for number, loader in enumerate(found)}
+
+
+def combined(*found: Any) -> CombinedLoader:
+    return CombinedLoader(list(found), "min_size")
+
+
+COLLECTIONS = {"list": as_list, "dict": as_dict, "CombinedLoader": combined}
+SEVERAL = {
+    **{f"{name} of pairs": loaders(combine, 8, 8) for name, combine in COLLECTIONS.items()},
+    **{f"{name} of one tensor": loaders(combine, 8, 8, data=one_tensor) for name, combine in COLLECTIONS.items()},
+}
+
+# --- tests --------------------------------------------------------------------------------------
+
+CASES = SEQUENCES | BELONGS_TO_ALL | READY | MORE_OR_FEWER | GRAPHS | SEVERAL
+
+
+@each_way
+@pytest.mark.parametrize("name", CASES)
+def test_the_samples_of_a_batch_are_cut_rightly(name: str, way: Way) -> None:
+    """Wherever they lie: the gradient and the weights are those of one pass, and nothing else is said."""
+    cut_rightly(CASES[name], way)
+
+
+@pytest.mark.parametrize(("mode", "place"), [("loader", "forward"), ("step", "backward")])
+@pytest.mark.parametrize("name", CASES)
+def test_memory_may_run_out_in_a_later_part(name: str, place: str, mode: str) -> None:
+    """In the second micro-batch, which is cut once more: the gradient and the weights are those of one pass."""
+    case = CASES[name]
+    if case.micro == 1:
+        pytest.skip("one sample cannot be cut")
+    callback = AutoAccumulate(micro_batch_size=case.micro, micro_batching=mode)
+    ours = train(case.module(), case.loader(), callback, memory=Memory(2, place=place))
+    assert callback.oom_events == 1
+    assert error(ours, one_pass(case)) <= 1e-12
+    assert parts_of_at_most(ours.ran_out) < case.micro
+
+
+def evaluated(case: Case, limit: int | None, *callbacks: Any) -> float:
+    """The mean of the losses of all batches, in a validation that runs out of memory above some samples."""
+
+    class Evaluated(case.module if isinstance(case.module, type) else Task):  # type: ignore[misc]
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            value = self.loss(batch)
+            self.log("loss", value, batch_size=self.counted)
+
+        def used(self, hidden: torch.Tensor, samples: int) -> torch.Tensor:
+            if limit is not None and samples > limit:
+                raise torch.OutOfMemoryError("CUDA out of memory, in validation.")
+            self.counted = samples
+            return hidden
+
+    (found,) = quiet_trainer(*callbacks).validate(Evaluated(), case.loader(), verbose=False)
+    return found["loss"]
+
+
+@pytest.mark.filterwarnings("ignore:Memory ran out in validation")
+@pytest.mark.parametrize(
+    "name", [name for name in CASES if name not in SEVERAL and isinstance(CASES[name].module, type)]
+)
+def test_memory_that_runs_out_in_validation(name: str) -> None:
+    """The same loss as of whole batches, or a sentence that is raised from the error."""
+    case = CASES[name]
+    whole, limit = evaluated(case, None), 16 if name == "crops" else case.batch // 2
+    try:
+        ours = evaluated(case, limit, AutoAccumulate())
+    except UserError as failure:
+        assert comes_from_memory(failure)  # noqa: PT017
+        return
+    assert ours == pytest.approx(whole, rel=1e-6)
+
+
+@each_way
+@pytest.mark.parametrize("name", DOUBTFUL)
+def test_what_may_be_read_in_two_ways_is_never_cut_wrongly_in_silence(name: str, way: Way) -> None:
+    """Ready-made batches of one size: refused with ``split_batch`` as the way out, or cut rightly."""
+    told_or_right(DOUBTFUL[name], way)
+
+
+def test_what_may_be_read_in_two_ways_trains_where_nothing_is_cut() -> None:
+    """A micro-batch of the whole batch is the stock run."""
+    case = DOUBTFUL["weights of ten kinds in batches of ten"]
+    ours = train(case.module(), case.loader(), AutoAccumulate(micro_batch_size=10, micro_batching="loader"))
+    assert torch.equal(ours.weights, one_pass(case).weights)
+
+
+@each_way
+def test_crops_are_counted_as_the_volumes_that_they_are_of(way: Way) -> None:
+    """The plan is in volumes, also where the batch holds four images of each."""
+    ours = run(MORE_OR_FEWER["crops"], way)
+    assert ours.callback.plan.effective_batch_size == 8
+    assert ours.memory.sizes == ([32] + 12 * [16] if way.fails else 24 * [8])
+
+
+@MODES
+def test_a_limit_in_volumes_is_kept_to(mode: str) -> None:
+    """Memory for sixteen images: the first batch of 8 volumes runs out, and the other five do not."""
+    case, memory = MORE_OR_FEWER["crops"], Memory(above=16, place="forward")
+    callback = AutoAccumulate(micro_batch_size=8, micro_batching=mode)
+    ours = train(case.module(), case.loader(), callback, memory=memory)
+    assert error(ours, one_pass(case)) <= 1e-12
+    assert callback.oom_events == 1
+    assert memory.sizes == [32] + 12 * [16]
+
+
+@pytest.mark.parametrize("broken", [(3,), (11,), (3, 4, 20), (0, 1, 2, 3, 4, 5, 6)])
+@MODES
+def test_a_window_weighs_the_samples_that_were_kept(broken: tuple[int, ...], mode: str) -> None:
+    """Eight features and batches of eight: a batch of (7, 8) holds seven samples, and is no sequence."""
+
+    def loader(batch: int) -> Any:
+        return DataLoader(with_broken(32, *broken), batch_size=batch, collate_fn=without_broken)
+
+    callback = AutoAccumulate(16, micro_batch_size=8, micro_batching=mode)
+    ours = train(Autoencoder(), loader(8), callback)
+    assert error(ours, train(Autoencoder(), loader(16))) <= 1e-12
+    assert ours.told == []
+
+
+@each_cut_in_step
+def test_pieces_are_collated_anew_where_their_samples_are_at_hand(way: Way) -> None:
+    """A mask as long as the longest sequence of a piece fits the piece."""
+    ours = cut_rightly(SEQUENCES["pads to lengths.max()"], way)
+    assert max(ours.memory.sizes[1:]) <= 4
+
+
+def padded_by_others(sizes: Sequence[int] = (8, 6, 8)) -> Case:
+    """The same in ready-made batches, which nobody can collate anew; each has a sequence of twelve steps."""
+    batches = [time_first(sequences(size, 12)) for size in sizes]
+    return Case(PadsToLongest, lambda: DataLoader(Given(batches), batch_size=None))
+
+
+def test_a_piece_that_fails_by_itself_is_told() -> None:
+    """No bare error about the sizes of tensors: a part of a batch failed, which was cut by the step mode."""
+    refused(padded_by_others(), STEP, "piece|part|split_batch", "cut|split")
+
+
+def test_a_piece_that_fails_by_itself_after_memory_ran_out_is_told() -> None:
+    """Raised from the error of memory, which is why it was cut."""
+    failure = refused(padded_by_others(), OOM, "memory", "piece|part|split_batch")
+    assert comes_from_memory(failure)
+
+
+@each_oom
+def test_a_type_that_nobody_can_cut_and_memory_that_runs_out(way: Way) -> None:
+    """The sentence names memory first, the type and the way out second."""
+    failure = refused(of_graphs(Opaque), way, "memory", "Opaque", "split_batch")
+    assert comes_from_memory(failure)
+
+
+def test_a_type_that_nobody_can_cut_is_refused_at_the_start_in_step_mode() -> None:
+    """Before the first batch."""
+    case, memory = of_graphs(Opaque), Memory()
+    with pytest.raises(UserError, match="split_batch"):
+        train(case.module(), case.loader(), STEP.callback(8, 3), memory=memory)
+    assert memory.sizes == []
+
+
+@MODES
+def test_a_type_that_nobody_can_cut_trains_where_it_need_not_be_cut(mode: str) -> None:
+    """In micro-batches that the loader collates, or whole."""
+    case = of_graphs(Opaque)
+    ours = run(case, LOADER) if mode == "loader" else train(case.module(), case.loader(), STEP.callback(8, 8))
+    assert error(ours, one_pass(case)) <= 1e-12
+
+
+@pytest.mark.parametrize("name", ["split_batch", "a registered type"])
+@MODES
+def test_memory_that_runs_out_while_a_batch_is_cut_is_survived(
+    name: str, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In ``split_batch`` or in a registered splitter, once, after memory ran out in the step."""
+    case, calls = GRAPHS[name], []
+    from_data_list = GraphBatch.__dict__["from_data_list"].__func__
+
+    def once(cls: Any, found: Sequence[Graph]) -> Any:
+        armed = Memory.in_use is not None and Memory.in_use.armed
+        calls.append(armed)
+        if armed and sum(calls) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory, while the batch is cut.")
+        return from_data_list(cls, found)
+
+    whole = one_pass(case)
+    monkeypatch.setattr(GraphBatch, "from_data_list", classmethod(once))
+    callback = AutoAccumulate(micro_batch_size=8, micro_batching=mode)
+    ours = train(case.module(), case.loader(), callback, memory=Memory(1))
+    assert sum(calls) >= 3
+    assert error(ours, whole) <= 1e-12
+
+
+# --- several loaders, of one size or not --------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+@MODES
+def test_a_batch_of_two_loaders_holds_the_samples_of_one(name: str, mode: str) -> None:
+    """8 + 8 are 8 samples, so an effective batch of 16 is two batches of the recipe."""
+    case = SEVERAL[name]
+    ours = train(case.module(), case.loader(), AutoAccumulate(16, micro_batch_size=4, micro_batching=mode))
+    assert error(ours, one_pass(case, accumulate_grad_batches=2)) <= 1e-12
+    assert ours.callback.plan.effective_batch_size == 16
+    assert ours.callback.plan.chunks == ((4, 4, 4, 4),)
+    assert max(ours.memory.sizes) == 4
+
+
+@pytest.mark.parametrize("effective", [2, 16, 64])
+@pytest.mark.parametrize("combine", COLLECTIONS.values(), ids=COLLECTIONS.keys())
+@MODES
+def test_loaders_of_unequal_size_have_no_effective_batch(combine: Any, effective: int, mode: str) -> None:
+    """Refused before the first batch, with both sizes."""
+    memory = Memory()
+    case = loaders(combine, 8, 24)
+    with pytest.raises(UserError) as caught:
+        train(case.module(), case.loader(), AutoAccumulate(effective, micro_batching=mode), memory=memory)
+    assert "effective_batch_size" in str(caught.value)
+    assert "8" in str(caught.value)
+    assert "24" in str(caught.value)
+    assert memory.sizes == []
+
+
+@pytest.mark.parametrize("arguments", [{}, {"accumulate": 1}], ids=str)
+@pytest.mark.parametrize("combine", COLLECTIONS.values(), ids=COLLECTIONS.keys())
+@MODES
+def test_loaders_of_unequal_size_train_where_there_is_nothing_to_do(
+    combine: Any, mode: str, arguments: dict[str, Any]
+) -> None:
+    """Bit for bit as stock Lightning, as FixMatch's 8 labelled and 24 unlabelled samples do."""
+    case = loaders(combine, 8, 24)
+    ours = train(case.module(), case.loader(), AutoAccumulate(micro_batching=mode, **arguments))
+    whole = one_pass(case)
+    assert all(torch.equal(*pair) for pair in zip(ours.gradients, whole.gradients, strict=True))
+    assert torch.equal(ours.weights, whole.weights)
+
+
+class Unsplit(Task):
+    """FixMatch: labelled samples, and more without a label of which two views have to agree."""
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        labelled, unlabelled = batch["labelled"], batch["unlabelled"]
+        wanted = self.net(unlabelled["weak"]).detach()
+        agree = mse_loss(self.net(unlabelled["strong"]), wanted)
+        return mse_loss(self.predict(labelled["x"]), labelled["y"]) + agree
+
+
+class FixMatch(Unsplit):
+    """A share of each loader in every part."""
+
+    def split_batch(self, batch: Any, sizes: Sequence[int]) -> list[Any]:
+        ends = [0, *accumulate(sizes)]
+
+        def part(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+            return tensor[len(tensor) * start // ends[-1] : len(tensor) * stop // ends[-1]]
+
+        return [
+            {name: {key: part(tensor, *span) for key, tensor in fields.items()} for name, fields in batch.items()}
+            for span in pairwise(ends)
+        ]
+
+
+def fixmatch_loaders() -> dict[str, Any]:
+    labelled = [{"x": x, "y": y} for x, y in pairs(32)]
+    unlabelled = [{"weak": x, "strong": x + 0.1} for x, _ in pairs(96)]
+    return {"labelled": DataLoader(labelled, batch_size=8), "unlabelled": DataLoader(unlabelled, batch_size=24)}
+
+
+FIXMATCH = Case(FixMatch, fixmatch_loaders, 1000, 4)  # a micro-batch of 1000 leaves batches whole, however they count
+UNSPLIT = Case(Unsplit, fixmatch_loaders, 1000, 4)
+
+
+@each_way
+def test_split_batch_cuts_what_loaders_of_unequal_size_yield(way: Way) -> None:
+    """In every mode, and after memory ran out; as many samples as the first loader's batch."""
+    cut_rightly(FIXMATCH, way)
+
+
+@pytest.mark.parametrize("case", [FIXMATCH, UNSPLIT], ids=["with split_batch", "without"])
+@pytest.mark.parametrize("micro_batch_size", ["auto", 1000])
+@MODES
+def test_fixmatch_trains_where_there_is_nothing_to_do(case: Case, micro_batch_size: int | str, mode: str) -> None:
+    """Bit for bit as stock Lightning."""
+    callback = AutoAccumulate(micro_batch_size=micro_batch_size, micro_batching=mode)
+    ours = train(case.module(), case.loader(), callback)
+    assert torch.equal(ours.weights, one_pass(case).weights)
+    assert (ours.told, ours.trainer.accumulate_grad_batches) == ([], 1)
+
+
+@each_oom
+def test_loaders_of_unequal_size_without_split_batch_and_memory_that_runs_out(way: Way) -> None:
+    """Raised from the error of memory, with the way out."""
+    failure = refused(UNSPLIT, way, "memory", "split_batch")
+    assert comes_from_memory(failure)
+
+
+@each({name: way for name, way in WAYS.items() if not way.fails})
+def test_loaders_of_unequal_size_without_split_batch_are_not_cut(way: Way) -> None:
+    """A micro-batch that is smaller than the batch is refused at the start, with the way out."""
+    refused(UNSPLIT, way, "split_batch")
+
+
+@pytest.mark.parametrize("case", [of_graphs(Opaque), UNSPLIT], ids=["a type that nobody can cut", "unequal loaders"])
+@MODES
+def test_the_verdict_says_that_a_batch_cannot_be_cut(case: Case, mode: str) -> None:
+    """Where nothing has to be cut: no warning, and a reason in words."""
+    ours = train(case.module(), case.loader(), AutoAccumulate(micro_batch_size=1000, micro_batching=mode))
+    assert ours.told == []
+    assert torch.equal(ours.weights, one_pass(case).weights)
+    if mode == "step" or case is UNSPLIT:
+        assert ours.cause in ("uncuttable", "unmeasured")
+        assert "split_batch" in str(ours.callback.exactness)
+    else:
+        assert ours.cause == "exact"

@@ -1,0 +1,488 @@
+"""Training sees the data that stock Lightning sees: streams that go on, batch samplers with meaning, random numbers."""
+
+import logging
+import random
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count, islice
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.trainer import call
+from lightning.pytorch.utilities import CombinedLoader
+from reference import quiet_trainer
+from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, default_collate
+from true_support import OOM, WAYS, Case, Memory, Task, Trained, Way, each_way, error, one_pass, pairs, run, train
+
+from lightning_ga import AutoAccumulate, UserError, seams
+
+MODES = pytest.mark.parametrize("mode", ["loader", "step"])
+
+
+class Seen(pl.Callback):
+    """Indices of all samples, in the order in which training meets them, and those of each batch."""
+
+    def __init__(self) -> None:
+        self.batches: list[list[int]] = []
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        self.batches.append(batch["index"].tolist())
+
+    @property
+    def samples(self) -> list[int]:
+        return [index for batch in self.batches for index in batch]
+
+
+class Indexed(Task):
+    def loss(self, batch: Any) -> torch.Tensor:
+        return mse_loss(self.predict(batch["x"]), batch["y"])
+
+
+def indexed(samples: int) -> list[dict[str, Any]]:
+    return [{"index": index, "x": x, "y": y} for index, (x, y) in enumerate(pairs(samples))]
+
+
+# --- streams whose epochs go on -----------------------------------------------------------------
+
+
+class IterableSlice:
+    """gluonts': so many batches of one stream in each epoch, which goes on where the one before ended."""
+
+    def __init__(self, stream: Iterator[Any], length: int) -> None:
+        self.stream, self.length = stream, length
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from islice(self.stream, self.length)
+
+
+class OwnIterator(IterableSlice):
+    """The same, which hands its iterator out."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(self.stream, self.length)
+
+
+class Endless(IterableDataset[Any]):
+    """Samples of one stream; an epoch ends after some, and the next goes on."""
+
+    def __init__(self, length: int) -> None:
+        self.stream, self.length = endless_samples(), length
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from islice(self.stream, self.length)
+
+
+def endless_samples() -> Iterator[Any]:
+    samples = pairs(200)
+    return ({"index": n, "x": samples[n][0], "y": samples[n][1]} for n in count())
+
+
+def endless_batches(size: int = 8) -> Iterator[Any]:
+    samples = endless_samples()
+    return (default_collate(list(islice(samples, size))) for _ in count())
+
+
+STREAMS: dict[str, Callable[[], Any]] = {
+    "IterableSlice": lambda: IterableSlice(endless_batches(), 4),
+    "islice": lambda: OwnIterator(endless_batches(), 4),
+    "a dataset of samples": lambda: DataLoader(Endless(32), batch_size=8),
+    "a dataset of batches": lambda: DataLoader(SlicedDataset(endless_batches(), 4), batch_size=None),
+    "a dictionary of them": lambda: {"only": IterableSlice(endless_batches(), 4)},
+}
+
+
+class SlicedDataset(IterableSlice, IterableDataset[Any]):
+    """The same as a dataset."""
+
+
+class OnlyOne(Indexed):
+    """Takes what a dictionary of loaders yields, too."""
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        return super().loss(batch.get("only", batch))
+
+
+class SeenOnlyOne(Seen):
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(trainer, module, batch.get("only", batch), batch_idx)
+
+
+def of_stream(name: str, *callbacks: pl.Callback, **settings: Any) -> tuple[Trained, list[int]]:
+    seen = SeenOnlyOne()
+    return train(OnlyOne(), STREAMS[name](), *callbacks, seen, max_epochs=3, **settings), seen.samples
+
+
+@pytest.mark.parametrize("name", STREAMS)
+@pytest.mark.parametrize("micro_batch_size", ["auto", 8, 3])
+@MODES
+def test_a_stream_that_goes_on_loses_nothing(name: str, micro_batch_size: int | str, mode: str) -> None:
+    """Three epochs of four batches see the batches 0 to 11, though a probe or a check has looked at some."""
+    whole, expected = of_stream(name)
+    assert expected == list(range(96))
+    ours, seen = of_stream(name, AutoAccumulate(micro_batch_size=micro_batch_size, micro_batching=mode))
+    assert seen == expected
+    assert error(ours, whole) <= 1e-12
+    if micro_batch_size != 3:
+        assert torch.equal(ours.weights, whole.weights)
+
+
+@pytest.mark.parametrize("name", STREAMS)
+@MODES
+def test_a_stream_that_goes_on_and_memory_that_runs_out(name: str, mode: str) -> None:
+    """Nor does an error cost a batch."""
+    whole, expected = of_stream(name)
+    callback = AutoAccumulate(micro_batch_size=8, micro_batching=mode)
+    ours, seen = of_stream(name, callback, memory=Memory(6))
+    assert callback.oom_events == 1
+    assert seen == expected
+    assert error(ours, whole) <= 1e-12
+
+
+@pytest.mark.parametrize("name", STREAMS)
+@MODES
+def test_a_stream_that_goes_on_in_windows_of_its_own(name: str, mode: str) -> None:
+    """Two batches a step."""
+    whole, expected = of_stream(name, accumulate_grad_batches=2)
+    ours, seen = of_stream(name, AutoAccumulate(16, micro_batch_size=4, micro_batching=mode))
+    assert seen == expected
+    assert error(ours, whole) <= 1e-12
+
+
+# --- batch samplers with meaning ----------------------------------------------------------------
+
+
+class TimeIndex(Sampler[list[int]]):
+    """Samples of one point in time make up a batch."""
+
+    def __init__(self, groups: int, size: int = 4) -> None:
+        self.groups, self.size = groups, size
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return ([group + self.groups * k for k in range(self.size)] for group in range(self.groups))
+
+    def __len__(self) -> int:
+        return self.groups
+
+
+class Classes(TimeIndex):
+    """P × K: two samples of each of two classes, drawn anew in each epoch."""
+
+    batch_size = 4
+
+    def __iter__(self) -> Iterator[list[int]]:
+        batches = list(super().__iter__())
+        return (batches[group] for group in torch.randperm(self.groups).tolist())
+
+
+SAMPLERS = {"equal time index": TimeIndex, "P × K": Classes}
+GROUPS = 8
+
+
+def grouped(kind: Any = TimeIndex) -> Any:
+    return DataLoader(indexed(4 * GROUPS), batch_sampler=kind(GROUPS))
+
+
+class Groups(Indexed):
+    """Notes, outside of itself, the groups of each micro-batch of training."""
+
+    noted: list[tuple[int, list[int]]] = []  # noqa: RUF012
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        if Memory.in_use is not None and Memory.in_use.armed:
+            Groups.noted.append((self.global_step, (batch["index"] % GROUPS).tolist()))
+        return super().loss(batch)
+
+
+@pytest.mark.parametrize("kind", SAMPLERS.values(), ids=SAMPLERS.keys())
+@pytest.mark.parametrize("micro_batch_size", ["auto", 3, 4, 8])
+@pytest.mark.parametrize("effective", [4, 8, 16])
+@MODES
+def test_windows_are_whole_batches_of_a_batch_sampler(
+    kind: Any, micro_batch_size: int | str, effective: int, mode: str
+) -> None:
+    """As many whole groups as the effective batch holds; no micro-batch holds samples of two of them."""
+    Groups.noted = []
+    callback = AutoAccumulate(effective, micro_batch_size=micro_batch_size, micro_batching=mode)
+    ours = train(Groups(), grouped(kind), callback)
+    assert all(len(set(groups)) == 1 for _, groups in Groups.noted)
+    assert all(len(groups) <= 4 for _, groups in Groups.noted)
+    windows: dict[int, list[int]] = {}
+    for step, groups in Groups.noted:
+        windows.setdefault(step, []).extend(groups)
+    assert [len(window) for window in windows.values()] == [effective] * (4 * GROUPS // effective)
+    for window in windows.values():
+        assert all(window.count(group) == 4 for group in window)
+    assert callback.plan.effective_batch_size == effective
+    if kind is TimeIndex:
+        whole = train(Groups(), grouped(kind), accumulate_grad_batches=effective // 4)
+        assert error(ours, whole) <= 1e-12
+
+
+@pytest.mark.parametrize("kind", SAMPLERS.values(), ids=SAMPLERS.keys())
+@pytest.mark.parametrize("effective", [2, 6, 18])
+@MODES
+def test_an_effective_batch_that_would_cut_a_batch_samplers_groups_is_refused(
+    kind: Any, effective: int, mode: str
+) -> None:
+    """Before the first batch, with its numbers."""
+    memory = Memory()
+    with pytest.raises(UserError, match=rf"effective_batch_size={effective}\b.*\b4\b"):
+        train(Groups(), grouped(kind), AutoAccumulate(effective, micro_batching=mode), memory=memory)
+    assert memory.sizes == []
+
+
+@each_way
+def test_groups_are_trained_as_they_come_where_no_effective_batch_is_asked_for(way: Way) -> None:
+    """A group is cut where it must be, and never joined to another."""
+    Groups.noted = []
+    case = Case(Groups, grouped, 4, 2)
+    ours = run(case, way)
+    assert all(len(set(groups)) == 1 for _, groups in Groups.noted)
+    assert error(ours, one_pass(case)) <= 1e-12
+
+
+# --- random numbers where nothing has to be done ------------------------------------------------
+
+
+class Augmented(Dataset[Any]):
+    """Draws from all generators for every sample."""
+
+    def __init__(self, samples: int = 24) -> None:
+        self.samples = indexed(samples)
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Any:
+        sample = dict(self.samples[index])
+        drawn = torch.rand(()).item() + np.random.random() + random.random()
+        sample["x"] = sample["x"] * drawn
+        return sample
+
+
+class AugmentedStream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        samples = Augmented()
+        return (samples[index] for index in range(len(samples)))
+
+
+class Drawing(Task):
+    """Dropout, and numbers drawn in the step from all generators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = torch.nn.Dropout(0.4)
+        self.drawn: list[float] = []
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        parts = list(batch.values()) if isinstance(batch, dict) and "x" not in batch else [batch]
+        return sum((self.of_one(part) for part in parts), torch.zeros((), dtype=torch.float64))
+
+    def of_one(self, batch: Any) -> torch.Tensor:
+        noise = torch.randn(batch["x"].shape, dtype=torch.float64) * np.random.random() * random.random()
+        return mse_loss(self.predict(self.dropout(batch["x"]) + 0.1 * noise), batch["y"])
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.drawn += [float(torch.rand(())), np.random.random(), random.random()]
+
+
+class DrawingValidated(Drawing):
+    """The same with a validation that draws."""
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(Augmented(8), batch_size=4)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.drawn += [float(self.loss(batch))]
+
+
+NOTHING_TO_DO = {
+    "micro-batch of the batch": {"micro_batch_size": 8},
+    "unverified": {"micro_batch_size": 8, "verify": False},
+    "larger than the batch": {"micro_batch_size": 1000},
+    "probed": {},
+    "no retries": {"micro_batch_size": 8, "on_oom": "raise"},
+}
+DATA: dict[str, Callable[..., Any]] = {
+    "samples": lambda **settings: DataLoader(Augmented(), batch_size=8, **settings),
+    "ragged": lambda **settings: DataLoader(Augmented(21), batch_size=8, **settings),
+    "a stream": lambda **settings: DataLoader(AugmentedStream(), batch_size=8, **settings),
+    "groups": lambda **settings: DataLoader(Augmented(), batch_sampler=TimeIndex(6), **settings),
+    "two loaders": lambda **settings: CombinedLoader(
+        {name: DataLoader(Augmented(), batch_size=8, **settings) for name in "ab"}, "min_size"
+    ),
+    "unequal loaders": lambda **settings: {
+        "a": DataLoader(Augmented(16), batch_size=4, **settings),
+        "b": DataLoader(Augmented(48), batch_size=12, **settings),
+    },
+}
+
+
+def same_as_stock(
+    module: Callable[[], Drawing], data: Callable[[], Any], arguments: dict[str, Any], **settings: Any
+) -> None:
+    """Assert that a run is bit for bit the one without the callback."""
+    stock = train(module(), data(), max_epochs=2, **settings)
+    ours = train(module(), data(), AutoAccumulate(**arguments), max_epochs=2, **settings)
+    assert all(torch.equal(*pair) for pair in zip(ours.gradients, stock.gradients, strict=True))
+    assert torch.equal(ours.weights, stock.weights)
+    assert ours.module.drawn == stock.module.drawn
+    assert ours.told == ours.ran_out == []
+
+
+@pytest.mark.parametrize("arguments", NOTHING_TO_DO.values(), ids=NOTHING_TO_DO.keys())
+@pytest.mark.parametrize("module", [Drawing, DrawingValidated])
+@MODES
+def test_a_run_with_nothing_to_do_is_the_stock_run(arguments: dict[str, Any], module: Any, mode: str) -> None:
+    """Bit for bit: dropout, numbers drawn in the step and by the dataset, and by validation."""
+    same_as_stock(module, DATA["samples"], {**arguments, "micro_batching": mode})
+
+
+@pytest.mark.parametrize("name", DATA)
+@pytest.mark.parametrize("micro_batch_size", ["auto", 1000])
+@MODES
+def test_data_of_any_kind_is_the_stock_data_where_there_is_nothing_to_do(
+    name: str, micro_batch_size: int | str, mode: str
+) -> None:
+    """Bit for bit, whatever the batches come from."""
+    same_as_stock(Drawing, DATA[name], {"micro_batch_size": micro_batch_size, "micro_batching": mode})
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("arguments", [{"micro_batch_size": 8}, {}], ids=["fixed", "probed"])
+def test_data_workers_draw_what_they_draw_in_the_stock_run(
+    workers: int, persistent: bool, arguments: dict[str, Any]
+) -> None:
+    """Their seeds come from the same draw of the main process."""
+    data = lambda: DATA["samples"](num_workers=workers, persistent_workers=persistent)  # noqa: E731
+    same_as_stock(Drawing, data, {**arguments, "micro_batching": "loader"})
+
+
+@pytest.mark.parametrize("factor", [2, 3])
+@MODES
+def test_a_recipe_that_accumulates_by_itself_is_the_stock_run(factor: int, mode: str) -> None:
+    """Full windows of full batches: what Lightning does is right, and is left alone."""
+    data = lambda: DataLoader(Augmented(48), batch_size=8)  # noqa: E731
+    arguments = {"micro_batch_size": 8, "micro_batching": mode}
+    same_as_stock(Drawing, data, arguments, accumulate_grad_batches=factor)
+
+
+# --- what is said, and who is muted -------------------------------------------------------------
+
+
+def loaders() -> Any:
+    return [DataLoader(pairs(32), batch_size=8), DataLoader(pairs(32), batch_size=8)]
+
+
+class Pair(Task):
+    def loss(self, batch: Any) -> torch.Tensor:
+        return sum((super(Pair, self).loss(part) for part in batch), torch.zeros((), dtype=torch.float64))
+
+
+LOADERS = {
+    "several loaders": (Pair, loaders),
+    "ready-made batches": (Indexed, lambda: IterableSlice(endless_batches(), 4)),
+}
+
+
+def lines(case: str, caplog: pytest.LogCaptureFixture, callback: AutoAccumulate, **settings: Any) -> list[str]:
+    module, data = LOADERS[case]
+    with caplog.at_level(logging.INFO):
+        train(module(), data(), callback, **settings)
+    return [record.getMessage() for record in caplog.records if "AutoAccumulate" in record.getMessage()]
+
+
+@pytest.mark.parametrize("case", LOADERS)
+def test_what_need_not_be_cut_is_not_said_to_be(case: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Where everything works there is nothing to explain."""
+    said = lines(case, caplog, AutoAccumulate(micro_batch_size=8, micro_batching="loader"))
+    assert not [line for line in said if "cuts batches in the training step" in line]
+    assert not [line for line in said if "leave the callback out" in line]
+
+
+@pytest.mark.parametrize("case", LOADERS)
+@pytest.mark.parametrize("way", [WAYS["loader"], OOM], ids=["loader", "oom"])
+def test_nobody_is_told_to_leave_the_callback_out_where_it_works(
+    case: str, way: Way, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Batches of such data are cut in the step, which is one line without a warning in it."""
+    said = lines(case, caplog, way.callback(8, 3), memory=way.memory())
+    assert not [line for line in said if "leave the callback out" in line]
+    assert len([line for line in said if "cuts batches in the training step" in line]) <= 1
+
+
+class Hooks(pl.Callback):
+    """Counts what it is called for."""
+
+    def __init__(self) -> None:
+        self.called: list[str] = []
+
+    def on_train_start(self, *_: Any) -> None:
+        self.called.append("start")
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.called.append("batch")
+
+    def on_train_end(self, *_: Any) -> None:
+        self.called.append("end")
+
+
+@pytest.fixture
+def _hooks_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a test does to Lightning's function, the next one finds it as it was."""
+    monkeypatch.setattr(call, "_call_callback_hooks", call._call_callback_hooks)
+
+
+@pytest.mark.usefixtures("_hooks_as_they_were")
+def test_other_trainers_of_the_process_are_not_muted() -> None:
+    """Only the callbacks of the trainer whose probe runs hear nothing."""
+    data = DataLoader(pairs(16), batch_size=8)
+    mine, theirs = Hooks(), Hooks()
+    muted, other = quiet_trainer(mine, max_epochs=1), quiet_trainer(theirs, max_epochs=1)
+    with seams.muted(muted):
+        other.fit(Task(), data)
+        muted.fit(Task(), data)
+    assert (mine.called, theirs.called) == ([], ["start", "batch", "batch", "end"])
+    quiet_trainer(mine, max_epochs=1).fit(Task(), data)
+    assert mine.called == theirs.called
+
+
+@pytest.mark.usefixtures("_hooks_as_they_were")
+def test_two_trainers_are_muted_one_within_the_other() -> None:
+    """Each until its own context ends, in whatever order they do."""
+    data = DataLoader(pairs(16), batch_size=8)
+    hooks = [Hooks(), Hooks(), Hooks()]
+    trainers = [quiet_trainer(hook, max_epochs=1) for hook in hooks]
+    first, second = seams.muted(trainers[0]), seams.muted(trainers[1])
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    for trainer in trainers:
+        trainer.fit(Task(), data)
+    second.__exit__(None, None, None)
+    assert [len(hook.called) for hook in hooks] == [4, 0, 4]
+    quiet_trainer(hooks[1], max_epochs=1).fit(Task(), data)
+    assert len(hooks[1].called) == 4
+
+
+def test_a_trainer_that_fits_within_another_ones_trial_is_heard() -> None:
+    """A step that trains a small model of its own, in probe and check too."""
+
+    class Outer(Task):
+        def loss(self, batch: Any) -> torch.Tensor:
+            inner = Hooks()
+            memory, Memory.in_use = Memory.in_use, None
+            with torch.enable_grad():
+                quiet_trainer(inner, max_epochs=1).fit(Task(), DataLoader(pairs(8), batch_size=8))
+            Memory.in_use = memory
+            heard.append(inner.called)
+            return super().loss(batch)
+
+    heard: list[Sequence[str]] = []
+    train(Outer(), DataLoader(pairs(16), batch_size=8), AutoAccumulate(micro_batch_size=4, micro_batching="loader"))
+    assert len(heard) > 4  # the exactness check runs the step as well
+    assert all(called == ["start", "batch", "end"] for called in heard)

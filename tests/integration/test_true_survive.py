@@ -1,0 +1,337 @@
+"""What is said and done when memory runs out is true: of limits, results, random numbers and what a step gathers."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader
+from true_support import (
+    Case,
+    ClassWeighted,
+    Contrastive,
+    Memory,
+    Normalized,
+    Queued,
+    Summed,
+    Task,
+    Trained,
+    Way,
+    comes_from_memory,
+    cut_rightly,
+    each_oom,
+    each_way,
+    error,
+    one_pass,
+    pairs,
+    parts_of_at_most,
+    train,
+)
+
+from lightning_ga import AutoAccumulate, UserError
+from lightning_ga.errors import RankError
+
+MODES = pytest.mark.parametrize("mode", ["loader", "step"])
+
+
+def loader(batch: int, samples: int = 48) -> Any:
+    return DataLoader(pairs(samples), batch_size=batch)
+
+
+# --- limits -------------------------------------------------------------------------------------
+
+
+@MODES
+@pytest.mark.parametrize("place", ["forward", "backward"])
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_the_limit_falls_below_what_failed(mode: str, place: str, at: int) -> None:
+    """Batches of 24 in micro-batches of 12, of which the first or the second or a later one fails."""
+    memory, callback = Memory(at, place=place), AutoAccumulate(24, micro_batch_size=12, micro_batching=mode)
+    ours = train(Task(), loader(24), callback, memory=memory, max_epochs=2)
+    assert parts_of_at_most(ours.ran_out) < 12
+    failed = next(index for index, size in enumerate(memory.sizes) if size < 12) - 1
+    assert memory.sizes[: failed + 1] == [12] * (failed + 1)
+    assert max(memory.sizes[failed + 1 :]) < 12
+    assert callback.plan.micro_batch_size < 12
+    assert error(ours, train(Task(), loader(24), max_epochs=2)) <= 1e-12
+
+
+@MODES
+def test_the_limit_falls_below_what_failed_each_time(mode: str) -> None:
+    """Again and again: 12 fail, and then 6, where another 6 had passed."""
+    memory, callback = Memory(2, 5, place="forward"), AutoAccumulate(24, micro_batch_size=12, micro_batching=mode)
+    ours = train(Task(), loader(24), callback, memory=memory)
+    assert max(memory.sizes[5:]) < 6
+    assert error(ours, train(Task(), loader(24))) <= 1e-12
+
+
+@each_way
+def test_parts_are_as_one_pass(way: Way) -> None:
+    """The plain case, which says that its result is the same."""
+    cut_rightly(Case(Task, lambda: loader(8)), way)
+
+
+# --- what is said -------------------------------------------------------------------------------
+
+
+INEXACT = {
+    "batch_norm": (Normalized, "BatchNorm"),
+    "coupled": (Contrastive, "coupl|compar|with each other"),
+    "sum": (Summed, "sum"),
+    "weighted": (ClassWeighted, "weight|mean over"),
+    "stateful": (Queued, "queue"),
+}
+
+
+@each_oom
+@pytest.mark.parametrize("cause", INEXACT)
+def test_an_inexact_result_is_never_called_the_same(cause: str, way: Way) -> None:
+    """At factor 1 nothing is said at the start, and the warning about memory names the verdict."""
+    module, words = INEXACT[cause]
+    ours = train(module(), loader(8), way.callback(8, 3), memory=way.memory())
+    assert (ours.callback.oom_events, ours.callback.plan.factor, ours.told) == (1, 1, [])
+    (text,) = ours.ran_out
+    assert "same result" not in text
+    assert _mentions(words, text), text
+    assert ours.cause == cause
+
+
+def _mentions(words: str, text: str) -> bool:
+    return any(word.lower() in text.lower() for word in words.split("|"))
+
+
+@each_oom
+def test_what_was_not_measured_is_not_called_the_same(way: Way) -> None:
+    """``verify=False``: an exact model, of which nobody knows that it is."""
+    case = Case(Task, lambda: loader(8))
+    ours = train(case.module(), case.loader(), way.callback(8, 3, verify=False), memory=way.memory())
+    assert error(ours, one_pass(case)) <= 1e-12
+    assert "same result" not in ours.ran_out[0]
+
+
+# --- what a failed attempt leaves behind --------------------------------------------------------
+
+GENERATORS: dict[str, tuple[Callable[[], Any], Callable[[Any, int], Any]]] = {
+    "np.random.RandomState": (lambda: np.random.RandomState(3), lambda rng, n: rng.standard_normal(n)),
+    "np.random.Generator": (lambda: np.random.default_rng(3), lambda rng, n: rng.standard_normal(n)),
+    "random.Random": (lambda: random.Random(3), lambda rng, n: [rng.gauss(0, 1) for _ in range(n)]),
+    "torch.Generator": (
+        lambda: torch.Generator().manual_seed(3),
+        lambda rng, n: torch.randn(n, generator=rng, dtype=torch.float64),
+    ),
+    "numpy's own": (lambda: None, lambda _, n: np.random.standard_normal(n)),
+    "Python's own": (lambda: None, lambda _, n: [random.gauss(0, 1) for _ in range(n)]),
+    "torch's own": (lambda: None, lambda _, n: torch.randn(n, dtype=torch.float64)),
+}
+
+
+class Noise(torch.nn.Module):
+    """A part of a module, with a generator of its own."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        made, self.draw = GENERATORS[kind]
+        self.rng = made()
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs + torch.as_tensor(self.draw(self.rng, len(inputs))).double()[:, None]
+
+
+class Noisy(Task):
+    """Adds noise to its inputs."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        made, self.draw = GENERATORS[kind]
+        self.rng = made()
+        self.noise = Noise(kind)
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        own = torch.as_tensor(self.draw(self.rng, len(batch[0]))).double()[:, None]
+        return mse_loss(self.predict(self.noise(batch[0]) + own), batch[1])
+
+
+@MODES
+@pytest.mark.parametrize("kind", GENERATORS)
+def test_generators_are_put_back(kind: str, mode: str) -> None:
+    """What ran out with 12 samples and went through with 6 and 6 draws what 6 and 6 would have drawn."""
+
+    def fit(micro: int, cut: str, *at: int) -> Trained:
+        np.random.seed(5)
+        random.seed(5)
+        callback = AutoAccumulate(micro_batch_size=micro, micro_batching=cut, verify=False)
+        return train(Noisy(kind), loader(12), callback, memory=Memory(*at))
+
+    failed, whole = fit(12, mode, 1), fit(6, "step")
+    assert failed.callback.oom_events == 1
+    assert torch.equal(failed.gradients[0], whole.gradients[0])
+    if mode == "step":
+        assert torch.equal(failed.weights, whole.weights)
+
+
+class Gathering(Task):
+    """Keeps what it predicted for the end of the epoch, as many do by hand."""
+
+    def __init__(self, keep: Callable[["Gathering", torch.Tensor, torch.Tensor], None]) -> None:
+        super().__init__()
+        self.keep = keep
+        self.outputs: Any = []
+        self.history: dict[str, list[Any]] = {"preds": [], "targets": []}
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        early = self.net(batch[0]).detach()
+        self.keep(self, early, batch[1])
+        return super().loss(batch)
+
+
+def gathered(module: Gathering) -> list[float]:
+    """All predictions that were kept."""
+    kept = [entry["preds"] if isinstance(entry, dict) else entry[0] for entry in module.outputs]
+    kept += module.history["preds"]
+    return [float(value) for part in kept for value in torch.as_tensor(part).flatten()]
+
+
+def keep_dict(module: Gathering, preds: torch.Tensor, targets: torch.Tensor) -> None:
+    module.outputs.append({"preds": preds, "targets": targets, "n": len(preds)})
+
+
+def keep_nested(module: Gathering, preds: torch.Tensor, targets: torch.Tensor) -> None:
+    module.outputs.append({"preds": preds, "more": {"targets": [targets], "name": "batch"}, "n": torch.tensor(3)})
+
+
+def keep_tuple(module: Gathering, preds: torch.Tensor, targets: torch.Tensor) -> None:
+    module.outputs.append((preds, targets, len(preds)))
+
+
+def keep_numpy(module: Gathering, preds: torch.Tensor, targets: torch.Tensor) -> None:
+    module.outputs.append({"preds": preds.numpy(), "n": len(preds)})
+
+
+def keep_plain(module: Gathering, preds: torch.Tensor, targets: torch.Tensor) -> None:
+    module.outputs.append({"preds": preds.flatten().tolist(), "n": len(preds)})
+
+
+def keep_lists(module: Gathering, preds: torch.Tensor, targets: torch.Tensor) -> None:
+    module.history["preds"].append(preds)
+    module.history["targets"].append(targets)
+
+
+def keep_extended(module: Gathering, preds: torch.Tensor, targets: torch.Tensor) -> None:
+    module.outputs += [{"preds": row} for row in preds.split(1)]
+
+
+def keep_anew(module: Gathering, preds: torch.Tensor, targets: torch.Tensor) -> None:
+    module.outputs = [*module.outputs, {"preds": preds}]
+
+
+KEEPS = [keep_dict, keep_nested, keep_tuple, keep_numpy, keep_plain, keep_lists, keep_extended, keep_anew]
+
+
+@MODES
+@pytest.mark.parametrize("keep", KEEPS, ids=lambda keep: keep.__name__)
+@pytest.mark.parametrize("at", [(1,), (1, 4)], ids=str)
+def test_what_a_step_gathers_by_hand_adds_up(keep: Any, mode: str, at: tuple[int, ...]) -> None:
+    """Each of the 64 samples once, in order, wherever memory ran out."""
+    module, right = Gathering(keep), Gathering(keep)
+    callback = AutoAccumulate(micro_batch_size=16, micro_batching=mode)
+    ours = train(module, loader(16, 64), callback, memory=Memory(*at))
+    assert callback.oom_events >= 1
+    assert error(ours, train(right, loader(16, 64))) <= 1e-12
+    assert len(gathered(module)) == 64
+    assert gathered(module) == pytest.approx(gathered(right), rel=1e-6)
+
+
+class MetaTensor(torch.Tensor):
+    """A tensor that runs code of its own in every operation, as MONAI's does: memory may run out there, too."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not Stepping.within:
+            Stepping.use()
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+class Stepping:
+    """Whether a training step runs, and the operations on what it has logged that run afterwards."""
+
+    within, operations, fails_at = False, 0, 0
+
+    @classmethod
+    def use(cls) -> None:
+        memory = Memory.in_use
+        if memory is None or not memory.armed:
+            return
+        cls.operations += 1
+        if cls.operations == cls.fails_at:
+            raise torch.OutOfMemoryError("CUDA out of memory, in an operation on what was logged.")
+
+
+class LogsTensors(Task):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        Stepping.within = True
+        value = self.loss(batch)
+        self.log("loss", value.detach().clone().as_subclass(MetaTensor), on_step=True, on_epoch=True)
+        Stepping.within = False
+        return value
+
+
+@MODES
+@pytest.mark.parametrize("at", [1, 2, 3])
+@pytest.mark.parametrize("micro", [8, 4])
+def test_memory_that_runs_out_while_logs_are_replayed_is_survived(mode: str, micro: int, at: int) -> None:
+    """The values in the end are those of the run in which it did not."""
+
+    def fit(fails_at: int) -> Trained:
+        Stepping.operations, Stepping.fails_at = 0, fails_at
+        callback = AutoAccumulate(micro_batch_size=micro, micro_batching=mode)
+        return train(LogsTensors(), loader(8), callback)
+
+    right, ours = fit(0), fit(at)
+    assert Stepping.operations == 0 or Stepping.operations >= at
+    assert error(ours, right) <= 1e-12
+    for name in ("loss_step", "loss_epoch"):
+        assert float(ours.trainer.callback_metrics[name]) == pytest.approx(float(right.trainer.callback_metrics[name]))
+
+
+# --- errors that end a run ----------------------------------------------------------------------
+
+
+class HalfWay(torch.optim.SGD):
+    """Changes the first parameter and then runs out of memory."""
+
+    def step(self, closure: Any = None) -> Any:
+        value = closure() if closure is not None else None
+        with torch.no_grad():
+            self.param_groups[0]["params"][0].add_(1)
+        raise torch.OutOfMemoryError("CUDA out of memory, in the optimizer's step.")
+        return value
+
+
+class Halfway(Task):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return HalfWay(self.parameters(), lr=0.1)
+
+
+class Huge(Task):
+    def loss(self, batch: Any) -> torch.Tensor:
+        value = super().loss(batch)
+        if Memory.in_use is not None and Memory.in_use.armed:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return value
+
+
+@MODES
+@pytest.mark.parametrize("module", [Halfway, Huge], ids=["optimizer's step", "one sample"])
+def test_the_error_of_a_single_device_speaks_of_no_ranks(module: Callable[[], pl.LightningModule], mode: str) -> None:
+    """A ``UserError``, raised from the error of memory."""
+    callback = AutoAccumulate(micro_batch_size=8, micro_batching=mode, verify=False)
+    with pytest.raises(UserError) as caught:
+        train(module(), loader(8), callback)
+    assert not isinstance(caught.value, RankError)
+    assert comes_from_memory(caught.value)
+    assert "memory" in str(caught.value).lower()
+    assert " rank" not in str(caught.value)

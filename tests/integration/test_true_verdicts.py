@@ -1,0 +1,560 @@
+"""The verdict is true: one tiny model for each cause, in the mode in use, and a warning exactly where one is due."""
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from timm.layers import DropPath
+from torch import nn
+from torch.nn import functional
+from torch.nn.functional import mse_loss
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader, default_collate
+from torchvision.ops import StochasticDepth
+from true_support import (
+    FEATURES,
+    OOM,
+    OOM_STEP,
+    WAYS,
+    Case,
+    ClassWeighted,
+    Contrastive,
+    Normalized,
+    Queued,
+    Summed,
+    Task,
+    Trained,
+    Way,
+    cut_rightly,
+    each,
+    each_oom,
+    error,
+    network,
+    one_pass,
+    pairs,
+    run,
+    told_or_right,
+    train,
+)
+
+from lightning_ga import AutoAccumulate
+from lightning_ga.weights import TargetTokens
+
+each_mode = each({name: way for name, way in WAYS.items() if not way.fails})
+BATCH, MICRO = 12, 4
+
+
+def loader(samples: int = 36, collate: Any = None) -> Any:
+    return DataLoader(pairs(samples), batch_size=BATCH, collate_fn=collate)
+
+
+def judged(
+    module: Callable[[], LightningModule], way: Way, data: Callable[[], Any] = loader, **arguments: Any
+) -> Trained:
+    """A fit in micro-batches of a third of the batch."""
+    return run(Case(module, data, BATCH, MICRO), way, arguments=arguments)
+
+
+# --- what makes accumulation inexact ------------------------------------------------------------
+
+
+class Bank(Task):
+    """A memory bank by sample, as a buffer that is written in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("bank", torch.linspace(-1, 1, 5, dtype=torch.float64))
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        predicted = self.predict(batch[0])
+        value = (predicted - batch[1] - self.bank.mean()).square().mean()
+        self.bank.mul_(0.5).add_(predicted.detach().mean())
+        return value
+
+
+class Taught(Task):
+    """A teacher that starts equal to its student and follows it."""
+
+    def __init__(self, follow: Callable[[nn.Module, nn.Module], None], when: str) -> None:
+        super().__init__(outputs=3)
+        self.teacher = network(FEATURES, 3).requires_grad_(False)
+        self.follow, self.when = follow, when
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        with torch.no_grad():
+            wanted = self.teacher(batch[0] + 0.3)
+        value = (self.predict(batch[0]) - wanted).square().mean() + mse_loss(self.net(batch[0])[:, :1], batch[1])
+        if self.when == "training_step":
+            self.follow(self.teacher, self.net)
+        return value
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.when == "on_train_batch_end":
+            self.follow(self.teacher, self.net)
+
+    def on_before_zero_grad(self, *_: Any) -> None:
+        if self.when == "on_before_zero_grad":
+            self.follow(self.teacher, self.net)
+
+
+@torch.no_grad()
+def in_place(teacher: nn.Module, student: nn.Module) -> None:
+    for old, new in zip(teacher.parameters(), student.parameters()):
+        old.mul_(0.9).add_(new, alpha=0.1)
+
+
+def by_data(teacher: nn.Module, student: nn.Module) -> None:
+    for old, new in zip(teacher.parameters(), student.parameters()):
+        old.data = 0.9 * old.data + 0.1 * new.data
+
+
+@torch.no_grad()
+def by_lerp(teacher: nn.Module, student: nn.Module) -> None:
+    torch._foreach_lerp_(list(teacher.parameters()), list(student.parameters()), 0.1)
+
+
+FOLLOWS = {"in place": in_place, "by .data": by_data, "by lerp": by_lerp}
+INEXACT: dict[str, tuple[str, Callable[[], LightningModule], str]] = {
+    "BatchNorm": ("batch_norm", Normalized, r"BatchNorm.*\(norm\)"),
+    "a sum over samples": ("sum", Summed, "sum"),
+    "in-batch negatives": ("coupled", Contrastive, "coupl|compar|each other"),
+    "class weights": ("weighted", ClassWeighted, "weight|mean over"),
+    "a queue": ("stateful", Queued, "queue"),
+    "a memory bank": ("stateful", Bank, "bank"),
+    **{
+        f"a teacher in training_step, {name}": ("stateful", lambda f=follow: Taught(f, "training_step"), r"teacher\.")
+        for name, follow in FOLLOWS.items()
+    },
+}
+
+
+@each_mode
+@pytest.mark.parametrize("name", INEXACT)
+def test_the_cause_is_named_where_accumulation_is_not_exact(name: str, way: Way) -> None:
+    """Once at the start of training, with what it is about."""
+    cause, module, words = INEXACT[name]
+    ours = judged(module, way)
+    assert ours.callback.plan.factor == 3
+    assert ours.cause == cause
+    (text,) = ours.told
+    assert re.search(words, text, re.IGNORECASE), text
+    assert re.search(words, str(ours.callback.exactness), re.IGNORECASE)
+    assert error(ours, one_pass(Case(module, loader))) > 1e-6
+
+
+@pytest.mark.parametrize("name", INEXACT)
+def test_nothing_is_said_where_nothing_is_cut(name: str) -> None:
+    """The verdict stands in ``exactness`` for what may come, and a factor of 1 is the stock run."""
+    cause, module, _ = INEXACT[name]
+    callback = AutoAccumulate(micro_batch_size=BATCH, micro_batching="loader")
+    ours = train(module(), loader(), callback)
+    assert (ours.told, ours.cause) == ([], cause)
+    assert torch.equal(ours.weights, one_pass(Case(module, loader)).weights)
+
+
+@pytest.mark.parametrize("follow", FOLLOWS.values(), ids=FOLLOWS.keys())
+def test_a_teacher_that_follows_after_each_micro_batch_is_told(follow: Any) -> None:
+    """In ``on_train_batch_end``, which comes factor times a step in loader mode; it starts equal to its student."""
+    ours = judged(lambda: Taught(follow, "on_train_batch_end"), WAYS["loader"])
+    assert ours.cause == "stateful"
+    assert "teacher." in ours.told[0]
+
+
+@each_mode
+def test_a_teacher_that_follows_between_two_micro_batches_is_told(way: Way) -> None:
+    """In ``on_before_zero_grad``, which comes once a step, but after the first micro-batch's forward pass."""
+    module = lambda: Taught(in_place, "on_before_zero_grad")  # noqa: E731
+    ours = judged(module, way)
+    assert error(ours, one_pass(Case(module, loader))) > 1e-5
+    assert ours.cause == "stateful"
+    assert "teacher." in ours.told[0]
+
+
+def test_a_teacher_that_follows_once_a_batch_is_exact_in_step_mode() -> None:
+    """In ``on_train_batch_end``, which comes there as often as in one pass."""
+    module = lambda: Taught(in_place, "on_train_batch_end")  # noqa: E731
+    ours = judged(module, WAYS["step"])
+    assert error(ours, one_pass(Case(module, loader))) <= 1e-12
+    assert (ours.cause, ours.told) == ("exact", [])
+
+
+# --- means over something else ------------------------------------------------------------------
+
+WORDS, LENGTH = 11, 9
+
+
+def sentences(count: int = 36) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(3)
+    words = torch.randint(0, WORDS, (count, LENGTH), generator=generator)
+    lengths = torch.randint(2, LENGTH + 1, (count, 1), generator=generator)
+    labels = words.where(torch.arange(LENGTH) < lengths, -100)
+    return [{"words": a, "labels": b} for a, b in zip(words, labels)]
+
+
+class Language(Task):
+    """A mean over tokens, of which those with label -100 are none; causal models leave the first out."""
+
+    def __init__(self, shift: bool) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(1)
+            self.net = nn.Sequential(nn.Embedding(WORDS, 7), nn.Tanh(), nn.Linear(7, WORDS)).double()
+        self.shift = shift
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        logits, labels = self.predict(batch["words"]), batch["labels"]
+        if self.shift:
+            logits, labels = logits[:, :-1], labels[:, 1:]
+        return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def of_sentences() -> Any:
+    return DataLoader(sentences(), batch_size=BATCH)
+
+
+@each_mode
+@pytest.mark.parametrize("shift", [False, True])
+def test_a_counter_is_proposed_that_makes_a_mean_over_tokens_exact(shift: bool, way: Way) -> None:
+    """What the sentence proposes can be copied: with it the verdict is exact, and the training is that of one pass."""
+    module = lambda: Language(shift)  # noqa: E731
+    ours = judged(module, way, of_sentences)
+    assert ours.cause == "weighted"
+    proposed = re.search(r"TargetTokens\([^)]*\)", ours.told[0])
+    assert proposed, ours.told[0]
+    counter = eval(proposed[0], {"TargetTokens": TargetTokens})
+    assert counter == TargetTokens(shift=shift)
+    again = judged(module, way, of_sentences, normalize=counter)
+    assert (again.cause, again.told) == ("exact", [])
+    assert error(again, one_pass(Case(module, of_sentences))) <= 1e-12
+
+
+@each_oom
+def test_parts_of_a_mean_over_tokens_are_weighted_rightly(way: Way) -> None:
+    """With its counter, an error of memory changes nothing either."""
+    case = Case(lambda: Language(True), of_sentences, BATCH, MICRO)
+    cut_rightly(case, way, normalize=TargetTokens(shift=True))
+
+
+# --- random numbers -----------------------------------------------------------------------------
+
+
+def mixup(samples: Sequence[Any]) -> list[torch.Tensor]:
+    inputs, targets = default_collate(list(samples))
+    share, order = torch.rand(()).double(), torch.randperm(len(inputs))
+    return [share * value + (1 - share) * value[order] for value in (inputs, targets)]
+
+
+def masking(samples: Sequence[Any]) -> list[torch.Tensor]:
+    inputs, targets = default_collate(list(samples))
+    return [inputs.masked_fill(torch.rand(inputs.shape) < 0.3, 0.0), targets]
+
+
+class InTransfer(Task):
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return [batch[0] + 0.3 * torch.randn_like(batch[0]), batch[1]]
+
+
+class InStep(Task):
+    def loss(self, batch: Any) -> torch.Tensor:
+        return super().loss([batch[0] * (torch.rand(batch[0].shape) < 0.7), batch[1]])
+
+
+class MixedInStep(Task):
+    def loss(self, batch: Any) -> torch.Tensor:
+        order, share = torch.randperm(len(batch[0])), torch.rand(()).double()
+        return super().loss([share * value + (1 - share) * value[order] for value in batch])
+
+
+RANDOM = {
+    "mixup in collate_fn": (Task, mixup),
+    "masking in collate_fn": (Task, masking),
+    "noise in a transfer hook": (InTransfer, None),
+    "masking in the step": (InStep, None),
+    "mixup in the step": (MixedInStep, None),
+}
+
+
+@each_mode
+@pytest.mark.parametrize("name", RANDOM)
+def test_random_numbers_are_no_error(name: str, way: Way) -> None:
+    """Said in ``exactness`` and not warned of, as accumulation is right on average."""
+    module, collate = RANDOM[name]
+    ours = judged(module, way, lambda: loader(collate=collate))
+    assert ours.told == []
+    assert ours.cause == "random" or (ours.cause == "exact" and way.mode == "step" and collate is not None)
+
+
+class Within(Task):
+    """A regression with some layer between."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer.double()
+
+    def predict(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.net(self.used(self.layer(inputs), len(inputs)))
+
+
+class Functional(nn.Module):
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return functional.dropout(inputs, 0.4, training=self.training)
+
+
+class Always(nn.Module):
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return functional.dropout(inputs, 0.4)
+
+
+class Attention(nn.Module):
+    """Each sample is a sequence of two vectors of three."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(2)
+            self.attention = nn.MultiheadAttention(3, 1, dropout=0.4, batch_first=True)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        sequence = inputs.view(-1, 2, 3)
+        return self.attention(sequence, sequence, sequence)[0].flatten(1)
+
+
+class ScaledDotProduct(nn.Module):
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        heads = inputs.view(-1, 1, 2, 3)
+        dropout = 0.4 if self.training else 0.0
+        return functional.scaled_dot_product_attention(heads, heads, heads, dropout_p=dropout).flatten(1)
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(2)
+            self.rnn = kind(3, 3, num_layers=2, dropout=0.4, batch_first=True)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.rnn(inputs.view(-1, 2, 3))[0].flatten(1)
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(2)
+            self.layer = nn.TransformerEncoderLayer(3, 1, 5, dropout=0.4, batch_first=True)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.layer(inputs.view(-1, 2, 3)).flatten(1)
+
+
+DROPOUTS: dict[str, Callable[[], nn.Module]] = {
+    "nn.Dropout": lambda: nn.Dropout(0.4),
+    "nn.AlphaDropout": lambda: nn.AlphaDropout(0.4),
+    "F.dropout": Functional,
+    "MultiheadAttention": Attention,
+    "scaled_dot_product_attention": ScaledDotProduct,
+    "LSTM": lambda: Recurrent(nn.LSTM),
+    "GRU": lambda: Recurrent(nn.GRU),
+    "TransformerEncoderLayer": Encoder,
+    "StochasticDepth by row": lambda: StochasticDepth(0.4, "row"),
+    "StochasticDepth by batch": lambda: StochasticDepth(0.4, "batch"),
+    "DropPath": lambda: DropPath(0.4),
+}
+
+
+@each_mode
+@pytest.mark.parametrize("name", DROPOUTS)
+def test_dropout_of_any_kind_is_left_out_of_the_measurement(name: str, way: Way) -> None:
+    """An exact model stays one."""
+    ours = judged(lambda: Within(DROPOUTS[name]()), way)
+    assert (ours.cause, ours.told) == ("exact", [])
+    assert ours.callback.exactness.relative_error <= 1e-12
+    assert all(part.training for part in ours.module.modules())
+
+
+@each_mode
+def test_dropout_that_no_layer_knows_of_is_no_error(way: Way) -> None:
+    """``F.dropout`` without ``training=``: left out, or told as random numbers, and not warned of."""
+    ours = judged(lambda: Within(Always()), way)
+    assert ours.told == []
+    assert ours.cause in ("exact", "random")
+
+
+@each_mode
+def test_dropout_hides_no_error(way: Way) -> None:
+    """Beside it, a loss that couples samples is still found."""
+
+    class Both(Contrastive):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net.insert(2, nn.Dropout(0.4))
+
+        def predict(self, inputs: torch.Tensor) -> torch.Tensor:
+            return self.net(inputs)
+
+    assert judged(Both, way).cause == "coupled"
+
+
+class Detector(nn.Module):
+    """Losses in training, predictions otherwise, as torchvision's detectors; dropout and frozen BatchNorm within."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.dropout, self.norm = network(), nn.Dropout(0.3), nn.BatchNorm1d(FEATURES).double()
+
+    def train(self, mode: bool = True) -> "Detector":
+        super().train(mode)
+        self.norm.eval()
+        return self
+
+    def forward(self, inputs: torch.Tensor, targets: torch.Tensor | None = None) -> Any:
+        predicted = self.net(self.dropout(self.norm(inputs)))
+        if not self.training:
+            return [{"boxes": row} for row in predicted]
+        assert targets is not None
+        return {"regression": mse_loss(predicted, targets), "size": 0.1 * predicted.square().mean()}
+
+
+class Detection(Task):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Detector()
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        assert self.training
+        return sum(self.net(*batch).values())
+
+
+@each_mode
+def test_a_model_is_measured_in_training_mode(way: Way) -> None:
+    """Where code asks ``self.training``, evaluation mode is another model; layers that are frozen stay frozen."""
+    ours = judged(Detection, way)
+    assert (ours.cause, ours.told) == ("exact", [])
+    assert ours.callback.exactness.relative_error <= 1e-12
+    assert not ours.module.net.norm.training
+
+
+# --- small errors, and verdicts of one mode -----------------------------------------------------
+
+
+def series(count: int = 36) -> list[torch.Tensor]:
+    """Sequences of unequal lengths; small at the end, so that their last step matters little."""
+    generator = torch.Generator().manual_seed(4)
+    lengths = [20 + 3 * (n % 7) + n % 3 for n in range(count)]
+    return [torch.randn(n, generator=generator, dtype=torch.float64) for n in lengths]
+
+
+def padded(samples: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {"x": pad_sequence(list(samples), True), "lengths": torch.tensor([len(sample) for sample in samples])}
+
+
+class ShiftedAfterPadding(Task):
+    """Predicts the next step: the longest sequence of a batch has none after its last, others have padding there."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        x, lengths = batch["x"], batch["lengths"]
+        inputs, targets = x[:, :-1], x[:, 1:]
+        mask = torch.arange(inputs.shape[1]) < lengths[:, None]
+        errors = (self.predict(inputs[:, :, None])[:, :, 0] - targets).square() * mask
+        return (errors.sum(1) / lengths).mean()
+
+
+def of_series() -> Any:
+    return DataLoader(series(), batch_size=BATCH, collate_fn=padded)
+
+
+SHIFTED = Case(ShiftedAfterPadding, of_series, BATCH, MICRO)
+
+
+@pytest.mark.parametrize("weight", [1.0, 0.8, 0.6])
+@each_mode
+def test_a_small_error_is_an_error(weight: float, way: Way) -> None:
+    """Targets that are shifted after padding couple samples at less than a hundredth, or a thousandth."""
+
+    class Slightly(ShiftedAfterPadding):
+        def loss(self, batch: Any) -> torch.Tensor:
+            exact = (self.net(batch["x"][:, :5].unsqueeze(-1)) - 1).square().mean()
+            return weight * super().loss(batch) + (1 - weight) * 20 * exact
+
+    case = Case(Slightly, of_series, BATCH, MICRO)
+    ours, right = run(case, way), one_pass(case)
+    wrong = float((ours.gradients[0] - right.gradients[0]).norm() / right.gradients[0].norm())
+    assert 1e-4 < wrong < 1e-2 or way is WAYS["step"]  # pieces of one batch keep its padding
+    if wrong > 1e-12:
+        assert ours.cause in ("coupled", "weighted")
+        assert len(ours.told) == 1
+    else:
+        assert (ours.cause, ours.told) == ("exact", [])
+
+
+@each_oom
+def test_a_small_error_is_not_called_the_same_result(way: Way) -> None:
+    """Where parts are padded anew; where a batch is only cut, they are those of the batch."""
+    ours = run(SHIFTED, way)
+    exact = error(ours, one_pass(SHIFTED)) <= 1e-12
+    assert exact or "same result" not in ours.ran_out[0]
+
+
+def with_share(samples: Sequence[Any]) -> dict[str, Any]:
+    """What each sample weighs is written by the collate function, for its own batch."""
+    inputs, targets = default_collate(list(samples))
+    return {"x": inputs, "y": targets, "share": 1.0 / len(samples)}
+
+
+class Shared(Task):
+    def loss(self, batch: Any) -> torch.Tensor:
+        return ((self.predict(batch["x"]) - batch["y"]).square() * batch["share"]).sum()
+
+
+WITH_SHARE = Case(Shared, lambda: loader(collate=with_share), BATCH, MICRO)
+
+
+def test_a_verdict_is_that_of_the_mode_in_use() -> None:
+    """Batches that are collated are exact, whatever becomes of those that are cut."""
+    ours = run(WITH_SHARE, WAYS["loader"])
+    assert (ours.cause, ours.told) == ("exact", [])
+    assert error(ours, one_pass(WITH_SHARE)) <= 1e-12
+
+
+@each({name: way for name, way in WAYS.items() if way in (WAYS["step"], OOM, OOM_STEP)})
+def test_what_is_exact_only_when_collated_is_not_cut_in_silence(way: Way) -> None:
+    """Collated anew, or told: never cut wrongly and called exact, or the same result."""
+    told_or_right(WITH_SHARE, way)
+
+
+class Picky(Task):
+    def loss(self, batch: Any) -> torch.Tensor:
+        if len(batch[0]) not in (3, 6):
+            raise ValueError("only threes")
+        return super().loss(batch)
+
+
+def test_what_cannot_be_measured_is_said_in_a_sentence() -> None:
+    """No bare exception."""
+    case = Case(Picky, lambda: DataLoader(pairs(24), batch_size=6), 6, 3)
+    ours = run(case, WAYS["loader"])
+    assert error(ours, one_pass(case)) <= 1e-12
+    if ours.cause != "exact":
+        assert ours.cause in ("unmeasured", "uncuttable")
+        assert "only threes" in ours.callback.exactness.reason
+        assert not re.match(r"\w+(Error|Exception)\b", ours.callback.exactness.reason)
+
+
+def test_a_frozen_batch_norm_is_exact() -> None:
+    """It uses what it has learned, not the batch."""
+
+    class Frozen(Normalized):
+        def on_train_epoch_start(self) -> None:
+            self.norm.eval()
+
+        def on_train_batch_start(self, *_: Any) -> None:
+            self.norm.eval()
+
+    assert judged(Frozen, WAYS["loader"]).cause == "exact"
