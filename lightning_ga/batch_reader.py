@@ -106,10 +106,10 @@ class _SmallBatches(Samples):
         self.loaders = len(kinds)
         self.kinds = max(map(len, kinds))
 
-    def batch(self, counts: Sequence[int], kinds: Sequence[int]) -> Any:
+    def batch(self, counts: Sequence[int], kinds: Sequence[int], seed: int) -> Any:
         """Collate ``counts`` samples of each loader."""
         batches = [
-            collate_samples(loader, [samples[kind % len(samples)] for kind in kinds], count)
+            collate_samples(loader, [samples[kind % len(samples)] for kind in kinds], count, seed=seed)
             for loader, samples, count in zip(self._source.loaders, self._kinds, counts)
         ]
         return self._prepare(self._source.combine(batches))
@@ -227,7 +227,7 @@ class BatchReader:
             if again is None:
                 raise
             prepare = self._before_transfer if on_host else self._to_device
-            self.collated_anew(prepare(again.collate(0, again.count)), again, on_host=on_host)
+            self.collated_anew(prepare(again.collate(0, again.count, seed=1)), again, on_host=on_host)
 
     def slices(
         self,
@@ -332,9 +332,9 @@ class CollatedAgain:
         """How many there are."""
         return len(self.samples)
 
-    def collate(self, start: int, stop: int) -> Any:
-        """A batch of the samples ``start`` to ``stop - 1``."""
-        return collate_samples(self.loader, self.samples[start:stop], stop - start)
+    def collate(self, start: int, stop: int, *, seed: int = 0) -> Any:
+        """A batch of the samples ``start`` to ``stop - 1``; random numbers are drawn from a seed."""
+        return collate_samples(self.loader, self.samples[start:stop], stop - start, seed=seed)
 
 
 def is_collated(loader: Any) -> bool:
@@ -367,6 +367,18 @@ def length_of_first(batch: Any) -> int:
         f"How many samples a {type(batch).__name__} holds is not known, so split_batch cannot be told into which sizes: "
         f"call lightning_ga.split.register_splitter({type(batch).__name__}, count=…, take=…) as well."
     )
+
+
+def largest_extent(batch: Any) -> int:
+    """The largest extent of any part of a batch.
+
+    Examples:
+        >>> import torch
+        >>> largest_extent({"x": torch.zeros(8, 3), "names": ["a", "b"]})
+        8
+    """
+    inner = () if isinstance(batch, (str, bytes)) else [child for _, child in open_container(batch) or ()]
+    return max([*(extents(batch) or ()), *map(largest_extent, inner)], default=1)
 
 
 def gather(batch: Any, layout: Layout, count: int) -> Any:

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 from lightning_ga.errors import RankError
 
-
 SAME_RESULT = "with the same result"
 
 

@@ -1,10 +1,12 @@
 """What training is fed with in one fit: the user's loader, cut into windows and micro-batches."""
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader, RandomSampler, WeightedRandomSampler, default_collate
 
 from lightning_ga.batch_reader import BatchSource, CollatedAgain, CollatedBatches
@@ -12,8 +14,16 @@ from lightning_ga.errors import UserError
 from lightning_ga.heaviest import Looks
 from lightning_ga.loaders import read_loader, rebatch
 from lightning_ga.plan import AccumulationPlan, in_groups, plan_accumulation, require_effective_batch
-from lightning_ga.sampler import FromBatches, FromSampler, Sequential, Shuffled, Stream, WindowBatchSampler
-from lightning_ga.samples import collect_samples
+from lightning_ga.sampler import (
+    FromBatches,
+    FromSampler,
+    Sequential,
+    Shuffled,
+    Stream,
+    WindowBatchSampler,
+    draws_a_seed,
+)
+from lightning_ga.samples import collect_samples, peekable
 from lightning_ga.windows import Chunk, EpochPlan, GivenWindows, RegularWindows, Windows
 
 
@@ -34,6 +44,7 @@ class Feed:
         shuffle: False where the trainer asks for the order of the dataset.
         largest_over_ranks: The largest of one number over all ranks.
         keep_batches: Whether windows of the recipe are fed as the recipe's batches: they are cut elsewhere.
+        own_seed: What to draw seeds of data workers from, if not from what the user's loader draws them from.
 
     Raises:
         UserError: If the loader cannot be cut anew.
@@ -52,7 +63,9 @@ class Feed:
         shuffle: bool = True,
         largest_over_ranks: Callable[[int], int] = int,
         keep_batches: bool = False,
+        own_seed: torch.Generator | None = None,
     ) -> None:
+        loader = peekable(loader)
         self.recipe = read_loader(loader, world_size=world_size, shard=shard, shuffle=shuffle)
         self.user_loader = loader
         self.recipe_factor = recipe_factor
@@ -63,7 +76,11 @@ class Feed:
         self._keeps_batches = keep_batches and world_size == 1  # ranks share windows out evenly
         self.sharers = world_size if self.recipe.shared else 1
         self.sampler = WindowBatchSampler(
-            self.recipe.order, share=rank if self.recipe.shared else 0, rank=rank, seed=seed
+            self.recipe.order,
+            share=rank if self.recipe.shared else 0,
+            seed=seed,
+            generator=loader.generator if own_seed is None else own_seed,
+            draws=draws_a_seed(self.recipe.order) and world_size == 1,
         )
         self.loader: DataLoader[Any] | None = None
         self._ends: tuple[int, list[int]] | None = None
@@ -153,6 +170,19 @@ class Feed:
         object.__setattr__(self.loader, "batch_size", plan.micro_batch_size)
         return plan
 
+    @contextmanager
+    def seeded_as_before(self) -> Iterator[None]:
+        """Within, the loop iterates the loader again, for which it has drawn the seed of data workers already."""
+        generator = self.sampler.take_seed_back()
+        if self.loader is None or generator is None:
+            yield
+            return
+        own, self.loader.generator = self.loader.generator, generator
+        try:
+            yield
+        finally:
+            self.loader.generator = own
+
     @property
     def length(self) -> int | None:
         """Micro-batches of the arranged epoch on each rank; ``None`` for a stream, which ends where it pleases."""
@@ -235,6 +265,13 @@ class Feed:
         if self.streams:
             return None
         return CollatedAgain(self.user_loader, collect_samples(self.user_loader, self.sampler.indices(index)))
+
+    bounded = True
+    """No batch is larger than the recipe's."""
+
+    def largest_extent(self, recipe_batch: int) -> int:
+        """More samples than this a batch cannot hold."""
+        return recipe_batch
 
     @property
     def keeps_groups(self) -> bool:

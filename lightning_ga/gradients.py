@@ -37,11 +37,18 @@ class WindowGradients:
         world_size, sum_over_ranks = self._trainer.world_size, partial(seams.sum_over_ranks, self._trainer)
         if self._normalize is None:
             return
-        if self._normalize == "samples":
+        if self._normalize == "samples" and world_size == self._trainer.accumulate_grad_batches == 1:
+            self._weights, self.weight = None, 1.0  # a window of one micro-batch is its own mean
+        elif self._normalize == "samples":
             late = partial(LateWindow, sum_over_ranks=sum_over_ranks, reference=micro_batch)
             self._weights = KnownWindow(world_size) if known else late(world_size)
         elif self._weights is None:
             self._weights = LateWindow(world_size, sum_over_ranks=sum_over_ranks)
+
+    @property
+    def counts_samples(self) -> bool:
+        """Whether the samples of each micro-batch have to be known."""
+        return self._weights is not None
 
     def weigh(self, batch: Any, chunk: Chunk, *, ranks_apart: int, samples: int) -> None:
         """Before each micro-batch of so many samples: find its weight."""

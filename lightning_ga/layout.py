@@ -158,12 +158,13 @@ class Samples:
     loaders: int = 1
     kinds: int = 1
 
-    def batch(self, counts: Sequence[int], kinds: Sequence[int]) -> Any:
+    def batch(self, counts: Sequence[int], kinds: Sequence[int], seed: int) -> Any:
         """A batch as the loaders make it.
 
         Args:
             counts: Samples from each loader.
             kinds: Which samples it holds, in turn.
+            seed: Of the random numbers that the collate function draws.
         """
         raise NotImplementedError
 
@@ -207,7 +208,8 @@ def _compared(samples: Samples, loader: int, kinds: Sequence[int]) -> dict[str, 
     few = [FEW] * samples.loaders
     many = [MANY if position == loader else FEW for position in range(samples.loaders)]
     reading = _Reading(loader, checks=len(kinds) == 1)
-    reading.compare("batch", *(samples.batch(counts, kinds) for counts in (few, few, many)))
+    batches = (samples.batch(counts, kinds, seed) for counts, seed in ((few, 0), (few, 1), (many, 0)))
+    reading.compare("batch", *batches)
     return reading.roles
 
 

@@ -14,8 +14,8 @@ from lightning_ga.batch_reader import CollatedAgain, length_of_first
 from lightning_ga.cache import LimitCache
 from lightning_ga.device import current_device
 from lightning_ga.errors import UserError
-from lightning_ga.events import SAME_RESULT
 from lightning_ga.estimate import estimate
+from lightning_ga.events import SAME_RESULT
 from lightning_ga.exactness import INEXACT, Exactness, uncuttable
 from lightning_ga.feed import Feed
 from lightning_ga.fingerprint import hardware
@@ -69,6 +69,7 @@ class Run:
         self._restored: RunState | None = None
         self._feed: Feed | UncutFeed | None = None
         self._micro_batch: int | None = None  # known once training starts
+        self._why_in_step = ""
         self._fed_at_most = 1  # samples of a batch as the loader yields it
         self._held = ExitStack()
         self._kind: Mapping[str, Any] | None = None  # of training step, as the cache knows it
@@ -107,8 +108,7 @@ class Run:
         except UserError as why:
             hook = getattr(trainer.lightning_module, "split_batch", None)
             self._feed = UncutFeed(loader, Batches(*seams.batches_of(trainer, loader)), hook=hook, **settings)
-            if self.options.micro_batching == "loader":
-                rank_zero_info(f"AutoAccumulate cuts batches in the training step, where they are too large. {why}")
+            self._why_in_step = str(why)
         self._arrange(seams.training_epoch(trainer))
         return self._feed.loader
 
@@ -163,7 +163,8 @@ class Run:
             if done:
                 self._schedule_validation(done - 1)
             seams.align_logger_steps(trainer)
-        seams.iterate_again(trainer)
+        with self.feed.seeded_as_before():
+            seams.iterate_again(trainer)
 
     def start_epoch(self) -> None:
         """Cut the next epoch as its schedule says; the loop iterates it anew."""
@@ -190,9 +191,12 @@ class Run:
     def prepare(self, batch: Any) -> None:
         """Before each micro-batch: its weight, and whether schedules of the learning rate are due after it."""
         chunk = self.feed.chunk(seams.micro_batch_index(self.trainer))
-        samples = self._count(batch, chunk, on_host=self.protection.survivor.on_host)
-        self.gradients.weigh(batch, chunk, ranks_apart=self.feed.ranks_apart, samples=samples)
-        self.protection.expect(samples)
+        if self.gradients.counts_samples:
+            samples = self._count(batch, chunk, on_host=self.protection.survivor.on_host)
+            self.gradients.weigh(batch, chunk, ranks_apart=self.feed.ranks_apart, samples=samples)
+            self.protection.expect(samples)
+        else:
+            self.protection.expect(None if self.feed.may_drop else chunk.count or None)
         seams.step_schedulers_when_due(self.trainer, self._frequencies, chunk.window)
 
     def _samples_of_next(self, batch: Any) -> int | None:
@@ -305,8 +309,8 @@ class Run:
         self._begun = (self.feed, epoch)
         assert self.plan is not None
         self.gradients.begin_epoch(self._fed_at_most, known=not self.feed.counted_later)
-        if self.in_step:
-            assert self._micro_batch is not None
+        assert self._micro_batch is not None
+        if self.in_step and (not self.feed.bounded or self._micro_batch < self._recipe_batch(epoch)):
             self.protection.limit = self._micro_batch
         if self._momenta is not None:
             self._momenta.rescale(self.plan.factor)
@@ -379,9 +383,13 @@ class Run:
     def _refuse_what_cannot_be_cut(self, epoch: int) -> None:
         """Before any work is lost: batches that are too large, and have no samples that could be told apart."""
         assert self._micro_batch is not None
-        if self.in_step and self._micro_batch < self._recipe_batch(epoch):
-            reader = self.protection.survivor.reader("training")
-            reader.check(lambda: self.feed.samples_at(0), on_host=True)
+        if not self.in_step or self._micro_batch >= self.feed.largest_extent(self._recipe_batch(epoch)):
+            return
+        self.protection.survivor.reader("training").check(lambda: self.feed.samples_at(0), on_host=True)
+        if self._why_in_step:
+            rank_zero_info(
+                f"AutoAccumulate cuts batches in the training step, where they are too large. {self._why_in_step}"
+            )
 
     def _find_micro_batch(self, epoch: int) -> int:
         device = current_device()

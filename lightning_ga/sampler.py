@@ -21,7 +21,6 @@ from lightning_ga.snapshot import generator_state, is_generator, restore_generat
 from lightning_ga.windows import Chunk, EpochPlan
 
 _SEEDS = 2**63  # torch.Generator takes seeds of 64 bits
-_RANKS = 0x9E3779B1  # puts ranks far apart within 32 bits: the generator on the host leaves the others out
 # The largest epoch whose order is written down, in 512 MiB and a few seconds on every rank. Beyond it both would
 # hold the training up.
 LARGEST_WRITTEN_ORDER = 2**27
@@ -68,6 +67,11 @@ class Shuffled:
         generator.manual_seed((seed + epoch) % _SEEDS)
         with uncounted():  # it lies on the host
             return _Indices(torch.randperm(self.size, generator=generator, dtype=torch.int32))
+
+
+def draws_a_seed(order: Order) -> bool:
+    """Whether torch's ``RandomSampler`` would draw a seed for this order: it has no generator of its own."""
+    return isinstance(order, Shuffled) and order.seed is None
 
 
 class FromSampler:
@@ -133,19 +137,30 @@ class WindowBatchSampler(Sampler[list[Any]]):
     Args:
         order: The epoch's order; the same on all ranks that share it.
         share: This rank's place among the ranks that share the order.
-        rank: This rank, for the seeds of data workers.
         seed: Seed of the order; the same on every rank.
+        generator: What the loader draws the seeds of its workers from, once for each iteration.
+        draws: Whether the user's own sampler draws a seed when it begins: the numbers that training draws afterwards
+            are those that it would have drawn with that sampler.
     """
 
-    def __init__(self, order: Order, *, share: int, rank: int, seed: int) -> None:
+    def __init__(
+        self,
+        order: Order,
+        *,
+        share: int,
+        seed: int,
+        generator: torch.Generator | None = None,
+        draws: bool = False,
+    ) -> None:
         self.order = order
         self.share = share
-        self.rank = rank
         self.seed = seed
+        self.generator = generator
+        self.before: torch.Tensor | None = None  # where that generator was when the loop first iterated the loader
+        self._draws = draws
         self.epoch = 0
         self.plan: EpochPlan | None = None
         self.armed = False
-        self.generator = torch.Generator()  # what the loader draws the seeds of its workers from
 
     @property
     def sampler(self) -> "WindowBatchSampler":
@@ -163,10 +178,21 @@ class WindowBatchSampler(Sampler[list[Any]]):
         return length
 
     def __iter__(self) -> Iterator[list[Any]]:
-        # Not a generator function: the loader draws its worker seed right after this call, and that
-        # seed must not depend on how often the loader was iterated before.
-        self.generator.manual_seed((self.seed + self.epoch + self.rank * _RANKS) % _SEEDS)
-        return self._chunks(self.plan) if self.armed and self.plan else iter(())
+        # Not a generator function: the loader draws the seed of its workers right after this call.
+        if self.armed and self.plan:
+            return self._chunks(self.plan)
+        if self.before is None:
+            self.before = (self.generator or torch.default_generator).get_state()
+        return iter(())
+
+    def take_seed_back(self) -> torch.Generator | None:
+        """What draws the same seed of workers as the iteration did that yielded nothing; ``None`` if there was none."""
+        if self.before is None:
+            return None
+        generator = torch.Generator()
+        generator.set_state(self.before)
+        self.before = None
+        return generator
 
     def chunk(self, index: int) -> Chunk:
         """The ``index``-th micro-batch of the epoch on this rank."""
@@ -174,6 +200,8 @@ class WindowBatchSampler(Sampler[list[Any]]):
         return self.plan.chunk(index, self.share)
 
     def _chunks(self, plan: EpochPlan) -> Iterator[list[Any]]:
+        if self._draws:
+            torch.empty((), dtype=torch.int64).random_()
         order = self.order.draw(self.epoch, self.seed)
         index = plan.done
         while plan.length is None or index < plan.length:

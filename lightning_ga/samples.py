@@ -1,8 +1,9 @@
 """Samples of a user's loader, read and collated aside from training, which goes on as if none was read."""
 
 import copy
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sized
 from contextlib import closing, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from lightning_ga.contents import ObjectState, contained, reachable
 from lightning_ga.errors import UserError
 from lightning_ga.live import uncounted
 from lightning_ga.loaders import copy_loader
+from lightning_ga.peekable import PeekableStream, SizedPeekableStream
 from lightning_ga.sampler import seeded
 
 
@@ -89,14 +91,45 @@ def _apart(loader: "DataLoader[Any]", batches: Iterable[list[Any]], **settings: 
     return copy_loader(loader, batch_sampler=batches, sampler=range(0), generator=generator, **(alone | settings))
 
 
+def peekable(loader: Any) -> Any:
+    """A loader whose stream can be looked into without training missing what was read; any other as it is.
+
+    A copy of a stream may be read as far as one likes. What cannot be copied (open files, generators) is
+    read in the process that trains, and its first samples are kept for training.
+    """
+    dataset = getattr(loader, "dataset", None)
+    if not isinstance(loader, DataLoader) or not isinstance(dataset, IterableDataset) or loader.num_workers:
+        return loader
+    try:
+        copy.deepcopy(dataset)
+    except Exception:  # whatever a dataset may hold
+        if iter(dataset) is dataset:
+            return loader
+        start = partial(iter, dataset)
+        sized = isinstance(dataset, Sized)
+        stream = SizedPeekableStream(start, len(dataset), dataset) if sized else PeekableStream(start, dataset)
+        return copy_loader(loader, dataset=stream)
+    return loader
+
+
 def _fresh_stream(dataset: Any) -> Any:
     """A stream from which samples may be taken without the training missing them."""
+    if isinstance(dataset, PeekableStream):
+        return _Once(dataset.peeked)
     try:
         return copy.deepcopy(dataset)
-    except Exception:  # open files, generators: whatever a dataset may hold
-        if iter(dataset) is not dataset:
-            return dataset
+    except Exception:
         raise UserError(
             f"The stream of {type(dataset).__name__} can be read only once, so the probe cannot look at its samples "
             "without losing them: give micro_batch_size=… to do without a probe."
         ) from None
+
+
+class _Once(IterableDataset[Any]):
+    """A stream of what a function yields."""
+
+    def __init__(self, read: Callable[[], Iterator[Any]]) -> None:
+        self._read = read
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._read()

@@ -71,7 +71,7 @@ def batches_of(
         for part in combined.flattened:
             for sampler in filter(None, (getattr(part, "sampler", None), getattr(part, "batch_sampler", None))):
                 getattr(sampler, "set_epoch", int)(training_epoch(trainer))
-        return (batch for batch, *_ in iter(combined))
+        return _batches(iter(combined))
 
     lengths = [length_of(part) for part in combined.flattened]
     known = [length for length in lengths if length is not None]
@@ -79,6 +79,16 @@ def batches_of(
     if known and len(known) == len(lengths):
         total = {"min_size": min(known), "sequential": sum(known)}.get(combined._mode, max(known))
     return combined.flattened, combine_batches(combined), batches, total
+
+
+def _batches(iterator: Iterator[Any]) -> Iterator[Any]:
+    """The batches of a CombinedLoader; a ``for`` would start its loaders once more."""
+    while True:
+        try:
+            batch, *_ = next(iterator)
+        except StopIteration:
+            return
+        yield batch
 
 
 def length_of(loader: Any) -> int | None:
@@ -336,16 +346,32 @@ def muted(trainer: Any) -> Iterator[None]:
     The loops and plugins call them through this function of ``trainer/call.py``; those of other trainers pass through.
     """
     call = sibling(trainer, "trainer.call")
-    kept = call._call_callback_hooks
-
-    def others_only(caller: Any, *arguments: Any, **settings: Any) -> Any:
-        return None if caller is trainer else kept(caller, *arguments, **settings)
-
-    call._call_callback_hooks = others_only
+    hooks = call._call_callback_hooks
+    if not hasattr(hooks, "muted"):
+        hooks = call._call_callback_hooks = _Unless(hooks)
+    hooks.muted.append(trainer)
     try:
         yield
     finally:
-        call._call_callback_hooks = kept
+        hooks.muted.remove(trainer)
+        if not hooks.muted:
+            call._call_callback_hooks = hooks.call
+
+
+class _Unless:
+    """Calls a hook of callbacks unless the trainer is muted.
+
+    Attributes:
+        call: What calls it.
+        muted: Trainers that are muted, each as often as it was.
+    """
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self.call = call
+        self.muted: list[Any] = []
+
+    def __call__(self, trainer: Any, *arguments: Any, **settings: Any) -> Any:
+        return None if any(other is trainer for other in self.muted) else self.call(trainer, *arguments, **settings)
 
 
 def call_module_hook(trainer: Any, name: str, *arguments: Any) -> None:

@@ -6,12 +6,14 @@ that is looked at before training begins is given to training all the same.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import gcd
 from typing import Any
 
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+import torch
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_ga.batch_reader import (
     BatchSource,
@@ -20,18 +22,19 @@ from lightning_ga.batch_reader import (
     gather,
     indices_of,
     is_collated,
+    largest_extent,
     length_of_first,
 )
 from lightning_ga.errors import UserError
 from lightning_ga.feed import Feed
 from lightning_ga.heaviest import Looks
 from lightning_ga.layout import Layout, LayoutError, Slice, read_ready_made
+from lightning_ga.peekable import PeekableStream, SizedPeekableStream
 from lightning_ga.plan import AccumulationPlan
 from lightning_ga.split import SplitBatch, cut, split_by_hook
 from lightning_ga.windows import Chunk
 
 _PEEKED = 8  # batches that are looked at, at most, until two of them differ in size
-_END = object()
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,50 +52,6 @@ class Batches:
     combine: Callable[[list[Any]], Any]
     start: Callable[[], Iterator[Any]]
     length: int | None
-
-
-class BatchStream(IterableDataset[Any]):
-    """The batches of any loader, each as one item.
-
-    A loader is started as often as the loop starts this one, as it may go on where it was left.
-
-    Args:
-        start: Starts the loader and yields its batches.
-    """
-
-    def __init__(self, start: Callable[[], Iterator[Any]]) -> None:
-        self._start = start
-        self._waiting: Iterator[Any] | None = None
-        self._peeked: list[Any] = []
-
-    def peek(self, most: int) -> list[Any]:
-        """The first batches of the next epoch, which yields them all the same."""
-        self._waiting = self._start() if self._waiting is None else self._waiting
-        while len(self._peeked) < most and (batch := next(self._waiting, _END)) is not _END:
-            self._peeked.append(batch)
-        return list(self._peeked)
-
-    def __iter__(self) -> Iterator[Any]:
-        self._waiting = self._start() if self._waiting is None else self._waiting
-        return self._read()
-
-    def _read(self) -> Iterator[Any]:
-        batches = self._start() if self._waiting is None else self._waiting
-        peeked, self._peeked, self._waiting = self._peeked, [], None
-        while peeked:
-            yield peeked.pop(0)
-        yield from batches
-
-
-class SizedBatchStream(BatchStream):
-    """The same with a length."""
-
-    def __init__(self, start: Callable[[], Iterator[Any]], length: int) -> None:
-        super().__init__(start)
-        self._length = length
-
-    def __len__(self) -> int:
-        return self._length
 
 
 class UncutFeed:
@@ -122,10 +81,11 @@ class UncutFeed:
                 "that can be iterated in every epoch, such as a DataLoader."
             )
         self._data, self._hook = batches, hook
-        self._stream = (
-            BatchStream(batches.start) if batches.length is None else SizedBatchStream(batches.start, batches.length)
+        known = batches.length is not None
+        self._stream = SizedPeekableStream(batches.start, batches.length) if known else PeekableStream(batches.start)
+        self._feed = Feed(
+            DataLoader(self._stream, batch_size=1, collate_fn=_only), own_seed=torch.Generator(), **settings
         )
-        self._feed = Feed(DataLoader(self._stream, batch_size=1, collate_fn=_only), **settings)
         self._user_loader: DataLoader[Any] | None = None
         self.sizes = self._sizes_of_loaders()
         self._each: int = settings["largest_over_ranks"](self._samples_of_first())
@@ -189,6 +149,15 @@ class UncutFeed:
     def samples_at(self, index: int) -> None:
         """Samples are not at hand."""
 
+    def largest_extent(self, recipe_batch: int) -> int:
+        """More samples than this a batch cannot hold, as far as the first one shows."""
+        return recipe_batch if self._each > 1 or self.sizes else largest_extent(self._stream.peek(1)[0])
+
+    @property
+    def bounded(self) -> bool:
+        """Whether no batch is larger than the first."""
+        return bool(self.sizes)
+
     @property
     def user_loader(self) -> "DataLoader[Any]":
         """Makes batches of the samples of the first, for the probe and the exactness check.
@@ -242,10 +211,9 @@ class UncutFeed:
         """Ranks with data of their own."""
         return self._feed.ranks_apart
 
-    @property
-    def draws(self) -> "Feed":
-        """The feed of whole batches."""
-        return self._feed
+    def seeded_as_before(self) -> AbstractContextManager[None]:
+        """The user's loaders are iterated once, whatever the loop does."""
+        return nullcontext()
 
     def _sizes_of_loaders(self) -> list[int]:
         """Samples that each loader gives to a batch; empty where that does not show."""

@@ -1,0 +1,64 @@
+"""Streams that can be looked into: what was read too early is given to training all the same."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch.utils.data import IterableDataset
+
+_END = object()
+MOST = 64  # items that are held
+
+
+class PeekableStream(IterableDataset[Any]):
+    """What a stream yields. It is started as often as this one is, as it may go on where it was left.
+
+    Args:
+        start: Starts the stream.
+        of: The dataset that it is, if it is one: other attributes are its own.
+    """
+
+    def __init__(self, start: Callable[[], Iterator[Any]], of: Any = None) -> None:
+        self._start, self._of = start, of
+        self._waiting: Iterator[Any] | None = None
+        self._peeked: list[Any] = []
+
+    def peek(self, most: int) -> list[Any]:
+        """The first items of the next epoch, which yields them all the same."""
+        self._waiting = self._start() if self._waiting is None else self._waiting
+        while len(self._peeked) < min(most, MOST) and (item := next(self._waiting, _END)) is not _END:
+            self._peeked.append(item)
+        return self._peeked[:most]
+
+    def peeked(self) -> Iterator[Any]:
+        """These items one after the other, read as they are asked for."""
+        number = 0
+        while len(self.peek(number + 1)) > number:
+            yield self._peeked[number]
+            number += 1
+
+    def __iter__(self) -> Iterator[Any]:
+        self._waiting = self._start() if self._waiting is None else self._waiting
+        return self._read()
+
+    def _read(self) -> Iterator[Any]:
+        items = self._start() if self._waiting is None else self._waiting
+        peeked, self._peeked, self._waiting = self._peeked, [], None
+        while peeked:
+            yield peeked.pop(0)
+        yield from items
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or self._of is None:
+            raise AttributeError(name)
+        return getattr(self._of, name)
+
+
+class SizedPeekableStream(PeekableStream):
+    """The same with a length."""
+
+    def __init__(self, start: Callable[[], Iterator[Any]], length: int, of: Any = None) -> None:
+        super().__init__(start, of)
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length
