@@ -1,5 +1,6 @@
 """Count and cut the batches of one loader: by their layout, by the module's hook, or by collating samples anew."""
 
+import sys
 from collections.abc import Callable, Iterable, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -12,7 +13,7 @@ from lightning_ga.oom import is_out_of_memory
 from lightning_ga.samples import collate_samples, collect_samples
 from lightning_ga.sizes import leaves
 from lightning_ga.split import cut, join, split_by_hook
-from lightning_ga.structures import extents, open_container, same_values
+from lightning_ga.structures import extents, is_constant, open_container, same_values
 
 Prepare = Callable[[Any], Any]
 _LOOKED_AT = 8  # samples of a loader, of which those of different shapes are collated
@@ -147,7 +148,7 @@ class BatchReader:
 
     def __init__(self, trainer: Any, source: BatchSource, *, loader: int = 0) -> None:
         self._trainer, self._source, self._loader = trainer, source, loader
-        self._layouts: dict[bool, Layout | LayoutError] = {}
+        self._layouts: dict[bool, Layout | str] = {}  # or why there is none
         self._anew = False
 
     @property
@@ -178,10 +179,10 @@ class BatchReader:
             try:
                 self._layouts[key] = self._source.layout(self._before_transfer if key else self._to_device)
             except LayoutError as error:
-                self._layouts[key] = error
+                self._layouts[key] = str(error)  # the error would keep the batches that were read alive
         found = self._layouts[key]
-        if isinstance(found, LayoutError):
-            raise found
+        if isinstance(found, str):
+            raise LayoutError(found)
         return found
 
     def count(
@@ -256,6 +257,7 @@ class BatchReader:
         try:
             layout = self.layout(on_host=on_host)
             found, sizes = layout.samples(batch), layout.sizes(batch)
+            check_proportion(found, list(sizes.values()))
             if expected is not None and found > expected:
                 raise LayoutError(
                     f"The batch cannot be cut into samples, as it seems to hold {found} where the loader was asked for "
@@ -337,6 +339,19 @@ class CollatedAgain:
         return collate_samples(self.loader, self.samples[start:stop], stop - start, seed=seed)
 
 
+def check_proportion(samples: int, sizes: Sequence[int]) -> None:
+    """Refuse to cut what several loaders gave in a proportion that no smaller batch has.
+
+    Raises:
+        LayoutError: With the numbers.
+    """
+    if samples == 1 < max(sizes, default=1):
+        raise LayoutError(
+            f"The batch cannot be cut into samples, as its loaders give {' and '.join(map(str, sizes))} of them, and no "
+            f"smaller batch holds whole ones in that proportion: {WAY_OUT}."
+        )
+
+
 def is_collated(loader: Any) -> bool:
     """Whether a loader collates samples, which can be fetched apart."""
     return isinstance(loader, DataLoader) and loader.batch_sampler is not None
@@ -357,28 +372,34 @@ def length_of_first(batch: Any) -> int:
     pending = [batch]
     while pending:
         node = pending.pop(0)
+        if isinstance(getattr(node, "num_graphs", None), int):
+            return int(node.num_graphs)
         shape = extents(node)
         if shape is not None and not isinstance(node, (list, tuple)):
             return shape[0]
-        pending[:0] = [child for _, child in open_container(node) or ()]
-    if hasattr(batch, "__len__"):
-        return len(batch)
+        children = open_container(node)
+        pending[:0] = getattr(node, "__dict__", {}).values() if children is None else [child for _, child in children]
+    name = type(batch).__name__
     raise LayoutError(
-        f"How many samples a {type(batch).__name__} holds is not known, so split_batch cannot be told into which sizes: "
-        f"call lightning_ga.split.register_splitter({type(batch).__name__}, count=…, take=…) as well."
+        f"How many samples a {name} holds is not known, so split_batch cannot be told into which sizes: call "
+        f"lightning_ga.split.register_splitter({name}, count=…, take=…) as well."
     )
 
 
 def largest_extent(batch: Any) -> int:
-    """The largest extent of any part of a batch.
+    """The largest extent of any part of a batch; of types that are not known there is no telling.
 
     Examples:
         >>> import torch
         >>> largest_extent({"x": torch.zeros(8, 3), "names": ["a", "b"]})
         8
     """
-    inner = () if isinstance(batch, (str, bytes)) else [child for _, child in open_container(batch) or ()]
-    return max([*(extents(batch) or ()), *map(largest_extent, inner)], default=1)
+    if is_constant(batch):
+        return 1
+    shape, children = extents(batch), open_container(batch)
+    if shape is None and children is None:
+        return sys.maxsize  # who knows
+    return max([*(shape or ()), *(largest_extent(child) for _, child in children or ())], default=1)
 
 
 def gather(batch: Any, layout: Layout, count: int) -> Any:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from lightning_ga.errors import RankError
+from lightning_ga.errors import RankError, UserError
 
 SAME_RESULT = "with the same result"
 
@@ -38,27 +38,32 @@ class OomEvent:
         ).rstrip()
 
 
-def one_sample_too_large(stage: str, sample: object, memory: str) -> RankError:
+def of_rank(error: UserError, world_size: int) -> UserError:
+    """The error as one rank of several says it: the others only see that it is gone."""
+    return RankError(str(error)) if world_size > 1 else error
+
+
+def one_sample_too_large(stage: str, sample: object, memory: str) -> UserError:
     """The error where nothing is left to split."""
-    return RankError(
+    return UserError(
         f"Memory ran out in {stage} with one sample alone ({sample}; {memory}), so there is nothing left to split: "
         "train in a lower precision (precision='bf16-mixed'), use activation checkpointing, or raise memory_budget "
         "and free the device of other processes."
     )
 
 
-def cannot_be_cut(stage: str, why: str, memory: str) -> RankError:
+def cannot_be_cut(stage: str, why: str, memory: str) -> UserError:
     """The error where a batch that is too large has no samples that could be told apart."""
-    return RankError(
+    return UserError(
         f"Memory ran out in {stage} ({memory}), and the batch cannot be run again in parts. {why} Or use a smaller "
         "batch_size in its loader."
     )
 
 
-def a_piece_failed(stage: str, samples: int, whole: int, memory: str | None, error: Exception) -> RankError:
+def a_piece_failed(stage: str, samples: int, whole: int, memory: str | None, error: Exception) -> UserError:
     """What happened to a part of a batch that was cut in the step, and why it was cut."""
     why = f"after memory had run out ({memory})" if memory else "as batches of that size are more than the limit"
-    return RankError(
+    return UserError(
         f"In {stage} a part of {samples} samples of a batch of {whole} failed, which was cut {why}: "
         f"{type(error).__name__}: {error}. If the whole batch does not fail, its parts need something of the whole "
         "(padding to the longest, say): define split_batch(self, batch, sizes) on the LightningModule, or use "
@@ -66,36 +71,36 @@ def a_piece_failed(stage: str, samples: int, whole: int, memory: str | None, err
     )
 
 
-def optimizer_step_failed(memory: str) -> RankError:
+def optimizer_step_failed(memory: str) -> UserError:
     """The error where an optimizer has changed some of the parameters."""
-    return RankError(
+    return UserError(
         f"Memory ran out inside the optimizer's step ({memory}) after it had changed some parameters or states, so the "
         "step can neither be undone nor run again: resume from the last checkpoint, and leave the step more memory "
         "(a lower memory_budget or max_micro_batch_size, or foreach=False in the optimizer)."
     )
 
 
-def changed_by_the_step(stage: str, what: str, memory: str) -> RankError:
+def changed_by_the_step(stage: str, what: str, memory: str) -> UserError:
     """The error where a failed step has changed what no copy was made of."""
-    return RankError(
+    return UserError(
         f"Memory ran out in {stage} ({memory}) after the step had changed {what}, so it cannot be run again with the "
         "same result: let it change a copy, or change weights in a hook such as on_train_batch_end; or give a lower "
         "max_micro_batch_size or memory_budget."
     )
 
 
-def cannot_run_again(stage: str, why: str, memory: str) -> RankError:
+def cannot_run_again(stage: str, why: str, memory: str) -> UserError:
     """The error where a retry of one rank would leave the others waiting."""
-    return RankError(
+    return UserError(
         f"Memory ran out in {stage} ({memory}), and this rank cannot run the batch again alone, as others would wait: "
         f"{why}. Go on from the last checkpoint with a lower max_micro_batch_size or memory_budget (in evaluation: a "
         "smaller batch_size of its loader)."
     )
 
 
-def fewer_samples_than_ranks(pieces: int, samples: int) -> RankError:
+def fewer_samples_than_ranks(pieces: int, samples: int) -> UserError:
     """The error where ranks wait for each other in every piece, and one has too few samples to cut."""
-    return RankError(
+    return UserError(
         f"A rank with {samples} samples cannot run {pieces} pieces as others do, and they would wait for it: use "
         'micro_batching="loader", or an effective batch size that the number of ranks divides and drop_last=True.'
     )

@@ -21,9 +21,9 @@ _MEANING: dict[Cause, str] = {
     "(lightning_ga.models.to_group_norm) makes it exact",
     "sum": "the loss is a sum over samples, and accumulation averages: divide it by the number of samples, or the "
     "learning rate means another thing for every micro-batch",
-    "coupled": "the loss of a batch is no mean over its samples, as it depends on which of them are together "
-    "(contrastive losses, in-batch negatives, statistics or padding of the batch): let it treat samples by themselves, "
-    "or train in whole batches",
+    "coupled": "the loss couples the samples of a batch: it compares them with each other (contrastive losses, in-batch "
+    "negatives), or depends on which of them are together (statistics or padding of the batch); let it treat samples by "
+    "themselves, or train in whole batches",
     "weighted": "the loss is a mean over something else than samples (tokens, nodes, class weights): give {counter}, so "
     "that micro-batches weigh what they count",
     "stateful": "the step changes {tensors}, which the next micro-batch meets: that happens once for each micro-batch now, "

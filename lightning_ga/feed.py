@@ -148,7 +148,7 @@ class Feed:
         pieces = 1
         if isinstance(windows, GivenWindows) and self.world_size == 1:
             batches, sizes = self._batch_ends(epoch), self._largest_window(epoch, effective)
-            pieces = -(-max(sizes) // micro_batch)
+            pieces = 1 if self._keeps_batches else -(-max(sizes) // micro_batch)
             plan = in_groups(sizes, pieces=pieces)
         elif self._keeps_batches and effective is None:
             batches = ()
@@ -266,12 +266,15 @@ class Feed:
             return None
         return CollatedAgain(self.user_loader, collect_samples(self.user_loader, self.sampler.indices(index)))
 
-    bounded = True
+    may_grow = False
     """No batch is larger than the recipe's."""
 
     def largest_extent(self, recipe_batch: int) -> int:
         """More samples than this a batch cannot hold."""
         return recipe_batch
+
+    def check_cut(self) -> None:
+        """Samples are at hand, so a batch has smaller parts."""
 
     @property
     def keeps_groups(self) -> bool:

@@ -6,6 +6,7 @@ logged nothing: means are averaged over the pieces, and a metric's value is that
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -67,21 +68,27 @@ class Ledger:
         """A piece failed: it has logged nothing."""
         self._open = []
 
-    def replay(self, log: Callable[..., None]) -> None:
-        """Log each entry once, merged over the pieces."""
-        if len(self._pieces) == 1:
-            for entry in self._pieces[0].entries:
-                log(entry.fx, entry.name, entry.value, **entry.settings)
-            return
+    def replay(self, log: Callable[..., None], run: Callable[[Callable[[], None]], None] = lambda log: log()) -> None:
+        """Log each entry once, merged over the pieces.
+
+        Args:
+            log: Takes entries; one that fails has logged nothing.
+            run: Calls what logs one entry.
+        """
         groups: dict[tuple[str, str, int], list[_Part]] = {}
         for piece in self._pieces:
             times: dict[tuple[str, str], int] = {}
             for entry in piece.entries:
                 time = times[entry.fx, entry.name] = times.get((entry.fx, entry.name), -1) + 1
                 groups.setdefault((entry.fx, entry.name, time), []).append(_Part(entry, piece))
+        whole = sum(piece.samples for piece in self._pieces)
         for parts in groups.values():
-            merged = _merged(parts, sum(piece.samples for piece in self._pieces))
-            log(merged.fx, merged.name, merged.value, **merged.settings)
+            run(partial(_log, log, parts, whole if len(self._pieces) > 1 else None))
+
+
+def _log(log: Callable[..., None], parts: Sequence[_Part], whole: int | None) -> None:
+    entry = parts[0].entry if whole is None else _merged(parts, whole)
+    log(entry.fx, entry.name, entry.value, **entry.settings)
 
 
 def _merged(parts: Sequence[_Part], whole: int) -> Entry:
@@ -130,4 +137,8 @@ def _mean(values: list[Tensor], weights: Sequence[float]) -> Tensor:
 
 
 def _detached(value: Any) -> Any:
-    return value.detach() if isinstance(value, Tensor) else value
+    """Without a graph, and without the operations of a subclass: these may be many, and run for each sum."""
+    if not isinstance(value, Tensor):
+        return value
+    with torch._C.DisableTorchFunctionSubclass():
+        return value.detach().as_subclass(Tensor)

@@ -4,9 +4,11 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
+from torch.utils.data import IterableDataset
 
 from lightning_ga import ranks, seams
 from lightning_ga.allocators import RetryWatch
@@ -25,6 +27,7 @@ from lightning_ga.merge import merge_outputs
 from lightning_ga.optimization import MakeClosure, SurvivingSteps
 from lightning_ga.repeatable import RepeatableStep
 from lightning_ga.replayed import ReplayedWindow, evaluates_again
+from lightning_ga.samples import collect_samples
 from lightning_ga.survive import Job, Survivor, why_no_retries
 
 
@@ -186,9 +189,24 @@ class Protection:
         batch, *rest = arguments  # the number of the batch, and that of its loader where there are several
         loader = rest[1] if len(rest) > 1 else 0
         self._evaluated = batch
-        done = survivor.run(Job(batch, seams.stage(self._trainer), lambda part, _: step(part, *rest), loader=loader))
+        job = Job(
+            batch,
+            seams.stage(self._trainer),
+            lambda part, _: step(part, *rest),
+            loader=loader,
+            again=lambda: self._evaluated_again(rest[0], loader),
+        )
+        done = survivor.run(job)
         self._evaluated = None
         return merge_outputs(done.results, done.sizes) if done.sizes else done.results[0]
+
+    def _evaluated_again(self, number: int, loader: int) -> CollatedAgain | None:
+        """The samples of a batch of an evaluation loop, fetched again."""
+        (user_loader, *others), _ = seams.evaluation_loaders(self._trainer, loader)
+        if others or not is_collated(user_loader) or isinstance(user_loader.dataset, IterableDataset):
+            return None
+        indices = next(islice(user_loader.batch_sampler, number, None), None)
+        return None if indices is None else CollatedAgain(user_loader, collect_samples(user_loader, list(indices)))
 
     def _source_of(self, stage: str, loader: int) -> BatchSource:
         """What is known of the batches of a stage's loader."""

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from lightning_ga.events import OomEvent, optimizer_step_failed
+from lightning_ga.events import OomEvent, of_rank, optimizer_step_failed
 from lightning_ga.memory import describe_memory
 from lightning_ga.oom import is_out_of_memory, release
 
@@ -50,7 +50,7 @@ class RepeatableStep:
             release(failure)
             memory = describe_memory(self._trainer.strategy.root_device)
             if not self._can_tell() or self._before.have_changed():
-                raise optimizer_step_failed(memory) from failure
+                raise of_rank(optimizer_step_failed(memory), self._trainer.world_size) from failure
             self._before.put_back()
             step(*(() if closure is None else (None,)), *given, **settings)
             self._report(OomEvent("the optimizer's step", self._trainer.global_step, 0, 0, memory))

@@ -30,6 +30,7 @@ from lightning_ga.request import Options, Request
 from lightning_ga.results import ProbeResult, lowered, outdated
 from lightning_ga.state import Position, RunState
 from lightning_ga.steps import wrong_horizons
+from lightning_ga.traceless import hooks_apart
 from lightning_ga.uncut import Batches, UncutFeed
 from lightning_ga.verify import Verdicts, measure_exactness, rounding
 from lightning_ga.windows import Chunk
@@ -196,7 +197,7 @@ class Run:
             self.gradients.weigh(batch, chunk, ranks_apart=self.feed.ranks_apart, samples=samples)
             self.protection.expect(samples)
         else:
-            self.protection.expect(None if self.feed.may_drop else chunk.count or None)
+            self.protection.expect(self.feed.expected(chunk))
         seams.step_schedulers_when_due(self.trainer, self._frequencies, chunk.window)
 
     def _samples_of_next(self, batch: Any) -> int | None:
@@ -310,7 +311,7 @@ class Run:
         assert self.plan is not None
         self.gradients.begin_epoch(self._fed_at_most, known=not self.feed.counted_later)
         assert self._micro_batch is not None
-        if self.in_step and (not self.feed.bounded or self._micro_batch < self._recipe_batch(epoch)):
+        if self.in_step and (self.feed.may_grow or self._cuts(epoch)):
             self.protection.limit = self._micro_batch
         if self._momenta is not None:
             self._momenta.rescale(self.plan.factor)
@@ -382,14 +383,20 @@ class Run:
 
     def _refuse_what_cannot_be_cut(self, epoch: int) -> None:
         """Before any work is lost: batches that are too large, and have no samples that could be told apart."""
-        assert self._micro_batch is not None
-        if not self.in_step or self._micro_batch >= self.feed.largest_extent(self._recipe_batch(epoch)):
+        if not self.in_step or not self._cuts(epoch):
             return
-        self.protection.survivor.reader("training").check(lambda: self.feed.samples_at(0), on_host=True)
+        self.feed.check_cut()
+        with hooks_apart(self.trainer):
+            self.protection.survivor.reader("training").check(lambda: self.feed.samples_at(0), on_host=True)
         if self._why_in_step:
             rank_zero_info(
                 f"AutoAccumulate cuts batches in the training step, where they are too large. {self._why_in_step}"
             )
+
+    def _cuts(self, epoch: int) -> bool:
+        """Whether batches of the recipe have to be cut, or may have to be where they do not tell their samples."""
+        assert self._micro_batch is not None
+        return self._micro_batch < self.feed.largest_extent(self._recipe_batch(epoch))
 
     def _find_micro_batch(self, epoch: int) -> int:
         device = current_device()
@@ -411,7 +418,7 @@ class Run:
             )
         share = -(-(self._effective(epoch) or feed.recipe_effective(epoch)) // trainer.world_size)
         if self._cannot_cut():
-            return self._recipe_batch(epoch)
+            return _NO_LIMIT
         looks, budget = feed.looks(epoch), self.options.budget
         if device is not None:
             beside = self.protection.memory

@@ -420,23 +420,27 @@ def backward_only(trainer: Any, batch: Any) -> None:
     trainer._logger_connector.on_batch_end()
 
 
-def accumulate_only(trainer: Any, batch: Any, batch_idx: int, observe: Callable[[], None]) -> None:
+def accumulate_only(
+    trainer: Any, batch: Any, batch_idx: int, observe: Callable[[], None], *, begins: bool = True, ends: bool = True
+) -> None:
     """Forward and backward of one micro-batch of a window, the first of which has gradients zeroed; nothing steps.
 
-    To be called after ``enter_trial``. Hooks of the module that run once for each batch of the loop run, too;
-    ``observe`` is called between them, before and after the step.
+    To be called after ``enter_trial``. Where it begins or ends a batch of the loop, the module's hooks of that run,
+    too; ``observe`` is called between them, before and after the step.
     """
     loop = trainer.fit_loop.epoch_loop
     trainer.accumulate_grad_batches = 4
     loop.batch_progress.current.ready = next(ready for ready in (2, 3) if ready != trainer.num_training_batches)
     trainer._logger_connector.on_batch_start(batch)
     with muted(trainer), without_collectives(trainer):
-        call_module_hook(trainer, "on_train_batch_start", batch, batch_idx)
+        if begins:
+            call_module_hook(trainer, "on_train_batch_start", batch, batch_idx)
         observe()
         kwargs = loop._build_kwargs(OrderedDict(), batch, batch_idx)
         outputs = loop.automatic_optimization.run(trainer.optimizers[0], batch_idx, kwargs)
         observe()
-        call_module_hook(trainer, "on_train_batch_end", outputs, batch, batch_idx)
+        if ends:
+            call_module_hook(trainer, "on_train_batch_end", outputs, batch, batch_idx)
     trainer._logger_connector.on_batch_end()
 
 
@@ -582,9 +586,24 @@ def logs_held_back(trainer: Any, note: Callable[..., None]) -> Iterator[Callable
         return
     shadow(results, "log", note)
     try:
-        yield lambda *arguments, **settings: type(results).log(results, *arguments, **settings)
+        yield partial(_log_or_nothing, results)
     finally:
         unshadow(results, "log")
+
+
+def _log_or_nothing(results: Any, fx: str, name: str, *arguments: Any, **settings: Any) -> None:
+    """Log one value; if that fails half-way, put the sums of that name back (``logger_connector/result.py:234``)."""
+    key = f"{fx}.{name}"
+    before = {known: dict(vars(metric)) for known, metric in results.items() if known.startswith(key)}
+    try:
+        type(results).log(results, fx, name, *arguments, **settings)
+    except Exception:
+        for known in [known for known in results if known.startswith(key)]:
+            if known in before:
+                vars(results[known]).update(before[known])
+            else:
+                del results[known]
+        raise
 
 
 def stage(trainer: Any) -> str:
@@ -648,6 +667,14 @@ def hooks_move_batches(trainer: Any) -> bool:
         getattr(owner, hook) for owner in owners for hook in ("transfer_batch_to_device", "on_after_batch_transfer")
     ]
     return not all(hook.__module__.startswith(("lightning.", "pytorch_lightning.")) for hook in hooks)
+
+
+def hooks_see_batches(trainer: Any) -> bool:
+    """Whether the module or the datamodule has a part of its own in what is done to a batch before the step."""
+    owners = [owner for owner in (trainer.lightning_module, trainer.datamodule) if owner is not None]
+    before = [owner.on_before_batch_transfer for owner in owners]
+    own = not all(hook.__module__.startswith(("lightning.", "pytorch_lightning.")) for hook in before)
+    return own or hooks_move_batches(trainer)
 
 
 STEPS = ("validation_step", "test_step", "predict_step")

@@ -12,6 +12,7 @@ from dataclasses import is_dataclass
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import Module
@@ -250,11 +251,11 @@ def _copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 
 class AttributeStash:
-    """Attributes of a module's parts that are no tables of tensors: modes, tensors, lists of tensors, generators.
+    """Attributes of a module's parts that are no tables of tensors: modes, tensors, what steps gather, generators.
 
     A large tensor, or one with a graph, is most often an output of the step before: it is not kept
     alive. Nor is each element of a long list copied: what a step appends goes, and a change of an
-    element in place is noticed. Numbers and all else are none of this: what counts attempts goes on counting.
+    element in place is noticed. Numbers, and lists of them, are none of this: what counts attempts goes on counting.
 
     Args:
         module: The module whose attributes a step may change.
@@ -266,11 +267,13 @@ class AttributeStash:
         # PyTorch's own layers keep nothing else, and they are many.
         self._owners = [(path, vars(part)) for path, part in parts if not type(part).__module__.startswith("torch.nn.")]
         self._modes: list[bool] = []
-        self._kept: list[tuple[dict[str, Any], str, Tensor]] = []
+        self._names: list[set[str]] = []
+        self._kept: list[tuple[dict[str, Any], str, Any]] = []
         self._copied: list[Tensor] = []
         self._copies: list[Tensor] = []
         self._watched: list[tuple[str, Tensor, int]] = []
-        self._containers: list[tuple[Any, Any]] = []
+        self._containers: list[_Contents] = []
+        self._tails: list[tuple[dict[str, Any], str, int, int]] = []  # of lists that are not kept alive
         self._generators: list[tuple[Any, Any]] = []
         self.keep()
 
@@ -282,7 +285,9 @@ class AttributeStash:
         """Remember what there is, before an attempt."""
         before = self._copied
         self._modes = [part.training for part in self._parts]
-        self._kept, self._copied, self._watched, self._containers, self._generators = [], [], [], [], []
+        self._kept, self._copied, self._watched, self._generators = [], [], [], []
+        self._containers, self._tails = [], []
+        self._names = [set(owner) for _, owner in self._owners]
         for path, owner in self._owners:
             for name, value in owner.items():
                 if _is_kept(type(value)) and name not in _TABLES:  # type: ignore[arg-type]
@@ -297,12 +302,17 @@ class AttributeStash:
         for part, mode in zip(self._parts, self._modes):
             if part.training != mode:
                 part.training = mode
-        for owner, name, tensor in self._kept:
-            owner[name] = tensor
+        for (_, owner), names in zip(self._owners, self._names):
+            for name in [name for name, value in owner.items() if name not in names and _is_gathered(value)]:
+                del owner[name]
+        for owner, name, value in self._kept:
+            owner[name] = value
         _copy_all(self._copied, self._copies)
-        for container, contents in self._containers:
-            if _holds_tensors(container):
-                _refill(container, contents)
+        for contents in self._containers:
+            contents.put_back()
+        for owner, name, key, length in self._tails:
+            if id(owner.get(name)) == key:
+                del owner[name][length:]
         for generator, state in self._generators:
             restore_generator(generator, state)
 
@@ -318,18 +328,48 @@ class AttributeStash:
                 self._kept.append((owner, name, value))
                 self._watch(place, value)
         elif isinstance(value, (list, deque, dict)):
-            if _holds_tensors(value) and all(map(_is_small_state, _things(value))):
-                self._containers.append((value, copy.copy(value)))
-                for tensor in _things(value):
-                    self._watch(place, tensor, copies=len(value) <= FEW)
+            if _is_gathered(value) and _is_light(value):
+                self._kept.append((owner, name, value))
+                self._gather(place, value)
+            elif _is_gathered(value) and isinstance(value, list):
+                self._tails.append((owner, name, id(value), len(value)))
         else:
             self._generators.append((value, generator_state(value)))
+
+    def _gather(self, place: str, container: Any) -> None:
+        """What a container of tensors or of other containers holds, at any depth of dictionaries and short lists."""
+        self._containers.append(_Contents(container))
+        if _holds_tensors(container):
+            for tensor in _things(container):
+                self._watch(place, tensor, copies=len(container) <= FEW)
+            return
+        for thing in _things(container) if len(container) <= FEW else ():
+            if isinstance(thing, (list, deque, dict)) and _is_gathered(thing):
+                self._gather(place, thing)
 
     def _watch(self, place: str, tensor: Tensor, *, copies: bool = True) -> None:
         if copies and not tensor.is_meta and _is_writable(tensor):
             self._copied.append(tensor)
         else:
             self._watched.append((place, tensor, tensor._version))
+
+
+class _Contents:
+    """What a container holds: all of it, or of a long list how much it is, as steps append to such."""
+
+    def __init__(self, container: Any) -> None:
+        self._container = container
+        long = isinstance(container, list) and len(container) > FEW
+        self._kept: Any = len(container) if long else copy.copy(container)
+
+    def put_back(self) -> None:
+        """Give the container its contents back, unless it has come to hold numbers."""
+        if not _is_gathered(self._container):
+            return
+        if isinstance(self._kept, int):
+            del self._container[self._kept :]
+        else:
+            _refill(self._container, self._kept)
 
 
 @cache
@@ -348,6 +388,22 @@ def _things(container: Any) -> Any:
 def _holds_tensors(container: Any) -> bool:
     """Whether it holds tensors and nothing else; so does an empty one."""
     return all(isinstance(thing, Tensor) for thing in _things(container))
+
+
+def _is_gathered(value: Any) -> bool:
+    """Whether a value is a tensor, or a container of what steps gather: tensors, arrays, and records of anything."""
+    if isinstance(value, (list, deque, dict)):
+        return all(isinstance(thing, (Tensor, np.ndarray, list, tuple, dict)) for thing in _things(value))
+    return isinstance(value, Tensor)
+
+
+def _is_light(container: Any) -> bool:
+    """Whether it may be kept alive: it holds no large tensor, and none with a graph; long lists are not searched."""
+    if isinstance(container, Tensor):
+        return _is_small_state(container)
+    if not isinstance(container, (list, deque, dict, tuple)):
+        return True
+    return all(map(_is_light, list(_things(container))[-FEW:]))
 
 
 def _is_small_state(tensor: Tensor) -> bool:

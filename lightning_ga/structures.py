@@ -71,7 +71,8 @@ def find_splitter(node: Any) -> Splitter | None:
         for base in type(node).__mro__:
             if base in _SPLITTERS:
                 return _SPLITTERS[base]
-    return _OF_GRAPHS if hasattr(type(node), "to_data_list") and hasattr(type(node), "from_data_list") else None
+    methods = (getattr(type(node), name, None) for name in ("to_data_list", "from_data_list"))
+    return _OF_GRAPHS if all(map(callable, methods)) else None
 
 
 _OF_GRAPHS = Splitter(
@@ -148,6 +149,8 @@ def same_values(one: Any, other: Any) -> bool:
             names = [[name for name, _ in opened] for opened in children if opened is not None]
             pairs = zip(children[0], children[1])
             return names[0] == names[1] and all(same_values(a, b) for (_, a), (_, b) in pairs)
+        if type(one).__eq__ is object.__eq__ and hasattr(one, "__dict__"):
+            return same_values(vars(one), vars(other))
         return bool(one == other)
     except Exception:  # arrays of objects; what an == of a user's type may say
         return _same_text(one, other)

@@ -23,6 +23,7 @@ from lightning_ga.events import (
     cannot_run_again,
     changed_by_the_step,
     fewer_samples_than_ranks,
+    of_rank,
     one_sample_too_large,
 )
 from lightning_ga.fingerprint import describe_value
@@ -32,6 +33,7 @@ from lightning_ga.memory import describe_memory
 from lightning_ga.oom import is_ambiguous_out_of_memory, is_out_of_memory, release
 from lightning_ga.plan import plan_accumulation, split_evenly
 from lightning_ga.snapshot import RandomState
+from lightning_ga.traceless import hooks_apart
 from lightning_ga.undo import AttemptState
 
 
@@ -118,6 +120,7 @@ class Survivor:
         self._move: Callable[[Any], Any] = lambda batch: batch
         self._on_host = False  # the current batch stays there, to be moved in pieces
         self._failure: Exception | None = None
+        self._ran_out: dict[str, Exception] = {}  # the last time in each stage
         self._refused: list[int] = []  # samples of the attempts at the current batch that failed
 
     @property
@@ -147,7 +150,7 @@ class Survivor:
             together = self._pieces_of_all_ranks(job)
             done = self._whole(job, ledger) if self._may_fit(job, together) else None
             done = self._in_pieces(job, ledger, together) if done is None else done
-            ledger.replay(log)
+            ledger.replay(log, self._again_if_memory_runs_out)
         self.unknown.discard(job.stage)
         self._on_host = False
         return done
@@ -183,7 +186,7 @@ class Survivor:
         if pieces > samples and job.stage not in self.waiting:
             return None
         if pieces > samples:
-            raise fewer_samples_than_ranks(pieces, samples)
+            raise self._error(fewer_samples_than_ranks(pieces, samples))
         return pieces
 
     def _may_fit(self, job: Job, together: int | None) -> bool:
@@ -264,7 +267,7 @@ class Survivor:
             if failure is None:
                 raise
             self._forget_attempts()
-            raise cannot_be_cut(job.stage, str(why), describe_memory(self._trainer.strategy.root_device)) from failure
+            raise self._error(cannot_be_cut(job.stage, str(why), self._memory())) from failure
 
     def _slices_after(self, error: Exception, job: Job, ledger: Ledger, piece: Piece) -> BatchSlices:
         """The batch cut in another way, after a piece has failed where nothing but its being a piece may be the cause.
@@ -272,7 +275,7 @@ class Survivor:
         Raises:
             UserError: If there is none, from the out-of-memory error before it or else from the piece's own.
         """
-        failure, reader = self._failure, self.reader(job.stage, job.loader)
+        reader = self.reader(job.stage, job.loader)
         if self.retries and not reader.collates_anew:
             ledger.drop()
             self._undo(job, piece)
@@ -286,8 +289,10 @@ class Survivor:
             except LayoutError as why:
                 error.add_note(str(why))
         self._forget_attempts()
-        memory = None if failure is None else describe_memory(self._trainer.strategy.root_device)
-        raise a_piece_failed(job.stage, piece.samples, piece.of, memory, error) from (failure or error)
+        failure = self._ran_out.get(job.stage)
+        memory = None if failure is None else self._memory()
+        told = a_piece_failed(job.stage, piece.samples, piece.of, memory, error)
+        raise self._error(told) from (failure or error)
 
     @contextmanager
     def _reading(self, reader: BatchReader, *, anew: bool = False) -> Iterator[None]:
@@ -296,13 +301,11 @@ class Survivor:
             yield
             return
         active, self.active = self.active, False
-        before = AttemptState(self._trainer.lightning_module)
-        before.keep(None)
         try:
-            yield
+            with hooks_apart(self._trainer):
+                yield
         finally:
             self.active = active
-            before.put_back()
 
     def _forget_attempts(self) -> None:
         self._refused, self._failure = [], None
@@ -314,8 +317,8 @@ class Survivor:
             # A piece as large as one that failed may have gone through before: samples differ.
             fits = max((size for size in sizes if size < min(self._refused)), default=1)
             self.limits[stage] = fits
-            memory = describe_memory(self._trainer.strategy.root_device)
-            event = OomEvent(stage, self._trainer.global_step, min(self._refused), fits, memory, self._verdict(stage))
+            step, verdict = self._trainer.global_step, self._verdict(stage)
+            event = OomEvent(stage, step, min(self._refused), fits, self._memory(), verdict)
             self._report(event)
         self._forget_attempts()
         results, weights = zip(*outcome.results)
@@ -335,7 +338,7 @@ class Survivor:
         failure = self._failure
         if lost is not None and failure is not None:
             self._forget_attempts()
-            raise changed_by_the_step(job.stage, lost, describe_memory(self._trainer.strategy.root_device)) from failure
+            raise self._error(changed_by_the_step(job.stage, lost, self._memory())) from failure
 
     def _attempt(self, stage: str, run: Callable[[], Any]) -> tuple[bool, Any]:
         """Whether it went through, and what came of it; freed outside of the ``except`` block, which pins memory."""
@@ -350,6 +353,7 @@ class Survivor:
             if ranks.collectives(self._trainer) != before:
                 self.waiting.add(stage)
         release(self._failure)
+        self._ran_out[stage] = self._failure
         self._raise_if_others_wait(stage)
         return False, None
 
@@ -368,7 +372,7 @@ class Survivor:
         self._forget_attempts()
         if is_ambiguous_out_of_memory(failure):
             raise failure
-        raise cannot_run_again(stage, why, describe_memory(self._trainer.strategy.root_device)) from failure
+        raise self._error(cannot_run_again(stage, why, self._memory())) from failure
 
     def _refuse(self, samples: int, job: Job, part: Any) -> None:
         """Note that so many samples do not fit."""
@@ -378,8 +382,20 @@ class Survivor:
         self._forget_attempts()
         if is_ambiguous_out_of_memory(failure):
             raise failure
-        memory = describe_memory(self._trainer.strategy.root_device)
-        raise one_sample_too_large(job.stage, describe_value(part), memory) from failure
+        raise self._error(one_sample_too_large(job.stage, describe_value(part), self._memory())) from failure
+
+    def _again_if_memory_runs_out(self, run: Callable[[], None]) -> None:
+        """Run what has undone itself where it fails; with the step's memory freed, there is room for it."""
+        went_through, _ = self._attempt("training", run) if self.retries else (False, None)
+        if not went_through:
+            self._forget_attempts()
+            run()
+
+    def _error(self, error: UserError) -> UserError:
+        return of_rank(error, self._trainer.world_size)
+
+    def _memory(self) -> str:
+        return describe_memory(self._trainer.strategy.root_device)
 
     def samples(self, batch: Any, stage: str, expected: int | None, loader: int = 0, *, on_host: bool = False) -> int:
         """How many samples a batch holds."""

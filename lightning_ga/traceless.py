@@ -17,6 +17,7 @@ from lightning_ga.snapshot import (
     RandomState,
     TensorValues,
 )
+from lightning_ga.undo import AttemptState
 
 
 @contextmanager
@@ -60,6 +61,25 @@ def traceless(trainer: Any, stand_ins: Mapping[int, Any] | None = None) -> Itera
         stack.callback(restore)
         prepare()
         yield prepare
+
+
+@contextmanager
+def hooks_apart(trainer: Any) -> Iterator[None]:
+    """Within, hooks of batches may be called aside from training: what they change is put back."""
+    if not seams.hooks_see_batches(trainer):
+        yield
+        return
+    module, random_state = trainer.lightning_module, RandomState()
+    plain = PlainState(list(module.modules()), [trainer, trainer.strategy, trainer.datamodule])
+    tensors = AttemptState(module)
+    tensors.keep(None)
+    plain.swap_in_copies()
+    try:
+        yield
+    finally:
+        plain.restore()
+        tensors.put_back()
+        random_state.restore()
 
 
 def _own_tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:

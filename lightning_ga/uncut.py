@@ -19,6 +19,7 @@ from lightning_ga.batch_reader import (
     BatchSource,
     CollatedBatches,
     ReadyMadeBatches,
+    check_proportion,
     gather,
     indices_of,
     is_collated,
@@ -87,6 +88,7 @@ class UncutFeed:
             DataLoader(self._stream, batch_size=1, collate_fn=_only), own_seed=torch.Generator(), **settings
         )
         self._user_loader: DataLoader[Any] | None = None
+        self._tells = True  # how many samples a batch holds
         self.sizes = self._sizes_of_loaders()
         self._each: int = settings["largest_over_ranks"](self._samples_of_first())
 
@@ -151,12 +153,22 @@ class UncutFeed:
 
     def largest_extent(self, recipe_batch: int) -> int:
         """More samples than this a batch cannot hold, as far as the first one shows."""
-        return recipe_batch if self._each > 1 or self.sizes else largest_extent(self._stream.peek(1)[0])
+        if self._each > 1:
+            return recipe_batch
+        return max(self.sizes) if self.sizes else largest_extent(self._stream.peek(1)[0])
+
+    def check_cut(self) -> None:
+        """Refuse to cut what has no smaller parts.
+
+        Raises:
+            LayoutError: If that is so.
+        """
+        _ = self.user_loader
 
     @property
-    def bounded(self) -> bool:
-        """Whether no batch is larger than the first."""
-        return bool(self.sizes)
+    def may_grow(self) -> bool:
+        """Whether a batch may show that it holds more samples than the first."""
+        return not self.sizes and self._tells
 
     @property
     def user_loader(self) -> "DataLoader[Any]":
@@ -166,6 +178,8 @@ class UncutFeed:
             LayoutError: If these cannot be told apart.
         """
         if self._user_loader is None:
+            if self._hook is None:
+                check_proportion(self._each, self.sizes)
             (batch,) = self._stream.peek(1)[:1]
             trial = _ByHook(batch, self._hook) if self._hook is not None else _ByLayout(batch, self._raw_layout)
             self._user_loader = DataLoader(trial, batch_size=len(trial), collate_fn=trial.together)
@@ -229,9 +243,8 @@ class UncutFeed:
         try:
             return max(1, self._raw_layout.samples(peeked[0]))
         except LayoutError:
-            if self._hook is None:
-                return 1
-            return max(1, length_of_first(peeked[0]))
+            self._tells = self._hook is not None
+            return max(1, length_of_first(peeked[0])) if self._tells else 1
 
     @property
     def _raw_layout(self) -> Layout:

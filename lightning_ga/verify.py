@@ -144,7 +144,8 @@ class _Check:
         if in_step:
             return _both(self._cut_and_judge(samples, collated, kept, whole))
         loaded = [self._collate(samples[:middle]), self._collate(samples[middle:])]
-        training = self._judge(whole, loaded, lambda seed: self._collate(samples, seed), whole.changed)
+        sizes = middle, len(samples) - middle
+        training = self._judge(whole, loaded, sizes, lambda seed: self._collate(samples, seed), cut=False)
         try:
             slices = self._slices(samples, collated, kept)
         except LayoutError as why:
@@ -168,7 +169,7 @@ class _Check:
             while True:
                 try:
                     parts = [slices(0, middle), slices(middle, kept)]
-                    return self._judge(whole, parts, lambda _: collated, whole.changed_in_step)
+                    return self._judge(whole, parts, (middle, kept - middle), lambda _: collated, cut=True)
                 except Exception as error:
                     if is_out_of_memory(error) or isinstance(error, LayoutError) or failed is not None:
                         raise
@@ -190,20 +191,22 @@ class _Check:
         ).take
 
     def _judge(
-        self, whole: _Passes, parts: list[Any], again: Callable[[int], Any], changed: tuple[str, ...]
+        self, whole: _Passes, parts: list[Any], sizes: Sequence[int], again: Callable[[int], Any], *, cut: bool
     ) -> Exactness:
         """Compare parts with the whole.
 
         Args:
             whole: The pass of the whole batch.
             parts: What it is cut into.
+            sizes: Samples of each.
             again: The whole batch once more, with random numbers of some seed.
-            changed: What one of the micro-batches changes that the next one meets.
+            cut: Whether the parts are cut in the step, and are one batch of the loop.
         """
-        counts = [self._items(part) for part in parts]
+        changed = whole.changed_in_step if cut else whole.changed
+        counts = [self._items(part, size) for part, size in zip(parts, sizes)]
         if not all(number > 0 for number in counts):
             return unmeasured(self._tolerance, f"normalize counts {counts} in the parts of a batch")
-        share, ran = counts[0] / sum(counts), self._pass(parts, seed=1)
+        share, ran = counts[0] / sum(counts), self._pass(parts, seed=1, of_one=cut)
         with uncounted():
             differences = compare(*whole.gradients, *ran.gradients, share=share)
         noise = self._noise(whole, again, differences.error)
@@ -240,14 +243,22 @@ class _Check:
                 break
         return noise
 
-    def _items(self, part: Any) -> float:
-        return self._reader.count(part, on_host=True) if self._count is None else count_items(self._count, part)
+    def _items(self, part: Any, samples: int) -> float:
+        if self._count is not None:
+            return count_items(self._count, part)
+        return self._reader.count(part, expected=samples, on_host=True)
 
     def _collate(self, samples: list[Any], seed: int = 0) -> Any:
         return seams.before_transfer(self._trainer, collate_samples(self._loader, samples, len(samples), seed=seed))
 
-    def _pass(self, batches: Sequence[Any], *, seed: int) -> _Passes:
-        """Run micro-batches one after the other, from the state that training begins with."""
+    def _pass(self, batches: Sequence[Any], *, seed: int, of_one: bool = False) -> _Passes:
+        """Run micro-batches one after the other, from the state that training begins with.
+
+        Args:
+            batches: The micro-batches.
+            seed: Of the random numbers that they draw.
+            of_one: Whether they are parts of one batch of the loop, whose hooks run once.
+        """
         self._prepare()
         module = self._trainer.lightning_module
         stop_dropping(module)
@@ -260,7 +271,14 @@ class _Check:
             for parameter in module.parameters():
                 parameter.grad = None
             moved = seams.transferred(self._trainer, batch)
-            seams.accumulate_only(self._trainer, moved, number, lambda: states.append(_watched(module)))
+            seams.accumulate_only(
+                self._trainer,
+                moved,
+                number,
+                lambda: states.append(_watched(module)),
+                begins=not of_one or number == 0,
+                ends=not of_one or number == len(batches) - 1,
+            )
             self._steps += 1
             gradients.append([_on_host(gradient) for gradient in _gradients(module)])
         hooks, step = _changed(before, _watched(module)), _changed(*states[:2])

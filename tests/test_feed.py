@@ -98,6 +98,19 @@ def trained_on(ranks: list[Feed]) -> list[list[int]]:
     return [sorted(samples) for _window, samples in sorted(windows.items())]
 
 
+def assert_fit(ranks: list[Feed], limit: int) -> None:
+    """Assert that no micro-batch to come is larger than fits."""
+    counts = [feed.chunk(index).count for feed in ranks for index in range(feed.done, feed.length or 0)]
+    assert max(counts, default=0) <= limit
+
+
+def mixed(feed: Feed, batches: list[list[int]]) -> list[list[int]]:
+    """Micro-batches with samples of more than one of the user's batches."""
+    assert feed.loader is not None
+    groups = [set(batch) for batch in batches]
+    return [part.tolist() for part in feed.loader if not any(group >= set(part.tolist()) for group in groups)]
+
+
 def cut(order: list[int], size: int, *, drop_last: bool = False) -> list[list[int]]:
     windows = [sorted(order[start : start + size]) for start in range(0, len(order), size)]
     return windows[:-1] if drop_last and len(windows[-1]) < size else windows
@@ -183,7 +196,10 @@ def test_batches_of_the_recipe_are_counted_while_training(
 def test_batches_of_a_custom_batch_sampler_are_joined(
     total: int, factor: int, world_size: int, limit: int, trainer_limit: int | float
 ) -> None:
-    """A window is the next factor × ranks of the user's batches, cut anew into micro-batches that fit."""
+    """A window is the next factor × ranks of the user's batches, cut anew into micro-batches that fit.
+
+    On one rank no micro-batch holds samples of two batches, which may belong together.
+    """
     batches = Growing(total).batches
     length = -(-len(batches) // world_size)
     used = min(length, trainer_limit) if isinstance(trainer_limit, int) else int(length * trainer_limit)
@@ -205,6 +221,8 @@ def test_batches_of_a_custom_batch_sampler_are_joined(
         assert plan.effective_batch_size == feed.recipe_effective(0) == max(map(len, windows))
         assert feed.total(0) == sum(map(len, batches))
     assert trained_on(ranks) == windows
+    assert_fit(ranks, limit)
+    assert world_size > 1 or not mixed(ranks[0], batches)
     counts = [feed.recipe_batches(feed.epoch_plan.samples_after(index)) for index in range(feed.length or 0)]
     ends = list(accumulate(map(len, batches)))[world_size - 1 :: world_size]
     for index, count in enumerate(counts[:-1]):
@@ -224,7 +242,7 @@ def test_an_interrupted_epoch_goes_on_anywhere(
             return DataLoader(Numbers(total), batch_sampler=Growing(total))
         return DataLoader(Numbers(total), 3, shuffle=True)
 
-    asked = None if custom and total >= 4 else effective
+    asked = None if custom else effective  # batches of several sizes make up no given number
     try:
         first, second = feeds(make, before, 2), feeds(make, after, 2)
         for feed in first:
@@ -235,8 +253,7 @@ def test_an_interrupted_epoch_goes_on_anywhere(
         for feed in second:
             plan = feed.arrange(1, asked, other, samples_done=done)
             assert plan.micro_batch_size <= other
-            counts = [feed.chunk(index).count for index in range(feed.epoch_plan.done, feed.length or 0)]
-            assert all(count <= other for count in counts)
+            assert_fit([feed], other)
     except UserError as error:
         assert "below the number of ranks" in str(error)  # noqa: PT017
         return
@@ -252,10 +269,84 @@ def test_a_resume_never_passes_the_limit_where_given_batches_join_otherwise() ->
     ends = [0, *accumulate(sizes)]
     batches = [list(range(a, b)) for a, b in pairwise(ends)]
     (feed,) = feeds(lambda rank: DataLoader(Numbers(12), batch_sampler=batches), 1, 2)  # type: ignore[arg-type]
-    assert feed.arrange(0, None, 3).factor == 2
+    assert feed.arrange(0, None, 3).factor == 4  # two batches, each in two parts
+    assert_fit([feed], 3)
     plan = feed.arrange(0, None, 3, samples_done=1)
     assert (plan.effective_batch_size, plan.factor) == (10, 4)
     assert trained_on([feed]) == [list(range(1, 11)), [11]]
+
+
+class Own(BatchSampler):
+    """A batch sampler of the user's own."""
+
+
+def grouped(total: int, batch: int, *, drop_last: bool = False) -> DataLoader[int]:
+    return DataLoader(Numbers(total), batch_sampler=Own(SequentialSampler(range(total)), batch, drop_last))
+
+
+@settings(deadline=None)
+@given(TOTALS, BATCHES, FACTORS, LIMITS, st.integers(1, 4))
+def test_an_effective_batch_is_a_whole_number_of_a_batch_samplers_batches(
+    total: int, batch: int, factor: int, limit: int, number: int
+) -> None:
+    """What is asked for replaces the recipe's factor; batches are not mixed, and the last one may be ragged."""
+    batches = [list(range(start, min(start + batch, total))) for start in range(0, total, batch)]
+    (feed,) = feeds(lambda rank: grouped(total, batch), 1, factor)
+    assert feed.keeps_groups
+    effective = number * max(map(len, batches))
+    plan = feed.arrange(0, effective, limit)
+    assert plan.micro_batch_size <= limit
+    assert plan.effective_batch_size == effective or total < effective
+    assert feed.steps(0, effective) == -(-len(batches) // number)
+    assert trained_on([feed]) == cut(list(range(total)), effective)
+    assert_fit([feed], limit)
+    assert not mixed(feed, batches)
+
+
+@pytest.mark.parametrize(
+    ("make", "effective", "message"),
+    [
+        (
+            lambda rank: grouped(20, 4),
+            6,
+            r"=6 is no whole number of batches of 4 samples, .* Own .*use a multiple of 4\.",
+        ),
+        (lambda rank: grouped(20, 4), 3, r"=3 is no whole number of batches of 4 .*use a multiple of 4\."),
+        (
+            lambda rank: DataLoader(Numbers(12), batch_sampler=Growing(12)),
+            6,
+            r"=6 is no whole number of batches of 1 to 3 samples, .* Growing .*Trainer\(accumulate_grad_batches=…\)",
+        ),
+    ],
+)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_an_effective_batch_that_would_mix_batches_of_a_batch_sampler_is_refused(
+    make: Callable[[int], DataLoader[Any]], effective: int, message: str, world_size: int
+) -> None:
+    """They may belong together: pairs, classes in balance, lengths alike."""
+    for feed in feeds(make, world_size):
+        with pytest.raises(UserError, match=rf"effective_batch_size{message}"):
+            feed.arrange(0, effective, 2)
+
+
+def test_windows_of_a_batch_sampler_are_shared_among_ranks() -> None:
+    """There each rank has a part of every batch, or of several: what belongs together is not kept."""
+    ranks = feeds(lambda rank: grouped(20, 4), 2)
+    for feed in ranks:
+        assert not feed.keeps_groups
+        assert feed.arrange(0, 8, 3).effective_batch_size == 8
+    assert trained_on(ranks) == cut(list(range(20)), 8)
+    assert_fit(ranks, 3)
+
+
+def test_the_largest_batch_fits_even_in_a_window_of_few_samples() -> None:
+    """Batches of 5 and 5 make up the largest window, and one of 8 is in another."""
+    sizes = [5, 5, 1, 8]
+    batches = [list(range(a, b)) for a, b in pairwise([0, *accumulate(sizes)])]
+    (feed,) = feeds(lambda rank: DataLoader(Numbers(19), batch_sampler=batches), 1, 2)  # type: ignore[arg-type]
+    assert feed.arrange(0, None, 5).effective_batch_size == 10
+    assert trained_on([feed]) == [list(range(10)), list(range(10, 19))]
+    assert_fit([feed], 5)
 
 
 @pytest.mark.parametrize("shard", [True, False])
@@ -278,9 +369,6 @@ def test_a_distributed_sampler_is_never_sharded_twice(world_size: int, shard: bo
 @pytest.mark.parametrize("shard", [True, False])
 def test_a_batch_sampler_over_a_distributed_sampler_is_each_ranks_own(shard: bool) -> None:
     """Every rank's batches are already its share: all samples come, none twice."""
-
-    class Own(BatchSampler):
-        """A batch sampler of the user's own."""
 
     def make(rank: int) -> DataLoader[int]:
         sampler: DistributedSampler[int] = DistributedSampler(Numbers(24), 2, rank, shuffle=False)

@@ -1,6 +1,5 @@
 """A loader of any make is read and copied with other batches, and is itself left alone."""
 
-from collections import namedtuple
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -22,9 +21,17 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_ga.errors import UserError
-from lightning_ga.loaders import copy_loader, count_samples, read_loader, rebatch
-from lightning_ga.sampler import FromBatches, FromSampler, Sequential, Shuffled, Stream, WindowBatchSampler
-from lightning_ga.samples import collate_samples, collect_samples
+from lightning_ga.loaders import copy_loader, read_loader, rebatch
+from lightning_ga.sampler import (
+    FromBatches,
+    FromSampler,
+    Sequential,
+    Shuffled,
+    Stream,
+    WindowBatchSampler,
+    draws_a_seed,
+)
+from lightning_ga.samples import collate_samples, collect_samples, peekable
 from lightning_ga.windows import EpochPlan, RegularWindows
 
 SIZE = 11
@@ -140,7 +147,7 @@ def armed(loader: DataLoader[Any], *, size: int = 4, limit: int = 2, total: int 
     order = read_loader(loader, world_size=1).order
     if isinstance(order, FromBatches):
         order.batches(0, 1)
-    cut = WindowBatchSampler(order, share=0, rank=0, seed=1)
+    cut = WindowBatchSampler(order, share=0, seed=1)
     cut.plan, cut.armed = EpochPlan(RegularWindows(total, size), limit, -(-size // limit), 1), True
     return cut
 
@@ -305,16 +312,16 @@ class Endless:
 @pytest.mark.parametrize(
     ("loader", "message"),
     [
-        ([1, 2], "the training data is a list: give fit\\(\\) one DataLoader"),
-        ({"a": DataLoader(Numbers())}, "the training data is a dict: give fit\\(\\) one DataLoader"),
-        (DataLoader(Numbers(), batch_size=None), "has batch_size=None.*give the DataLoader a batch_size"),
-        (DataLoader(Counting(), batch_size=None), "has batch_size=None.*let the dataset yield samples"),
+        ([1, 2], "training data is a list and not one torch.utils.data.DataLoader"),
+        ({"a": DataLoader(Numbers())}, "training data is a dict and not one torch.utils.data.DataLoader"),
+        (DataLoader(Numbers(), batch_size=None), "has batch_size=None, so that its dataset yields whole batches"),
+        (DataLoader(Counting(), batch_size=None), "has batch_size=None, so that its dataset yields whole batches"),
         (DataLoader(Numbers(), batch_sampler=Endless()), "batch sampler Endless has no len.*give it a __len__"),  # type: ignore[arg-type]
         (DataLoader(Numbers(), 3, sampler=Endless()), "sampler Endless has no len.*give it a __len__"),  # type: ignore[arg-type]
     ],
 )
 def test_a_loader_that_cannot_be_cut_is_refused(loader: object, message: str) -> None:
-    """With what it is, why it will not do, and the way out."""
+    """With what it is and why it will not do; batches of the first four are cut as they come (``uncut``)."""
     with pytest.raises(UserError, match=message):
         read_loader(loader, world_size=1)
 
@@ -349,8 +356,9 @@ def test_of_a_view_only_what_it_shows_is_copied() -> None:
 
 @pytest.mark.parametrize("dataset", [Counting, SizedCounting, Reopened])
 def test_samples_of_a_stream_are_looked_at_without_losing_them(dataset: type) -> None:
-    """From a copy, or from a second pass where the stream cannot be copied."""
-    loader = DataLoader(dataset(), 3)
+    """From a copy, or from what is kept for the next pass where the stream cannot be copied."""
+    loader = peekable(DataLoader(dataset(), 3))
+    assert collect_samples(loader, [None] * 4) == [0, 1, 2, 3]
     assert collect_samples(loader, [None] * 4) == [0, 1, 2, 3]
     assert numbers(loader) == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10]]
 
@@ -363,34 +371,19 @@ def test_a_stream_that_can_be_read_only_once_is_left_alone() -> None:
     assert numbers(loader) == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10]]
 
 
-def test_looking_at_samples_uses_up_no_random_numbers() -> None:
-    """A loader draws a seed for its workers on every pass: not from the global generator here."""
-    loader = DataLoader(TensorDataset(torch.arange(SIZE)), 3, shuffle=True)
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_looking_at_samples_uses_up_no_random_numbers(shuffle: bool) -> None:
+    """A pass over the copy uses up as many as one over the user's loader: seeds of workers and of the order."""
+    loader = DataLoader(TensorDataset(torch.arange(SIZE)), 3, shuffle=shuffle)
+    with torch.random.fork_rng():
+        assert len(list(loader)) == 4
+        after = torch.get_rng_state()
     before = torch.get_rng_state()
     collate_samples(loader, collect_samples(loader, [1, 2]), 2)
-    cut = rebatch(loader, armed(loader))
-    assert len(list(cut)) == 6
     assert torch.equal(torch.get_rng_state(), before)
-
-
-Pair = namedtuple("Pair", "inputs lengths")
-
-
-@pytest.mark.parametrize(
-    ("batch", "expected", "count"),
-    [
-        (torch.zeros(3, 5), 8, 3),
-        ([torch.zeros(3, 5), torch.zeros(3)], 8, 3),
-        ({"ids": torch.zeros(3, 5), "mask": torch.zeros(3, 5)}, 3, 3),
-        (Pair(torch.zeros(2, 4), torch.zeros(2)), 5, 2),
-        (["a", "b"], 5, 2),
-        (SimpleNamespace(x=torch.zeros(2, 4)), 5, 2),
-        ((torch.tensor(1.0), torch.zeros(3, 2)), 5, 3),  # a scalar has no length
-        ((torch.zeros(40, 2), torch.zeros(4)), 4, 4),  # nodes of a graph, then one entry per graph
-        (object(), 4, 4),
-        ({}, 4, 4),
-    ],
-)
-def test_samples_of_a_batch_are_counted(batch: object, expected: int, count: int) -> None:
-    """By the length that was expected if anything has it, otherwise by the first length there is."""
-    assert count_samples(batch, expected=expected) == count
+    order = read_loader(loader, world_size=1).order
+    cut = WindowBatchSampler(order, share=0, seed=1, draws=draws_a_seed(order))
+    cut.plan, cut.armed = EpochPlan(RegularWindows(SIZE, 4), 2, 2, 1), True
+    with torch.random.fork_rng():
+        assert len(list(rebatch(loader, cut))) == 6
+        assert torch.equal(torch.get_rng_state(), after)

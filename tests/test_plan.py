@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_ga.errors import UserError
-from lightning_ga.plan import AccumulationPlan, plan_accumulation, split_evenly
+from lightning_ga.plan import AccumulationPlan, cut_further, in_groups, plan_accumulation, split_evenly
 
 WORLD_SIZES = st.integers(1, 9)
 LIMITS = st.integers(1, 70)
@@ -76,6 +76,34 @@ def test_plans_worked_out_by_hand(
 ) -> None:
     """The example of the documentation, a ragged share, a window that fits whole, an empty chunk."""
     assert plan_accumulation(effective, micro_batch=limit, world_size=world_size).chunks == chunks
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=6), st.integers(1, 8))
+def test_groups_are_cut_each_by_itself(sizes: list[int], pieces: int) -> None:
+    """No chunk reaches from one to the next, and each has as many; their sizes differ by one at most."""
+    plan = in_groups(sizes, pieces=pieces)
+    (chunks,) = plan.chunks
+    groups = [chunks[start : start + pieces] for start in range(0, len(chunks), pieces)]
+    assert [sum(group) for group in groups] == sizes
+    assert all(max(group) - min(group) <= 1 for group in groups)
+    assert (plan.effective_batch_size, plan.factor, plan.world_size) == (sum(sizes), len(sizes) * pieces, 1)
+    assert plan.micro_batch_size == max(chunks)
+
+
+@settings(deadline=None)
+@given(requests(), LIMITS)
+def test_a_plan_is_cut_further(request_: tuple[int, int, int], limit: int) -> None:
+    """Each chunk by itself into the fewest near-equal ones."""
+    effective, micro_batch, world_size = request_
+    plan = plan_accumulation(effective, micro_batch=micro_batch, world_size=world_size)
+    further = cut_further(plan, micro_batch=limit)
+    assert (further.effective_batch_size, further.world_size) == (effective, world_size)
+    for chunks, parts in zip(plan.chunks, further.chunks):
+        expected = [split_evenly(chunk, max(1, -(-chunk // limit))) for chunk in chunks]
+        assert list(parts) == [part for group in expected for part in group]
+    assert further.micro_batch_size == max(max(rank) for rank in further.chunks) <= limit
+    assert further.factor == max(map(len, further.chunks))
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from lightning_ga.sampler import (
     Shuffled,
     Stream,
     WindowBatchSampler,
+    draws_a_seed,
     seeded,
 )
 from lightning_ga.windows import EpochPlan, RegularWindows
@@ -199,7 +200,7 @@ def test_full_windows_are_those_of_torchs_distributed_sampler(world_size: int, s
     assert recipe.shared
     ours: list[list[int]] = [[] for _ in range(full)]
     for rank in range(world_size):
-        cut = WindowBatchSampler(recipe.order, share=rank, rank=rank, seed=0)
+        cut = WindowBatchSampler(recipe.order, share=rank, seed=0)
         cut.set_epoch(epoch)
         cut.plan, cut.armed = (
             EpochPlan(RegularWindows(recipe.order.size, per_rank * world_size), 2, 3, world_size),
@@ -221,7 +222,7 @@ def test_every_sample_of_an_epoch_comes_once(total: int, size: int, limit: int, 
     factor = plan_accumulation(size, micro_batch=limit, world_size=world_size).factor
     seen: list[int] = []
     for rank in range(world_size):
-        cut = WindowBatchSampler(Shuffled(total), share=rank, rank=rank, seed=3)
+        cut = WindowBatchSampler(Shuffled(total), share=rank, seed=3)
         cut.set_epoch(epoch)
         cut.plan, cut.armed = EpochPlan(RegularWindows(total, size), limit, factor, world_size), True
         batches = list(cut)
@@ -236,14 +237,14 @@ def test_every_sample_of_an_epoch_comes_once(total: int, size: int, limit: int, 
 
 def test_a_sampler_yields_nothing_until_it_is_armed() -> None:
     """And says its length from the moment it is planned; a stream without a length has none."""
-    cut = WindowBatchSampler(Sequential(10), share=0, rank=0, seed=1)
+    cut = WindowBatchSampler(Sequential(10), share=0, seed=1)
     with pytest.raises(TypeError, match="no len"):
         len(cut)
     cut.plan = EpochPlan(RegularWindows(10, 4), 2, 2, 1)
     assert (len(cut), list(cut)) == (5, [])
     cut.armed = True
     assert list(cut) == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
-    stream = WindowBatchSampler(Stream(None), share=0, rank=0, seed=1)
+    stream = WindowBatchSampler(Stream(None), share=0, seed=1)
     stream.plan, stream.armed = EpochPlan(RegularWindows(None, 4), 3, 2, 1), True
     with pytest.raises(TypeError, match="unknown length"):
         len(stream)
@@ -251,23 +252,54 @@ def test_a_sampler_yields_nothing_until_it_is_armed() -> None:
     assert [len(next(batches)) for _ in range(4)] == [2, 2, 2, 2]
 
 
-def test_seeds_of_data_workers_follow_epoch_and_rank_and_nothing_else() -> None:
-    """However often the loader was iterated before, and on no two ranks the same."""
+@pytest.mark.parametrize("own", [False, True])
+def test_seeds_of_data_workers_are_drawn_once_for_each_iteration(own: bool) -> None:
+    """From the loader's generator or the global one; an iteration that yielded nothing gives its seed back."""
+    generator = torch.Generator() if own else None
+    cut = WindowBatchSampler(Sequential(4), share=0, seed=1, generator=generator)
+    assert cut.take_seed_back() is None
 
-    def worker_seed(rank: int, epoch: int, again: int = 1) -> int:
-        cut = WindowBatchSampler(Sequential(4), share=0, rank=rank, seed=1)
-        cut.set_epoch(epoch)
-        for _ in range(again):
-            iter(cut)
-            seed = int(torch.empty((), dtype=torch.int64).random_(generator=cut.generator).item())
-        return seed
+    def seed(drawn_from: torch.Generator | None) -> int:
+        return int(torch.empty((), dtype=torch.int64).random_(generator=drawn_from).item())
 
-    assert worker_seed(0, 2) == worker_seed(0, 2, again=3)
-    assert len({worker_seed(rank, epoch) for rank in range(3) for epoch in range(3)}) == 9
+    with torch.random.fork_rng():
+        assert list(cut) == []
+        first = seed(generator)
+        assert list(cut) == []
+        assert seed(generator) != first
+        again = cut.take_seed_back()
+        assert seed(again) == first
+        assert cut.take_seed_back() is None
+        cut.plan, cut.armed = EpochPlan(RegularWindows(4, 4), 2, 2, 1), True
+        assert list(cut) == [[0, 1], [2, 3]]
+        assert cut.take_seed_back() is None
+
+
+def test_only_an_order_without_a_generator_of_its_own_draws_a_seed() -> None:
+    """As torch's ``RandomSampler``: what training draws afterwards is what it would have drawn with that."""
+    drawn = [draws_a_seed(order) for order in (Shuffled(4), Shuffled(4, seed=1), Sequential(4), Stream(None))]
+    assert drawn == [True, False, False, False]
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        list(RandomSampler(range(4)))
+        after = torch.get_rng_state()
+        torch.manual_seed(0)
+        cut = WindowBatchSampler(Shuffled(4), share=0, seed=1, draws=True)
+        cut.plan, cut.armed = EpochPlan(RegularWindows(4, 4), 2, 2, 1), True
+        list(cut)
+        assert torch.equal(torch.get_rng_state(), after)
+
+
+def test_the_samples_of_a_micro_batch_are_found_once_more() -> None:
+    """Whatever has been iterated; of a stand-in too."""
+    for share in range(2):
+        cut = WindowBatchSampler(Shuffled(7), share=share, seed=1)
+        cut.plan, cut.armed = EpochPlan(RegularWindows(7, 4), 1, 2, 2), True
+        assert [cut.indices(index) for index in range(len(cut))] == list(cut)
 
 
 def test_lightning_reaches_the_sampler_to_set_its_epoch() -> None:
     """It calls ``set_epoch`` on ``batch_sampler.sampler``."""
-    cut: Any = WindowBatchSampler(Shuffled(9), share=0, rank=0, seed=1)
+    cut: Any = WindowBatchSampler(Shuffled(9), share=0, seed=1)
     cut.sampler.set_epoch(4)
     assert cut.epoch == 4

@@ -15,9 +15,10 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequen
 
 from lightning_ga import structures
 from lightning_ga.errors import UserError
+from lightning_ga.layout import Layout, LayoutError, Role, SampleAxis, SampleCount, Slice
 from lightning_ga.merge import merge_outputs
-from lightning_ga.split import batch_samples, read_layout, register_splitter, split_batch
-from lightning_ga.structures import open_container
+from lightning_ga.split import cut, join, register_splitter, split_batch, split_by_hook
+from lightning_ga.structures import extents, is_constant, is_plain_sequence, open_container
 
 Pair = namedtuple("Pair", "inputs labels")
 
@@ -74,13 +75,39 @@ def rows(length: int = 5) -> torch.Tensor:
     return torch.arange(length * 2.0).reshape(length, 2)
 
 
+def layout_of(batch: Any, samples: int = 5) -> Layout:
+    """The layout of a batch of these tests, in which only what is by sample has so many entries."""
+    roles: dict[str, Role] = {}
+
+    def read(path: str, node: Any) -> None:
+        shape, children = extents(node), open_container(node)
+        inner = [extents(child) for _, child in children or ()] if is_plain_sequence(node) else []
+        if shape is not None and shape[0] == samples and not (inner and all(i and i[0] == samples for i in inner)):
+            roles[path] = SampleAxis(0)
+        elif is_constant(node):
+            roles[path] = "constant"
+        elif (shape is None or is_plain_sequence(node)) and children is not None:
+            roles[path] = "fields"
+            for name, child in children:
+                read(path + name, child)
+        else:
+            roles[path] = "shared"
+
+    read("batch", batch)
+    return Layout(roles)
+
+
+def split(batch: Any, sizes: Sequence[int]) -> Iterator[Any]:
+    return split_batch(batch, sizes, layout=layout_of(batch))
+
+
 def test_structure_and_types_are_kept() -> None:
     """Every container comes back as what it was, with all that it holds beside the samples."""
     named = Pair(rows(), [rows(), None])
     batch = defaultdict(
         list, named=named, ordered=OrderedDict(b=rows(), a="text"), proxy=MappingProxyType({"x": rows()})
     )
-    chunk = list(split_batch(batch, [2, 3]))[1]
+    chunk = list(split(batch, [2, 3]))[1]
     assert type(chunk) is defaultdict
     assert chunk.default_factory is list
     assert list(chunk) == list(batch)
@@ -97,7 +124,7 @@ def test_structure_and_types_are_kept() -> None:
 def test_a_batch_encoding_is_cut_with_its_encodings() -> None:
     """Without calling a constructor, which asks for other things."""
     batch = BatchEncoding({"input_ids": rows(), "length": torch.zeros(5)}, ["a", "b", "c", "d", "e"], n_sequences=1)
-    first, second = split_batch(batch, [2, 3])
+    first, second = split(batch, [2, 3])
     assert type(first) is BatchEncoding
     assert torch.equal(second["input_ids"], rows()[2:])
     assert torch.equal(second.input_ids, rows()[2:])
@@ -107,7 +134,7 @@ def test_a_batch_encoding_is_cut_with_its_encodings() -> None:
 
 def test_a_dataclass_that_is_a_mapping_stays_both() -> None:
     """Attributes and keys say the same."""
-    (first, _) = split_batch(ModelOutput(logits=rows()), [2, 3])
+    (first, _) = split(ModelOutput(logits=rows()), [2, 3])
     assert type(first) is ModelOutput
     assert torch.equal(first["logits"], rows()[:2])
     assert first.logits is first["logits"]
@@ -117,7 +144,7 @@ def test_a_dataclass_that_is_a_mapping_stays_both() -> None:
 def test_a_frozen_dataclass_is_not_validated_anew() -> None:
     """Its fields are exchanged in a copy; those that it computes for itself stay."""
     batch = Frozen(rows(), 0.5)
-    first, second = split_batch(batch, [2, 3])
+    first, second = split(batch, [2, 3])
     assert (type(first), first.scale, first.length) == (Frozen, 0.5, 5)
     assert torch.equal(second.inputs, rows()[2:])
     assert len(batch.inputs) == 5
@@ -127,7 +154,7 @@ def test_lists_of_samples_are_cut_as_lists() -> None:
     """Of texts, of tensors of unequal sizes, of targets; subclasses stay what they are."""
     images = tuple(torch.zeros(3, width) for width in (4, 6, 5, 7, 4))
     targets = Rows({"boxes": torch.zeros(number, 4)} for number in (0, 2, 1, 7, 3))
-    first, second = split_batch((images, targets, list("abcde")), [2, 3])
+    first, second = split((images, targets, list("abcde")), [2, 3])
     assert first[0] == images[:2]
     assert [len(target["boxes"]) for target in second[1]] == [1, 7, 3]
     assert type(second[1]) is Rows
@@ -137,7 +164,7 @@ def test_lists_of_samples_are_cut_as_lists() -> None:
 def test_what_belongs_to_all_samples_is_shared() -> None:
     """The same object in all chunks."""
     batch = {"x": rows(), "y": rows(), "weights": torch.zeros(10), "size": (224, 224), "t": torch.tensor(2.0), "n": 3}
-    for chunk in split_batch(batch, [2, 3]):
+    for chunk in split(batch, [2, 3]):
         assert chunk["weights"] is batch["weights"]
         assert chunk["t"] is batch["t"]
         assert (chunk["size"], chunk["n"]) == ((224, 224), 3)
@@ -148,7 +175,7 @@ def test_tensors_and_arrays_are_views() -> None:
     images = torch.zeros(5, 3, 4, 4).to(memory_format=torch.channels_last)
     leaf = rows().requires_grad_()
     array = np.zeros((5, 2))
-    _, (image, part, cut) = split_batch((images, leaf, array), [2, 3])
+    _, (image, part, cut) = split((images, leaf, array), [2, 3])
     assert image.untyped_storage().data_ptr() == images.untyped_storage().data_ptr()
     assert image.is_contiguous(memory_format=torch.channels_last)
     assert np.shares_memory(cut, array)
@@ -172,10 +199,10 @@ def test_a_tensor_of_a_subclass_stays_one_with_its_attributes() -> None:
     """What is drawn on which canvas, for example; a parameter becomes a view, as anywhere in torch."""
     boxes = rows().as_subclass(Boxes)
     boxes.canvas = (3, 4)
-    first, _ = split_batch({"boxes": boxes}, [2, 3])
+    first, _ = split({"boxes": boxes}, [2, 3])
     assert type(first["boxes"]) is Boxes
     assert first["boxes"].canvas == (3, 4)
-    assert type(next(split_batch(torch.nn.Parameter(rows()), [2, 3]))) is torch.Tensor
+    assert type(next(split(torch.nn.Parameter(rows()), [2, 3]))) is torch.Tensor
 
 
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
@@ -183,7 +210,7 @@ def test_a_tensor_of_a_subclass_stays_one_with_its_attributes() -> None:
 def test_sparse_tensors_stay_sparse(layout: torch.layout) -> None:
     """In their layout."""
     whole = torch.eye(5).to_sparse(layout=layout)
-    chunks = list(split_batch([whole], [2, 0, 3]))
+    chunks = list(split([whole], [2, 0, 3]))
     assert all(chunk[0].layout == layout for chunk in chunks)
     assert torch.equal(torch.cat([chunk[0].to_dense() for chunk in chunks]), torch.eye(5))
 
@@ -195,8 +222,8 @@ SEQUENCES = [torch.randn(length, 2) for length in (2, 5, 3, 1, 5)]
 def test_packed_sequences_are_cut_in_the_users_order(sizes: list[int]) -> None:
     """Each chunk is what packing its own sequences gives, sorted indices included."""
     packed = pack_sequence(SEQUENCES, enforce_sorted=False)
-    assert batch_samples(packed) == 5
-    for chunk, size, end in zip(split_batch(packed, sizes), sizes, accumulate(sizes)):
+    assert layout_of(packed).samples(packed) == 5
+    for chunk, size, end in zip(split(packed, sizes), sizes, accumulate(sizes)):
         if not size:
             assert len(chunk.data) == len(chunk.batch_sizes) == 0
             continue
@@ -208,7 +235,7 @@ def test_sorted_packed_sequences_have_no_indices() -> None:
     ordered = sorted(SEQUENCES, key=len, reverse=True)
     network = torch.nn.GRU(2, 3)
     whole = network(pack_sequence(ordered))[1]
-    chunks = list(split_batch(pack_sequence(ordered), [2, 3]))
+    chunks = list(split(pack_sequence(ordered), [2, 3]))
     for chunk, expected in zip(chunks, (ordered[:2], ordered[2:])):
         same_packed(chunk, pack_sequence(expected))
     torch.testing.assert_close(torch.cat([network(chunk)[1] for chunk in chunks], 1), whole)
@@ -218,7 +245,7 @@ def test_packed_sequences_go_with_tensors_beside_them() -> None:
     """In one batch, as text classification has it; equally long sequences keep their order."""
     lengths = torch.tensor([3, 3, 5, 1, 3])
     packed = pack_padded_sequence(torch.arange(25).reshape(5, 5), lengths, batch_first=True, enforce_sorted=False)
-    for (chunk, labels), places in zip(split_batch((packed, torch.arange(5)), [3, 2]), ([0, 1, 2], [3, 4])):
+    for (chunk, labels), places in zip(split((packed, torch.arange(5)), [3, 2]), ([0, 1, 2], [3, 4])):
         assert labels.tolist() == places
         assert [sequence[0].item() for sequence in unpack_sequence(chunk)] == [5 * place for place in places]
 
@@ -238,8 +265,8 @@ def same_packed(one: PackedSequence, other: PackedSequence) -> None:
 def test_nested_tensors_are_cut_by_sample(layout: torch.layout) -> None:
     """And merged again."""
     whole = torch.nested.nested_tensor(SEQUENCES, layout=layout)
-    assert batch_samples({"x": whole}) == 5
-    chunks = list(split_batch({"x": whole}, [2, 0, 3]))
+    assert layout_of({"x": whole}).samples({"x": whole}) == 5
+    chunks = list(split({"x": whole}, [2, 0, 3]))
     assert [chunk["x"].size(0) for chunk in chunks] == [2, 0, 3]
     assert {chunk["x"].layout for chunk in chunks} == {layout}
     parts = [part for chunk in chunks for part in chunk["x"].unbind()]
@@ -255,7 +282,7 @@ def test_jagged_tensors_of_one_raggedness_keep_it() -> None:
     values, offsets = torch.randn(16, 2), torch.tensor([0, 2, 7, 10, 11, 16])
     x = torch.nested.nested_tensor_from_jagged(values, offsets)
     batch = {"x": x, "y": x * 2, "turned": x.transpose(1, 2)}
-    for chunk, size, end in zip(split_batch(batch, [2, 3]), (2, 3), (2, 5)):
+    for chunk, size, end in zip(split(batch, [2, 3]), (2, 3), (2, 5)):
         assert torch.equal((chunk["x"] + chunk["y"]).values(), 3 * values[offsets[end - size] : offsets[end]])
         assert chunk["x"].values().untyped_storage().data_ptr() == values.untyped_storage().data_ptr()
         for mine, expected in zip(chunk["turned"].unbind(), batch["turned"].unbind()[end - size : end], strict=True):
@@ -266,7 +293,8 @@ def test_jagged_tensors_with_holes_are_cut_too() -> None:
     """Their lengths are their own."""
     starts, lengths = torch.tensor([0, 1, 2]), torch.tensor([3, 2, 1])
     whole = torch.nested.narrow(torch.arange(24.0).reshape(3, 8), 1, starts, lengths, layout=torch.jagged)
-    parts = [part.tolist() for chunk in split_batch(whole, [1, 2]) for part in chunk.unbind()]
+    chunks = split_batch(whole, [1, 2], layout=layout_of(whole, 3))
+    parts = [part.tolist() for chunk in chunks for part in chunk.unbind()]
     assert parts == [part.tolist() for part in whole.unbind()]
 
 
@@ -310,8 +338,8 @@ def test_a_registered_type_is_cut_anywhere_in_a_batch() -> None:
         pass
 
     batch = {"graphs": Molecules(GRAPHS), "y": torch.zeros(5)}
-    assert batch_samples(batch) == 5
-    first, second = split_batch(batch, [2, 3])
+    assert layout_of(batch).samples(batch) == 5
+    first, second = split(batch, [2, 3])
     assert (len(first["graphs"].x), len(second["graphs"].x), len(second["y"])) == (4, 11, 3)
     assert type(first["graphs"]) is Molecules
 
@@ -321,29 +349,38 @@ def by_graph(batch: Graphs, sizes: Sequence[int]) -> Iterator[Graphs]:
     return (Graphs.from_data_list(list(islice(graphs, size))) for size in sizes)
 
 
-def test_a_hook_cuts_what_cannot_be_told_from_lengths() -> None:
+def test_a_hook_cuts_what_cannot_be_read() -> None:
     """It need not be registered, and is asked for a chunk at a time."""
-    assert [len(chunk.x) for chunk in split_batch(Graphs(GRAPHS), [2, 3], hook=by_graph)] == [4, 11]
-    with pytest.raises(UserError, match="register_splitter"):
-        split_batch(Graphs(GRAPHS), [2, 3])
+    chunks = split_by_hook(by_graph, Graphs(GRAPHS), [2, 3])
+    assert isinstance(chunks, Iterator)
+    assert [len(chunk.x) for chunk in chunks] == [4, 11]
+    with pytest.raises(UserError, match="batch is of another kind"):
+        split_batch(object(), [2, 3], layout=Layout({"batch": SampleAxis(0)}))
 
 
 @pytest.mark.parametrize("number", [1, 3])
 def test_a_hook_must_return_one_chunk_for_each_size(number: int) -> None:
     """Otherwise samples would be lost or trained twice."""
-    chunks = [*split_batch(rows(), [2, 3]), rows()][:number]
+    chunks = [*split(rows(), [2, 3]), rows()][:number]
     with pytest.raises(UserError, match=rf"split_batch returned {number} chunks for sizes=\[2, 3\]"):
-        list(split_batch(rows(), [2, 3], hook=lambda batch, sizes: chunks))
+        list(split_by_hook(lambda batch, sizes: chunks, rows(), [2, 3]))
 
 
 def test_a_hook_must_cut_chunks_of_the_sizes_that_are_asked_for() -> None:
-    """Where the batch shows how many samples it holds."""
+    """Where the samples of a chunk can be counted."""
+    whole, count = rows(), layout_of(rows()).samples
+
+    def in_ones(batch: Any, sizes: Sequence[int]) -> list[Any]:
+        return list(split(batch, [1] * 5))[:2]
+
     with pytest.raises(UserError, match=r"does not hold 2 samples for sizes=\[2, 3\] \(chunk 1\)"):
-        list(split_batch(rows(), [2, 3], hook=lambda batch, sizes: list(split_batch(rows(), [1] * 5))[:2]))
-    with pytest.raises(UserError, match="must be a method"):
-        list(split_batch(rows(), [2, 3], hook=5))
+        list(split_by_hook(in_ones, whole, [2, 3], count=count))
+    assert len(list(split_by_hook(in_ones, whole, [2, 3]))) == 2
+    assert len(list(split_by_hook(lambda batch, sizes: ["a", "b"], whole, [2, 3], count=count))) == 2
+    with pytest.raises(UserError, match=r"hook=5 must be a method, split_batch\(self, batch, sizes\)"):
+        split_by_hook(5, whole, [2, 3])
     with pytest.raises(UserError, match="split_batch returned None"):
-        list(split_batch(rows(), [2, 3], hook=lambda batch, sizes: None))
+        split_by_hook(lambda batch, sizes: None, whole, [2, 3])
 
 
 @pytest.mark.parametrize(
@@ -358,7 +395,7 @@ def test_a_hook_must_cut_chunks_of_the_sizes_that_are_asked_for() -> None:
 def test_sizes_that_do_not_fit_are_refused_at_once(sizes: list[int], message: str) -> None:
     """Before anything is cut."""
     with pytest.raises(ValueError, match=message):
-        split_batch({"x": rows()}, sizes)
+        split({"x": rows()}, sizes)
 
 
 def test_chunks_are_cut_when_they_are_asked_for() -> None:
@@ -370,7 +407,7 @@ def test_chunks_are_cut_when_they_are_asked_for() -> None:
             taken.append(args)
             return super().narrow(*args)
 
-    chunks = split_batch(rows().as_subclass(Lazy), [2, 3])
+    chunks = split(rows().as_subclass(Lazy), [2, 3])
     assert taken == []
     next(chunks)
     assert taken == [(0, 0, 2)]
@@ -379,10 +416,119 @@ def test_chunks_are_cut_when_they_are_asked_for() -> None:
 def test_a_last_batch_is_cut_like_a_full_one() -> None:
     """A matrix of all samples stays whole where a batch has as many samples by chance."""
     matrix = torch.eye(3)
-    layout = read_layout({"x": torch.zeros(8, 2), "matrix": matrix}, expected=8)
-    chunks = list(split_batch({"x": torch.zeros(3, 2), "matrix": matrix}, [2, 1], like=layout))
+    layout = layout_of({"x": torch.zeros(8, 2), "matrix": matrix}, 8)
+    chunks = list(split_batch({"x": torch.zeros(3, 2), "matrix": matrix}, [2, 1], layout=layout))
     assert [len(chunk["x"]) for chunk in chunks] == [2, 1]
     assert all(chunk["matrix"] is matrix for chunk in chunks)
+
+
+def test_a_batch_of_no_samples_is_cut_into_empty_ones() -> None:
+    """As one that a collate function has dropped all samples of."""
+    batch = {"x": rows(0), "names": list[str]()}
+    layout = Layout({"batch": "fields", "batch['x']": SampleAxis(0), "batch['names']": SampleAxis(0)})
+    assert [len(chunk["x"]) for chunk in split_batch(batch, [0, 0], layout=layout)] == [0, 0]
+
+
+def test_samples_are_cut_along_their_axis() -> None:
+    """Time first, crops of each sample next to one another, a number that counts them."""
+    layout = Layout(
+        {
+            "batch": "fields",
+            "batch['x']": SampleAxis(1),
+            "batch['crops']": SampleAxis(0, per=2),
+            "batch['n']": SampleCount(),
+            "batch['count']": SampleCount(),
+        }
+    )
+    batch = {"x": rows().T, "crops": torch.arange(10), "n": 5, "count": torch.tensor(5)}
+    _, part, _ = split_batch(batch, [1, 2, 2], layout=layout)
+    assert torch.equal(part["x"], rows()[1:3].T)
+    assert part["crops"].tolist() == [2, 3, 4, 5]
+    assert (part["n"], type(part["n"]), part["count"].item(), part["count"].dtype) == (2, int, 2, torch.int64)
+
+
+TWO = Layout(
+    {
+        "batch": "fields",
+        "batch[0]": SampleAxis(0),
+        "batch[1]": SampleAxis(0, loader=1),
+        "batch[2]": SampleCount(loader=1),
+    },
+    loaders=2,
+)
+
+
+def test_batches_of_two_loaders_are_cut_in_proportion() -> None:
+    """4 and 12 samples are 4 of one and three; the number of the second's counts them by threes."""
+    batch = [torch.arange(4), torch.arange(12), 12]
+    chunks = list(split_batch(batch, [1, 3], layout=TWO))
+    assert [[part.tolist() for part in chunk[:2]] for chunk in chunks] == [
+        [[0], [0, 1, 2]],
+        [[1, 2, 3], [3, 4, 5, 6, 7, 8, 9, 10, 11]],
+    ]
+    assert [chunk[2] for chunk in chunks] == [3, 9]
+    with pytest.raises(UserError, match=r"sizes=\[4, 12\] add up to 16, and the batch holds 4 samples"):
+        split_batch(batch, [4, 12], layout=TWO)
+
+
+def test_one_slice_is_cut_without_the_others() -> None:
+    """``cut`` is what ``split_batch`` yields."""
+    batch = (rows(), list("abcde"), "text")
+    ours = cut(batch, layout_of(batch), Slice(2, 4, 5, {0: 5}))
+    assert torch.equal(ours[0], rows()[2:4])
+    assert ours[1:] == (["c", "d"], "text")
+
+
+def test_a_batch_that_lost_a_part_is_cut_without_it() -> None:
+    """``None`` belongs to nobody."""
+    layout = layout_of({"x": rows(), "mask": rows()})
+    assert [chunk["mask"] for chunk in split_batch({"x": rows(), "mask": None}, [2, 3], layout=layout)] == [None, None]
+
+
+def test_batches_are_joined() -> None:
+    """Samples one after the other along their axis; numbers of them are added, and the rest is that of the first."""
+    layout = Layout(
+        {
+            "batch": "fields",
+            "batch['x']": SampleAxis(1),
+            "batch['array']": SampleAxis(0),
+            "batch['names']": SampleAxis(0),
+            "batch['n']": SampleCount(),
+            "batch['weights']": "shared",
+            "batch['mask']": SampleAxis(0),
+        }
+    )
+    one, two = (
+        {
+            "x": torch.full((3, count), count),
+            "array": np.full(count, count),
+            "names": ["a"] * count,
+            "n": count,
+            "weights": torch.ones(4),
+            "mask": None,
+        }
+        for count in (1, 2)
+    )
+    ours = join([one, two], layout)
+    assert ours["x"].tolist() == [[1, 2, 2]] * 3
+    assert ours["array"].tolist() == [1, 2, 2]
+    assert (ours["names"], ours["n"], ours["mask"]) == (["a"] * 3, 3, None)
+    assert ours["weights"] is one["weights"]
+    assert layout.samples(ours) == 3
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+def test_what_cannot_be_joined_is_refused() -> None:
+    """Rather than guessed at."""
+    for whole in (
+        torch.eye(5).to_sparse(),
+        pack_sequence(SEQUENCES, enforce_sorted=False),
+        torch.nested.nested_tensor(SEQUENCES, layout=torch.jagged),
+    ):
+        with pytest.raises(
+            LayoutError, match=rf"batch is of the type {type(whole).__name__}, which cannot be made longer"
+        ):
+            join([whole, whole], layout_of(whole))
 
 
 @pytest.mark.gpu
@@ -393,7 +539,7 @@ def test_batches_on_a_device_stay_there() -> None:
     packed = pack_sequence(SEQUENCES, enforce_sorted=False)
     nested = torch.nested.nested_tensor(SEQUENCES, layout=torch.jagged, device="cuda")
     batch = {"x": rows().cuda(), "packed": packed.to("cuda"), "pinned": rows().pin_memory(), "nested": nested}
-    chunks = list(split_batch(batch, [2, 3]))
+    chunks = list(split(batch, [2, 3]))
     for chunk in chunks:
         assert chunk["x"].is_cuda
         assert chunk["packed"].is_cuda
@@ -458,13 +604,22 @@ SIZES = st.lists(st.integers(0, 4), max_size=4).map(lambda cuts: [b - a for a, b
 def test_merging_what_was_split_gives_the_batch_again(batch: Any, rest: list[int]) -> None:
     """Whatever its structure, and without touching it."""
     batch = {"x": torch.arange(COUNT), "batch": batch}
-    before, sizes = copy.deepcopy(batch), [5, *rest]
-    assert batch_samples(batch, expected=COUNT) == COUNT
-    chunks = list(split_batch(batch, sizes))
+    before, sizes, layout = copy.deepcopy(batch), [5, *rest], layout_of(batch, COUNT)
+    assert layout.samples(batch) == COUNT
+    chunks = list(split_batch(batch, sizes, layout=layout))
     for chunk, size in zip(chunks, sizes, strict=True):
-        assert batch_samples(chunk, like=read_layout(batch, expected=COUNT)) == size
+        assert layout.samples(chunk) == size
     assert_same(merge_outputs(chunks, sizes), before)
     assert_same(batch, before)
+
+
+@settings(deadline=None)
+@given(st.recursive(leaves(), containers, max_leaves=8), SIZES)
+def test_joining_what_was_split_gives_the_batch_again(batch: Any, rest: list[int]) -> None:
+    """As merging does."""
+    batch = {"x": torch.arange(COUNT), "batch": batch}
+    layout = layout_of(batch, COUNT)
+    assert_same(join(list(split_batch(batch, [5, *rest], layout=layout)), layout), batch)
 
 
 @settings(deadline=None)
@@ -473,7 +628,7 @@ def test_tensors_of_chunks_are_views_of_those_of_the_batch(batch: Any, rest: lis
     """No sample is copied."""
     batch = {"x": torch.arange(COUNT), "batch": batch}
     owned = {tensor.untyped_storage().data_ptr() for tensor in tensors(batch)}
-    for chunk in split_batch(batch, [5, *rest]):
+    for chunk in split_batch(batch, [5, *rest], layout=layout_of(batch, COUNT)):
         assert {tensor.untyped_storage().data_ptr() for tensor in tensors(chunk)} <= owned
 
 

@@ -169,6 +169,26 @@ def test_samples_are_counted_after_each_micro_batch(
 
 
 @settings(deadline=None)
+@given(st.lists(SIZES, min_size=1, max_size=12), st.integers(1, 4), st.integers(1, 5), st.data())
+def test_batches_that_are_not_to_be_mixed_are_cut_each_by_itself(
+    sizes: list[int], per_window: int, pieces: int, data: st.DataObject
+) -> None:
+    """Into as many near-equal pieces, wherever an earlier run has stopped."""
+    ends = [0, *accumulate(sizes)]
+    done = data.draw(st.sampled_from(ends))
+    windows = GivenWindows.of(sizes, per_window=per_window, samples_done=done)
+    plan = EpochPlan(windows, 1, per_window * pieces, 1, batches=ends, pieces=pieces)
+    assert plan.length is not None
+    chunks = [plan.chunk(index, 0) for index in range(plan.done, plan.length)]
+    left = [size for size, end in zip(sizes, ends[1:]) if end > done]
+    assert [chunk.count for chunk in chunks] == [count for size in left for count in split_evenly(size, pieces)]
+    assert [i for chunk in chunks for i in range(chunk.start, chunk.start + chunk.count)] == list(range(done, ends[-1]))
+    for index, chunk in enumerate(chunks, start=plan.done):
+        assert plan.samples_after(index) == chunk.start + chunk.count
+        assert windows.span(chunk.window)[0] <= chunk.start <= chunk.start + chunk.count <= chunk.window_end
+
+
+@settings(deadline=None)
 @given(SIZES, LIMITS, WORLD_SIZES, st.integers(0, 100))
 def test_a_stream_has_full_windows_without_end(size: int, limit: int, world_size: int, index: int) -> None:
     """Of a stream of unknown length nothing is known but that windows follow one another."""

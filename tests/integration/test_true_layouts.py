@@ -302,6 +302,13 @@ def of_graphs(batch: Any) -> Case:
     return Case(GraphRegression, lambda: DataLoader(graphs(24), batch_size=8, collate_fn=batch.from_data_list))
 
 
+def of_opaque() -> Case:
+    """Ready-made batches of a type that nobody knows how to cut."""
+    found = graphs(24)
+    batches = [Opaque.from_data_list(found[start : start + 8]) for start in range(0, 24, 8)]
+    return Case(GraphRegression, lambda: DataLoader(batches, batch_size=None, collate_fn=lambda batch: batch))
+
+
 class Splittable(GraphBatch):
     """A type of the user's own, which it was told how to cut."""
 
@@ -511,13 +518,19 @@ def test_a_piece_that_fails_by_itself_after_memory_ran_out_is_told() -> None:
 @each_oom
 def test_a_type_that_nobody_can_cut_and_memory_that_runs_out(way: Way) -> None:
     """The sentence names memory first, the type and the way out second."""
-    failure = refused(of_graphs(Opaque), way, "memory", "Opaque", "split_batch")
+    failure = refused(of_opaque(), way, "memory", "Opaque", "split_batch")
     assert comes_from_memory(failure)
+
+
+@each_way
+def test_a_type_that_nobody_can_cut_is_made_anew_from_samples_at_hand(way: Way) -> None:
+    """Parts of its batches are collated from their samples."""
+    cut_rightly(of_graphs(Opaque), way)
 
 
 def test_a_type_that_nobody_can_cut_is_refused_at_the_start_in_step_mode() -> None:
     """Before the first batch."""
-    case, memory = of_graphs(Opaque), Memory()
+    case, memory = of_opaque(), Memory()
     with pytest.raises(UserError, match="split_batch"):
         train(case.module(), case.loader(), STEP.callback(8, 3), memory=memory)
     assert memory.sizes == []
@@ -624,14 +637,15 @@ class FixMatch(Unsplit):
         ]
 
 
-def fixmatch_loaders() -> dict[str, Any]:
-    labelled = [{"x": x, "y": y} for x, y in pairs(32)]
-    unlabelled = [{"weak": x, "strong": x + 0.1} for x, _ in pairs(96)]
-    return {"labelled": DataLoader(labelled, batch_size=8), "unlabelled": DataLoader(unlabelled, batch_size=24)}
+def fixmatch_loaders(unlabelled: int = 24) -> dict[str, Any]:
+    some = [{"x": x, "y": y} for x, y in pairs(32)]
+    more = [{"weak": x, "strong": x + 0.1} for x, _ in pairs(4 * unlabelled)]
+    return {"labelled": DataLoader(some, batch_size=8), "unlabelled": DataLoader(more, batch_size=unlabelled)}
 
 
 FIXMATCH = Case(FixMatch, fixmatch_loaders, 1000, 4)  # a micro-batch of 1000 leaves batches whole, however they count
 UNSPLIT = Case(Unsplit, fixmatch_loaders, 1000, 4)
+COPRIME = Case(Unsplit, lambda: fixmatch_loaders(25), 1000, 4)
 
 
 @each_way
@@ -651,28 +665,30 @@ def test_fixmatch_trains_where_there_is_nothing_to_do(case: Case, micro_batch_si
     assert (ours.told, ours.trainer.accumulate_grad_batches) == ([], 1)
 
 
-@each_oom
-def test_loaders_of_unequal_size_without_split_batch_and_memory_that_runs_out(way: Way) -> None:
-    """Raised from the error of memory, with the way out."""
-    failure = refused(UNSPLIT, way, "memory", "split_batch")
-    assert comes_from_memory(failure)
+@each_way
+def test_loaders_of_unequal_size_without_split_batch_are_cut_in_proportion(way: Way) -> None:
+    """Parts of 4 and 12 of 8 and 24 samples: each mean keeps its weight."""
+    cut_rightly(UNSPLIT, way)
 
 
 @each({name: way for name, way in WAYS.items() if not way.fails})
-def test_loaders_of_unequal_size_without_split_batch_are_not_cut(way: Way) -> None:
+def test_loaders_without_a_common_proportion_are_not_cut(way: Way) -> None:
     """A micro-batch that is smaller than the batch is refused at the start, with the way out."""
-    refused(UNSPLIT, way, "split_batch")
+    refused(COPRIME, way, "split_batch", "8 and 25")
 
 
-@pytest.mark.parametrize("case", [of_graphs(Opaque), UNSPLIT], ids=["a type that nobody can cut", "unequal loaders"])
+@each_oom
+def test_loaders_without_a_common_proportion_and_memory_that_runs_out(way: Way) -> None:
+    """Raised from the error of memory, with the way out."""
+    assert comes_from_memory(refused(COPRIME, way, "memory", "split_batch"))
+
+
+@pytest.mark.parametrize("case", [of_opaque(), COPRIME], ids=["a type that nobody can cut", "unequal loaders"])
 @MODES
 def test_the_verdict_says_that_a_batch_cannot_be_cut(case: Case, mode: str) -> None:
     """Where nothing has to be cut: no warning, and a reason in words."""
     ours = train(case.module(), case.loader(), AutoAccumulate(micro_batch_size=1000, micro_batching=mode))
     assert ours.told == []
     assert torch.equal(ours.weights, one_pass(case).weights)
-    if mode == "step" or case is UNSPLIT:
-        assert ours.cause in ("uncuttable", "unmeasured")
-        assert "split_batch" in str(ours.callback.exactness)
-    else:
-        assert ours.cause == "exact"
+    assert ours.cause in ("uncuttable", "unmeasured")
+    assert "split_batch" in str(ours.callback.exactness)

@@ -424,6 +424,9 @@ class Detection(Task):
         super().__init__()
         self.net = Detector()
 
+    def on_train_start(self) -> None:
+        self.train()  # a Trainer leaves modes as they are
+
     def loss(self, batch: Any) -> torch.Tensor:
         assert self.training
         return sum(self.net(*batch).values())
