@@ -1,6 +1,6 @@
 """Find which counter a loss is a mean over, from the weights that its parts turned out to have."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,20 +24,28 @@ def fitting_counter(batch: Any, parts: Sequence[Any], share: float) -> str:
         >>> fitting_counter({"labels": torch.cat([first, second])}, [{"labels": first}, {"labels": second}], 2 / 3)
         "normalize=TargetTokens('labels')"
     """
-    for key, field in _fields(batch):
-        if not isinstance(field, torch.Tensor) or field.is_floating_point() or not field.dim():
-            continue
-        masks = field.dtype == torch.bool or set(field.unique().tolist()) <= {0, 1}
-        counters: list[AttentionMaskTokens | TargetTokens] = [AttentionMaskTokens(key)] if masks else []
-        ignored = [value for value in _IGNORED if bool((field == value).any())]
-        counters += [
-            TargetTokens(key, value, shift) for value in ignored for shift in (False, True) if field.dim() > shift
-        ]
-        for counter in counters:
-            counts = [counter(part) for part in parts]
-            if sum(counts) and abs(counts[0] / sum(counts) - share) <= _NEAR:
-                return f"normalize={_written(counter)}"
+    fields = {key: field for key, field in _fields(batch) if _may_be_counted(field)}
+    for counter in _counters(fields):
+        counts = [counter(part) for part in parts]
+        if sum(counts) and abs(counts[0] / sum(counts) - share) <= _NEAR:
+            return f"normalize={_written(counter)}"
     return ""
+
+
+def _counters(fields: Mapping[Any, torch.Tensor]) -> Iterator[AttentionMaskTokens | TargetTokens]:
+    """What might be counted, the usual first: targets but for -100, tokens of a mask, targets but for other numbers."""
+    for ignored in _IGNORED:
+        for key, field in fields.items():
+            if bool((field == ignored).any()):
+                yield from (TargetTokens(key, ignored, shift) for shift in (False, True) if field.dim() > shift)
+        if ignored == _IGNORED[0]:
+            yield from (
+                AttentionMaskTokens(key) for key, field in fields.items() if bool(((field == 0) | (field == 1)).all())
+            )
+
+
+def _may_be_counted(field: Any) -> bool:
+    return isinstance(field, torch.Tensor) and not field.is_floating_point() and field.dim() > 0
 
 
 def _fields(batch: Any) -> list[tuple[Any, Any]]:

@@ -104,7 +104,7 @@ def measure_exactness(
     if is_out_of_memory(failure):
         release(failure)
         return _both(unmeasured(tolerance, f"memory ran out in the check, on {size} samples"))
-    told = f"a training step on {size} samples apart from training ended in {type(failure).__name__}: {failure}"
+    told = f"in the check, a step on part of {size} samples ended in {type(failure).__name__}: {failure}"
     return _both(unmeasured(tolerance, told))
 
 

@@ -2,6 +2,7 @@
 
 import random
 import threading
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from lightning.pytorch.profilers import SimpleProfiler
 from reference import quiet_trainer
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_ga import AutoAccumulate
+from lightning_ga import AutoAccumulate, ExactnessWarning
 
 SAMPLES, BATCH = 45, 16
 
@@ -196,7 +197,9 @@ def run(folder: Path, callback: AutoAccumulate, *, workers: int = 0, **settings:
     profiler = Quiet()
     settings = {"logger": CSVLogger(folder), "log_every_n_steps": 1, "profiler": profiler, **settings}
     trainer = quiet_trainer(callback, average, smooth, **settings)
-    trainer.fit(module, datamodule=data)
+    with warnings.catch_warnings():  # spectral normalization changes its vectors in every pass, which is told
+        warnings.filterwarnings("ignore", "Accumulation is not exact", ExactnessWarning)
+        trainer.fit(module, datamodule=data)
     draw = (torch.rand(3), torch.rand(3, generator=module.generator), random.random(), np.random.rand())
     optimizer = trainer.optimizers[0]
     return {
