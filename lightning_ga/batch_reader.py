@@ -379,6 +379,8 @@ def length_of_first(batch: Any) -> int:
             return shape[0]
         children = open_container(node)
         pending[:0] = getattr(node, "__dict__", {}).values() if children is None else [child for _, child in children]
+    if isinstance(batch, (list, tuple)):
+        return len(batch)
     name = type(batch).__name__
     raise LayoutError(
         f"How many samples a {name} holds is not known, so split_batch cannot be told into which sizes: call "
@@ -409,6 +411,8 @@ def gather(batch: Any, layout: Layout, count: int) -> Any:
         LayoutError: If more are asked for than there are, and a part is of a type that cannot be repeated.
     """
     samples, sizes = layout.samples(batch), layout.sizes(batch)
+    if not samples:
+        raise LayoutError("The batch holds no samples to make another of.")
     whole, left = divmod(count, samples)
     parts = [batch] * whole + ([cut(batch, layout, Slice(0, left, samples, sizes))] if left else [])
     try:

@@ -143,7 +143,7 @@ class Slice:
 
     def rows(self, role: SampleAxis) -> tuple[int, int]:
         """First entry of a part, and one after the last."""
-        per = role.per * (self.sizes[role.loader] // self.samples)
+        per = role.per * (self.sizes[role.loader] // self.samples) if self.samples else 0
         return self.start * per, self.stop * per
 
 
@@ -357,7 +357,9 @@ def read_ready_made(batches: Sequence[Any]) -> Layout:
     if not shapes or any(set(found) != set(shapes) for found in structures):
         raise LayoutError(_ambiguous(structures[0]))
     axes = {path: _axes(list(known)) for path, known in shapes.items()}
-    candidates = {extent for found in axes.values() for extent in found if set(extent) != {1}}
+    # An axis of one is no axis of samples, unless it comes first everywhere: then there may be one.
+    leading_ones = all(0 in found.get((1,) * len(batches), ()) for found in axes.values())
+    candidates = {extent for found in axes.values() for extent in found if leading_ones or set(extent) != {1}}
     everywhere = [extent for extent in candidates if all(extent in found for found in axes.values())]
     if not everywhere:
         changed = [extent for extent in candidates if len(set(extent)) > 1]

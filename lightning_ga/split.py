@@ -68,8 +68,8 @@ def _cut(path: str, node: Any, layout: Layout, part: Slice, edges: Edges) -> Any
     if isinstance(role, SampleAxis):
         return take(node, role.axis, *part.rows(role), edges)
     if isinstance(role, SampleCount):
-        counted = part.sizes[role.loader] // part.samples * (part.stop - part.start)
-        return type(node)(counted) if isinstance(node, (int, float)) else node.new_tensor(counted)
+        counted = part.sizes[role.loader] // max(1, part.samples) * (part.stop - part.start)
+        return node.new_tensor(counted) if isinstance(node, torch.Tensor) else type(node)(counted)
     children = open_container(node) if role == "fields" else None
     if children is None:
         return node

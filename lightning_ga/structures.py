@@ -76,7 +76,7 @@ def find_splitter(node: Any) -> Splitter | None:
 
 
 _OF_GRAPHS = Splitter(
-    count=lambda batch: int(batch.num_graphs),
+    count=lambda batch: int(batch.num_graphs) if hasattr(batch, "num_graphs") else len(batch.to_data_list()),
     take=lambda batch, start, stop: type(batch).from_data_list(batch.to_data_list()[start:stop]),
 )
 

@@ -535,6 +535,7 @@ AMBIGUOUS: dict[str, list[Any]] = {
     "two lengths": [(Z(8, 5), Z(10))],
     "nodes and graphs": [{"nodes": Z(40, 16), "y": Z(4)}],
     "a shared vector in batches of one size": [(Z(8, 5), Z(8), Z(10)), (Z(8, 5), Z(8), Z(10))],
+    "a size beside two samples": [{"x": Z(2, 3), "size": (224, 224)}],
     "one sample": [(Z(1, 7), Z(1, 7))],
     "both axes change": [Z(8, 7), Z(4, 6)],
     "other fields": [{"x": Z(8)}, {"y": Z(4)}],

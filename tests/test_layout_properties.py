@@ -430,7 +430,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 BY_SAMPLE = st.builds(
-    lambda first, tree: Collate(Many("dict", (first, tree))),
+    lambda first, tree, shared: Collate(Many("dict", (first, tree, shared))),
     stacked(),
     trees(
         st.one_of(
@@ -438,9 +438,9 @@ BY_SAMPLE = st.builds(
             st.builds(Padded, st.booleans(), st.sampled_from([1, 4])),
             st.builds(Lengths, st.booleans(), st.booleans()),
             st.just(Listed("texts")),
-            st.sampled_from([Shared(None), Shared("train"), Shared(3), Shared(4), Shared(0.5)]),
         )
     ),
+    st.sampled_from([Shared(None), Shared("train"), Shared(3), Shared(4), Shared(0.5)]),
 )
 
 

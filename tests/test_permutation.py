@@ -153,7 +153,7 @@ def test_the_window_sampler_cuts_it_like_any_order(ranks: int, monkeypatch: pyte
     monkeypatch.setattr(sampler, "LARGEST_WRITTEN_ORDER", 0)
     batches = []
     for rank in range(ranks):
-        mine = WindowBatchSampler(Shuffled(1000), share=rank, rank=rank, seed=7)
+        mine = WindowBatchSampler(Shuffled(1000), share=rank, seed=7)
         mine.plan, mine.armed = (
             EpochPlan(RegularWindows(1000, 48), 5, factor=-(-48 // (5 * ranks)), world_size=ranks),
             True,
