@@ -18,6 +18,7 @@ from lightning_ga.structures import extents, is_constant, open_container, same_v
 Prepare = Callable[[Any], Any]
 _LOOKED_AT = 8  # samples of a loader, of which those of different shapes are collated
 _KINDS = 3
+_GOLDEN = (5**0.5 - 1) / 2
 
 
 class BatchSource(Protocol):
@@ -295,14 +296,16 @@ class BatchReader:
 
         def take(start: int, stop: int) -> Any:
             sizes = [size for size in (start, stop - start, samples - stop) if size]
-            parts = split_by_hook(self._hook, batch, sizes, count=count if self._is_read(batch, samples) else None)
+            parts = split_by_hook(
+                self._hook, batch, sizes, count=count if self._tells(batch, samples, on_host) else None
+            )
             return list(parts)[1 if start else 0]
 
         return BatchSlices(samples, take)
 
-    def _is_read(self, batch: Any, samples: int) -> bool:
+    def _tells(self, batch: Any, samples: int, on_host: bool) -> bool:
         try:
-            return self.layout().samples(batch) == samples
+            return self.layout(on_host=on_host).samples(batch) == samples
         except LayoutError:
             return False
 
@@ -347,8 +350,8 @@ def check_proportion(samples: int, sizes: Sequence[int]) -> None:
     """
     if samples == 1 < max(sizes, default=1):
         raise LayoutError(
-            f"The batch cannot be cut into samples, as its loaders give {' and '.join(map(str, sizes))} of them, and no "
-            f"smaller batch holds whole ones in that proportion: {WAY_OUT}."
+            f"The batch cannot be cut into samples, as its loaders give {' and '.join(map(str, sizes))} of them, and "
+            f"no smaller batch holds whole ones in that proportion: {WAY_OUT}."
         )
 
 
@@ -363,15 +366,29 @@ def indices_of(loader: "DataLoader[Any]", most: int = _LOOKED_AT) -> list[Any]:
         return [None] * most
     if not isinstance(loader.dataset, Sized):
         return list(next(iter(loader.batch_sampler or ()), ()))[:most]
-    size = len(loader.dataset)
-    return list(range(0, size, max(1, size // most)))[:most]
+    return spread(len(loader.dataset), most)
+
+
+def spread(size: int, most: int) -> list[int]:
+    """A few indices from all over a dataset, in no regular steps: what is broken may be so.
+
+    Examples:
+        >>> spread(100, 5), spread(3, 5)
+        ([0, 61, 23, 85, 47], [0, 1, 2])
+    """
+    if size <= most:
+        return list(range(size))
+    return list(dict.fromkeys(int(number * _GOLDEN * size) % size for number in range(most)))
 
 
 def length_of_first(batch: Any) -> int:
     """Length of the first tensor of a batch: what a module's own ``split_batch`` is asked to share out."""
-    pending = [batch]
+    pending, seen = [batch], set[int]()
     while pending:
         node = pending.pop(0)
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
         if isinstance(getattr(node, "num_graphs", None), int):
             return int(node.num_graphs)
         shape = extents(node)
@@ -383,7 +400,7 @@ def length_of_first(batch: Any) -> int:
         return len(batch)
     name = type(batch).__name__
     raise LayoutError(
-        f"How many samples a {name} holds is not known, so split_batch cannot be told into which sizes: call "
+        f"How many samples a {name} holds is not known, so split_batch cannot be told their sizes: call "
         f"lightning_ga.split.register_splitter({name}, count=…, take=…) as well."
     )
 
@@ -400,7 +417,8 @@ def largest_extent(batch: Any) -> int:
         return 1
     shape, children = extents(batch), open_container(batch)
     if shape is None and children is None:
-        return sys.maxsize  # who knows
+        graphs = getattr(batch, "num_graphs", None)
+        return graphs if isinstance(graphs, int) else sys.maxsize  # who knows
     return max([*(shape or ()), *(largest_extent(child) for _, child in children or ())], default=1)
 
 

@@ -9,16 +9,18 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.nn import Module
-from torch.nn import functional as F
+from torch.nn import Module, functional
 from torch.overrides import TorchFunctionMode
 
 _DROPS = ("dropout", "droppath", "dropblock", "stochasticdepth", "layerdrop")
 _RATES = ("p", "prob", "rate")
+_NAMES = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout", "feature_dropout")
 _DROPOUTS = {
-    *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout),
-    *(torch.dropout, torch.dropout_, torch.feature_dropout, torch.feature_dropout_, torch.alpha_dropout),
-    *(torch.alpha_dropout_, torch.feature_alpha_dropout, torch.feature_alpha_dropout_),
+    getattr(home, name + ending)
+    for home in (functional, torch)
+    for name in _NAMES
+    for ending in ("", "_")
+    if hasattr(home, name + ending)
 }
 
 
@@ -29,7 +31,7 @@ class _NoDropout(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _DROPOUTS:
             return args[0] if args else kwargs["input"]
-        if func is F.scaled_dot_product_attention:
+        if func is functional.scaled_dot_product_attention:
             args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
             kwargs = {**kwargs, "dropout_p": 0.0} if "dropout_p" in kwargs else kwargs
         return func(*args, **kwargs)

@@ -33,8 +33,8 @@ class OomEvent:
         same = ", with the same result" if self.result == SAME_RESULT else ""
         return (
             f"Memory ran out in {self.stage} with {self.samples} samples after {self.step} optimizer steps "
-            f"({self.memory}). What failed was run again in parts of at most {self.fits} samples{same}; from now on none "
-            f"is larger. {'' if same else self.result}"
+            f"({self.memory}). What failed was run again in parts of at most {self.fits} samples{same}; from now on "
+            f"none is larger. {'' if same else self.result}"
         ).rstrip()
 
 

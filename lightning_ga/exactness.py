@@ -21,15 +21,15 @@ _MEANING: dict[Cause, str] = {
     "(lightning_ga.models.to_group_norm) makes it exact",
     "sum": "the loss is a sum over samples, and accumulation averages: divide it by the number of samples, or the "
     "learning rate means another thing for every micro-batch",
-    "coupled": "the loss couples the samples of a batch: it compares them with each other (contrastive losses, in-batch "
-    "negatives), or depends on which of them are together (statistics or padding of the batch); let it treat samples by "
-    "themselves, or train in whole batches",
-    "weighted": "the loss is a mean over something else than samples (tokens, nodes, class weights): give {counter}, so "
-    "that micro-batches weigh what they count",
-    "stateful": "the step changes {tensors}, which the next micro-batch meets: that happens once for each micro-batch now, "
-    "not once a step; change it after the optimizer's step (in optimizer_step, after super().optimizer_step(…))",
-    "random": "the step, or what makes and moves its batch, draws random numbers: two passes over one batch differ, so "
-    "nothing can be measured, and accumulation is right on average",
+    "coupled": "the loss couples the samples of a batch: it compares them with each other (contrastive losses, "
+    "in-batch negatives), or depends on which of them are together (statistics or padding of the batch); let it treat "
+    "samples by themselves, or train in whole batches",
+    "weighted": "the loss is a mean over something else than samples (tokens, nodes, class weights): give {counter}, "
+    "so that micro-batches weigh what they count",
+    "stateful": "the step changes {tensors}, which the next micro-batch meets: that happens once for each micro-batch "
+    "now, not once a step; change it after the optimizer's step (in optimizer_step, after super().optimizer_step(…))",
+    "random": "the step, or what makes and moves its batch, draws random numbers: two passes over one batch differ, "
+    "so nothing can be measured, and accumulation is right on average",
     "uncuttable": "{reason}",
     "unmeasured": "not measured: {reason}",
 }

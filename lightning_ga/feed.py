@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, RandomSampler, WeightedRandomSampler, default_collate
 
-from lightning_ga.batch_reader import BatchSource, CollatedAgain, CollatedBatches
+from lightning_ga.batch_reader import BatchSource, CollatedAgain, CollatedBatches, spread
 from lightning_ga.errors import UserError
 from lightning_ga.heaviest import Looks
 from lightning_ga.loaders import read_loader, rebatch
@@ -147,9 +147,10 @@ class Feed:
         batches: Sequence[int] | None = None
         pieces = 1
         if isinstance(windows, GivenWindows) and self.world_size == 1:
-            batches, sizes = self._batch_ends(epoch), self._largest_window(epoch, effective)
-            pieces = 1 if self._keeps_batches else -(-max(sizes) // micro_batch)
-            plan = in_groups(sizes, pieces=pieces)
+            batches = self._batch_ends(epoch)
+            groups = windows.batches(batches)
+            pieces = 1 if self._keeps_batches else -(-max(map(max, groups), default=1) // micro_batch)
+            plan = in_groups(groups, pieces=pieces)
         elif self._keeps_batches and effective is None:
             batches = ()
         self.sampler.set_epoch(epoch)
@@ -207,7 +208,7 @@ class Feed:
         """Indices of some samples from all over the dataset."""
         order = self.recipe.order
         if isinstance(order, (Sequential, Shuffled)):
-            return list(range(0, order.size, max(1, order.size // most)))[:most]
+            return spread(order.size, most)
         return list(order.draw(epoch, self.sampler.seed)[0:most])
 
     def looks(self, epoch: int) -> Looks:
@@ -342,13 +343,6 @@ class Feed:
             self._ends = epoch, [0, *accumulate(self._batch_sizes(epoch))]
         return self._ends[1]
 
-    def _largest_window(self, epoch: int, effective: int | None) -> list[int]:
-        """Sizes of the batches that make up the largest window of an epoch."""
-        sizes, number = self._batch_sizes(epoch), self._batches_per_window(epoch, effective)
-        windows = [sizes[start : start + number] for start in range(0, len(sizes), number)]
-        largest = max(windows, key=sum, default=[1])
-        return largest + [max(largest)] * (number - len(largest))
-
     def _batches_per_window(self, epoch: int, effective: int | None) -> int:
         """Batches of a custom batch sampler in one window: they belong together, and are never mixed.
 
@@ -364,7 +358,7 @@ class Feed:
             of = f"{largest}" if min(sizes[:-1], default=largest) == largest else f"{min(sizes)} to {max(sizes)}"
             raise UserError(
                 f"effective_batch_size={effective} is no whole number of batches of {of} samples, as the batch sampler "
-                f"{type(self.recipe.order.batch_sampler).__name__} makes them, and these are not mixed: "
+                f"{type(self.user_loader.batch_sampler).__name__} makes them, and these are not mixed: "
                 + (
                     f"use a multiple of {largest * self.ranks_apart}."
                     if of == f"{largest}"

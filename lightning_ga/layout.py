@@ -25,7 +25,7 @@ from lightning_ga.structures import (
 )
 from lightning_ga.take import take
 
-FEW, MANY = 3, 4  # samples of the batches that are compared
+FEW, MANY, MOST = 3, 4, 9  # samples of the batches that are compared
 WAY_OUT = "define split_batch(self, batch, sizes) on the LightningModule"
 
 
@@ -90,7 +90,8 @@ class Layout:
             if len(counts) > 1:
                 (one, there), (other, here) = list(counts.items())[:2]
                 raise LayoutError(
-                    f"The batch cannot be cut into samples, as {there} holds {one} of them and {here} {other}: {WAY_OUT}."
+                    f"The batch cannot be cut into samples, as {there} holds {one} of them and {here} {other}: "
+                    f"{WAY_OUT}."
                 )
         return {loader: next(iter(counts)) for loader, counts in found.items()}
 
@@ -199,18 +200,21 @@ def _read_loader(samples: Samples, loader: int) -> Mapping[str, Role]:
     roles: dict[str, Role] = {}
     for kind in whole or found:
         _agree(roles, found[kind])
-    if len(whole) > 1:
-        _agree(roles, _compared(samples, loader, whole))
+    _agree(roles, _compared(samples, loader, whole or list(found), widely=True))
     return roles
 
 
-def _compared(samples: Samples, loader: int, kinds: Sequence[int]) -> dict[str, Role]:
+def _compared(samples: Samples, loader: int, kinds: Sequence[int], *, widely: bool = False) -> dict[str, Role]:
+    """Roles as 3 samples become 4; ``widely``: also as they become 9, where no rounding hides that something grows."""
+    roles: dict[str, Role] = {}
     few = [FEW] * samples.loaders
-    many = [MANY if position == loader else FEW for position in range(samples.loaders)]
-    reading = _Reading(loader, checks=len(kinds) == 1)
-    batches = (samples.batch(counts, kinds, seed) for counts, seed in ((few, 0), (few, 1), (many, 0)))
-    reading.compare("batch", *batches)
-    return reading.roles
+    once, twice = (samples.batch(few, kinds, seed) for seed in (0, 1))
+    for larger in (MANY, MOST) if widely else (MANY,):
+        many = [larger if position == loader else FEW for position in range(samples.loaders)]
+        reading = _Reading(loader, larger, checks=len(kinds) == 1)
+        reading.compare("batch", once, twice, samples.batch(many, kinds, 0))
+        _agree(roles, reading.roles)
+    return roles
 
 
 def _agree(known: dict[str, Role], further: Mapping[str, Role]) -> None:
@@ -252,11 +256,13 @@ class _Reading:
 
     Attributes:
         loader: Which loader's samples grow in number.
+        larger: How many there are then.
         checks: Whether samples are all the same, so that values tell, too.
         roles: What has been found.
     """
 
     loader: int
+    larger: int
     checks: bool
     roles: dict[str, Role] = field(default_factory=dict)
 
@@ -295,38 +301,40 @@ class _Reading:
             return
         axis = changed[0]
         per, left = divmod(small[axis], FEW)
-        if len(changed) > 1 or left or not per or large[axis] != MANY * per:
-            raise LayoutError(_packed(path, f"goes from the shape {small} to {large} when 3 samples become 4"))
+        if len(changed) > 1 or left or not per or large[axis] != self.larger * per:
+            raise LayoutError(
+                _packed(path, f"goes from the shape {small} to {large} when 3 samples become {self.larger}")
+            )
         self.roles[path] = SampleAxis(axis, per, self.loader)
         self._check(path, few, again, many, SampleAxis(axis, per, self.loader))
 
     def _check(self, path: str, few: Any, again: Any, many: Any, role: SampleAxis) -> None:
-        """Cut 4 equal samples: any 3 of them are what the 3 are, or else entries know their place in the batch."""
+        """Cut equal samples: any 3 of them are what the 3 are, or else entries know their place in the batch."""
         if not self.checks:
             return
         if not same_values(few, again):  # the collate function draws random numbers
             if role.per > 1:
                 raise LayoutError(_packed(path, f"holds {role.per} entries for each sample that change every time"))
             return
-        for start in (0, MANY - FEW):
+        for start in (0, self.larger - FEW):
             if not same_values(take(many, role.axis, start * role.per, (start + FEW) * role.per), few):
                 raise LayoutError(_packed(path, "depends on where in the batch a sample is"))
 
     def _role_of_number(self, path: str, few: Any, again: Any, many: Any) -> Role:
         if same_values(few, many) or not same_values(few, again):
             return "constant"
-        if _number(few) == FEW and _number(many) == MANY:
+        if _number(few) == FEW and _number(many) == self.larger:
             return SampleCount(self.loader)
-        raise LayoutError(_packed(path, f"goes from {few} to {many} when 3 samples become 4"))
+        raise LayoutError(_packed(path, f"goes from {few} to {many} when 3 samples become {self.larger}"))
 
     def _open(self, path: str, few: Any, again: Any, many: Any) -> None:
         children = [open_container(node) for node in (few, again, many)]
         if type(few) is type(many) and None not in children:
             names = [[name for name, _ in opened or ()] for opened in children]
             if names[0] != names[1] or names[0] != names[2]:
-                raise LayoutError(_packed(path, "has other fields when 3 samples become 4"))
+                raise LayoutError(_packed(path, f"has other fields when 3 samples become {self.larger}"))
             self.roles[path] = "fields"
-            for (name, one), (_, two), (_, three) in zip(*children):  # type: ignore[arg-type]
+            for (name, one), (_, two), (_, three) in zip(*(opened or () for opened in children)):
                 self.compare(path + name, one, two, three)
         elif same_values(few, many):
             self.roles[path] = "shared"
@@ -357,20 +365,46 @@ def read_ready_made(batches: Sequence[Any]) -> Layout:
     if not shapes or any(set(found) != set(shapes) for found in structures):
         raise LayoutError(_ambiguous(structures[0]))
     axes = {path: _axes(list(known)) for path, known in shapes.items()}
-    # An axis of one is no axis of samples, unless it comes first everywhere: then there may be one.
-    leading_ones = all(0 in found.get((1,) * len(batches), ()) for found in axes.values())
-    candidates = {extent for found in axes.values() for extent in found if leading_ones or set(extent) != {1}}
-    everywhere = [extent for extent in candidates if all(extent in found for found in axes.values())]
-    if not everywhere:
-        changed = [extent for extent in candidates if len(set(extent)) > 1]
-        everywhere = [extent for extent in changed if all(extent in f or _is_steady(f) for f in axes.values())]
-    if len(everywhere) != 1 or any(len(found.get(everywhere[0], ())) > 1 for found in axes.values()):
+    samples = _only_reading(axes, len(batches))
+    if samples is None or any(_is_of_numbers(batches[0], path) and samples in axes[path] for path in axes):
         raise LayoutError(_ambiguous(structures[0]))
-    (samples,) = everywhere
     roles: dict[str, Role] = dict(_containers("batch", batches[0], top=True))
     for path, found in axes.items():
         roles[path] = SampleAxis(found[samples][0]) if samples in found else "shared"
     return Layout(roles)
+
+
+def _only_reading(axes: Mapping[str, Mapping[tuple[int, ...], list[int]]], batches: int) -> tuple[int, ...] | None:
+    """The numbers of samples of all batches, if one reading of these axes is possible or stands out.
+
+    It stands out if it is the only one that all parts have, and all have it first. Otherwise what changes
+    from batch to batch may be the samples, or the length that they are padded to.
+    """
+    every = {extent for found in axes.values() for extent in found}
+    ones = (1,) * batches
+    if not all(0 in found.get(ones, ()) for found in axes.values()):
+        every.discard(ones)  # no axis of samples, unless it comes first everywhere: then there may be one
+    everywhere = [extent for extent in every if all(extent in found for found in axes.values())]
+    first = [extent for extent in everywhere if all(found[extent] == [0] for found in axes.values())]
+    changing = [extent for extent in every if len(set(extent)) > 1]
+    if len(everywhere) == 1 and first and not (first == [ones] and changing):
+        return first[0]
+    grown = [extent for extent in changing if all(extent in found or _is_steady(found) for found in axes.values())]
+    possible = {*everywhere, *grown}
+    if len(possible) != 1 or possible.isdisjoint(changing):
+        return None
+    (samples,) = possible
+    return None if any(len(found.get(samples, ())) > 1 for found in axes.values()) else samples
+
+
+def _is_of_numbers(batch: Any, path: str) -> bool:
+    """Whether a part is a list of plain numbers: sizes of pictures, as likely as one number for each sample."""
+    nodes = {"batch": batch}
+    while path not in nodes:
+        known = [(name, node) for name, node in nodes.items() if path.startswith(name)]
+        nodes = {name + inner: child for name, node in known for inner, child in open_container(node) or ()}
+    node = nodes[path]
+    return is_plain_sequence(node) and any(isinstance(thing, Number) for thing in node)
 
 
 def _leaves(path: str, node: Any, *, top: bool = False) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -1,6 +1,6 @@
 """Streams that can be looked into: what was read too early is given to training all the same."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sized
 from typing import Any
 
 from torch.utils.data import IterableDataset
@@ -53,7 +53,7 @@ class PeekableStream(IterableDataset[Any]):
         return getattr(self._of, name)
 
 
-class SizedPeekableStream(PeekableStream):
+class _Sized(PeekableStream):
     """The same with a length."""
 
     def __init__(self, start: Callable[[], Iterator[Any]], length: int, of: Any = None) -> None:
@@ -62,3 +62,13 @@ class SizedPeekableStream(PeekableStream):
 
     def __len__(self) -> int:
         return self._length
+
+
+def peekable_stream(start: Callable[[], Iterator[Any]], length: int | None, of: Any = None) -> PeekableStream:
+    """A stream that can be looked into, with a length if it is known."""
+    return PeekableStream(start, of) if length is None else _Sized(start, length, of)
+
+
+def length_of(stream: Any) -> int | None:
+    """The length of a stream, if it tells."""
+    return len(stream) if isinstance(stream, Sized) else None

@@ -88,15 +88,24 @@ def plan_accumulation(effective_batch: int, *, micro_batch: int, world_size: int
     return AccumulationPlan(effective_batch, world_size, chunks[0][0], len(chunks[0]), chunks)
 
 
-def in_groups(sizes: Sequence[int], *, pieces: int) -> AccumulationPlan:
-    """The plan of a window of batches that are not to be mixed, each cut into as many near-equal chunks.
+def in_groups(windows: Sequence[Sequence[int]], *, pieces: int) -> AccumulationPlan:
+    """The plan of windows of batches that are not to be mixed, each batch cut into as many near-equal chunks.
+
+    It is that of the window with the most samples; where another holds more batches, with chunks of none.
+
+    Args:
+        windows: Sizes of the batches of each window.
+        pieces: Chunks of a batch.
 
     Examples:
-        >>> in_groups([8, 8], pieces=2).chunks
+        >>> in_groups([[8, 8], [3]], pieces=2).chunks
         ((4, 4, 4, 4),)
     """
-    chunks = tuple(chunk for size in sizes for chunk in split_evenly(size, pieces))
-    return AccumulationPlan(sum(sizes), 1, max(chunks), len(chunks), (chunks,))
+    largest = max(windows, key=sum, default=[1])
+    factor = max(map(len, windows), default=1) * pieces
+    chunks = [chunk for size in largest for chunk in split_evenly(size, pieces)]
+    chunks += [0] * (factor - len(chunks))
+    return AccumulationPlan(sum(largest), 1, max(chunks), factor, (tuple(chunks),))
 
 
 def cut_window(samples: int, *, micro_batch: int, world_size: int) -> tuple[tuple[int, ...], ...]:

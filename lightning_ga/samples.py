@@ -1,7 +1,7 @@
 """Samples of a user's loader, read and collated aside from training, which goes on as if none was read."""
 
 import copy
-from collections.abc import Callable, Generator, Iterable, Iterator, Sized
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing, contextmanager
 from functools import partial
 from typing import Any
@@ -13,7 +13,7 @@ from lightning_ga.contents import ObjectState, contained, reachable
 from lightning_ga.errors import UserError
 from lightning_ga.live import uncounted
 from lightning_ga.loaders import copy_loader
-from lightning_ga.peekable import PeekableStream, SizedPeekableStream
+from lightning_ga.peekable import PeekableStream, length_of, peekable_stream
 from lightning_ga.sampler import seeded
 
 
@@ -103,12 +103,9 @@ def peekable(loader: Any) -> Any:
     try:
         copy.deepcopy(dataset)
     except Exception:  # whatever a dataset may hold
-        if iter(dataset) is dataset:
+        if isinstance(dataset, Iterator):
             return loader
-        start = partial(iter, dataset)
-        sized = isinstance(dataset, Sized)
-        stream = SizedPeekableStream(start, len(dataset), dataset) if sized else PeekableStream(start, dataset)
-        return copy_loader(loader, dataset=stream)
+        return copy_loader(loader, dataset=peekable_stream(partial(iter, dataset), length_of(dataset), dataset))
     return loader
 
 

@@ -341,7 +341,7 @@ def enter_trial(trainer: Any) -> None:
 
 @contextmanager
 def muted(trainer: Any) -> Iterator[None]:
-    """Within, no hook calls this trainer's callbacks; they stay in ``trainer.callbacks``, where steps may look for them.
+    """Within, no hook calls this trainer's callbacks; they stay in ``trainer.callbacks``, where steps may look.
 
     The loops and plugins call them through this function of ``trainer/call.py``; those of other trainers pass through.
     """

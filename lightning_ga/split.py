@@ -42,7 +42,8 @@ def split_batch(batch: Any, sizes: Sequence[int], *, layout: Layout) -> Iterator
 
     Examples:
         >>> layout = Layout({"batch": "fields", "batch['ids']": SampleAxis(0), "batch['scale']": "constant"})
-        >>> [part["ids"].tolist() for part in split_batch({"ids": torch.arange(5), "scale": 0.5}, [3, 2], layout=layout)]
+        >>> batch = {"ids": torch.arange(5), "scale": 0.5}
+        >>> [part["ids"].tolist() for part in split_batch(batch, [3, 2], layout=layout)]
         [[0, 1, 2], [3, 4]]
     """
     sizes = list(sizes)

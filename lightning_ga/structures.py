@@ -72,11 +72,11 @@ def find_splitter(node: Any) -> Splitter | None:
             if base in _SPLITTERS:
                 return _SPLITTERS[base]
     methods = (getattr(type(node), name, None) for name in ("to_data_list", "from_data_list"))
-    return _OF_GRAPHS if all(map(callable, methods)) else None
+    return _OF_GRAPHS if all(map(callable, methods)) and hasattr(node, "num_graphs") else None
 
 
 _OF_GRAPHS = Splitter(
-    count=lambda batch: int(batch.num_graphs) if hasattr(batch, "num_graphs") else len(batch.to_data_list()),
+    count=lambda batch: int(batch.num_graphs),
     take=lambda batch, start, stop: type(batch).from_data_list(batch.to_data_list()[start:stop]),
 )
 
@@ -149,7 +149,9 @@ def same_values(one: Any, other: Any) -> bool:
             names = [[name for name, _ in opened] for opened in children if opened is not None]
             pairs = zip(children[0], children[1])
             return names[0] == names[1] and all(same_values(a, b) for (_, a), (_, b) in pairs)
-        if type(one).__eq__ is object.__eq__ and hasattr(one, "__dict__"):
+        if "__eq__" not in {name for kind in type(one).__mro__[:-1] for name in vars(kind)} and hasattr(
+            one, "__dict__"
+        ):
             return same_values(vars(one), vars(other))
         return bool(one == other)
     except Exception:  # arrays of objects; what an == of a user's type may say

@@ -9,6 +9,7 @@ memory is undone (``undo``) and tried again in halves (``attempts``); what it lo
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from lightning_ga import ranks, seams
@@ -225,9 +226,7 @@ class Survivor:
                 if not is_cut:
                     self._refuse(piece.samples, job, job.batch)
                     return False, None
-                went_through, result = self._attempt(
-                    job.stage, lambda: _or_error(job.run, self._on_device(part), piece)
-                )
+                went_through, result = self._attempt(job.stage, partial(self._run_piece, job, part, piece))
                 if not isinstance(result, _PieceError):
                     break
                 current[0] = self._slices_after(result.error, job, ledger, piece)
@@ -246,6 +245,14 @@ class Survivor:
         with whole_batch_metrics(self.state.metrics):
             outcome = run_pieces(even_pieces(sizes), attempt)
         return self._settle(job.stage, outcome)
+
+    def _run_piece(self, job: Job, part: Any, piece: Piece) -> Any:
+        try:
+            return job.run(self._on_device(part), piece)
+        except Exception as error:
+            if is_out_of_memory(error) or is_ambiguous_out_of_memory(error) or isinstance(error, UserError):
+                raise
+            return _PieceError(error)
 
     def _cut(self, slices: BatchSlices, piece: Piece) -> Any:
         """A slice, and what may change before it has run."""
@@ -421,15 +428,6 @@ class _PieceError:
     """What a piece ended in, if not for want of memory."""
 
     error: Exception
-
-
-def _or_error(run: Callable[[Any, Piece], Any], part: Any, piece: Piece) -> Any:
-    try:
-        return run(part, piece)
-    except Exception as error:
-        if is_out_of_memory(error) or is_ambiguous_out_of_memory(error) or isinstance(error, UserError):
-            raise
-        return _PieceError(error)
 
 
 EXCHANGES = "its step exchanges values with the other ranks (all_gather, all_reduce, the compute of a metric)"

@@ -8,7 +8,7 @@ that is looked at before training begins is given to training all the same.
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from math import gcd
 from typing import Any
 
@@ -29,13 +29,13 @@ from lightning_ga.batch_reader import (
 from lightning_ga.errors import UserError
 from lightning_ga.feed import Feed
 from lightning_ga.heaviest import Looks
-from lightning_ga.layout import Layout, LayoutError, Slice, read_ready_made
-from lightning_ga.peekable import PeekableStream, SizedPeekableStream
+from lightning_ga.layout import Layout, LayoutError, Slice
+from lightning_ga.peekable import peekable_stream
 from lightning_ga.plan import AccumulationPlan
 from lightning_ga.split import SplitBatch, cut, split_by_hook
 from lightning_ga.windows import Chunk
 
-_PEEKED = 8  # batches that are looked at, at most, until two of them differ in size
+_PEEKED = 2  # batches that are looked at, as two may differ in size
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +82,7 @@ class UncutFeed:
                 "that can be iterated in every epoch, such as a DataLoader."
             )
         self._data, self._hook = batches, hook
-        known = batches.length is not None
-        self._stream = SizedPeekableStream(batches.start, batches.length) if known else PeekableStream(batches.start)
+        self._stream = peekable_stream(batches.start, batches.length)
         self._feed = Feed(
             DataLoader(self._stream, batch_size=1, collate_fn=_only), own_seed=torch.Generator(), **settings
         )
@@ -97,9 +96,7 @@ class UncutFeed:
         """What is known of these batches."""
         loaders = self._data.loaders
         if all(map(is_collated, loaders)):
-            return CollatedBatches(
-                loaders, [lambda part=part: indices_of(part) for part in loaders], self._data.combine
-            )
+            return CollatedBatches(loaders, [partial(indices_of, part) for part in loaders], self._data.combine)
         return ReadyMadeBatches(self._looked_at)
 
     def recipe_effective(self, epoch: int) -> int:
@@ -120,7 +117,7 @@ class UncutFeed:
         if len(set(self.sizes)) > 1:
             raise UserError(
                 f"effective_batch_size={effective} counts samples, and the training data come from loaders of unequal "
-                f"batch sizes, {', '.join(map(str, self.sizes))}: say with accumulate=… how many batches make up a step."
+                f"batch sizes, {', '.join(map(str, self.sizes))}: say with accumulate=… how many batches make a step."
             )
 
     def arrange(
@@ -252,14 +249,13 @@ class UncutFeed:
         return self.source.layout(lambda batch: batch)
 
     def _looked_at(self) -> list[Any]:
-        """The first batch; more of them where it does not tell its samples, until one is of another size."""
-        for most in range(1, _PEEKED + 1):
-            batches = self._stream.peek(most)
-            try:
-                read_ready_made(batches)
-            except LayoutError:
-                continue
-            return batches
+        """The first batches, and the last where it can be had, as it may be of another size."""
+        batches = self._stream.peek(_PEEKED)
+        for part in self._data.loaders:
+            dataset = getattr(part, "dataset", part)
+            if len(self._data.loaders) == 1 and isinstance(dataset, Sequence) and len(dataset) > _PEEKED:
+                collate = getattr(part, "collate_fn", None) or (lambda batch: batch)
+                batches.append(self._data.combine([collate(dataset[-1])]))
         return batches
 
     def _in_batches(self, effective: int | None) -> int | None:

@@ -303,7 +303,7 @@ def rounding(trainer: Any) -> float:
 
 @contextmanager
 def _exact_arithmetic(trainer: Any, *, spare: bool) -> Iterator[None]:
-    """Within, steps compute in the precision of the weights, if there is memory for that: autocast hides differences."""
+    """Within, steps compute in the precision of the weights, if memory allows for it: autocast hides differences."""
     plugin = trainer.precision_plugin
     if not spare or not hasattr(plugin, "autocast_context_manager"):
         yield

@@ -3,7 +3,7 @@
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Protocol
 
 
@@ -104,6 +104,24 @@ class GivenWindows:
     def span(self, window: int) -> tuple[int, int]:
         """Start and number of samples."""
         return self.starts[window], self.starts[window + 1] - self.starts[window]
+
+    def batches(self, ends: Sequence[int]) -> list[list[int]]:
+        """Sizes of the batches in each window that is still to come.
+
+        Args:
+            ends: Samples before each batch of the epoch, and after the last.
+
+        Examples:
+            >>> GivenWindows((0, 8, 10)).batches([0, 3, 8, 10])
+            [[3, 5], [2]]
+        """
+        found = []
+        for window in range(self.done, self.count):
+            start, samples = self.span(window)
+            inner = ends[bisect_right(ends, start) : bisect_left(ends, start + samples)]
+            edges = [start, *inner, start + samples]
+            found.append([stop - begin for begin, stop in pairwise(edges)])
+        return found
 
     @property
     def largest(self) -> int:

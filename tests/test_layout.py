@@ -506,7 +506,6 @@ Z = torch.zeros
 def test_a_ready_made_batch_is_read_where_all_its_parts_agree() -> None:
     """On one number, which each has along one axis."""
     assert ready([Z(8, 7), Z(8)]) == {"batch": "fields", "batch[0]": SampleAxis(0), "batch[1]": SampleAxis(0)}
-    assert ready([Z(5, 8, 3), Z(8)])["batch[0]"] == SampleAxis(1)
     roles = ready({"x": Z(8, 7), "names": list("abcdefgh"), "split": "train", "none": None, "scale": torch.tensor(1.0)})
     assert roles["batch['names']"] == SampleAxis(0)
     assert roles["batch['split']"] == roles["batch['scale']"] == "constant"
@@ -522,11 +521,11 @@ def test_ready_made_batches_of_two_sizes_tell_what_is_shared() -> None:
         "batch[1]": SampleAxis(0),
         "batch[2]": "shared",
     }
-    assert ready((Z(8, 7), Z(7)), (Z(4, 7), Z(7))) == {
-        "batch": "fields",
-        "batch[0]": SampleAxis(0),
-        "batch[1]": "shared",
-    }
+    assert ready((Z(5, 8, 3), Z(8)), (Z(6, 4, 3), Z(4)))["batch[0]"] == SampleAxis(1)
+    assert ready((Z(8, 7), Z(8)), (Z(8, 5), Z(8)))["batch[0]"] == SampleAxis(0)  # padded to another length
+    for two in [((Z(8, 7), Z(7)), (Z(4, 7), Z(7))), (Z(8, 7), Z(4, 7)), (Z(8, 7), Z(8, 5))]:
+        with pytest.raises(LayoutError, match="no reading or for several"):
+            ready(*two)
 
 
 AMBIGUOUS: dict[str, list[Any]] = {

@@ -539,11 +539,11 @@ def assert_ready_made(collate: Collate, every: list[list[Sample]], draw: Callabl
 
 
 @settings(deadline=None, max_examples=EXAMPLES)
-@given(BY_SAMPLE, kinds_of_samples(), CHOSEN, st.data())
+@given(BY_SAMPLE, kinds_of_samples(), st.lists(st.integers(0, 2), min_size=2, max_size=9), st.data())
 def test_one_ready_made_batch_is_cut_rightly_or_refused(
     collate: Collate, kinds: list[Sample], chosen: list[int], data: st.DataObject
 ) -> None:
-    """If everything with a length in it is by sample: of more than that one batch cannot tell."""
+    """If everything with a length in it is by sample, and it holds several: of more than that one batch cannot tell."""
     assert_ready_made(collate, [[kinds[number % len(kinds)] for number in chosen]], data.draw)
 
 

@@ -102,7 +102,10 @@ def test_what_fails_in_the_check_does_not_fail_the_run() -> None:
 
     callback = AutoAccumulate(micro_batch_size=3)
     fit(DataLoader(Samples(24), batch_size=6), callback, module=Model(plain(), particular), max_epochs=1)
-    assert str(callback.exactness) == "not measured: in the check, a step on part of 3 samples ended in ValueError: only threes"
+    assert (
+        str(callback.exactness)
+        == "not measured: in the check, a step on part of 3 samples ended in ValueError: only threes"
+    )
 
 
 def test_an_epoch_of_one_window_is_measured_without_a_step() -> None:
