@@ -377,8 +377,8 @@ def read_ready_made(batches: Sequence[Any]) -> Layout:
 def _only_reading(axes: Mapping[str, Mapping[tuple[int, ...], list[int]]], batches: int) -> tuple[int, ...] | None:
     """The numbers of samples of all batches, if one reading of these axes is possible or stands out.
 
-    It stands out if it is the only one that all parts have, and all have it first. Otherwise what changes
-    from batch to batch may be the samples, or the length that they are padded to.
+    It stands out if nothing changes from batch to batch, and it is the only one that all parts have, and all
+    have it first. What changes may be the samples, or the length that they are padded to.
     """
     every = {extent for found in axes.values() for extent in found}
     ones = (1,) * batches
@@ -387,11 +387,9 @@ def _only_reading(axes: Mapping[str, Mapping[tuple[int, ...], list[int]]], batch
     everywhere = [extent for extent in every if all(extent in found for found in axes.values())]
     first = [extent for extent in everywhere if all(found[extent] == [0] for found in axes.values())]
     changing = [extent for extent in every if len(set(extent)) > 1]
-    if len(everywhere) == 1 and first and not (first == [ones] and changing):
-        return first[0]
     grown = [extent for extent in changing if all(extent in found or _is_steady(found) for found in axes.values())]
     possible = {*everywhere, *grown}
-    if len(possible) != 1 or possible.isdisjoint(changing):
+    if len(possible) != 1 or (possible.isdisjoint(changing) and not first):
         return None
     (samples,) = possible
     return None if any(len(found.get(samples, ())) > 1 for found in axes.values()) else samples
