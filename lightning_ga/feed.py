@@ -190,6 +190,11 @@ class Feed:
         return None if self.recipe.batch_size is not None and self.recipe.order.size is None else self.epoch_plan.length
 
     @property
+    def at_most(self) -> int | None:
+        """Micro-batches after which the epoch is not read any further; ``None`` for a stream without a limit."""
+        return self.epoch_plan.length
+
+    @property
     def epoch_plan(self) -> EpochPlan:
         """The cut of the arranged epoch."""
         assert self.sampler.plan is not None, "the feed is read before it was arranged"
@@ -294,7 +299,7 @@ class Feed:
 
     def steps(self, epoch: int, effective: int | None) -> int | None:
         """Optimizer steps of one epoch; ``None`` for a stream of unknown length."""
-        return None if self.length is None else self._windows(epoch, effective, 0).count
+        return self._windows(epoch, effective, 0).count
 
     def _batches(self) -> int | None:
         """Batches of the recipe in an epoch, on one rank; ``None`` for a stream of unknown length."""

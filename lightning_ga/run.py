@@ -1,5 +1,6 @@
 """One fit: the loader it is fed by, the plan of its epochs, its weights and its place in the data."""
 
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -7,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_info
+from torch.utils.data import IterableDataset
 
 from lightning_ga import seams
 from lightning_ga.batch_norm import Momenta
@@ -104,12 +106,15 @@ class Run:
             "largest_over_ranks": partial(seams.largest_over_ranks, trainer),
             "keep_batches": self.options.micro_batching == "step",
         }
+        seams.warn_of_overfitting(trainer, loader)
         try:
             self._feed = Feed(loader, **settings)
         except UserError as why:
             hook = getattr(trainer.lightning_module, "split_batch", None)
             self._feed = UncutFeed(loader, Batches(*seams.batches_of(trainer, loader)), hook=hook, **settings)
             self._why_in_step = str(why)
+            if not any(isinstance(getattr(part, "dataset", None), IterableDataset) for part in self._feed.loaders):
+                warnings.filterwarnings("ignore", "Your `IterableDataset` has `__len__` defined")  # it is ours
         self._arrange(seams.training_epoch(trainer))
         return self._feed.loader
 
@@ -123,11 +128,11 @@ class Run:
         known = self._feed
         if known is None:
             seams.forget_loaders(trainer)
-        with seams.micro_batch_units(trainer):
+        with seams.micro_batch_units(trainer), warnings.catch_warnings():
             set_up()
         if self._feed is not None and self._feed is not known:
             seams.check_validation_interval(trainer, self._epoch_batches())
-            seams.resize_epoch(trainer, self._feed.length)
+            seams.resize_epoch(trainer, self._feed.length, at_most=self._feed.at_most)
 
     # --- epochs --------------------------------------------------------------------------------
 
@@ -149,17 +154,17 @@ class Run:
             self._refuse_what_cannot_be_cut(epoch)
             if self.exactness is None or self.exactness.cause == "unmeasured":
                 self._verify(epoch, self._micro_batch)
-        self._frequencies = seams.frequencies_by_step(trainer)
         if self.options.batch_norm == "rescale":
             self._momenta = Momenta(trainer.lightning_module)
         self._begin(epoch)
+        self._frequencies = self._frequencies_in_steps()
         self.protection.watch_training(self.gradients, in_step=self.in_step)
         if seams.restarts_in_epoch(trainer):
             done = self.feed.done
-            if same_epoch:
-                seams.expect_positions_to_be_kept()
-            else:
+            if not same_epoch:
                 seams.begin_next_epoch(trainer)
+            elif not self.feed.streams:  # these are read from their start
+                seams.expect_positions_to_be_kept()
             seams.move_to_micro_batch(trainer, done, same_epoch=same_epoch)
             if done:
                 self._schedule_validation(done - 1)
@@ -315,7 +320,7 @@ class Run:
             self.protection.limit = self._micro_batch
         if self._momenta is not None:
             self._momenta.rescale(self.plan.factor)
-        seams.resize_epoch(self.trainer, self.feed.length)
+        seams.resize_epoch(self.trainer, self.feed.length, at_most=self.feed.at_most)
 
     def _enter(self, epoch: int) -> None:
         """Keep count of the recipe's batches where one epoch follows another."""
@@ -392,6 +397,18 @@ class Run:
             rank_zero_info(
                 f"AutoAccumulate cuts batches in the training step, where they are too large. {self._why_in_step}"
             )
+
+    def _frequencies_in_steps(self) -> dict[int, int]:
+        """Frequencies of schedules by step, where the loop counts other batches than the recipe's."""
+        found = seams.frequencies_by_step(self.trainer)
+        of_recipe = self.trainer.accumulate_grad_batches == self.recipe_factor
+        if not found or self.in_step or (of_recipe and self._fed_at_most == self._recipe_batch(self._position.epoch)):
+            return {}
+        rank_zero_info(
+            f"The frequency of schedules by step ({', '.join(map(str, found.values()))}) counts optimizer steps here, "
+            "as batches of the loop are micro-batches."
+        )
+        return found
 
     def _cuts(self, epoch: int) -> bool:
         """Whether batches of the recipe have to be cut, or may have to be where they do not tell their samples."""

@@ -6,11 +6,13 @@ deleting the attribute that shadows the method.
 """
 
 import inspect
+import os
 import re
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial, wraps
 from importlib import import_module
 from types import MethodType
@@ -64,6 +66,8 @@ def batches_of(
     module = sibling(trainer, "utilities.combined_loader")
     connector, states = sibling(trainer, "trainer.connectors.data_connector"), sibling(trainer, "trainer.states")
     combined = loader if isinstance(loader, module.CombinedLoader) else module.CombinedLoader(loader, "max_size_cycle")
+    if combined._mode == "sequential":  # as in ``FitLoop.advance``, which never sees it
+        raise UserError('The training data is a CombinedLoader(mode="sequential"), which fit() does not train on.')
     stages = states.TrainerFn.FITTING, states.RunningStage.TRAINING
     combined.flattened = [connector._process_dataloader(trainer, *stages, part) for part in combined.flattened]
 
@@ -114,16 +118,19 @@ def micro_batch_units(trainer: Any) -> Iterator[None]:
     against the number of batches; here all three are the feed's.
     """
     connector = trainer._accelerator_connector
-    kept = connector.use_distributed_sampler, trainer.limit_train_batches, trainer.val_check_interval
+    kept = connector.use_distributed_sampler, trainer.limit_train_batches
+    interval = getattr(trainer, "val_check_interval", None)  # not set where it is a time
     connector.use_distributed_sampler = False
     if trainer.limit_train_batches != 0:
         trainer.limit_train_batches = 1.0
-    if getattr(trainer, "_val_check_time_interval", None) is None:  # 2.5 has no interval by time
+    if interval is not None:
         trainer.val_check_interval = 1.0
     try:
         yield
     finally:
-        connector.use_distributed_sampler, trainer.limit_train_batches, trainer.val_check_interval = kept
+        connector.use_distributed_sampler, trainer.limit_train_batches = kept
+        if interval is not None:
+            trainer.val_check_interval = interval
 
 
 def shards_data(trainer: Any) -> bool:
@@ -152,15 +159,22 @@ def restarts_in_epoch(trainer: Any) -> bool:
 
 
 def shared_seed(trainer: Any) -> int:
-    """Rank 0's seed, on every rank."""
-    return int(trainer.strategy.broadcast(torch.initial_seed()))
+    """Rank 0's seed, on every rank: that of ``seed_everything``, which spawned ranks begin with, or torch's."""
+    return int(trainer.strategy.broadcast(int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed()))))
 
 
-def resize_epoch(trainer: Any, length: int | None) -> None:
-    """Tell the loops how many micro-batches the epoch has: four places hold a copy of it."""
+def resize_epoch(trainer: Any, length: int | None, *, at_most: int | None = None) -> None:
+    """Tell the loops how many micro-batches the epoch has: four places hold a copy of it.
+
+    Args:
+        trainer: The Trainer.
+        length: How many; ``None`` for a stream, which ends where it pleases.
+        at_most: After how many a stream is not read any further.
+    """
     loop = trainer.fit_loop
     loop._combined_loader.limits = [float("inf") if length is None else length]
-    loop.max_batches = float("inf") if length is None else length
+    known = at_most if length is None else length
+    loop.max_batches = float("inf") if known is None else known
     if length is not None and loop._data_fetcher is not None:
         loop._data_fetcher.length = length
 
@@ -218,6 +232,14 @@ def align_logger_steps(trainer: Any) -> None:
 
 
 _REPEATS = "You're resuming from a checkpoint that ended before the epoch ended"
+
+
+def warn_of_overfitting(trainer: Any, loader: Any) -> None:
+    """Let Lightning warn if ``overfit_batches`` turns shuffling off (``connectors/data_connector.py``)."""
+    if trainer.overfit_batches:
+        combined = sibling(trainer, "utilities.combined_loader").CombinedLoader(loader)
+        stage = sibling(trainer, "trainer.states").RunningStage.TRAINING
+        sibling(trainer, "trainer.connectors.data_connector")._resolve_overfit_batches(combined, mode=stage)
 
 
 def expect_positions_to_be_kept() -> None:
@@ -391,7 +413,26 @@ def intercept_closures(trainer: Any, wrap: Callable[..., Any]) -> None:
     """Let the loop take its closures from ``wrap(make, kwargs, optimizer, batch_idx)`` (``automatic.py:163``)."""
     loop = trainer.fit_loop.epoch_loop.automatic_optimization
     make = type(loop)._make_closure
-    shadow(loop, "_make_closure", lambda *given: wrap(lambda *again: make(loop, *again), *given))
+
+    def make_ours(*given: Any) -> Any:
+        """A closure of Lightning's own class, which says so if an ``optimizer_step`` forgets to call it."""
+        ours, closure = wrap(lambda *again: make(loop, *again), *given), make(loop, *given)
+        shadow(closure, "closure", lambda *arguments, **_: _Ran(ours(*arguments), ours.consume_result()))
+        return closure
+
+    shadow(loop, "_make_closure", make_ours)
+
+
+@dataclass(frozen=True, slots=True)
+class _Ran:
+    """What a closure hands to the loop: what the optimizer is told, and what came of the micro-batch."""
+
+    loss: Any
+    result: Any
+
+    def asdict(self) -> dict[str, Any]:
+        """As the results of the loop's own closures."""
+        return dict(self.result.asdict())
 
 
 def release_closures(trainer: Any) -> None:
@@ -505,9 +546,9 @@ def validate_when_due(trainer: Any, before: int, after: int, epoch_batches: int 
         after: Batches of the recipe after it.
         epoch_batches: Batches of the recipe in one epoch; ``None`` if that is not known.
     """
-    interval = trainer.val_check_interval
-    if getattr(trainer, "_val_check_time_interval", None) is not None:
+    if getattr(trainer, "_val_check_time_interval", None) is not None:  # 2.5 has no interval by time
         return
+    interval = trainer.val_check_interval
     loop = trainer.fit_loop.epoch_loop
     index = loop.total_batch_idx if trainer.check_val_every_n_epoch is None else loop.batch_idx
     if isinstance(interval, float):
@@ -541,7 +582,7 @@ def run_first(trainer: Any, callback: Any) -> None:
 
 def check_validation_interval(trainer: Any, epoch_batches: int | None) -> None:
     """The check that ``setup_data`` makes of ``val_check_interval``, in batches of the recipe."""
-    interval = trainer.val_check_interval
+    interval = getattr(trainer, "val_check_interval", None)
     if epoch_batches is None or not isinstance(interval, int) or trainer.check_val_every_n_epoch is None:
         return
     if interval > epoch_batches and trainer.limit_val_batches > 0:

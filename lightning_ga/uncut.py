@@ -213,6 +213,16 @@ class UncutFeed:
         return self._feed.length
 
     @property
+    def at_most(self) -> int | None:
+        """Batches after which a stream is not read any further."""
+        return self._feed.at_most
+
+    @property
+    def loaders(self) -> Sequence[Any]:
+        """The loaders that a batch comes from."""
+        return self._data.loaders
+
+    @property
     def done(self) -> int:
         """Batches that an earlier run has trained on."""
         return self._feed.done

@@ -11,6 +11,7 @@ from benchmarks.output import as_text, error, installed, write_json
 from clients.verdict import Row
 
 FOLDER = Path(__file__).parent
+PAGE = FOLDER.parents[1] / "docs" / "clients.md"
 CLIENTS = ("pytorch-forecasting", "torch-geometric", "lightly", "transformers", "monai", "gluonts", "darts")
 BELOW = ("torchvision", "torch", "lightning", "pytorch-lightning")
 
@@ -53,7 +54,9 @@ def details(rows: Sequence[Row]) -> str:
 
 
 def write(rows: Sequence[Row]) -> None:
-    """Write the table and its numbers beside this file."""
-    (FOLDER / "table.md").write_text(f"```text\n{text(rows)}\n```\n")
+    """Put the table into the documentation, and its numbers beside this file."""
+    begin, end = "<!-- clients -->\n", "<!-- end -->"
+    before, after = PAGE.read_text().split(begin)
+    PAGE.write_text(f"{before}{begin}```text\n{text(rows)}\n```\n{end}{after.split(end, 1)[1]}")
     versions = {name: installed(name) for name in CLIENTS + BELOW}
     write_json("table", {"versions": versions, "rows": [asdict(row) for row in rows]}, FOLDER)

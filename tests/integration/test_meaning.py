@@ -1,0 +1,221 @@
+"""What users write for Lightning keeps its meaning: intervals by time, streams with a limit, forgotten closures."""
+
+import logging
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.loops.optimization.automatic import Closure
+from lightning.pytorch.utilities import CombinedLoader
+from reference import Regression, Samples, fit
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_ga import AutoAccumulate, UserError
+
+
+def loader(samples: int = 32, **settings: Any) -> DataLoader[Any]:
+    return DataLoader(Samples(samples), batch_size=8, **settings)
+
+
+class Validating(Regression):
+    """Notes after how many optimizer steps it is validated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.validated: list[int] = []
+
+    def val_dataloader(self) -> Any:
+        return loader(8)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.validated.append(self.trainer.global_step)
+
+
+@pytest.mark.parametrize("interval", ["00:00:00:00", {"seconds": 0}])
+@pytest.mark.parametrize("micro_batch_size", [8, 3])
+def test_validation_by_time(interval: Any, micro_batch_size: int) -> None:
+    """An interval of no seconds is due after every batch."""
+    module, trainer = fit(
+        loader(),
+        AutoAccumulate(micro_batch_size=micro_batch_size),
+        module=Validating(),
+        max_epochs=1,
+        val_check_interval=interval,
+        num_sanity_val_steps=0,
+    )
+    assert trainer.global_step == 4
+    assert module.validated[-1] == 4
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        samples = Samples(200)
+        return (samples[index] for index in range(200))
+
+
+class Planning(Regression):
+    """Makes a schedule that has to know its steps."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.01)
+        self.steps = int(self.trainer.estimated_stepping_batches)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=self.steps)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+@pytest.mark.parametrize("micro_batch_size", [8, 3])
+def test_a_stream_with_a_limit_has_as_many_steps(micro_batch_size: int) -> None:
+    """``limit_train_batches`` tells what the stream does not."""
+    module, trainer = fit(
+        DataLoader(Stream(), batch_size=8),
+        AutoAccumulate(micro_batch_size=micro_batch_size),
+        module=Planning(),
+        max_epochs=2,
+        limit_train_batches=4,
+    )
+    assert (module.steps, trainer.global_step) == (8, 8)
+    assert trainer.num_training_batches == 4 * -(-8 // micro_batch_size)
+
+
+def test_a_stream_that_ends_before_its_limit_ends_the_epoch() -> None:
+    """Its last window, too, which is ragged."""
+    module, trainer = fit(
+        DataLoader(Stream(), batch_size=24),
+        AutoAccumulate(48, micro_batch_size=10),
+        max_epochs=1,
+        limit_train_batches=1000,
+    )
+    assert [len(window) for window in module.windows] == [48, 48, 48, 48, 8]
+    assert trainer.global_step == 5
+
+
+class Forgetful(Regression):
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer.optimizer.step()
+
+
+class Curious(Regression):
+    """Looks at the closure that it is given."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        assert isinstance(optimizer_closure, Closure)
+        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+
+
+@pytest.mark.parametrize("micro_batching", ["loader", "step"])
+def test_an_optimizer_step_that_forgets_its_closure_is_told_so(micro_batching: str) -> None:
+    """By Lightning's own error; a run in which no weight changes is no success."""
+    callback = AutoAccumulate(micro_batch_size=4, micro_batching=micro_batching)
+    with pytest.raises(MisconfigurationException, match="The closure hasn't been executed"):
+        fit(loader(), callback, module=Forgetful())
+
+
+@pytest.mark.parametrize("micro_batching", ["loader", "step"])
+def test_closures_are_those_of_lightning(micro_batching: str) -> None:
+    """So that code which asks for their class goes on to work."""
+    _, trainer = fit(loader(), AutoAccumulate(micro_batch_size=4, micro_batching=micro_batching), module=Curious())
+    assert trainer.global_step == 8
+
+
+def test_loaders_one_after_the_other_are_refused() -> None:
+    """As stock Lightning does."""
+    with pytest.raises(UserError, match="sequential"):
+        fit(CombinedLoader([loader(), loader()], "sequential"), AutoAccumulate(micro_batch_size=4))
+
+
+class Paired(Regression):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return sum(torch.nn.functional.mse_loss(self.net(part[0]), part[1]) for part in batch)
+
+
+def test_nothing_is_said_of_data_that_the_user_does_not_have() -> None:
+    """A list of loaders is read by a stream of the package's own, which has a length."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        fit([loader(), loader()], AutoAccumulate(micro_batch_size=4), module=Paired())
+    assert not [each for each in told if "IterableDataset" in str(each.message)]
+
+
+def test_the_warning_that_overfitting_does_not_shuffle_is_kept() -> None:
+    """Lightning's own."""
+    with pytest.warns(UserWarning, match="overfit but enabled"):
+        fit(loader(shuffle=True), AutoAccumulate(micro_batch_size=4), overfit_batches=2)
+
+
+class Scheduled(Regression):
+    """Notes the learning rate of each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rates: list[float] = []
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        return [optimizer], [{"scheduler": schedule, "interval": "step", "frequency": 2}]
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        super().on_before_optimizer_step(optimizer)
+        self.rates.append(optimizer.param_groups[0]["lr"])
+
+
+@pytest.mark.parametrize("micro_batching", ["loader", "step"])
+def test_a_frequency_means_what_it_means_in_lightning_where_nothing_is_cut(micro_batching: str) -> None:
+    """It is tested against the number of the batch."""
+    stock, _ = fit(loader(), module=Scheduled(), accumulate_grad_batches=2)
+    callback = AutoAccumulate(micro_batch_size=8, micro_batching=micro_batching)
+    ours, _ = fit(loader(), callback, module=Scheduled(), accumulate_grad_batches=2)
+    assert ours.rates == stock.rates
+
+
+def test_where_batches_are_cut_a_frequency_counts_steps_and_that_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    """Micro-batches are no batches of the recipe."""
+    with caplog.at_level(logging.INFO):
+        ours, _ = fit(loader(), AutoAccumulate(micro_batch_size=4), module=Scheduled(), max_epochs=1)
+    assert ours.rates == [1.0, 1.0, 0.5, 0.5]
+    assert sum("counts optimizer steps" in record.message for record in caplog.records) == 1
+
+
+class Reseeding(Regression):
+    """Seeds torch anew before the data are asked for."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.seed = seed
+
+    def prepare_data(self) -> None:
+        torch.manual_seed(self.seed)
+
+
+def test_the_seed_of_everything_decides_the_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that are spawned begin with it, whatever else was seeded; without it torch's seed decides."""
+
+    def order(seed: int) -> list[Any]:
+        callback = AutoAccumulate(micro_batch_size=4)
+        module, _ = fit(loader(shuffle=True), callback, module=Reseeding(seed), max_epochs=1)
+        return module.windows
+
+    assert order(1) == order(2)
+    monkeypatch.setattr(pl, "seed_everything", lambda *_, **__: None)
+    monkeypatch.delenv("PL_GLOBAL_SEED")
+    assert order(1) != order(2)
+
+
+def test_a_resume_that_repeats_samples_is_warned_of(tmp_path: Any) -> None:
+    """Loaders whose place nobody keeps begin anew, as in stock Lightning."""
+
+    def train(ckpt_path: Any = None) -> None:
+        saving = pl.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1)
+        loaders, settings = [loader(), loader()], {"max_epochs": 1, "enable_checkpointing": True}
+        fit(loaders, AutoAccumulate(micro_batch_size=4), saving, module=Paired(), ckpt_path=ckpt_path, **settings)
+
+    train()
+    (path,) = [path for path in tmp_path.iterdir() if "step=2" in path.name]
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        train(path)
+    assert any("ended before the epoch ended" in str(each.message) for each in told)
