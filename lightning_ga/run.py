@@ -316,7 +316,8 @@ class Run:
         assert self.plan is not None
         self.gradients.begin_epoch(self._fed_at_most, known=not self.feed.counted_later)
         assert self._micro_batch is not None
-        if self.in_step and (self.feed.may_grow or self._cuts(epoch)):
+        # Ranks count their pieces together where one of them has a limit, so all have one.
+        if self.in_step and (self.feed.may_grow or self._cuts(epoch) or self.trainer.world_size > 1):
             self.protection.limit = self._micro_batch
         if self._momenta is not None:
             self._momenta.rescale(self.plan.factor)

@@ -392,11 +392,21 @@ class Survivor:
         raise self._error(one_sample_too_large(job.stage, describe_value(part), self._memory())) from failure
 
     def _again_if_memory_runs_out(self, run: Callable[[], None]) -> None:
-        """Run what has undone itself where it fails; with the step's memory freed, there is room for it."""
-        went_through, _ = self._attempt("training", run) if self.retries else (False, None)
-        if not went_through:
-            self._forget_attempts()
+        """Run what undoes itself where it fails: with the step's memory freed, there is room for it.
+
+        Not so where it has exchanged values with other ranks, as they would not do that again.
+        """
+        before = ranks.collectives(self._trainer)
+        try:
             run()
+        except Exception as error:
+            if not self.retries or not is_out_of_memory(error) or ranks.collectives(self._trainer) != before:
+                raise
+            failure = error
+        else:
+            return
+        release(failure)
+        run()
 
     def _error(self, error: UserError) -> UserError:
         return of_rank(error, self._trainer.world_size)
