@@ -2,13 +2,14 @@
 
 import sys
 from collections.abc import Callable, Iterable, Sequence, Sized
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_ga import seams
-from lightning_ga.layout import WAY_OUT, Layout, LayoutError, Samples, Slice, read_layout, read_ready_made
+from lightning_ga.layout import WAY_OUT, Layout, LayoutError, SampleAxis, Samples, Slice, read_layout, read_ready_made
 from lightning_ga.oom import is_out_of_memory
 from lightning_ga.samples import collate_samples, collect_samples
 from lightning_ga.sizes import leaves
@@ -52,7 +53,7 @@ class CollatedBatches:
             kinds = [_various(collect_samples(*pair)) for pair in zip(self.loaders, (i() for i in self.indices))]
             if not all(kinds):
                 raise LayoutError(f"The batch cannot be cut into samples, as its loader has none: {WAY_OUT}.")
-            return read_layout(_SmallBatches(self, kinds, prepare))
+            return _of_crops(read_layout(_SmallBatches(self, kinds, prepare)), kinds)
         except Exception as error:
             if isinstance(error, LayoutError) or is_out_of_memory(error):
                 raise
@@ -98,6 +99,21 @@ class NoBatches:
     def layout(self, prepare: Prepare) -> Layout:
         """Refuse to read them."""
         raise LayoutError(f"The batch cannot be cut into samples, as nothing is known of its loader: {WAY_OUT}.")
+
+
+def _of_crops(layout: Layout, kinds: Sequence[Sequence[Any]]) -> Layout:
+    """The layout, if parts with several entries for each sample come from samples that are lists of as many.
+
+    Otherwise their number may be another in a sample that was not looked at.
+    """
+    for path, role in layout.roles.items():
+        per = role.per if isinstance(role, SampleAxis) else 1
+        if per > 1 and not all(isinstance(each, (list, tuple)) and len(each) == per for each in kinds[role.loader]):  # type: ignore[union-attr]
+            raise LayoutError(
+                f"The batch cannot be cut into samples, as {path} holds {per} entries for each of those looked at, and "
+                f"may hold another number for others: {WAY_OUT}."
+            )
+    return layout
 
 
 class _SmallBatches(Samples):
@@ -185,6 +201,11 @@ class BatchReader:
         if isinstance(found, str):
             raise LayoutError(found)
         return found
+
+    def look(self, *, on_host: bool = False) -> None:
+        """Read the layout now, if there is one."""
+        with suppress(LayoutError):
+            self.layout(on_host=on_host)
 
     def count(
         self, batch: Any, *, expected: int | None = None, otherwise: int | None = None, on_host: bool = False

@@ -13,7 +13,11 @@ from torch.nn import Module, functional
 from torch.overrides import TorchFunctionMode
 
 _DROPS = ("dropout", "droppath", "dropblock", "stochasticdepth", "layerdrop")
-_RATES = ("p", "prob", "rate")
+_OF_DROPS = ("p", "prob", "rate", "drop_prob")
+_RATES = (
+    *("dropout", "dropout_p", "dropout_prob", "attention_dropout", "attn_dropout", "activation_dropout"),
+    *("attention_probs_dropout_prob", "hidden_dropout_prob", "layerdrop"),
+)
 _NAMES = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout", "feature_dropout")
 _DROPOUTS = {
     getattr(home, name + ending)
@@ -45,7 +49,7 @@ def stop_dropping(module: Module) -> None:
     for part in module.modules():
         drops = any(name in type(part).__name__.lower() for name in _DROPS)
         for name, value in list(vars(part).items()):
-            if isinstance(value, float) and 0 < value <= 1 and ("drop" in name or (drops and name in _RATES)):
+            if isinstance(value, float) and 0 < value <= 1 and (name in _RATES or (drops and name in _OF_DROPS)):
                 vars(part)[name] = 0.0
 
 

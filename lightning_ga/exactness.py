@@ -16,7 +16,7 @@ INEXACT = ("batch_norm", "sum", "coupled", "weighted", "stateful")
 """Causes for which gradients differ from those of one pass, or may in a later window."""
 
 _MEANING: dict[Cause, str] = {
-    "exact": "micro-batches give the gradient of the whole batch",
+    "exact": "micro-batches gave the gradient of the whole batch, on the samples that were measured",
     "batch_norm": "{layers} normalize by the statistics of each micro-batch, not of the whole batch; GroupNorm "
     "(lightning_ga.models.to_group_norm) makes it exact",
     "sum": "the loss is a sum over samples, and accumulation averages: divide it by the number of samples, or the "
@@ -95,8 +95,8 @@ class Differences:
 
     @property
     def finite(self) -> bool:
-        """Whether anything can be said."""
-        return 0 < self.size < float("inf") and self.error == self.error
+        """Whether the whole has a gradient to compare with."""
+        return 0 < self.size < float("inf")
 
 
 Gradient = Sequence[torch.Tensor]
@@ -178,14 +178,15 @@ def judge(
         micro_steps: Passes that were run.
     """
     if not differences.finite:
-        size = differences.size if not 0 < differences.size < float("inf") else float("nan")
-        return unmeasured(tolerance, f"the norm of the gradient is {size}")
+        return unmeasured(tolerance, f"the norm of the gradient is {differences.size}")
     found = Exactness(differences.error, tolerance, "exact", layers=layers, tensors=tensors, micro_steps=micro_steps)
     drawn = replace(found, relative_error=None)
     if tensors:
         return replace(drawn if noise > tolerance else found, cause="stateful")
     if noise > tolerance:
         return replace(drawn, cause="batch_norm" if layers else "random")
+    if differences.error != differences.error:  # a part has no gradient by itself, and the whole has one
+        return replace(drawn, cause="batch_norm" if layers else "coupled")
     if differences.error <= tolerance:
         return replace(found, layers=())
     if differences.summed <= tolerance:

@@ -358,6 +358,8 @@ def read_ready_made(batches: Sequence[Any]) -> Layout:
         >>> read_ready_made([[torch.zeros(8, 7), torch.zeros(8)]]).roles["batch[0]"]
         SampleAxis(axis=0, per=1, loader=0)
     """
+    if not batches:
+        raise LayoutError(f"The batch cannot be cut into samples, as none was looked at before training: {WAY_OUT}.")
     structures = [dict(_leaves("batch", batch, top=True)) for batch in batches]
     shapes = {
         path: [found[path] for found in structures] for path in structures[0] if all(path in f for f in structures)

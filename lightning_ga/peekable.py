@@ -21,9 +21,12 @@ class PeekableStream(IterableDataset[Any]):
         self._start, self._of = start, of
         self._waiting: Iterator[Any] | None = None
         self._peeked: list[Any] = []
+        self._begun = False
 
     def peek(self, most: int) -> list[Any]:
-        """The first items of the next epoch, which yields them all the same."""
+        """The first items of the next epoch, which yields them all the same; none once training reads the stream."""
+        if self._begun:
+            return []
         self._waiting = self._start() if self._waiting is None else self._waiting
         while len(self._peeked) < min(most, MOST) and (item := next(self._waiting, _END)) is not _END:
             self._peeked.append(item)
@@ -42,7 +45,7 @@ class PeekableStream(IterableDataset[Any]):
 
     def _read(self) -> Iterator[Any]:
         items = self._start() if self._waiting is None else self._waiting
-        peeked, self._peeked, self._waiting = self._peeked, [], None
+        peeked, self._peeked, self._waiting, self._begun = self._peeked, [], None, True
         while peeked:
             yield peeked.pop(0)
         yield from items

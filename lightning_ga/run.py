@@ -34,7 +34,7 @@ from lightning_ga.state import Position, RunState
 from lightning_ga.steps import wrong_horizons
 from lightning_ga.traceless import hooks_apart
 from lightning_ga.uncut import Batches, UncutFeed
-from lightning_ga.verify import Verdicts, measure_exactness, rounding
+from lightning_ga.verify import SAMPLES, Verdicts, measure_exactness, rounding
 from lightning_ga.windows import Chunk
 
 _NO_LIMIT = 2**31
@@ -144,6 +144,7 @@ class Run:
         self._hold_to_budget()
         self.protection.survivor.read_module()
         with self.protection.aside():
+            self._read_streams()
             if self.in_step:  # what is learnt of cutting batches is of use to the probe
                 self._verify(epoch, self._recipe_batch(epoch))
             self._micro_batch = min(self._find_micro_batch(epoch), self._proved_too_much_before() or _NO_LIMIT)
@@ -368,6 +369,14 @@ class Run:
         share: int = self.recipe_factor * self.trainer.world_size
         return -(-self.feed.recipe_effective(epoch) // share)
 
+    def _read_streams(self) -> None:
+        """Look at what comes as it comes before training reads it: later there is nothing to look at."""
+        if self.feed.streams and (self.in_step or self.options.on_oom == "split"):
+            reader = self.protection.survivor.reader("training")
+            with hooks_apart(self.trainer):
+                for on_host in (True, False):
+                    reader.look(on_host=on_host)
+
     def _verify(self, epoch: int, limit: int) -> None:
         """Measure exactness on no more samples than the limit, if that is wanted."""
         if not self.options.verify or current_device() is not None:
@@ -376,7 +385,7 @@ class Run:
             verdicts = measure_exactness(
                 self.trainer,
                 self.feed.user_loader,
-                self.feed.sample_indices(epoch),
+                self.feed.sample_indices(epoch)[: SAMPLES if self.feed.keeps_groups else None],
                 reader=self.protection.survivor.reader("training"),
                 count=self.options.normalize if callable(self.options.normalize) else None,
                 limit=limit,

@@ -80,12 +80,15 @@ class FromSampler:
     def __init__(self, sampler: Iterable[Any], size: int) -> None:
         self.sampler = sampler
         self.size = size
+        self._drawn: tuple[tuple[int, int], list[Any]] | None = None
 
     def draw(self, epoch: int, seed: int) -> Sequence[Any]:
-        """The sampler's own order for one epoch."""
-        _set_epoch(self.sampler, epoch)
-        with seeded(seed + epoch, epoch, self.sampler):
-            return list(islice(self.sampler, self.size))
+        """The sampler's own order for one epoch, drawn once: a sampler may count how often it is asked."""
+        if self._drawn is None or self._drawn[0] != (epoch, seed):
+            _set_epoch(self.sampler, epoch)
+            with seeded(seed + epoch, epoch, self.sampler):
+                self._drawn = (epoch, seed), list(islice(self.sampler, self.size))
+        return self._drawn[1]
 
 
 class FromBatches:

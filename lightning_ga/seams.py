@@ -477,7 +477,7 @@ def accumulate_only(
         if begins:
             call_module_hook(trainer, "on_train_batch_start", batch, batch_idx)
         observe()
-        kwargs = loop._build_kwargs(OrderedDict(), batch, batch_idx)
+        kwargs = loop._build_kwargs(OrderedDict(), batch, batch_idx if begins else 0)
         outputs = loop.automatic_optimization.run(trainer.optimizers[0], batch_idx, kwargs)
         observe()
         if ends:

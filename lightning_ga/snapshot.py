@@ -193,7 +193,7 @@ class RandomState:
         now = RandomState()
         same = torch.equal(self._torch, now._torch) and self._python == now._python
         same &= all(torch.equal(before, after) for before, after in zip(self._cuda, now._cuda))
-        return same and str(self._numpy) == str(now._numpy)
+        return same and all(np.array_equal(before, after) for before, after in zip(self._numpy, now._numpy))
 
     def restore(self) -> None:
         """Set every generator back."""

@@ -152,7 +152,11 @@ class UncutFeed:
         """More samples than this a batch cannot hold, as far as the first one shows."""
         if self._each > 1:
             return recipe_batch
-        return max(self.sizes) if self.sizes else largest_extent(self._stream.peek(1)[0])
+        return max(self.sizes) if self.sizes else self._first_extent
+
+    @cached_property
+    def _first_extent(self) -> int:
+        return largest_extent(self._stream.peek(1)[0])
 
     def check_cut(self) -> None:
         """Refuse to cut what has no smaller parts.
@@ -177,7 +181,7 @@ class UncutFeed:
         if self._user_loader is None:
             if self._hook is None:
                 check_proportion(self._each, self.sizes)
-            (batch,) = self._stream.peek(1)[:1]
+            (batch, *_) = self._stream.peek(1) or [None]
             trial = _ByHook(batch, self._hook) if self._hook is not None else _ByLayout(batch, self._raw_layout)
             self._user_loader = DataLoader(trial, batch_size=len(trial), collate_fn=trial.together)
         return self._user_loader

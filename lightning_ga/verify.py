@@ -6,11 +6,14 @@ little beforehand, as a first step will move them: so a teacher that starts as a
 shows that it follows.
 """
 
+import copy
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.data import DataLoader
@@ -21,18 +24,21 @@ from lightning_ga.batch_norm import batch_norm_layers
 from lightning_ga.batch_reader import BatchReader
 from lightning_ga.counters import fitting_counter
 from lightning_ga.deterministic import stop_dropping, without_dropout
-from lightning_ga.exactness import Exactness, compare, distance, judge, uncuttable, unmeasured
+from lightning_ga.exactness import INEXACT, Exactness, compare, distance, judge, uncuttable, unmeasured
 from lightning_ga.layout import LayoutError
 from lightning_ga.live import uncounted
 from lightning_ga.oom import is_out_of_memory, release
-from lightning_ga.samples import collate_samples, collect_samples
+from lightning_ga.samples import collate_samples, fetch
 from lightning_ga.snapshot import RandomState, generators_of, reseed
-from lightning_ga.structures import same_values
+from lightning_ga.structures import open_container, same_values
 from lightning_ga.traceless import traceless
 from lightning_ga.weights import count_items
 
 SAMPLES = 5  # parts of three and two: BatchNorm refuses one sample, and unequal parts show wrong weights
 MOVED = 1e-2  # how far weights are moved, relatively: a teacher of momentum 0.9999 follows by more than rounding
+CONSIDERED = 24  # samples that the measured ones are chosen from
+_MOMENT = 0.3  # seconds to read them in
+_SMALL = 2**28  # bytes of parameters
 _SEEDS = 3  # further passes, where random numbers are drawn that did not show in the first
 
 
@@ -47,6 +53,13 @@ class Verdicts:
 
     training: Exactness
     splitting: Exactness
+
+    def unless(self, other: "Verdicts") -> "Verdicts":
+        """These, but for what others found that is not exact."""
+        pairs = ((self.training, other.training), (self.splitting, other.splitting))
+        steps = other.training.micro_steps
+        kept = (b if b.cause in (*INEXACT, "random") and a.cause == "exact" else a for a, b in pairs)
+        return Verdicts(*(replace(each, micro_steps=steps) for each in kept))
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,25 +100,89 @@ def measure_exactness(
         limit: Largest micro-batch that is known to fit, in samples.
         in_step: Whether training cuts batches in the step.
     """
-    tolerance = rounding(trainer)
-    size = min(SAMPLES, limit, len(indices))
+    sizes = [min(SAMPLES, len(indices))] if _is_small(trainer.lightning_module) else []
+    sizes += [size for size in [min(SAMPLES, limit, len(indices))] if size not in sizes]
+    for size in sizes:
+        verdicts = _measured(trainer, loader, indices, size, reader, count, in_step, spare=size <= limit // 2)
+        if verdicts is not None:
+            return verdicts
+    return _both(unmeasured(rounding(trainer), f"memory ran out in the check, on {sizes[-1]} samples"))
+
+
+def _measured(
+    trainer: Any,
+    loader: "DataLoader[Any]",
+    indices: list[Any],
+    size: int,
+    reader: BatchReader,
+    count: Callable[[Any], float] | None,
+    in_step: bool,
+    *,
+    spare: bool,
+) -> Verdicts | None:
+    """Run the check on so many samples; ``None`` if memory runs out. ``spare``: there is some for more precision."""
+    module = trainer.lightning_module
+    plain = spare or _is_small(module)
+    tolerance = rounding(trainer, plain=plain)
     if size < 2:
         return _both(unmeasured(tolerance, "a micro-batch of one sample has no parts"))
-    layers = tuple(batch_norm_layers(trainer.lightning_module))
+    layers = tuple(batch_norm_layers(module))
     if layers and size < 4:  # BatchNorm refuses one sample
         return _both(Exactness(None, tolerance, "batch_norm", layers=layers))
     failure = None
     try:
-        with traceless(trainer) as prepare, _exact_arithmetic(trainer, spare=limit >= 2 * size), without_dropout():
+        with traceless(trainer) as prepare, _exact_arithmetic(trainer, plain=plain), without_dropout():
             check = _Check(trainer, loader, reader, prepare, count, tolerance)
-            return check.run(collect_samples(loader, indices[:size]), in_step=in_step)
+            samples = telling_samples(loader, indices, size)
+            verdicts = check.run(samples, in_step=in_step)
+            if size >= 4 and verdicts.training.cause == "exact":  # one clean cut is no proof: others, in equal parts
+                verdicts = verdicts.unless(check.run(samples[-4:], in_step=in_step))
+            return verdicts
     except Exception as error:  # the check must never cost a run; what went wrong is said instead
         failure = error
     if is_out_of_memory(failure):
         release(failure)
-        return _both(unmeasured(tolerance, f"memory ran out in the check, on {size} samples"))
+        return None
     told = f"in the check, a step on part of {size} samples ended in {type(failure).__name__}: {failure}"
     return _both(unmeasured(tolerance, told))
+
+
+def telling_samples(loader: "DataLoader[Any]", indices: list[Any], size: int) -> list[Any]:
+    """Samples that differ from each other in labels, shapes and gaps, out of as many as a moment allows to read."""
+    started, found = time.monotonic(), list[Any]()
+    with closing(fetch(loader, ([index] for index in indices[:CONSIDERED]), list)) as reads:
+        for samples in reads:
+            found += samples
+            if len(found) >= size and time.monotonic() - started > _MOMENT:
+                break
+    traits = [set(_traits("", sample)) for sample in found]
+    chosen: list[int] = []
+    while len(chosen) < min(size, len(found)):
+        known = set().union(*(traits[number] for number in chosen))
+        rest = [number for number in range(len(found)) if number not in chosen]
+        chosen.append(max(rest, key=lambda number: (len(traits[number] - known), -number)))
+    return [found[number] for number in chosen]
+
+
+def _traits(path: str, node: Any) -> Iterator[tuple[str, str]]:
+    """What tells a sample from others: small values, shapes, targets that are ignored, missing numbers."""
+    if isinstance(node, (bool, int, str)) or node is None:
+        yield path, str(node)[:40]
+    elif isinstance(node, float):
+        yield path, str(node > 0) if node == node else "nan"
+    elif isinstance(node, torch.Tensor) and not node.is_nested and node.layout is torch.strided:
+        yield path, str(tuple(node.shape))
+        whole = not node.is_floating_point() and not node.is_complex()
+        if whole and node.numel():
+            yield path, f"{int(node.min())} {int(node.max())}"
+            yield path, f"{bool((node == -100).any())}"
+        elif node.is_floating_point():
+            yield path, str(bool(node.isnan().any()))
+    elif isinstance(node, np.generic):
+        yield path, str(node)
+    else:
+        for name, child in open_container(node) or ():
+            yield from _traits(path + name, child)
 
 
 class _Check:
@@ -131,6 +208,9 @@ class _Check:
     ) -> None:
         self._trainer, self._loader, self._reader, self._prepare = trainer, loader, reader, prepare
         self._count, self._tolerance = count, tolerance
+        exactly = trainer.strategy.root_device.type == "cpu" and tolerance <= 1e-4
+        self._rest = tolerance / (100 if exactly else 1)  # what a step that is repeated may differ by
+        self._met: tuple[str, ...] | None = None  # what a module keeps; known once it was looked for
         self._steps = 0
 
     def run(self, samples: list[Any], *, in_step: bool) -> Verdicts:
@@ -202,16 +282,14 @@ class _Check:
             again: The whole batch once more, with random numbers of some seed.
             cut: Whether the parts are cut in the step, and are one batch of the loop.
         """
-        changed = whole.changed_in_step if cut else whole.changed
+        changed = (whole.changed_in_step if cut else whole.changed) or self._kept(whole, again)
         counts = [self._items(part, size) for part, size in zip(parts, sizes)]
         if not all(number > 0 for number in counts):
             return unmeasured(self._tolerance, f"normalize counts {counts} in the parts of a batch")
         share, ran = counts[0] / sum(counts), self._pass(parts, seed=1, of_one=cut)
         with uncounted():
             differences = compare(*whole.gradients, *ran.gradients, share=share)
-        noise = self._noise(whole, again, differences.error)
-        if not changed and noise <= self._tolerance < differences.error:
-            changed = self._attributes_met(parts, share, whole)
+        noise = self._noise(whole, again)
         verdict = judge(
             differences,
             tolerance=self._tolerance,
@@ -224,14 +302,17 @@ class _Check:
             return verdict
         return replace(verdict, counter=fitting_counter(again(0), parts, differences.share))
 
-    def _attributes_met(self, parts: list[Any], share: float, whole: _Passes) -> tuple[str, ...]:
-        """What the step keeps elsewhere, if parts that do not meet it add up to the whole."""
-        apart = [self._pass([part], seed=1).gradients[0] for part in parts]
+    def _kept(self, whole: _Passes, again: Callable[[int], Any]) -> tuple[str, ...]:
+        """Whether the module keeps something from one step to the next: then the same batch has another gradient."""
+        if whole.draws or self._met is not None:
+            return self._met or ()
+        twice = self._pass([again(0), again(0)], seed=0, of_one=True)
         with uncounted():
-            alone = compare(*whole.gradients, *apart, share=share)
-        return ("what the module keeps from one step to the next",) if alone.error <= self._tolerance else ()
+            apart = distance(*twice.gradients)
+        self._met = ("what the module keeps from one step to the next",) if apart > self._rest else ()
+        return self._met
 
-    def _noise(self, whole: _Passes, again: Callable[[int], Any], error: float) -> float:
+    def _noise(self, whole: _Passes, again: Callable[[int], Any]) -> float:
         """How far passes over the whole batch with other random numbers are apart; several if some are drawn."""
         noise = 0.0
         for seed in range(1, 2 + _SEEDS):
@@ -239,7 +320,7 @@ class _Check:
             ran = self._pass([batch], seed=seed)
             with uncounted():
                 noise = max(noise, distance(*whole.gradients, *ran.gradients))
-            if noise > self._tolerance or error <= self._tolerance or not ran.draws:
+            if noise > self._tolerance or not ran.draws:
                 break
         return noise
 
@@ -270,7 +351,7 @@ class _Check:
         for number, batch in enumerate(batches):
             for parameter in module.parameters():
                 parameter.grad = None
-            moved = seams.transferred(self._trainer, batch)
+            moved = seams.transferred(self._trainer, _copied(batch))
             seams.accumulate_only(
                 self._trainer,
                 moved,
@@ -293,8 +374,23 @@ def _both(verdict: Exactness) -> Verdicts:
     return Verdicts(verdict, verdict)
 
 
-def rounding(trainer: Any) -> float:
-    """Relative difference that the precision of the weights explains; autocast is off in the check."""
+def _is_small(module: torch.nn.Module) -> bool:
+    """Whether a few samples more than the limit are no danger, nor the precision of the weights."""
+    return sum(p.numel() * p.element_size() for p in module.parameters()) <= _SMALL
+
+
+def _copied(batch: Any) -> Any:
+    """A copy: a step may change its batch in place."""
+    try:
+        return copy.deepcopy(batch)
+    except Exception:  # whatever a batch may hold
+        return batch
+
+
+def rounding(trainer: Any, *, plain: bool = True) -> float:
+    """Relative difference that precision explains: that of the weights, or of autocast where that is not off."""
+    if not plain and hasattr(trainer.precision_plugin, "autocast_context_manager"):
+        return 5e-2 if "bf16" in str(trainer.precision) else 1e-2
     dtypes = {p.dtype for p in trainer.lightning_module.parameters() if p.requires_grad and p.is_floating_point()}
     if dtypes & {torch.float16, torch.bfloat16}:
         return 5e-2 if torch.bfloat16 in dtypes else 1e-2
@@ -302,10 +398,10 @@ def rounding(trainer: Any) -> float:
 
 
 @contextmanager
-def _exact_arithmetic(trainer: Any, *, spare: bool) -> Iterator[None]:
+def _exact_arithmetic(trainer: Any, *, plain: bool) -> Iterator[None]:
     """Within, steps compute in the precision of the weights, if memory allows for it: autocast hides differences."""
     plugin = trainer.precision_plugin
-    if not spare or not hasattr(plugin, "autocast_context_manager"):
+    if not plain or not hasattr(plugin, "autocast_context_manager"):
         yield
         return
     seams.shadow(plugin, "forward_context", nullcontext)
