@@ -39,7 +39,7 @@ MOVED = 1e-2  # how far weights are moved, relatively: a teacher of momentum 0.9
 CONSIDERED = 24  # samples that the measured ones are chosen from
 _MOMENT = 0.3  # seconds to read them in
 _SMALL = 2**28  # bytes of parameters
-_SEEDS = 3  # further passes, where random numbers are drawn that did not show in the first
+_SEEDS = 8  # further passes, where random numbers are drawn that did not show in the first
 
 
 @dataclass(frozen=True, slots=True)
