@@ -1,0 +1,279 @@
+"""What a first look does not show is found all the same: rare samples, small micro-batches, state that nobody sees."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy, mse_loss
+from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
+from true_support import FEATURES, WAYS, Case, Task, each, each_way, error, network, one_pass, pairs, run, train
+
+from lightning_ga import AutoAccumulate
+
+each_mode = each({name: way for name, way in WAYS.items() if not way.fails})
+
+
+class Classes(Task):
+    """One class in nine is rare, and weighs more."""
+
+    def __init__(self) -> None:
+        super().__init__(outputs=2)
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        weights = torch.tensor([0.2, 5.0], dtype=torch.float64)
+        return cross_entropy(self.predict(batch[0]), batch[1], weight=weights)
+
+
+def of_rare_classes() -> DataLoader[Any]:
+    samples = [(x, int(number % 9 == 4)) for number, (x, _) in enumerate(pairs(36))]
+    return DataLoader(samples, batch_size=12)
+
+
+@each_way
+def test_a_rare_class_is_among_the_samples_that_are_measured(way: Any) -> None:
+    """The five are chosen to differ: five of the usual class would add up."""
+    ours = run(Case(Classes, of_rare_classes, 12, 4), way)
+    assert ours.cause == "weighted"
+    assert len(ours.told) == (0 if way.fails else 1)
+    assert "same result" not in " ".join(ours.ran_out)
+
+
+class Mined(Task):
+    """A mean over samples above the batch's mean loss."""
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        losses = (self.predict(batch[0]) - batch[1]).square().flatten()
+        return losses[losses >= losses.detach().mean()].mean()
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 2, 3])
+def test_small_micro_batches_are_measured_on_more_samples(micro_batch_size: int) -> None:
+    """Two parts of one or two samples would show little."""
+    loader = DataLoader(pairs(36), batch_size=12)
+    ours = train(Mined(), loader, AutoAccumulate(micro_batch_size=micro_batch_size))
+    assert ours.cause in ("coupled", "weighted")
+    assert len(ours.told) == 1
+
+
+class Carried(Task):
+    """A state that is carried from step to step, and begins anew where the batch has another size."""
+
+    carried: torch.Tensor | None = None
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        hidden = torch.tanh(self.predict(batch[0]))
+        before = (
+            self.carried if self.carried is not None and len(self.carried) == len(hidden) else 0.0 * hidden.detach()
+        )
+        self.carried = hidden.detach()
+        return mse_loss(hidden + 0.3 * before, batch[1])
+
+
+class Hidden(Task):
+    """A teacher that is no part of the module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = [network()]
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        with torch.no_grad():
+            for slow, fast in zip(self.teacher[0].parameters(), self.net.parameters()):
+                slow.lerp_(fast, 0.001)
+            wanted = self.teacher[0](batch[0])
+        return mse_loss(self.predict(batch[0]), wanted + batch[1])
+
+
+@pytest.mark.parametrize("module", [Carried, Hidden])
+@each_way
+def test_state_that_nobody_sees_shows_in_a_step_that_is_repeated(module: Any, way: Any) -> None:
+    """The same batch has another gradient then."""
+    ours = run(Case(module, lambda: DataLoader(pairs(36), batch_size=12), 12, 4), way)
+    assert ours.cause == "stateful"
+    assert len(ours.told) == (0 if way.fails else 1)
+    assert "same result" not in " ".join(ours.ran_out)
+
+
+class Correlated(Task):
+    """Standardized over the batch by hand: of one sample that is no number."""
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        predicted = self.predict(batch[0])
+        return mse_loss((predicted - predicted.mean()) / predicted.std(), batch[1])
+
+
+def test_a_part_without_a_gradient_of_its_own_is_told() -> None:
+    """Where the whole has one."""
+    ours = train(Correlated(), DataLoader(pairs(24), batch_size=8), AutoAccumulate(micro_batch_size=4))
+    assert ours.cause == "coupled"
+    assert len(ours.told) == 1
+
+
+class InPlace(Task):
+    """Normalizes its batch in place, and compares its samples."""
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        batch[0].mul_(0.5)
+        predicted = self.predict(batch[0])
+        return mse_loss(predicted, batch[1]) + 0.1 * (predicted - predicted.T).square().mean()
+
+
+@each_mode
+def test_a_step_that_changes_its_batch_is_measured_all_the_same(way: Any) -> None:
+    """Each pass gets a batch of its own."""
+    ours = run(Case(InPlace, lambda: DataLoader(pairs(36), batch_size=12), 12, 4), way)
+    assert ours.cause == "coupled"
+
+
+class Schedule(Task):
+    """Asks for the number of the batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.loss(batch) * (1.0 + batch_idx)
+
+
+def test_parts_of_a_batch_have_its_number() -> None:
+    """In step mode, in training and in the check."""
+    case = Case(Schedule, lambda: DataLoader(pairs(36), batch_size=12), 12, 4)
+    ours = run(case, WAYS["step"])
+    assert (ours.cause, ours.told) == ("exact", [])
+    assert error(ours, one_pass(case)) <= 1e-12
+
+
+class Dropped(Task):
+    """A weight of the loss, by a name that begins as those of dropout."""
+
+    drop_weight = 0.5
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop_weight = 0.5
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        predicted = self.predict(batch[0])
+        return mse_loss(predicted, batch[1]) + self.drop_weight * (predicted - predicted.T).square().mean()
+
+
+def test_only_rates_of_dropout_are_switched_off() -> None:
+    """Other numbers are the model's."""
+    loader = DataLoader(pairs(36), batch_size=12)
+    assert train(Dropped(), loader, AutoAccumulate(micro_batch_size=4)).cause == "coupled"
+
+
+class Plain(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(FEATURES, 7), nn.ReLU(), nn.Linear(7, 1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return mse_loss(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("micro_batching", ["loader", "step"])
+def test_autocast_is_not_taken_for_coupling(micro_batching: str) -> None:
+    """Small batches in bf16 differ by rounding."""
+    samples = [(x.float(), y.float()) for x, y in pairs(24)]
+    callback = AutoAccumulate(micro_batch_size=3, micro_batching=micro_batching)
+    ours = train(Plain(), DataLoader(samples, batch_size=8), callback, precision="bf16-mixed")
+    assert (ours.cause, ours.told) == ("exact", [])
+
+
+class Batches:
+    """Ready-made batches in the order of a list."""
+
+    def __init__(self, seen: list[int] | None = None) -> None:
+        self.starts = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.starts += 1
+        return (default_collate(pairs(36)[start : start + 8]) for start in range(0, 24, 8))
+
+
+class Seeing(Task):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[float] = []
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        self.seen.append(float(batch[0][0, 0]))
+        return super().loss(batch)
+
+
+@pytest.mark.parametrize("data", [Batches, lambda: DataLoader(Ready(), batch_size=None)], ids=["iterable", "dataset"])
+@pytest.mark.parametrize("verify", [True, False])
+def test_no_batch_is_lost_to_a_look_at_the_data(data: Callable[[], Any], verify: bool) -> None:
+    """Nor is the data's iterator started again while training reads it."""
+    stock = train(Seeing(), data(), max_epochs=3)
+    ours = train(Seeing(), data(), AutoAccumulate(micro_batch_size=8, verify=verify), max_epochs=3)
+    assert ours.module.seen[-9:] == stock.module.seen
+    assert torch.equal(ours.weights, stock.weights)
+
+
+class Ready(Dataset[Any]):
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> Any:
+        return default_collate(pairs(36)[8 * index : 8 * index + 8])
+
+
+class Counting(Sampler[int]):
+    """Begins elsewhere each time that it is asked."""
+
+    asked = 0
+
+    def __len__(self) -> int:
+        return 24
+
+    def __iter__(self) -> Iterator[int]:
+        self.asked += 1
+        return ((self.asked + number) % 24 for number in range(24))
+
+
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize("micro_batch_size", ["auto", 8, 3])
+def test_a_sampler_is_asked_once_an_epoch(verify: bool, micro_batch_size: Any) -> None:
+    """As stock Lightning does."""
+    sampler = Counting()
+    callback = AutoAccumulate(micro_batch_size=micro_batch_size, verify=verify)
+    train(Task(), DataLoader(pairs(24), batch_size=8, sampler=sampler), callback, max_epochs=3)
+    assert sampler.asked == 3
+
+
+class Rows(Dataset[Any]):
+    """Four rows of most samples, and other numbers of two that are rare."""
+
+    def __len__(self) -> int:
+        return 36
+
+    def __getitem__(self, index: int) -> Any:
+        rows = {29: 2, 31: 6}.get(index, 4)
+        return torch.stack([pairs(36)[index][0]] * rows), torch.full((rows, 1), float(index), dtype=torch.float64)
+
+
+class ByBag(Task):
+    """Compares neighbouring rows: where bags are cut through, neighbours are others."""
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        predicted = self.predict(batch[0]).view(-1, 2)
+        return (predicted[:, 0] - predicted[:, 1] + batch[1].view(-1, 2)[:, 0]).square().mean()
+
+
+def joined(samples: Any) -> Any:
+    return torch.cat([rows for rows, _ in samples]), torch.cat([marks for _, marks in samples])
+
+
+@each_way
+def test_rows_that_are_joined_are_cut_between_samples(way: Any) -> None:
+    """By collating their samples anew; four rows of every sample that was looked at are no proof."""
+    case = Case(ByBag, lambda: DataLoader(Rows(), batch_size=12, collate_fn=joined), 12, 4)
+    ours = run(case, way)
+    assert all(size % 2 == 0 for size in ours.memory.sizes)  # 4 samples of 4 rows, but for bags of 2 and of 6
+    assert {size for size in ours.memory.sizes if size <= 26} <= {14, 16, 18, 22, 24, 26}
+    assert ours.cause != "exact" or error(ours, one_pass(case)) <= 1e-12
