@@ -252,6 +252,14 @@ class Feed:
         batches = self._batches_used() if over else None
         return samples // (self.recipe.batch_size * self.sharers) if batches is None else batches
 
+    def samples_of(self, batches: int) -> int:
+        """Samples of an epoch that so many batches of the recipe on each rank hold."""
+        if self.recipe.batch_size is None:
+            ends = self._batch_ends(self.sampler.epoch)
+            return ends[min(batches * self.sharers, len(ends) - 1)]
+        samples, total = batches * self.recipe.batch_size * self.sharers, self.total(self.sampler.epoch)
+        return samples if total is None else min(samples, total)
+
     def batches_after(self, index: int) -> int:
         """Batches of the recipe that are done once each rank has done this micro-batch; none before the first."""
         return self.recipe_batches(self.epoch_plan.samples_after(index)) if index >= 0 else 0

@@ -139,7 +139,9 @@ class Run:
     def start(self) -> None:
         """Find the micro-batch and begin with it, where a restored run left off."""
         trainer, epoch = self.trainer, seams.training_epoch(self.trainer)
-        same_epoch = self._restored is not None and self._position.epoch == epoch
+        if self._restored is None and seams.restarts_in_epoch(trainer):
+            self._take_over(epoch)
+        same_epoch = (self._restored is not None or self._position.samples_done > 0) and self._position.epoch == epoch
         self._enter(epoch)
         self._hold_to_budget()
         self.protection.survivor.read_module()
@@ -172,6 +174,12 @@ class Run:
             seams.align_logger_steps(trainer)
         with self.feed.seeded_as_before():
             seams.iterate_again(trainer)
+
+    def _take_over(self, epoch: int) -> None:
+        """Go on from a checkpoint of stock Lightning: its loop tells the place, in batches of the recipe."""
+        done, before = seams.batches_done(self.trainer)
+        samples = self.feed.samples_of(done - done % self.recipe_factor) * self.feed.ranks_apart
+        self._position = replace(self._position, epoch=epoch, samples_done=samples, batches_before=before)
 
     def start_epoch(self) -> None:
         """Cut the next epoch as its schedule says; the loop iterates it anew."""

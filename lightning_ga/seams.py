@@ -158,6 +158,13 @@ def restarts_in_epoch(trainer: Any) -> bool:
     return bool(trainer.fit_loop.epoch_loop.restarting)
 
 
+def batches_done(trainer: Any) -> tuple[int, int]:
+    """Batches of the epoch that a restored loop has trained on (none of one that is over), and those before it."""
+    progress = trainer.fit_loop.epoch_loop.batch_progress
+    done = 0 if progress.is_last_batch else int(progress.current.ready)
+    return done, int(progress.total.ready) - done
+
+
 def shared_seed(trainer: Any) -> int:
     """Rank 0's seed, on every rank: that of ``seed_everything``, which spawned ranks begin with, or torch's."""
     return int(trainer.strategy.broadcast(int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed()))))

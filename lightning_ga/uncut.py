@@ -198,6 +198,10 @@ class UncutFeed:
         """Batches that so many samples make up."""
         return self._feed.recipe_batches(samples // self._each)
 
+    def samples_of(self, batches: int) -> int:
+        """Samples that so many batches hold."""
+        return batches * self._each
+
     def batches_after(self, index: int) -> int:
         """Batches that are done after this one."""
         return self._feed.batches_after(index)

@@ -100,9 +100,10 @@ def test_estimated_steps_and_schedulers_by_step_count_optimizer_steps(micro_batc
 
 
 def test_overfitting_turns_a_shuffle_off() -> None:
-    """The first batches of the dataset, in every epoch."""
+    """The first batches of the dataset, in every epoch, and Lightning says so."""
     shuffled = DataLoader(Samples(30), batch_size=4, shuffle=True)
-    module, _ = fit(shuffled, AutoAccumulate(micro_batch_size=3), overfit_batches=2)
+    with pytest.warns(UserWarning, match="turning off the train dataloader shuffling"):
+        module, _ = fit(shuffled, AutoAccumulate(micro_batch_size=3), overfit_batches=2)
     assert module.windows == cut(range(8), 4) * 2
 
 
