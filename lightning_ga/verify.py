@@ -29,6 +29,7 @@ from lightning_ga.layout import LayoutError
 from lightning_ga.live import uncounted
 from lightning_ga.oom import is_out_of_memory, release
 from lightning_ga.samples import collate_samples, fetch
+from lightning_ga.sizes import elements
 from lightning_ga.snapshot import RandomState, generators_of, reseed
 from lightning_ga.structures import open_container, same_values
 from lightning_ga.traceless import traceless
@@ -148,7 +149,10 @@ def _measured(
 
 
 def telling_samples(loader: "DataLoader[Any]", indices: list[Any], size: int) -> list[Any]:
-    """Samples that differ from each other in labels, shapes and gaps, out of as many as a moment allows to read."""
+    """Samples that differ from each other in labels, shapes and gaps, out of as many as a moment allows to read.
+
+    The largest come first: the parts of a batch are padded to other lengths then, if they are padded at all.
+    """
     started, found = time.monotonic(), list[Any]()
     with closing(fetch(loader, ([index] for index in indices[:CONSIDERED]), list)) as reads:
         for samples in reads:
@@ -156,12 +160,13 @@ def telling_samples(loader: "DataLoader[Any]", indices: list[Any], size: int) ->
             if len(found) >= size and time.monotonic() - started > _MOMENT:
                 break
     traits = [set(_traits("", sample)) for sample in found]
-    chosen: list[int] = []
+    heavy = [elements(sample) for sample in found]
+    chosen = [heavy.index(max(heavy)), heavy.index(min(heavy))] if heavy and min(heavy) < max(heavy) else []
     while len(chosen) < min(size, len(found)):
         known = set().union(*(traits[number] for number in chosen))
         rest = [number for number in range(len(found)) if number not in chosen]
         chosen.append(max(rest, key=lambda number: (len(traits[number] - known), -number)))
-    return [found[number] for number in chosen]
+    return [found[number] for number in sorted(chosen, key=lambda number: -heavy[number])]
 
 
 def _traits(path: str, node: Any) -> Iterator[tuple[str, str]]:
