@@ -37,9 +37,7 @@ class WindowGradients:
         world_size, sum_over_ranks = self._trainer.world_size, partial(seams.sum_over_ranks, self._trainer)
         if self._normalize is None:
             return
-        if self._normalize == "samples" and world_size == self._trainer.accumulate_grad_batches == 1:
-            self._weights, self.weight = None, 1.0  # a window of one micro-batch is its own mean
-        elif self._normalize == "samples":
+        if self._normalize == "samples":
             late = partial(LateWindow, sum_over_ranks=sum_over_ranks, reference=micro_batch)
             self._weights = KnownWindow(world_size) if known else late(world_size)
         elif self._weights is None:

@@ -280,7 +280,7 @@ class Survivor:
         """The batch cut in another way, after a piece has failed where nothing but its being a piece may be the cause.
 
         Raises:
-            UserError: If there is none, from the out-of-memory error before it or else from the piece's own.
+            Exception: The piece's own, with a note, or a sentence from an out-of-memory error before it.
         """
         reader = self.reader(job.stage, job.loader)
         if self.retries and not reader.collates_anew:
@@ -297,9 +297,11 @@ class Survivor:
                 error.add_note(str(why))
         self._forget_attempts()
         failure = self._ran_out.get(job.stage)
-        memory = None if failure is None else self._memory()
-        told = a_piece_failed(job.stage, piece.samples, piece.of, memory, error)
-        raise self._error(told) from (failure or error)
+        if failure is None:
+            error.add_note(str(a_piece_failed(job.stage, piece.samples, piece.of, None, error)))
+            raise error
+        told = a_piece_failed(job.stage, piece.samples, piece.of, self._memory(), error)
+        raise self._error(told) from failure
 
     @contextmanager
     def _reading(self, reader: BatchReader, *, anew: bool = False) -> Iterator[None]:

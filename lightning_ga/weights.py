@@ -140,6 +140,8 @@ class LateWindow:
         if not 0 <= count < float("inf"):
             raise UserError(f"normalize counted {count} in a micro-batch: a count is a finite number of at least 0.")
         self._pending = self._count = count
+        if factor == self._world_size == 1 and count:  # a window of one micro-batch is its own mean, to the bit
+            self._reference = count
         if self._reference is None:
             mean = self._sum_over_ranks(count) / self._world_size
             if not mean:
