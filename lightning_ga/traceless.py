@@ -1,7 +1,7 @@
 """A context in which a Trainer may run steps that leave no trace."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -66,19 +66,24 @@ def traceless(trainer: Any, stand_ins: Mapping[int, Any] | None = None) -> Itera
 @contextmanager
 def hooks_apart(trainer: Any) -> Iterator[None]:
     """Within, hooks of batches may be called aside from training: what they change is put back."""
-    if not seams.hooks_see_batches(trainer):
-        yield
-        return
+    profiler, trainer.profiler = trainer.profiler, seams.sibling(trainer, "profilers").PassThroughProfiler()
+    try:
+        with _kept_apart(trainer) if seams.hooks_see_batches(trainer) else nullcontext():
+            yield
+    finally:
+        trainer.profiler = profiler
+
+
+@contextmanager
+def _kept_apart(trainer: Any) -> Iterator[None]:
     module, random_state = trainer.lightning_module, RandomState()
     plain = PlainState(list(module.modules()), [trainer, trainer.strategy, trainer.datamodule])
     tensors = AttemptState(module)
     tensors.keep(None)
     plain.swap_in_copies()
-    profiler, trainer.profiler = trainer.profiler, seams.sibling(trainer, "profilers").PassThroughProfiler()
     try:
         yield
     finally:
-        trainer.profiler = profiler
         plain.restore()
         tensors.put_back()
         random_state.restore()
