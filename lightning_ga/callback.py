@@ -202,8 +202,18 @@ class AutoAccumulate(Callback, LegacyCallback):  # type: ignore[misc]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the data's seed and position over; called before the loader is cut."""
-        if self._run:
+        if self._run and self._evaluation is None:
             self._run.restore(RunState.from_dict(state_dict))
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Let the loop's part of a checkpoint say to stock Lightning where this run is."""
+        if self._run and self._evaluation is None:
+            self._run.save_loop(checkpoint, self.state_key)
+
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Read the loop's part of a checkpoint in this run's own units."""
+        if self._run and self._evaluation is None:
+            self._run.load_loop(checkpoint, self.state_key)
 
     def __getstate__(self) -> dict[str, Any]:
         """What travels to other processes: what was asked for, not the fit that is running."""

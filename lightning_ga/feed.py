@@ -96,6 +96,11 @@ class Feed:
         """Whether the loader reads an iterable dataset, whose samples are counted in each batch."""
         return isinstance(self.recipe.order, Stream)
 
+    @property
+    def keeps_place(self) -> bool:
+        """Whether a resume in mid-epoch repeats no sample: streams are read from their start."""
+        return not self.streams
+
     def recipe_effective(self, epoch: int) -> int:
         """Effective batch of the recipe: batch size × factor × ranks; the largest where batches vary."""
         if self.recipe.batch_size is not None:

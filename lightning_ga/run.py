@@ -10,7 +10,7 @@ from typing import Any
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.utils.data import IterableDataset
 
-from lightning_ga import seams
+from lightning_ga import loop_state, seams
 from lightning_ga.batch_norm import Momenta
 from lightning_ga.batch_reader import CollatedAgain, length_of_first
 from lightning_ga.cache import LimitCache
@@ -70,6 +70,8 @@ class Run:
         self._frequencies: dict[int, int] = {}
         self._position = Position(seams.shared_seed(trainer), seams.training_epoch(trainer), 0, 0)
         self._restored: RunState | None = None
+        self._loader_states: list[Any] = []
+        self._passed = 0, 0  # batches of the recipe after the last micro-batch: of its epoch, and before that
         self._feed: Feed | UncutFeed | None = None
         self._micro_batch: int | None = None  # known once training starts
         self._why_in_step = ""
@@ -111,10 +113,16 @@ class Run:
             self._feed = Feed(loader, **settings)
         except UserError as why:
             hook = getattr(trainer.lightning_module, "split_batch", None)
-            self._feed = UncutFeed(loader, Batches(*seams.batches_of(trainer, loader)), hook=hook, **settings)
+            batches = Batches(*seams.batches_of(trainer, loader))
+            if self._loader_states:
+                loop_state.load_loaders(batches.loaders, self._loader_states)
+            self._feed = UncutFeed(batches, hook=hook, **settings)
             self._why_in_step = str(why)
             if not any(isinstance(getattr(part, "dataset", None), IterableDataset) for part in self._feed.loaders):
                 warnings.filterwarnings("ignore", "Your `IterableDataset` has `__len__` defined")  # it is ours
+        else:
+            seams.load_later(trainer, self._loader_states)
+        self._loader_states = []
         self._arrange(seams.training_epoch(trainer))
         return self._feed.loader
 
@@ -166,10 +174,11 @@ class Run:
             done = self.feed.done
             if not same_epoch:
                 seams.begin_next_epoch(trainer)
-            elif not self.feed.streams:  # these are read from their start
+            elif self.feed.keeps_place:
                 seams.expect_positions_to_be_kept()
             seams.move_to_micro_batch(trainer, done, same_epoch=same_epoch)
             if done:
+                self._passed = self.feed.batches_after(done - 1), self._position.batches_before
                 self._schedule_validation(done - 1)
             seams.align_logger_steps(trainer)
         with self.feed.seeded_as_before():
@@ -252,6 +261,7 @@ class Run:
             done = self.feed.chunk(index).window_end * self.feed.ranks_apart
             self._position = replace(self._position, samples_done=done)
             self.protection.after_window(self._micro_batch or 1)
+        self._passed = self.feed.batches_after(index), self._position.batches_before
         self._schedule_validation(index)
 
     # --- records -------------------------------------------------------------------------------
@@ -261,6 +271,18 @@ class Run:
         lowest = self.protection.limit if self.witness.events else None
         kind = hardware(self.trainer, self.options.budget)
         return RunState(self._position, kind, self.probe, lowest, self.witness.events)
+
+    def save_loop(self, checkpoint: dict[str, Any], key: str) -> None:
+        """Let a checkpoint count the recipe's batches, and keep the place of data that have one."""
+        done, before = self._passed
+        loop_state.count_recipe_batches(checkpoint, key, done=done, before=before)
+        if isinstance(self._feed, UncutFeed):
+            loop_state.save_loaders(checkpoint, self._feed.loaders)
+
+    def load_loop(self, checkpoint: dict[str, Any], key: str) -> None:
+        """Undo ``save_loop`` in a checkpoint that is being read."""
+        loop_state.count_micro_batches(checkpoint, key)
+        self._loader_states = loop_state.take_loaders(checkpoint)
 
     def restore(self, state: RunState) -> None:
         """Go on where a checkpoint was written."""

@@ -103,6 +103,12 @@ def length_of(loader: Any) -> int | None:
         return None
 
 
+def load_later(trainer: Any, states: list[Any]) -> None:
+    """Let the loop restore these states of loaders once it has set its data up (``fit_loop.py:553``)."""
+    if states:
+        trainer.fit_loop._combined_loader_states_to_load = states
+
+
 def release_loaders(trainer: Any) -> None:
     """Undo ``intercept_loaders``."""
     unshadow(trainer.fit_loop._data_source, "dataloader")
@@ -160,8 +166,8 @@ def restarts_in_epoch(trainer: Any) -> bool:
 
 def batches_done(trainer: Any) -> tuple[int, int]:
     """Batches of the epoch that a restored loop has trained on (none of one that is over), and those before it."""
-    progress = trainer.fit_loop.epoch_loop.batch_progress
-    done = 0 if progress.is_last_batch else int(progress.current.ready)
+    progress, epochs = trainer.fit_loop.epoch_loop.batch_progress, trainer.fit_loop.epoch_progress.current
+    done = int(progress.current.ready) if epochs.started > epochs.processed else 0
     return done, int(progress.total.ready) - done
 
 

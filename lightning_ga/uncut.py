@@ -30,6 +30,7 @@ from lightning_ga.errors import UserError
 from lightning_ga.feed import Feed
 from lightning_ga.heaviest import Looks
 from lightning_ga.layout import Layout, LayoutError, Slice
+from lightning_ga.loop_state import keeps_place
 from lightning_ga.peekable import peekable_stream
 from lightning_ga.plan import AccumulationPlan
 from lightning_ga.split import SplitBatch, cut, split_by_hook
@@ -62,25 +63,19 @@ class UncutFeed:
     taken to be as large as the first. Where samples cannot be told apart, a batch counts as one.
 
     Args:
-        loader: What the user gave to ``fit``.
         batches: What the loop would make of it.
         hook: The module's own ``split_batch``, if it has one.
         settings: As for any feed.
 
     Raises:
-        UserError: If the data can be read only once, or hold nothing.
+        UserError: If the data hold nothing.
     """
 
     streams = counted_later = may_drop = True
     keeps_groups = False
     workers = 0
 
-    def __init__(self, loader: Any, batches: Batches, *, hook: SplitBatch | None = None, **settings: Any) -> None:
-        if isinstance(loader, Iterator) and not hasattr(loader, "flattened"):  # a CombinedLoader starts anew
-            raise UserError(
-                f"The training data is a {type(loader).__name__}, which can be read only once: give fit() something "
-                "that can be iterated in every epoch, such as a DataLoader."
-            )
+    def __init__(self, batches: Batches, *, hook: SplitBatch | None = None, **settings: Any) -> None:
         self._data, self._hook = batches, hook
         self._stream = peekable_stream(batches.start, batches.length)
         self._feed = Feed(
@@ -229,6 +224,11 @@ class UncutFeed:
     def loaders(self) -> Sequence[Any]:
         """The loaders that a batch comes from."""
         return self._data.loaders
+
+    @property
+    def keeps_place(self) -> bool:
+        """Whether all loaders save and restore where they are, so that a resume in mid-epoch repeats no sample."""
+        return all(map(keeps_place, self.loaders))
 
     @property
     def done(self) -> int:

@@ -219,25 +219,3 @@ def test_a_resume_that_repeats_samples_is_warned_of(tmp_path: Any) -> None:
         warnings.simplefilter("always")
         train(path)
     assert any("ended before the epoch ended" in str(each.message) for each in told)
-
-
-@pytest.mark.parametrize("factor", [1, 2])
-@pytest.mark.parametrize("steps", [1, 3])
-@pytest.mark.parametrize("micro_batch_size", [8, 3])
-def test_a_checkpoint_of_stock_lightning_is_taken_over(
-    factor: int, steps: int, micro_batch_size: int, tmp_path: Any
-) -> None:
-    """What a person does after an out-of-memory error: adds the callback, and resumes in mid-epoch."""
-    settings = {"max_epochs": 2, "accumulate_grad_batches": factor}
-    saving = pl.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1)
-    stock, trainer = fit(loader(64), saving, module=Regression(), enable_checkpointing=True, **settings)
-    (path,) = [path for path in tmp_path.iterdir() if path.name.endswith(f"step={steps}.ckpt")]
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Be aware that when using `ckpt_path`")
-        warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before")
-        callback = AutoAccumulate(micro_batch_size=micro_batch_size)
-        ours, resumed = fit(loader(64), callback, module=Regression(), ckpt_path=path, **settings)
-    assert resumed.global_step == trainer.global_step
-    seen = [index for _, indices in ours.micro_batches for index in indices]
-    assert seen == [*range(steps * factor * 8, 64), *range(64)]
-    assert torch.allclose(ours.net[0].weight, stock.net[0].weight, atol=1e-12)

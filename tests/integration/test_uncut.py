@@ -151,11 +151,6 @@ def test_an_effective_batch_must_be_a_whole_number_of_batches() -> None:
     assert trainer.accumulate_grad_batches == 3
 
 
-def test_data_that_can_be_read_only_once_are_refused() -> None:
-    with pytest.raises(UserError, match="can be read only once"):
-        fit((batch for batch in Batches()), AutoAccumulate(micro_batch_size=4))
-
-
 def test_what_cannot_be_cut_at_all_is_told() -> None:
     """A batch of a type that is not known."""
 

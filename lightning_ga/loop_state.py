@@ -1,0 +1,83 @@
+"""The part of a checkpoint that belongs to Lightning's fit loop, in the units that stock Lightning expects.
+
+Read in lightning 2.6.6 (``trainer/connectors/checkpoint_connector.py``, ``loops/fit_loop.py``:
+``on_save_checkpoint`` and ``on_load_checkpoint``). The loop of a run that cuts batches counts
+micro-batches; its checkpoints count batches of the recipe, so that a run without the callback goes on
+at the same place. The run's own counts lie beside the callback's state, for a resume with it.
+"""
+
+import copy
+from collections.abc import MutableMapping, Sequence
+from typing import Any
+
+_COUNTS = "loop_batches"  # in the callback's entry
+_LOADERS = "combined_loader"  # in the fit loop's
+
+
+def count_recipe_batches(checkpoint: MutableMapping[str, Any], key: str, *, done: int, before: int) -> None:
+    """Replace the loop's counts of micro-batches in a checkpoint by counts of the recipe's batches.
+
+    Args:
+        checkpoint: As it is about to be written.
+        key: The callback's key in it.
+        done: Batches of the recipe that the epoch has trained on.
+        before: Those of earlier epochs.
+    """
+    progress = _fit_loop(checkpoint).get("epoch_loop.batch_progress")
+    own = checkpoint.get("callbacks", {}).get(key)
+    if progress is None or own is None:
+        return
+    current, total = progress["current"], progress["total"]
+    if (current["processed"], total["processed"]) == (done, before + done):
+        return
+    own[_COUNTS] = copy.deepcopy(progress)
+    pending = current["processed"] - current["completed"] if done else 0  # one, in ``on_train_batch_end``
+    for counts, offset in ((current, 0), (total, before)):
+        counts.update(dict.fromkeys(counts, offset + done))
+        counts["completed"] -= pending
+
+
+def count_micro_batches(checkpoint: MutableMapping[str, Any], key: str) -> None:
+    """Give a loaded checkpoint the counts back that ``count_recipe_batches`` replaced, before loops read them."""
+    counts = checkpoint.get("callbacks", {}).get(key, {}).pop(_COUNTS, None)
+    if counts is not None:
+        _fit_loop(checkpoint)["epoch_loop.batch_progress"] = counts
+
+
+def save_loaders(checkpoint: MutableMapping[str, Any], loaders: Sequence[Any]) -> None:
+    """Keep the state of the user's loaders that have one, where stock Lightning looks for it."""
+    states = [loader.state_dict() for loader in loaders if keeps_place(loader)]
+    if states:
+        _fit_loop(checkpoint).setdefault("state_dict", {})[_LOADERS] = states
+
+
+def take_loaders(checkpoint: MutableMapping[str, Any]) -> list[Any]:
+    """Take the states of loaders out of a loaded checkpoint, as the loop does not see these loaders."""
+    states: list[Any] = _fit_loop(checkpoint).get("state_dict", {}).pop(_LOADERS, [])
+    return states
+
+
+def load_loaders(loaders: Sequence[Any], states: Sequence[Any]) -> None:
+    """Let loaders go on where these states say.
+
+    Raises:
+        RuntimeError: If there is another number of loaders that keep their place, as in Lightning.
+    """
+    keeping = [loader for loader in loaders if keeps_place(loader)]
+    if len(keeping) != len(states):
+        raise RuntimeError(
+            f"The checkpoint holds the states of {len(states)} data loaders and the training data have {len(keeping)} "
+            "that keep a state: give fit() the loaders that the checkpoint was written with."
+        )
+    for loader, state in zip(keeping, states):
+        loader.load_state_dict(state)
+
+
+def keeps_place(loader: Any) -> bool:
+    """Tell whether a loader saves and restores its place."""
+    return all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
+def _fit_loop(checkpoint: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    state: MutableMapping[str, Any] = checkpoint.get("loops", {}).get("fit_loop", {})
+    return state

@@ -1,0 +1,1289 @@
+"""Trainings that users write, each to be run with the callback and without it.
+
+A scenario is a function that is given a ``Run`` and trains with it; ``SCENARIOS`` is the table of all. To add one,
+write a function with ``@scenario()`` before it. ``Run.fit`` takes whatever the Trainer takes.
+"""
+
+import contextlib
+import random
+from collections import namedtuple
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+import torchmetrics
+from lightning.pytorch import callbacks as stock
+from lightning.pytorch.profilers import SimpleProfiler
+from lightning.pytorch.utilities import CombinedLoader
+from recorder import End, Journal, Record, Rows, Told, Watcher, end_of, watched
+from torch.optim import SGD, Adam, AdamW, Optimizer, lr_scheduler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
+from torch.utils.data import WeightedRandomSampler as Weighted
+
+from lightning_ga import AutoAccumulate
+
+FEATURES, BATCH, CUT, SIZE = 5, 8, 3, 20
+
+
+@dataclass(frozen=True)
+class Mode:
+    """One way to run a scenario.
+
+    Attributes:
+        name: How tests call it.
+        cut: Whether the recipe's batches are cut.
+        micro_batching: Where; ``None`` for stock Lightning.
+        settings: Arguments of the callback.
+    """
+
+    name: str
+    cut: bool = False
+    micro_batching: str | None = None
+    settings: tuple[tuple[str, Any], ...] = (("verify", False),)
+
+
+STOCK = Mode("stock")
+DEFAULTS = Mode("defaults", micro_batching="loader", settings=())
+NEUTRAL_LOADER, NEUTRAL_STEP = (Mode(f"neutral-{where}", micro_batching=where) for where in ("loader", "step"))
+CUT_LOADER, CUT_STEP = (Mode(f"cut-{where}", cut=True, micro_batching=where) for where in ("loader", "step"))
+NEUTRAL, CUT_MODES = (DEFAULTS, NEUTRAL_LOADER, NEUTRAL_STEP), (CUT_LOADER, CUT_STEP)
+ALL = NEUTRAL + CUT_MODES
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One training.
+
+    Attributes:
+        name: How tests call it.
+        train: Runs it.
+        modes: Those in which it is compared with stock Lightning.
+        batch: Samples of a batch of the recipe.
+        cut: Samples of a micro-batch where batches are cut.
+        tolerance: Largest difference where batches are cut, absolute and relative.
+        ours: Further arguments of the callback.
+        with_callback: Which of its trainers have the callback; ``None`` for all.
+        oracle: The scenario that stock Lightning runs for comparison, if it is another one.
+    """
+
+    name: str
+    train: Callable[["Run"], None]
+    modes: tuple[Mode, ...] = ALL
+    batch: int = BATCH
+    cut: int = CUT
+    tolerance: float = 1e-9
+    ours: Mapping[str, Any] | None = None
+    with_callback: tuple[int, ...] | None = None
+    oracle: str | None = None
+
+
+SCENARIOS: dict[str, Scenario] = {}
+
+
+def scenario(**settings: Any) -> Callable[[Callable[["Run"], None]], Callable[["Run"], None]]:
+    """Put a function into the table."""
+
+    def register(train: Callable[[Run], None]) -> Callable[[Run], None]:
+        add(train.__name__, train, **settings)
+        return train
+
+    return register
+
+
+def add(name: str, train: Callable[["Run"], None], **settings: Any) -> None:
+    """Put a training into the table under a name."""
+    assert name not in SCENARIOS, f"two scenarios are called {name}"
+    SCENARIOS[name] = Scenario(name, train, **settings)
+
+
+class Run:
+    """What a scenario trains with: builds trainers as the mode asks for them and keeps records.
+
+    Args:
+        scenario: What is run.
+        mode: How.
+        folder: For loggers and checkpoints.
+    """
+
+    def __init__(self, scenario: Scenario, mode: Mode, folder: Path) -> None:
+        self.scenario, self.mode, self.folder = scenario, mode, folder
+        self.journal = Journal()
+        self.ends: list[End] = []
+        self.notes: dict[str, Any] = {}
+        self.loggers: list[Rows] = []
+        self.trainers = 0
+
+    def trainer(self, *callbacks: pl.Callback, **settings: Any) -> pl.Trainer:
+        """A Trainer with a logger and without checkpoints, unless they are asked for."""
+        number, self.trainers = self.trainers, self.trainers + 1
+        ours = [] if self.mode is STOCK else [self.ours()]
+        if self.scenario.with_callback is not None and number not in self.scenario.with_callback:
+            ours = []
+        quiet: dict[str, Any] = {
+            "max_epochs": 2,
+            "enable_checkpointing": any(isinstance(each, stock.Checkpoint) for each in callbacks),
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "accelerator": "cpu",
+            "devices": 1,
+            "num_sanity_val_steps": 0,
+            "log_every_n_steps": 1,
+            "default_root_dir": self.folder,
+        }
+        if not settings.get("barebones"):
+            self.loggers.append(Rows(self.folder / f"logs{number}"))
+            quiet["logger"] = self.loggers[-1]
+        else:
+            quiet = {name: quiet[name] for name in ("max_epochs", "accelerator", "devices", "default_root_dir")}
+        return pl.Trainer(callbacks=[*ours, *callbacks, Watcher(self.journal)], **{**quiet, **settings})
+
+    def ours(self) -> AutoAccumulate:
+        """The callback, as the mode sets it."""
+        settings = dict(self.mode.settings)
+        if self.mode is not DEFAULTS:
+            size = self.scenario.cut if self.mode.cut else self.scenario.batch
+            settings.update(micro_batch_size=size, micro_batching=self.mode.micro_batching)
+        return AutoAccumulate(**{**settings, **(self.scenario.ours or {})})
+
+    def fit(
+        self,
+        module: pl.LightningModule | None = None,
+        data: Any = None,
+        *callbacks: pl.Callback,
+        trainer: pl.Trainer | None = None,
+        val: Any = None,
+        ckpt_path: Any = None,
+        call: str = "fit",
+        **settings: Any,
+    ) -> pl.Trainer:
+        """Train, or do what ``call`` says, and keep what is left."""
+        module = Net() if module is None else module
+        trainer = self.trainer(*callbacks, **settings) if trainer is None else trainer
+        if isinstance(module, Told):
+            module.journal = self.journal
+        if isinstance(data, pl.LightningDataModule):
+            result = getattr(trainer, call)(module, datamodule=data, ckpt_path=ckpt_path)
+        elif call == "fit":
+            val = DataLoader(Samples(6), batch_size=4) if val is None else val
+            data = loader() if data is None else data
+            result = trainer.fit(module, data, val, ckpt_path=ckpt_path)
+        else:
+            result = getattr(trainer, call)(module, loader() if data is None else data, ckpt_path=ckpt_path)
+        self.ends.append(end_of(trainer, module, result))
+        return trainer
+
+
+def record(scenario: Scenario, mode: Mode, folder: Path) -> Record:
+    """Run a scenario and keep all that is left of it."""
+    run = Run(scenario, mode, folder)
+    with watched(run.journal, folder, run.ends, run.notes) as records:
+        pl.seed_everything(7, verbose=False)
+        try:
+            scenario.train(run)
+        finally:
+            run.notes["rows"] = [row for logger in run.loggers for row in logger.rows]
+    return records[0]
+
+
+# --- what scenarios are made of --------------------------------------------------------------------
+
+
+class Samples(Dataset):
+    """Sample i is a function of i alone."""
+
+    def __init__(self, size: int = SIZE, dtype: torch.dtype = torch.float64) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.inputs = torch.randn(size, FEATURES, generator=generator, dtype=dtype)
+        self.targets = torch.randn(size, 1, generator=generator, dtype=dtype)
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor, int]:
+        return self.inputs[index], self.targets[index], index
+
+
+class As(Samples):
+    """The same, each sample made into another type."""
+
+    def __init__(self, kind: Callable[[torch.Tensor, torch.Tensor, int], Any]) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def __getitem__(self, index: int) -> Any:
+        return self.kind(*super().__getitem__(index))
+
+
+class Stream(IterableDataset):
+    """The samples in order, with no length."""
+
+    def __init__(self, size: int = SIZE) -> None:
+        self.dataset = Samples(size)
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self.dataset[index] for index in range(len(self.dataset)))
+
+
+class SizedStream(Stream):
+    """The same with a length."""
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+
+class Ready(Dataset):
+    """Ready batches, as ``batch_size=None`` reads them."""
+
+    def __init__(self) -> None:
+        samples = Samples()
+        parts = samples.inputs, samples.targets, torch.arange(len(samples))
+        self.batches = list(zip(*(part.split(BATCH) for part in parts)))
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.batches[index]
+
+
+def loader(dataset: Any = None, batch_size: int | None = BATCH, **settings: Any) -> DataLoader:
+    """The samples in order."""
+    return DataLoader(Samples() if dataset is None else dataset, batch_size=batch_size, **settings)
+
+
+def network(dtype: torch.dtype = torch.float64, *layers: torch.nn.Module) -> torch.nn.Sequential:
+    """The same weights on every call; ``layers`` come after the first."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        first, last = torch.nn.Linear(FEATURES, 7), torch.nn.Linear(7, 1)
+        return torch.nn.Sequential(first, *layers, torch.nn.Tanh(), last).to(dtype)
+
+
+def unpack(batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and targets of a batch of any type that is used here."""
+    if isinstance(batch, dict):
+        return batch["inputs"], batch["targets"]
+    if hasattr(batch, "inputs"):
+        return batch.inputs, batch.targets
+    return batch[0], batch[1]
+
+
+class Net(Told):
+    """A regression that logs its loss by step and by epoch and validates itself.
+
+    Args:
+        optimizer: Makes the optimizer of the parameters.
+        schedule: Makes a schedule of the optimizer, with ``config`` beside it in Lightning's dictionary.
+        net: The network.
+        config: Further entries of the schedule's dictionary.
+    """
+
+    def __init__(
+        self,
+        optimizer: Callable[..., Optimizer] = partial(SGD, lr=0.1),
+        schedule: Callable[[Optimizer], Any] | None = None,
+        net: torch.nn.Module | None = None,
+        **config: Any,
+    ) -> None:
+        super().__init__()
+        self.net = network() if net is None else net
+        self.make, self.schedule, self.config = optimizer, schedule, config
+
+    def losses(self, batch: Any) -> torch.Tensor:
+        """The loss of each sample."""
+        inputs, targets = unpack(batch)
+        return (self.net(inputs) - targets).square().flatten()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.tell("training_step", batch, batch_idx)
+        loss = self.losses(batch).mean()
+        self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        self.tell("validation_step", batch, batch_idx, dataloader_idx)
+        self.log("val", self.losses(batch).mean())
+
+    def test_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("test", self.losses(batch).mean())
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.losses(batch)
+
+    def configure_optimizers(self) -> Any:
+        self.tell("configure_optimizers")
+        optimizer = self.make(self.parameters())
+        if self.schedule is None:
+            return optimizer
+        schedule = self.schedule(optimizer)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, **self.config}}
+
+
+class Stepping(Net):
+    """A net whose training step is a function."""
+
+    def __init__(self, step: Callable[..., Any], **settings: Any) -> None:
+        super().__init__(**settings)
+        self.step = step
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.tell("training_step", batch, batch_idx)
+        return self.step(self, batch, batch_idx)
+
+
+def add_fits(modules: Mapping[str, Callable[[], Any]], **table: Mapping[str, Any]) -> None:
+    """Add scenarios that differ in the module, or in arguments of the Trainer."""
+    for name, module in modules.items():
+        add(name, lambda run, module=module: run.fit(module()))
+    for name, settings in table.items():
+        add(name, lambda run, settings=settings: run.fit(**settings))
+
+
+# --- optimizers, gradients and schedules -----------------------------------------------------------
+
+
+def step_lr(optimizer: Optimizer) -> Any:
+    return lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+
+
+def lambda_lr(optimizer: Optimizer) -> Any:
+    return lr_scheduler.LambdaLR(optimizer, lambda count: 1 / (1 + count))
+
+
+def plateau(optimizer: Optimizer) -> Any:
+    return lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.5)
+
+
+add_fits(
+    {
+        "sgd": Net,
+        "adam_with_weight_decay": lambda: Net(partial(Adam, lr=0.05, weight_decay=0.1)),
+        "adamw_amsgrad": lambda: Net(partial(AdamW, lr=0.05, amsgrad=True)),
+        "sgd_with_momentum": lambda: Net(partial(SGD, lr=0.1, momentum=0.9, nesterov=True)),
+        "fp64_parameters_and_buffers": lambda: Net(net=network(torch.float64, torch.nn.LayerNorm(7))),
+        "schedule_by_step": lambda: Net(schedule=step_lr, interval="step"),
+        "schedule_by_epoch": lambda: Net(schedule=step_lr, interval="epoch"),
+        "schedule_by_two_epochs": lambda: Net(schedule=step_lr, interval="epoch", frequency=2),
+        "schedule_by_function": lambda: Net(schedule=lambda_lr, interval="step", name="mine"),
+        "schedule_by_plateau": lambda: Net(schedule=plateau, monitor="val"),
+        "schedule_by_plateau_of_training": lambda: Net(schedule=plateau, monitor="loss_epoch"),
+    },
+    gradient_clipping_by_norm={"gradient_clip_val": 0.1},
+    gradient_clipping_by_value={"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"},
+    limit_by_count={"limit_train_batches": 2},
+    limit_by_fraction={"limit_train_batches": 0.5},
+    no_training_batches={"limit_train_batches": 0},
+    limit_of_validation={"limit_val_batches": 1},
+    no_validation={"limit_val_batches": 0},
+    max_steps_in_mid_epoch={"max_steps": 4, "max_epochs": -1},
+    max_steps_at_the_end_of_an_epoch={"max_steps": 3, "max_epochs": -1},
+    one_step={"max_steps": 1},
+    no_steps={"max_steps": 0},
+    min_epochs={"min_epochs": 2, "max_epochs": 3},
+    validation_by_count={"val_check_interval": 2},
+    validation_by_fraction={"val_check_interval": 0.34},
+    validation_over_epochs={"val_check_interval": 4, "check_val_every_n_epoch": None, "max_epochs": 3},
+    validation_every_other_epoch={"check_val_every_n_epoch": 2, "max_epochs": 3},
+    sanity_check={"num_sanity_val_steps": 2},
+    whole_sanity_check={"num_sanity_val_steps": -1},
+    overfitting_by_count={"overfit_batches": 2},
+    overfitting_by_fraction={"overfit_batches": 0.7},
+    fast_dev_run={"fast_dev_run": True},
+    fast_dev_run_of_two={"fast_dev_run": 2},
+    log_every_two_steps={"log_every_n_steps": 2},
+    detecting_anomalies={"detect_anomaly": True},
+    barebones={"barebones": True},
+    precision_64={"precision": "64-true"},
+    no_inference_mode={"inference_mode": False},
+)
+
+
+@scenario()
+def schedule_by_step_with_a_frequency(run: Run) -> None:
+    run.fit(Net(schedule=step_lr, interval="step", frequency=2))
+
+
+@scenario()
+def schedule_of_one_cycle(run: Run) -> None:
+    def one_cycle(optimizer: Optimizer) -> Any:
+        run.notes["estimate"] = module.trainer.estimated_stepping_batches
+        return lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=int(run.notes["estimate"]))
+
+    module = Net(schedule=one_cycle, interval="step")
+    run.fit(module)
+
+
+@scenario()
+def schedule_stepped_by_hand(run: Run) -> None:
+    class Mine(Net):
+        def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+            self.tell("lr_scheduler_step", type(scheduler).__name__, metric)
+            scheduler.step(epoch=self.current_epoch + 1)
+
+    run.fit(Mine(schedule=lambda_lr, interval="step"))
+
+
+@scenario()
+def two_schedules(run: Run) -> None:
+    class Two(Net):
+        def configure_optimizers(self) -> Any:
+            optimizer = self.make(self.parameters())
+            return [optimizer], [{"scheduler": step_lr(optimizer), "interval": "step"}, lambda_lr(optimizer)]
+
+    run.fit(Two())
+
+
+@scenario()
+def accumulation_of_whole_windows(run: Run) -> None:
+    run.fit(data=loader(Samples(32)), accumulate_grad_batches=2)
+
+
+@scenario()
+def accumulation_of_three_with_a_schedule(run: Run) -> None:
+    run.fit(Net(schedule=step_lr, interval="step"), loader(Samples(48)), accumulate_grad_batches=3)
+
+
+def _ragged(factor: int, run: Run) -> None:
+    run.fit(data=loader(Samples(36)), accumulate_grad_batches=factor)
+
+
+for _factor in (2, 3):  # windows of 8 + 8, 8 + 8, 4 and of 8 + 8 + 8, 8 + 4
+    add(f"ragged_accumulation_of_{_factor}", partial(_ragged, _factor), modes=NEUTRAL)
+    add(
+        f"ragged_accumulation_of_{_factor}_as_stock",
+        partial(_ragged, _factor),
+        modes=NEUTRAL,
+        ours={"normalize": None},
+    )
+
+
+@scenario(modes=CUT_MODES, oracle="ragged_windows_whole")
+def ragged_windows_cut(run: Run) -> None:
+    run.fit(data=loader(Samples(36)), accumulate_grad_batches=2)
+
+
+@scenario(modes=(), batch=16)
+def ragged_windows_whole(run: Run) -> None:
+    run.fit(data=loader(Samples(36), 16))
+
+
+@scenario()
+def own_gradient_clipping(run: Run) -> None:
+    class Mine(Net):
+        def configure_gradient_clipping(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+            self.tell("configure_gradient_clipping", optimizer, *args, *kwargs.values())
+            self.clip_gradients(optimizer, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
+
+    run.fit(Mine(), gradient_clip_val=1.0)
+
+
+@scenario()
+def own_optimizer_step(run: Run) -> None:
+    class Mine(Net):
+        def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+            self.tell("optimizer_step", epoch)
+            for group in optimizer.param_groups:
+                group["lr"] = 0.1 / (1 + self.trainer.global_step)
+            super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+
+    run.fit(Mine())
+
+
+@scenario()
+def own_backward_and_zero_grad(run: Run) -> None:
+    class Mine(Net):
+        def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+            loss.backward(*args, **kwargs)
+
+        def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
+            self.tell("optimizer_zero_grad", epoch)
+            optimizer.zero_grad(set_to_none=False)
+
+    run.fit(Mine(), loader(Samples(32)), accumulate_grad_batches=2)
+
+
+@scenario()
+def gradients_read_by_hooks(run: Run) -> None:
+    class Curious(Net):
+        def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+            norm = torch.stack([each.grad.norm() for each in self.parameters()]).norm()
+            self.log("norm", norm)
+            run.notes.setdefault("norms", []).append(norm)
+
+        def on_before_zero_grad(self, optimizer: Optimizer) -> None:
+            run.notes.setdefault("zeroed", []).append(self.trainer.global_step)
+
+    run.fit(Curious())
+
+
+@scenario()
+def weight_decay_only_on_weights(run: Run) -> None:
+    class Groups(Net):
+        def configure_optimizers(self) -> Any:
+            weights, biases = ([p for p in self.parameters() if (p.ndim > 1) is big] for big in (True, False))
+            return AdamW([{"params": weights, "weight_decay": 0.1}, {"params": biases, "lr": 0.2}], lr=0.05)
+
+    run.fit(Groups())
+
+
+@scenario()
+def lbfgs(run: Run) -> None:
+    run.fit(Net(partial(torch.optim.LBFGS, lr=0.1, max_iter=3)))
+
+
+# --- data ------------------------------------------------------------------------------------------
+
+
+def add_data(**table: Callable[[], Any]) -> None:
+    """Add scenarios that differ in the training data."""
+    for name, make in table.items():
+        add(name, lambda run, make=make: run.fit(data=make()))
+
+
+Pair = namedtuple("Pair", "inputs targets")
+
+
+@dataclass
+class Item:
+    """A batch that is a dataclass."""
+
+    inputs: torch.Tensor
+    targets: torch.Tensor
+
+
+def collate_items(samples: list[Any]) -> Item:
+    return Item(*(torch.stack(part) for part in list(zip(*samples))[:2]))
+
+
+class Backwards(torch.utils.data.Sampler):
+    """An order of the user's own."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(SIZE - 1, -1, -1))
+
+    def __len__(self) -> int:
+        return SIZE
+
+
+class Lists:
+    """A loader that is no DataLoader."""
+
+    def __len__(self) -> int:
+        return len(Ready())
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(Ready().batches)
+
+
+add_data(
+    drop_last=lambda: loader(drop_last=True),
+    less_than_a_batch=lambda: loader(Samples(6)),
+    exactly_a_batch=lambda: loader(Samples(8)),
+    one_sample_left_over=lambda: loader(Samples(17)),
+    batch_is_a_dict=lambda: loader(As(lambda x, y, i: {"inputs": x, "targets": y, "name": str(i)})),
+    batch_is_a_pair=lambda: loader(As(lambda x, y, i: (x, y))),
+    batch_is_a_named_tuple=lambda: loader(As(lambda x, y, i: Pair(x, y))),
+    batch_is_a_dataclass=lambda: loader(collate_fn=collate_items),
+    stream=lambda: loader(Stream()),
+    stream_with_a_length=lambda: loader(SizedStream()),
+    stream_that_drops_the_last=lambda: loader(Stream(), drop_last=True),
+    ready_batches=lambda: loader(Ready(), batch_size=None),
+    own_sampler=lambda: loader(sampler=Backwards()),
+    own_batch_sampler=lambda: loader(
+        batch_size=1, batch_sampler=BatchSampler(SequentialSampler(range(SIZE)), BATCH, False)
+    ),
+    own_class_of_loader=Lists,
+)
+
+
+@scenario(batch=1, modes=NEUTRAL)
+def batches_of_one(run: Run) -> None:
+    run.fit(data=loader(Samples(4), 1))
+
+
+@scenario(batch=1, modes=NEUTRAL)
+def stream_without_batches(run: Run) -> None:
+    run.fit(data=loader(As(lambda x, y, i: (x[None], y[None])), batch_size=None), limit_train_batches=4)
+
+
+@scenario(modes=NEUTRAL)
+def shuffled_by_a_sampler_of_weights(run: Run) -> None:
+    generator = torch.Generator().manual_seed(3)
+    run.fit(data=loader(sampler=Weighted(torch.arange(1.0, 21.0), SIZE, generator=generator)))
+
+
+@scenario()
+def a_worker(run: Run) -> None:
+    run.fit(data=loader(num_workers=1, persistent_workers=True))
+
+
+class Paired(Net):
+    """Trains on several loaders at a time."""
+
+    def losses(self, batch: Any) -> torch.Tensor:
+        parts = batch.values() if isinstance(batch, dict) and "inputs" not in batch else batch
+        if isinstance(batch, dict) or isinstance(batch[0], (list, tuple)):
+            parts = [part for part in parts if part is not None]
+            return sum(super(Paired, self).losses(part).mean() for part in parts).reshape(1)
+        return super().losses(batch)
+
+
+for _kind in ("max_size_cycle", "min_size", "max_size"):
+    _make = partial(CombinedLoader, mode=_kind)
+    _modes = ALL if _kind != "max_size" else NEUTRAL
+    add(
+        f"combined_{_kind}",
+        lambda run, make=_make: run.fit(Paired(), make({"a": loader(Samples(16)), "b": loader(Samples(24))})),
+        modes=_modes,
+    )
+
+
+@scenario()
+def a_dict_of_loaders(run: Run) -> None:
+    run.fit(Paired(), {"a": loader(Samples(24)), "b": loader(Samples(24), 8)})
+
+
+@scenario()
+def several_validation_loaders(run: Run) -> None:
+    run.fit(val=[loader(Samples(6), 4), loader(Samples(9), 5)])
+
+
+class Data(pl.LightningDataModule):
+    """All stages' loaders, and how often they were asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[str] = []
+
+    def prepare_data(self) -> None:
+        self.asked.append("prepare_data")
+
+    def setup(self, stage: str) -> None:
+        self.asked.append(f"setup {stage}")
+
+    def teardown(self, stage: str) -> None:
+        self.asked.append(f"teardown {stage}")
+
+    def train_dataloader(self) -> Any:
+        self.asked.append("train")
+        return loader(Samples(SIZE + 4 * self.asked.count("train")))
+
+    def val_dataloader(self) -> Any:
+        self.asked.append("val")
+        return loader(Samples(6), 4)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"asked": list(self.asked)}
+
+
+@scenario()
+def datamodule(run: Run) -> None:
+    data = Data()
+    run.fit(data=data)
+    run.notes["asked"] = data.asked
+
+
+@scenario()
+def reloaded_every_epoch(run: Run) -> None:
+    data = Data()
+    run.fit(data=data, reload_dataloaders_every_n_epochs=1, max_epochs=3)
+    run.notes["asked"] = data.asked
+
+
+@scenario()
+def loaders_of_the_module(run: Run) -> None:
+    class Own(Net):
+        def train_dataloader(self) -> Any:
+            return loader()
+
+        def val_dataloader(self) -> Any:
+            return loader(Samples(6), 4)
+
+    trainer, module = run.trainer(), Own()
+    module.journal = run.journal
+    trainer.fit(module)
+    run.ends.append(end_of(trainer, module))
+
+
+@scenario()
+def own_after_batch_transfer(run: Run) -> None:
+    class Mine(Net):
+        def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            self.tell("on_after_batch_transfer", batch, dataloader_idx)
+            return [2 * batch[0], *batch[1:]]
+
+    run.fit(Mine())
+
+
+@scenario()
+def own_before_batch_transfer(run: Run) -> None:
+    class Mine(Net):
+        def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            self.tell("on_before_batch_transfer", len(batch[0]), dataloader_idx)
+            return [2 * batch[0], *batch[1:]]
+
+    run.fit(Mine())
+
+
+@scenario()
+def own_transfer(run: Run) -> None:
+    class Mine(Net):
+        def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+            self.tell("transfer_batch_to_device", batch, str(device), dataloader_idx)
+            return super().transfer_batch_to_device([3 * batch[0], *batch[1:]], device, dataloader_idx)
+
+    run.fit(Mine())
+
+
+@scenario(modes=NEUTRAL)
+def step_that_reads_the_loader_itself(run: Run) -> None:
+    class Reader(Net):
+        def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
+            batch, batch_idx, _ = next(dataloader_iter)
+            return super().training_step(batch, batch_idx)
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            self.tell("on_train_batch_start", batch_idx)
+
+    run.fit(Reader())
+
+
+# --- callbacks -------------------------------------------------------------------------------------
+
+
+def add_callbacks(**table: Callable[[Run], Any]) -> None:
+    """Add scenarios that differ in the callbacks."""
+    for name, make in table.items():
+        add(name, lambda run, make=make: run.fit(None, None, make(run), max_epochs=4))
+
+
+def checkpoint(run: Run, **settings: Any) -> stock.ModelCheckpoint:
+    return stock.ModelCheckpoint(run.folder / "checkpoints", **settings)
+
+
+add_callbacks(
+    checkpoint_every_two_steps=lambda run: checkpoint(run, every_n_train_steps=2, save_top_k=-1),
+    checkpoint_of_the_best=lambda run: checkpoint(run, monitor="val", save_top_k=2, save_last=True),
+    checkpoint_of_the_best_in_training=lambda run: checkpoint(run, monitor="loss_epoch", filename="{epoch}-{step}"),
+    checkpoint_of_the_last=lambda run: checkpoint(run, save_last="link"),
+    checkpoint_at_the_end_of_training_epochs=lambda run: checkpoint(run, save_on_train_epoch_end=True, save_top_k=-1),
+    early_stopping=lambda run: stock.EarlyStopping("val", patience=0, min_delta=0.2),
+    early_stopping_of_training=lambda run: stock.EarlyStopping("loss_epoch", patience=0, min_delta=0.2),
+    early_stopping_in_mid_epoch=lambda run: stock.EarlyStopping("val", stopping_threshold=1e9),
+    averaging_stochastically=lambda run: stock.StochasticWeightAveraging(0.05, swa_epoch_start=2),
+    averaging_exponentially=lambda run: stock.EMAWeightAveraging(decay=0.8),
+    averaging_by_step=lambda run: stock.WeightAveraging(),
+    lambda_callback=lambda run: stock.LambdaCallback(
+        on_train_batch_end=lambda trainer, module, outputs, batch, batch_idx: module.log("seen", 1.0)
+    ),
+)
+
+
+@scenario()
+def learning_rates_monitored(run: Run) -> None:
+    module = Net(partial(SGD, lr=0.1, momentum=0.9), schedule=step_lr, interval="step")
+    run.fit(module, None, stock.LearningRateMonitor(log_momentum=True, log_weight_decay=True))
+
+
+@scenario()
+def learning_rates_monitored_by_epoch(run: Run) -> None:
+    run.fit(Net(schedule=step_lr), None, stock.LearningRateMonitor("epoch"))
+
+
+@scenario()
+def early_stopping_after_min_steps(run: Run) -> None:
+    run.fit(None, None, stock.EarlyStopping("val", stopping_threshold=1e9), min_steps=7, max_epochs=5)
+
+
+@scenario()
+def early_stopping_while_validated_in_mid_epoch(run: Run) -> None:
+    run.fit(None, None, stock.EarlyStopping("val", stopping_threshold=1e9), val_check_interval=2, max_epochs=5)
+
+
+@scenario()
+def frozen_at_first(run: Run) -> None:
+    class Thaw(stock.BaseFinetuning):
+        def freeze_before_training(self, module: Any) -> None:
+            self.freeze(module.net[0])
+
+        def finetune_function(self, module: Any, epoch: int, optimizer: Optimizer) -> None:
+            if epoch == 1:
+                self.unfreeze_and_add_param_group(module.net[0], optimizer, lr=0.05)
+
+    class Part(Net):
+        def configure_optimizers(self) -> Any:
+            return SGD([each for each in self.parameters() if each.requires_grad], lr=0.1, momentum=0.5)
+
+    run.fit(Part(), None, Thaw(), max_epochs=3)
+
+
+@scenario()
+def requires_grad_toggled(run: Run) -> None:
+    class Toggling(Net):
+        def on_train_epoch_start(self) -> None:
+            self.net[0].requires_grad_(self.current_epoch % 2 == 0)
+
+    run.fit(Toggling(), max_epochs=3)
+
+
+@scenario()
+def outputs_read_by_callbacks(run: Run) -> None:
+    class First(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            module.log("first", outputs["extra"], on_epoch=True, on_step=False, batch_size=len(batch[0]))
+
+    class Second(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            run.notes.setdefault("losses", []).extend(outputs["each"].tolist())
+
+    def step(module: Any, batch: Any, batch_idx: int) -> Any:
+        losses = module.losses(batch)
+        return {"loss": losses.mean(), "each": losses.detach(), "extra": losses.detach().mean() * 2}
+
+    run.fit(Stepping(step), None, First(), Second())
+
+
+@scenario()
+def outputs_changed_by_callbacks(run: Run) -> None:
+    class First(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            outputs["added"] = 1
+
+    def step(module: Any, batch: Any, batch_idx: int) -> Any:
+        return {"loss": module.losses(batch).mean()}
+
+    run.fit(Stepping(step), None, First())
+
+
+@scenario()
+def simple_profiler(run: Run) -> None:
+    profiler = SimpleProfiler(dirpath=run.folder)
+    run.fit(profiler=profiler)
+    calls = {name: len(times) for name, times in profiler.recorded_durations.items()}
+    run.notes["calls"] = {name: count for name, count in calls.items() if "AutoAccumulate" not in name}
+
+
+# --- what steps log and return ---------------------------------------------------------------------
+
+
+def _log_reduced(module: Any, batch: Any, batch_idx: int) -> Any:
+    losses = module.losses(batch)
+    module.log("largest", losses.max(), reduce_fx="max", on_epoch=True, on_step=False)
+    module.log("smallest", losses.min(), reduce_fx=torch.min, on_epoch=True, on_step=False)
+    module.log("total", losses.sum(), reduce_fx="sum", on_epoch=True, on_step=False)
+    module.log("mean", losses.mean(), on_epoch=True, on_step=False, batch_size=len(losses))
+    return losses.mean()
+
+
+def _log_by_step(module: Any, batch: Any, batch_idx: int) -> Any:
+    losses = module.losses(batch)
+    module.log_dict({"a_step": losses.mean(), "b_step": losses.mean() * 2}, prog_bar=True)
+    module.log_dict({"a": losses.mean(), "b": losses.mean() * 2}, on_epoch=True, on_step=False)
+    return losses.mean()
+
+
+def _return_dict(module: Any, batch: Any, batch_idx: int) -> Any:
+    losses = module.losses(batch)
+    return {"loss": losses.mean(), "each": losses.detach(), "name": "a batch"}
+
+
+def _random(module: Any, batch: Any, batch_idx: int) -> Any:
+    return module.losses(batch).mean() * (1 + torch.rand(()) + random.random() + np.random.rand())
+
+
+def _nothing_logged(module: Any, batch: Any, batch_idx: int) -> Any:
+    return module.losses(batch).mean()
+
+
+add_fits(
+    {
+        "log_with_other_reductions": lambda: Stepping(_log_reduced),
+        "log_dict": lambda: Stepping(_log_by_step),
+        "step_returns_a_dict": lambda: Stepping(_return_dict),
+        "nothing_logged": lambda: Stepping(_nothing_logged),
+    }
+)
+add("random_numbers_in_the_step", lambda run: run.fit(Stepping(_random)), modes=NEUTRAL)
+add(
+    "dropout",
+    lambda run: run.fit(Net(net=network(torch.float64, torch.nn.Dropout(0.3)))),
+    modes=NEUTRAL,
+)
+add(
+    "batch_norm",
+    lambda run: run.fit(Net(net=network(torch.float64, torch.nn.BatchNorm1d(7)))),
+    modes=NEUTRAL,
+)
+
+
+@scenario()
+def step_skips_batches(run: Run) -> None:
+    def step(module: Any, batch: Any, batch_idx: int) -> Any:
+        return None if 8 <= int(batch[2][0]) < 16 else module.losses(batch).mean()
+
+    run.fit(Stepping(step))
+
+
+class Measured(Net):
+    """Logs torchmetrics."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.error, self.val_error = torchmetrics.MeanSquaredError(), torchmetrics.MeanAbsoluteError()
+        self.mean, self.largest = torchmetrics.MeanMetric(), torchmetrics.MaxMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        losses = self.losses(batch)
+        inputs, targets = unpack(batch)
+        self.error(self.net(inputs).detach(), targets)
+        self.mean.update(losses.detach())
+        self.largest(losses.detach())
+        self.log("error", self.error, on_step=True, on_epoch=True)
+        self.log("mean", self.mean, on_step=False, on_epoch=True)
+        self.log("largest", self.largest, on_step=False, on_epoch=True)
+        return losses.mean()
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        inputs, targets = unpack(batch)
+        self.val_error.update(self.net(inputs), targets)
+        self.log("val_error", self.val_error)
+
+
+@scenario(tolerance=2e-5)
+def metrics_as_objects(run: Run) -> None:
+    run.fit(Measured(), val_check_interval=2)
+
+
+@scenario(tolerance=2e-5)
+def metrics_in_a_collection(run: Run) -> None:
+    class Collected(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            parts = {"mse": torchmetrics.MeanSquaredError(), "mae": torchmetrics.MeanAbsoluteError()}
+            self.parts = torchmetrics.MetricCollection(parts, prefix="train/")
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            inputs, targets = unpack(batch)
+            self.parts.update(self.net(inputs).detach(), targets)
+            return self.losses(batch).mean()
+
+        def on_train_epoch_end(self) -> None:
+            self.log_dict(self.parts.compute())
+            self.parts.reset()
+
+    run.fit(Collected())
+
+
+@scenario()
+def logged_in_every_hook(run: Run) -> None:
+    class Logging(Net):
+        def on_train_start(self) -> None:
+            self.log("at_start", 1.0)
+
+        def on_train_epoch_start(self) -> None:
+            self.log("at_epoch_start", float(self.current_epoch))
+
+        def on_train_epoch_end(self) -> None:
+            self.log("at_epoch_end", self.trainer.callback_metrics["loss_epoch"] * 2)
+
+        def on_validation_epoch_end(self) -> None:
+            self.log("at_validation_end", float(self.trainer.global_step))
+            self.logger.log_metrics({"direct": 1.0}, step=self.trainer.global_step)
+
+    run.fit(Logging())
+
+
+@scenario()
+def averages_gathered_by_the_user(run: Run) -> None:
+    class Gathering(Net):
+        def on_train_epoch_start(self) -> None:
+            self.kept: list[torch.Tensor] = []
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            losses = self.losses(batch)
+            self.kept.append(losses.detach())
+            return losses.mean()
+
+        def on_train_epoch_end(self) -> None:
+            self.log("mine", torch.cat(self.kept).mean())
+
+    run.fit(Gathering())
+
+
+# --- stopping --------------------------------------------------------------------------------------
+
+
+@scenario()
+def rest_of_the_epoch_is_skipped(run: Run) -> None:
+    class Skipping(Net):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+            return -1 if self.current_epoch == 0 and int(batch[2][0]) == 8 else None
+
+    run.fit(Skipping())
+
+
+@scenario()
+def whole_epoch_is_skipped(run: Run) -> None:
+    class Skipping(Net):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+            return -1 if self.current_epoch == 1 else None
+
+    run.fit(Skipping(), max_epochs=3)
+
+
+@scenario()
+def stopped_by_the_step(run: Run) -> None:
+    def step(module: Any, batch: Any, batch_idx: int) -> Any:
+        if 8 in batch[2].tolist():
+            module.trainer.should_stop = True
+        return module.losses(batch).mean()
+
+    run.fit(Stepping(step))
+
+
+@scenario()
+def stopped_after_a_batch(run: Run) -> None:
+    class Stop(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if 15 in batch[2].tolist():
+                trainer.should_stop = True
+
+    run.fit(None, None, Stop())
+
+
+@scenario()
+def stopped_by_a_step_count(run: Run) -> None:
+    class Stop(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            trainer.should_stop = trainer.should_stop or trainer.global_step == 2
+
+    run.fit(None, None, Stop())
+
+
+@scenario()
+def error_in_the_step(run: Run) -> None:
+    def step(module: Any, batch: Any, batch_idx: int) -> Any:
+        if module.trainer.global_step == 2:
+            raise ValueError("of the user's")
+        return module.losses(batch).mean()
+
+    trainer, module = run.trainer(), Stepping(step)
+    module.journal = run.journal
+    try:
+        trainer.fit(module, loader())
+    except ValueError as error:
+        run.notes["error"] = str(error)
+    run.ends.append(end_of(trainer, module))
+
+
+@scenario()
+def interrupted(run: Run) -> None:
+    def step(module: Any, batch: Any, batch_idx: int) -> Any:
+        if module.trainer.global_step == 2:
+            raise KeyboardInterrupt
+        return module.losses(batch).mean()
+
+    trainer, module = run.trainer(), Stepping(step)
+    module.journal = run.journal
+    with contextlib.suppress(KeyboardInterrupt, SystemExit):
+        trainer.fit(module, loader())
+    run.ends.append(end_of(trainer, module))
+
+
+# --- precision -------------------------------------------------------------------------------------
+
+
+def _data32() -> DataLoader:
+    return loader(Samples(dtype=torch.float32))
+
+
+def _net32(**settings: Any) -> Net:
+    return Net(net=network(torch.float32), **settings)
+
+
+@scenario(tolerance=2e-5)
+def precision_32(run: Run) -> None:
+    run.fit(_net32(), _data32(), val=loader(Samples(6, torch.float32), 4))
+
+
+@scenario(tolerance=2e-2)
+def precision_bf16_mixed(run: Run) -> None:
+    run.fit(_net32(), _data32(), val=loader(Samples(6, torch.float32), 4), precision="bf16-mixed")
+
+
+@scenario(tolerance=5e-3)
+def precision_16_mixed(run: Run) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2)
+    plugin = pl.plugins.MixedPrecision("16-mixed", "cpu", scaler)
+    data = loader(Samples(40, torch.float32))
+    run.fit(_net32(), data, val=loader(Samples(6, torch.float32), 4), plugins=plugin, gradient_clip_val=0.5)
+
+
+@scenario(tolerance=5e-3)
+def precision_16_mixed_that_overflows(run: Run) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24, growth_interval=100)
+    plugin = pl.plugins.MixedPrecision("16-mixed", "cpu", scaler)
+    data = loader(Samples(80, torch.float32))
+    run.fit(_net32(), data, val=loader(Samples(6, torch.float32), 4), plugins=plugin)
+
+
+@scenario(tolerance=2e-2)
+def precision_bf16_true(run: Run) -> None:
+    run.fit(_net32(), _data32(), val=loader(Samples(6, torch.float32), 4), precision="bf16-true", max_epochs=1)
+
+
+# --- several calls ---------------------------------------------------------------------------------
+
+
+@scenario()
+def validated_tested_and_predicted_after_the_fit(run: Run) -> None:
+    module = Net()
+    trainer = run.fit(module)
+    for call in ("validate", "test", "predict"):
+        run.fit(module, loader(Samples(11), 4), trainer=trainer, call=call)
+
+
+@scenario()
+def fitted_twice(run: Run) -> None:
+    module = Net()
+    trainer = run.fit(module)
+    run.fit(module, trainer=trainer)
+
+
+@scenario()
+def fitted_for_more_epochs(run: Run) -> None:
+    module = Net(partial(SGD, lr=0.1, momentum=0.9), schedule=step_lr)
+    trainer = run.fit(module)
+    trainer.fit_loop.max_epochs = 4
+    run.fit(module, trainer=trainer)
+
+
+@scenario()
+def fitted_by_another_trainer(run: Run) -> None:
+    module = Net()
+    run.fit(module)
+    run.fit(module, max_epochs=1)
+
+
+@scenario()
+def fitted_anew_after_max_steps(run: Run) -> None:
+    module = Net()
+    trainer = run.fit(module, max_steps=4, max_epochs=-1)
+    trainer.fit_loop.epoch_loop.max_steps = 7
+    run.fit(module, trainer=trainer)
+
+
+@scenario()
+def validated_before_the_fit(run: Run) -> None:
+    module = Net()
+    trainer = run.trainer()
+    run.fit(module, loader(Samples(11), 4), trainer=trainer, call="validate")
+    run.fit(module, trainer=trainer)
+
+
+# --- resumed ---------------------------------------------------------------------------------------
+
+
+def adam_by_step(run: Run) -> Net:
+    return Net(partial(Adam, lr=0.05), schedule=step_lr, interval="step")
+
+
+def _resumed(steps: int, run: Run, **settings: Any) -> None:
+    saving = stock.ModelCheckpoint(run.folder / "first", every_n_train_steps=steps, save_top_k=-1, filename="{step}")
+    run.fit(adam_by_step(run), loader(Samples(36)), saving, max_epochs=2, **settings)
+    settings = {"max_epochs": 3, **settings}
+    run.fit(adam_by_step(run), loader(Samples(36)), ckpt_path=run.folder / "first" / f"step={steps}.ckpt", **settings)
+
+
+def _resumed_after_an_epoch(run: Run) -> None:
+    saving = stock.ModelCheckpoint(run.folder / "first", save_top_k=-1, filename="{epoch}")
+    run.fit(adam_by_step(run), loader(), saving, max_epochs=1)
+    run.fit(adam_by_step(run), loader(), ckpt_path=run.folder / "first" / "epoch=0.ckpt", max_epochs=3)
+
+
+def _not_interrupted(run: Run) -> None:
+    run.fit(adam_by_step(run), loader(Samples(36)), max_epochs=3)
+
+
+WRITTEN_BY_US, READ_BY_US, BOTH_BY_US = (0,), (1,), (0, 1)
+for _by, _who in (("stock_by_us", READ_BY_US), ("us_by_us", BOTH_BY_US), ("us_by_stock", WRITTEN_BY_US)):
+    add(f"resumed_after_an_epoch_of_{_by}", _resumed_after_an_epoch, with_callback=_who)
+    add(f"resumed_in_mid_epoch_of_{_by}", partial(_resumed, 2), with_callback=_who)
+    add(f"resumed_after_three_steps_of_{_by}", partial(_resumed, 3), with_callback=_who)
+for _by, _who in (("stock_by_us", READ_BY_US), ("us_by_us", BOTH_BY_US)):
+    add(
+        f"resumed_in_mid_epoch_of_{_by}_as_if_not_interrupted",
+        partial(_resumed, 2),
+        with_callback=_who,
+        oracle="not_interrupted",
+    )
+add("not_interrupted", _not_interrupted)
+
+
+@scenario(with_callback=WRITTEN_BY_US)
+def resumed_in_mid_epoch_with_accumulation_of_us_by_stock(run: Run) -> None:
+    saving = stock.ModelCheckpoint(run.folder / "first", every_n_train_steps=1, save_top_k=-1, filename="{step}")
+    settings: dict[str, Any] = {"accumulate_grad_batches": 2, "max_epochs": 2}
+    run.fit(Net(), loader(Samples(64)), saving, **settings)
+    run.fit(Net(), loader(Samples(64)), ckpt_path=run.folder / "first" / "step=3.ckpt", **settings)
+
+
+@scenario()
+def evaluated_from_a_checkpoint(run: Run) -> None:
+    saving = checkpoint(run, monitor="val", save_top_k=1, filename="best")
+    trainer = run.fit(Net(), None, saving)
+    run.fit(Net(), loader(Samples(11), 4), trainer=trainer, call="test", ckpt_path="best")
+
+
+# --- refused ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A training that the callback refuses.
+
+    Attributes:
+        train: Runs it.
+        sentence: What the error says.
+    """
+
+    train: Callable[[Run], Any]
+    sentence: str
+
+
+class Manual(Net):
+    """Optimizes by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class TwoOptimizers(Net):
+    """Has two optimizers."""
+
+    def configure_optimizers(self) -> Any:
+        return [SGD(self.net[0].parameters(), lr=0.1), SGD(self.net[2].parameters(), lr=0.1)]
+
+
+REFUSED = {
+    "manual_optimization": Refused(lambda run: run.fit(Manual()), "automatic_optimization=False"),
+    "gradient_accumulation_scheduler": Refused(
+        lambda run: run.fit(None, None, stock.GradientAccumulationScheduler({0: 2})),
+        "AutoAccumulate and GradientAccumulationScheduler, which set the same things",
+    ),
+    "batch_size_finder": Refused(
+        lambda run: run.fit(None, None, stock.BatchSizeFinder()),
+        "AutoAccumulate and BatchSizeFinder, which set the same things",
+    ),
+    "sequential_loaders": Refused(
+        lambda run: run.fit(data=CombinedLoader([loader(), loader()], "sequential")), "sequential"
+    ),
+}
+SAME_ERRORS = {"two_optimizers": lambda run: run.fit(TwoOptimizers())}
+"""Trainings that stock Lightning refuses, too."""

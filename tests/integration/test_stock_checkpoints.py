@@ -1,0 +1,195 @@
+"""Checkpoints pass between runs with the callback and runs of stock Lightning, in both directions."""
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from reference import Regression, Samples, fit
+from torch.utils.data import DataLoader, default_collate
+
+from lightning_ga import AutoAccumulate
+
+CUTS: list[dict[str, Any] | None] = [
+    None,
+    {"micro_batch_size": 8},
+    {"micro_batch_size": 3},
+    {"micro_batch_size": 3, "micro_batching": "step"},
+    {"micro_batch_size": 8, "micro_batching": "step"},
+]
+WRITTEN = [{"every_n_train_steps": 1}, {"save_on_train_epoch_end": False}, {"every_n_epochs": 1}]
+
+
+class Validated(Regression):
+    """Is validated on a batch of its own."""
+
+    def val_dataloader(self) -> Any:
+        return loader(8)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        pass
+
+
+def loader(samples: int = 44) -> DataLoader[Any]:
+    return DataLoader(Samples(samples), batch_size=8)
+
+
+def run(cut: dict[str, Any] | None, *callbacks: Any, data: Any = None, module: Any = None, **settings: Any) -> Any:
+    """Train with the callback, or without it where ``cut`` is ``None``."""
+    ours = [] if cut is None else [AutoAccumulate(**cut, verify=False)]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Be aware that when using `ckpt_path`")
+        warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before")
+        settings = {"max_epochs": 2, "num_sanity_val_steps": 0} | settings
+        return fit(data or loader(), *ours, *callbacks, module=module or Regression(), **settings)
+
+
+def checkpoints(folder: Path, cut: dict[str, Any] | None, when: dict[str, Any], **settings: Any) -> list[Path]:
+    """Those of a whole run, in their order."""
+    saving = pl.callbacks.ModelCheckpoint(folder, "{epoch}-{step}", save_top_k=-1, **when)
+    run(cut, saving, enable_checkpointing=True, **settings)
+    return sorted(folder.iterdir(), key=lambda path: int(path.stem.split("step=")[1].split("-")[0]))
+
+
+@pytest.mark.parametrize("factor", [1, 2])
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("cut", CUTS[1:3])
+def test_a_checkpoint_of_stock_lightning_is_taken_over(cut: Any, factor: int, steps: int, tmp_path: Path) -> None:
+    """What a person does after an out-of-memory error: adds the callback, and resumes in mid-epoch."""
+    settings = {"accumulate_grad_batches": factor, "data": loader(48)}
+    path = checkpoints(tmp_path, None, {"every_n_train_steps": 1}, **settings)[steps - 1]
+    stock, trainer = run(None, **settings)
+    ours, resumed = run(cut, ckpt_path=path, **settings)
+    assert resumed.global_step == trainer.global_step
+    seen = [index for _, indices in ours.micro_batches for index in indices]
+    assert seen == [*range(steps * factor * 8, 48), *range(48)]
+    assert torch.allclose(ours.net[0].weight, stock.net[0].weight, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "when", [{"every_n_train_steps": 1}, {"save_on_train_epoch_end": False}, {"every_n_epochs": 1}]
+)
+@pytest.mark.parametrize("factor", [1, 2])
+@pytest.mark.parametrize("cut", CUTS[1:4])
+def test_stock_lightning_goes_on_from_ours(cut: Any, factor: int, when: Any, tmp_path: Path) -> None:
+    """With as many batches and steps as from its own checkpoint, wherever in the epoch that was written."""
+    settings = {"accumulate_grad_batches": factor, "val_check_interval": 2}
+    counts = []
+    for name, writes in (("stock", None), ("ours", cut)):
+        written = checkpoints(tmp_path / name, writes, when, module=Validated(), **settings)
+        resumed = [run(None, ckpt_path=path, module=Validated(), **settings) for path in written]
+        counts.append(
+            [
+                (path.name, len(module.micro_batches), trainer.global_step, trainer.fit_loop.total_batch_idx)
+                for path, (module, trainer) in zip(written, resumed)
+            ]
+        )
+    assert counts[0] == counts[1]
+    assert len(counts[0]) >= 2
+
+
+@pytest.mark.parametrize(
+    "when", [{"save_on_train_epoch_end": False}, {"every_n_epochs": 1}, {"every_n_train_steps": 1}]
+)
+@pytest.mark.parametrize("cut", CUTS[1:4])
+def test_ours_goes_on_from_stock_lightning_where_it_was(cut: Any, when: Any, tmp_path: Path) -> None:
+    """After the last batch of an epoch, too, when it is over or about to be validated."""
+    settings = {"val_check_interval": 2}
+    for path in checkpoints(tmp_path, None, when, module=Validated(), **settings):
+        _, stock = run(None, ckpt_path=path, module=Validated(), **settings)
+        ours, trainer = run(cut, ckpt_path=path, module=Validated(), **settings)
+        assert trainer.global_step == stock.global_step == 12
+        assert sum(len(indices) for _, indices in ours.micro_batches) == 88 - min(88, _samples(path))
+
+
+def _samples(path: Path) -> int:
+    """Samples that were trained on when a checkpoint was written."""
+    steps = int(path.stem.split("step=")[1])
+    return steps // 6 * 44 + steps % 6 * 8
+
+
+class Shelf:
+    """Batches that are read where the last epoch left off, by an iterator that goes on or one that keeps its place."""
+
+    def __init__(self) -> None:
+        self.place = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        samples = Samples(200)
+        for _ in range(5):
+            self.place += 8
+            yield default_collate([samples[index % 200] for index in range(self.place - 8, self.place)])
+
+    def __len__(self) -> int:
+        return 5
+
+
+class Remembering(Shelf):
+    """The same, which goes on in mid-epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = 5
+
+    def __iter__(self) -> Iterator[Any]:
+        samples, self.left = Samples(200), self.left or 5
+        while self.left:
+            self.left, self.place = self.left - 1, self.place + 8
+            yield default_collate([samples[index % 200] for index in range(self.place - 8, self.place)])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"place": self.place, "left": self.left}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.place, self.left = state["place"], state["left"]
+
+
+class Endless(Iterator[Any]):
+    """One iterator for all epochs."""
+
+    def __init__(self) -> None:
+        self.inner = iter(Samples(200)[index] for index in range(200))
+
+    def __next__(self) -> Any:
+        return default_collate([next(self.inner) for _ in range(8)])
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_nothing_is_lost_of_data_that_go_on_where_they_were_left(cut: Any) -> None:
+    module, _ = run(cut, data=Shelf())
+    assert [index for _, indices in module.micro_batches for index in indices] == list(range(80))
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_an_iterator_is_read_on_in_the_next_epoch(cut: Any) -> None:
+    """As far as stock Lightning reads it: a stream of no length is fetched one batch ahead."""
+    module, trainer = run(cut, data=Endless(), limit_train_batches=5)
+    stock, _ = run(None, data=Endless(), limit_train_batches=5)
+    assert trainer.global_step == 10
+    seen = [[index for _, indices in each.micro_batches for index in indices] for each in (module, stock)]
+    assert seen[0] == seen[1]
+
+
+def test_a_generator_ends_with_its_first_epoch() -> None:
+    module, _ = run({"micro_batch_size": 3}, data=(batch for batch in Shelf()), max_epochs=1)
+    assert [index for _, indices in module.micro_batches for index in indices] == list(range(40))
+
+
+@pytest.mark.parametrize(("writes", "reads"), [*zip(CUTS, CUTS), *((None, cut) for cut in CUTS[1:]), (CUTS[3], None)])
+def test_the_place_that_data_keep_is_saved_and_restored(writes: Any, reads: Any, tmp_path: Path) -> None:
+    """In mid-epoch, whoever wrote the checkpoint and whoever reads it."""
+    path = checkpoints(tmp_path, writes, {"every_n_train_steps": 1}, data=Remembering())[2]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "You're resuming from a checkpoint that ended before")
+        module, trainer = run(reads, data=Remembering(), ckpt_path=path)
+    assert [index for _, indices in module.micro_batches for index in indices] == list(range(24, 80))
+    assert trainer.global_step == 10
+
+
+def test_states_of_other_loaders_are_refused(tmp_path: Path) -> None:
+    path = checkpoints(tmp_path, CUTS[2], {"every_n_train_steps": 1}, data=Remembering())[2]
+    with pytest.raises(RuntimeError, match=r"states of 1 data loaders and the training data have 0"):
+        run(CUTS[2], data=Shelf(), ckpt_path=path)
