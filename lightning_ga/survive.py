@@ -111,6 +111,7 @@ class Survivor:
         self.retries = retries
         self.active = True
         self.limits: dict[str, int] = {}
+        self._unmovable: set[str] = set()  # stages in which there was no memory for the hooks of a transfer
         self.refusal: str | None = None
         self.waiting: set[str] = set()
         self.coming: Callable[[Any], int | None] = lambda _: None
@@ -157,23 +158,28 @@ class Survivor:
         return done
 
     def move(self, move: Callable[[Any], Any], batch: Any, loader: int = 0) -> Any:
-        """Move a batch to the device; one that is too large stays on the host and is moved in pieces."""
+        """Move a batch to the device; one that is too large stays on the host and is moved in pieces.
+
+        Where hooks of the user make something of a batch on its way, they are given all of it, as long
+        as there is memory for that: so callbacks and the step find what they expect.
+        """
         self._move, self._on_host = move, False
         if not self.active:
             return move(batch)
-        stage = seams.stage(self._trainer)
-        limit = self.limits.get(stage)
+        stage, hooks = seams.stage(self._trainer), seams.hooks_move_batches(self._trainer)
+        limit = None if hooks and stage not in self._unmovable else self.limits.get(stage)
         if limit is not None:
             expected = self.coming(batch) if stage == "training" else None
             self._on_host = self.samples(batch, stage, expected, loader, on_host=True) > limit
         if self._on_host:
             return batch
-        before = RandomState() if self.retries and seams.hooks_move_batches(self._trainer) else None
+        before = RandomState() if self.retries and hooks else None
         went_through, moved = self._attempt(stage, lambda: move(batch))
         if went_through:
             return moved
         if before is not None:  # they may draw numbers
             before.restore()
+            self._unmovable.add(stage)
         self._on_host = True
         return batch
 
@@ -326,7 +332,8 @@ class Survivor:
             # A piece as large as one that failed may have gone through before: samples differ.
             fits = max((size for size in sizes if size < min(self._refused)), default=1)
             self.limits[stage] = fits
-            step, verdict = self._trainer.global_step, self._verdict(stage)
+            apart = self._on_host and seams.hooks_move_batches(self._trainer)
+            step, verdict = self._trainer.global_step, HOOKS_APART if apart else self._verdict(stage)
             event = OomEvent(stage, step, min(self._refused), fits, self._memory(), verdict)
             self._report(event)
         self._forget_attempts()
@@ -442,6 +449,7 @@ class _PieceError:
     error: Exception
 
 
+HOOKS_APART = "The hooks of its transfer saw the parts one by one; whether its result is the same was not measured."
 EXCHANGES = "its step exchanges values with the other ranks (all_gather, all_reduce, the compute of a metric)"
 
 

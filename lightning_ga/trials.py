@@ -3,6 +3,7 @@
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -53,25 +54,38 @@ class TrialStep:
         self.run(self.batch(micro_batch_size))
 
     def batch(self, micro_batch_size: int) -> Any:
-        """So many samples, on the device."""
+        """So many samples, on the device; beside the rest of their batch, if they are cut from one."""
         rest = max(0, self._whole - micro_batch_size)
         batch = seams.before_transfer(self._trainer, self._samples.batch(self._loader, micro_batch_size + rest))
-        if (
-            rest and self._reader is not None
-        ):  # on a CPU the rest lies in the same memory: a part is a view of the whole
-            self._held = batch
-            batch = self._part(batch, micro_batch_size, micro_batch_size + rest)
-        return seams.transferred(self._trainer, batch)
+        if not rest or self._reader is None:
+            return seams.transferred(self._trainer, batch)
+        self._held, moved = batch, None  # on a CPU the rest lies in the same memory: a part is a view of the whole
+        if seams.hooks_move_batches(self._trainer):
+            moved = self._moved_whole(batch)
+        if moved is None:
+            return seams.transferred(self._trainer, self._part(batch, micro_batch_size, self._whole, on_host=True))
+        self._held = moved
+        return self._part(moved, micro_batch_size, self._whole, on_host=False)
 
-    def _part(self, batch: Any, micro_batch_size: int, samples: int) -> Any:
+    def _moved_whole(self, batch: Any) -> Any:
+        """The batch as hooks of its transfer leave it; ``None`` if there is no memory for that, as in training."""
+        try:
+            return seams.transferred(self._trainer, batch)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            failure = error
+        release(failure)
+        return None
+
+    def _part(self, batch: Any, micro_batch_size: int, samples: int, *, on_host: bool) -> Any:
         """The first samples of a batch, as training cuts them out."""
         assert self._reader is not None
         if not self._reader.makes_anew:
-            try:
-                return self._reader.slices(batch, expected=samples, on_host=True).take(0, micro_batch_size)
-            except LayoutError:
-                pass
-        return seams.before_transfer(self._trainer, self._samples.batch(self._loader, micro_batch_size))
+            with suppress(LayoutError):
+                return self._reader.slices(batch, expected=samples, on_host=on_host).take(0, micro_batch_size)
+        part = seams.before_transfer(self._trainer, self._samples.batch(self._loader, micro_batch_size))
+        return part if on_host else seams.transferred(self._trainer, part)
 
     def run(self, batch: Any) -> None:
         """The step on a batch."""

@@ -217,6 +217,7 @@ class _Check:
         self._rest = tolerance / (100 if exactly else 1)  # what a step that is repeated may differ by
         self._met: tuple[str, ...] | None = None  # what a module keeps; known once it was looked for
         self._steps = 0
+        self._moves_whole = seams.hooks_move_batches(trainer)  # a batch goes through these before it is cut
 
     def run(self, samples: list[Any], *, in_step: bool) -> Verdicts:
         """Compare the whole batch with its parts, as the loader and as the step would make them."""
@@ -262,18 +263,26 @@ class _Check:
                 again = self._reader.samples_again(self._loader, samples)
                 if again is None:
                     raise LayoutError("There are no samples at hand to make parts of anew.")
-                slices = self._reader.collated_anew(collated, again, on_host=True).take
+                slices = self._reader.collated_anew(self._moved(collated), again, on_host=not self._moves_whole).take
         except LayoutError as why:
             because = "" if failed is None else f" A part alone ended in {type(failed).__name__}: {failed}"
             return uncuttable(self._tolerance, f"{why}{because}")
 
     def _slices(self, samples: list[Any], collated: Any, kept: int) -> Callable[[int, int], Any]:
         return self._reader.slices(
-            collated,
+            self._moved(collated),
             expected=kept,
-            on_host=True,
+            on_host=not self._moves_whole,
             samples=lambda: self._reader.samples_again(self._loader, samples),
         ).take
+
+    def _moved(self, collated: Any) -> Any:
+        """The batch as it is cut in the step."""
+        if not self._moves_whole:
+            return collated
+        self._prepare()
+        reseed(1, generators_of(self._trainer.lightning_module))
+        return seams.transferred(self._trainer, _copied(collated))
 
     def _judge(
         self, whole: _Passes, parts: list[Any], sizes: Sequence[int], again: Callable[[int], Any], *, cut: bool
@@ -288,10 +297,10 @@ class _Check:
             cut: Whether the parts are cut in the step, and are one batch of the loop.
         """
         changed = (whole.changed_in_step if cut else whole.changed) or self._kept(whole, again)
-        counts = [self._items(part, size) for part, size in zip(parts, sizes)]
+        counts = [self._items(part, size, cut=cut) for part, size in zip(parts, sizes)]
         if not all(number > 0 for number in counts):
             return unmeasured(self._tolerance, f"normalize counts {counts} in the parts of a batch")
-        share, ran = counts[0] / sum(counts), self._pass(parts, seed=1, of_one=cut)
+        share, ran = counts[0] / sum(counts), self._pass(parts, seed=1, of_one=cut, moved=cut and self._moves_whole)
         with uncounted():
             differences = compare(*whole.gradients, *ran.gradients, share=share)
         noise = self._noise(whole, again)
@@ -329,21 +338,22 @@ class _Check:
                 break
         return noise
 
-    def _items(self, part: Any, samples: int) -> float:
+    def _items(self, part: Any, samples: int, *, cut: bool) -> float:
         if self._count is not None:
             return count_items(self._count, part)
-        return self._reader.count(part, expected=samples, on_host=True)
+        return self._reader.count(part, expected=samples, on_host=not (cut and self._moves_whole))
 
     def _collate(self, samples: list[Any], seed: int = 0) -> Any:
         return seams.before_transfer(self._trainer, collate_samples(self._loader, samples, len(samples), seed=seed))
 
-    def _pass(self, batches: Sequence[Any], *, seed: int, of_one: bool = False) -> _Passes:
+    def _pass(self, batches: Sequence[Any], *, seed: int, of_one: bool = False, moved: bool = False) -> _Passes:
         """Run micro-batches one after the other, from the state that training begins with.
 
         Args:
             batches: The micro-batches.
             seed: Of the random numbers that they draw.
             of_one: Whether they are parts of one batch of the loop, whose hooks run once.
+            moved: Whether they lie on the device.
         """
         self._prepare()
         module = self._trainer.lightning_module
@@ -356,10 +366,10 @@ class _Check:
         for number, batch in enumerate(batches):
             for parameter in module.parameters():
                 parameter.grad = None
-            moved = seams.transferred(self._trainer, _copied(batch))
+            batch = _copied(batch)
             seams.accumulate_only(
                 self._trainer,
-                moved,
+                batch if moved else seams.transferred(self._trainer, batch),
                 number,
                 lambda: states.append(_watched(module)),
                 begins=not of_one or number == 0,

@@ -419,26 +419,57 @@ def test_batches_of_few_samples(kind: str, size: int) -> None:
     assert set(module.sizes) == {1}
 
 
-def test_a_batch_stays_on_the_host_and_travels_in_pieces() -> None:
-    """``transfer_batch_to_device`` and what comes after it see pieces; hooks of batches see the batch."""
+def test_hooks_of_the_transfer_see_the_batch() -> None:
+    """And callbacks, the step and its parts see what they make of it, in Lightning's order."""
 
     class Travelling(Regression):
         def __init__(self) -> None:
             super().__init__()
-            self.moved: list[int] = []
-            self.before: list[int] = []
+            self.told: list[tuple[str, int]] = []
 
         def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-            self.before.append(len(batch[0]))
+            self.told.append(("before", len(batch[0])))
             return batch
 
         def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
-            self.moved.append(len(batch[0]))
+            self.told.append(("moved", len(batch[0])))
             return super().transfer_batch_to_device(batch, device, dataloader_idx)
 
-    module, watch, _ = watched(in_step(3), module=Travelling(), max_epochs=1)
-    assert module.moved == [3, 3, 2] * 5 + [3, 2]
-    assert module.before == [count[1] for count in watch.counts] == [8] * 5 + [5]
+        def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            self.told.append(("after", len(batch[0])))
+            inputs, targets, indices = batch
+            return {"x": inputs, "y": targets + inputs.mean(), "indices": indices}
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            return super().training_step((batch["x"], batch["y"], batch["indices"]), batch_idx)
+
+    class Reading(pl.Callback):
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            pl_module.told.append(("start", len(batch["x"])))
+
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            pl_module.told.append(("end", len(batch["x"])))
+
+    def run(*callbacks: Any) -> Travelling:
+        module, _ = fit(loader(), *callbacks, Reading(), module=Travelling(), max_epochs=1)
+        return module
+
+    ours, stock = run(in_step(3)), run()
+    assert ours.told == stock.told
+    assert worst_error(ours.gradients, stock.gradients) <= 1e-12
+
+
+def test_a_batch_without_such_hooks_stays_on_the_host_and_travels_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    moved: list[int] = []
+    real = pl.LightningModule._apply_batch_transfer_handler
+
+    def noted(module: Any, batch: Any, *arguments: Any, **settings: Any) -> Any:
+        moved.append(len(batch[0]))
+        return real(module, batch, *arguments, **settings)
+
+    monkeypatch.setattr(pl.LightningModule, "_apply_batch_transfer_handler", noted)
+    fit(loader(), in_step(3), max_epochs=1)
+    assert moved == [3, 3, 2] * 5 + [3, 2]
 
 
 # --- optimization -------------------------------------------------------------------------------
