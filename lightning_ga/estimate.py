@@ -67,7 +67,7 @@ def estimate(
         prober = EstimatingProber(step, budget=allowed, reset=reset, trainer=trainer, device=device, beside=beside)
         hook = register_optimizer_step_pre_hook(prober.on_optimizer_step)
         try:
-            with quick_collection():
+            with quick_collection(first=True):
                 found = prober.find(high, False, None)
         finally:
             hook.remove()

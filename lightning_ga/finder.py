@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_ga.allocators import WITH_STATISTICS
-from lightning_ga.memory import enforced_budget, parse_budget, total_memory
+from lightning_ga.memory import enforced_budget, is_emulated, parse_budget, total_memory
 from lightning_ga.plan import require_count
 from lightning_ga.prober import Prober, quick_collection
 from lightning_ga.results import ProbeResult
@@ -87,7 +87,8 @@ def find_micro_batch(
     )
     hook = register_optimizer_step_pre_hook(prober.on_optimizer_step)
     try:
-        with enforced_budget(chosen, asked), quick_collection():
+        counts_garbage = chosen.type != "cpu" or is_emulated(chosen)
+        with enforced_budget(chosen, asked), quick_collection(first=counts_garbage):
             return prober.find(high, predict_only, known)
     finally:
         hook.remove()

@@ -6,10 +6,11 @@ whatever the class, and only the batch sampler is exchanged. The user's own load
 """
 
 import copy
-from collections.abc import Iterable, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
@@ -88,21 +89,48 @@ def rebatch(
     if not shuffle:
         # Lightning makes loaders anew that it takes for shuffled where it was told not to (``overfit_batches``).
         settings["sampler"] = SequentialSampler(range(batch_sampler.order.size or 0))
-    return copy_loader(loader, length_of=batch_sampler if sized else None, drop_last=False, **settings)
+    methods: dict[str, Any] = {}
+    if loader.num_workers:  # the loop iterates once before there is anything to fetch: no worker is started for that
+        started = type(loader).__iter__
+
+        def start(copied: "DataLoader[Any]") -> Iterator[Any]:
+            if batch_sampler.armed:
+                return started(copied)
+            empty = iter(batch_sampler)
+            torch.empty((), dtype=torch.int64).random_(generator=copied.generator)  # the workers' seed
+            return empty
+
+        methods["__iter__"] = start
+    length_of = batch_sampler if sized else None
+    return copy_loader(loader, length_of=length_of, methods=methods, drop_last=False, **settings)
 
 
-def copy_loader(loader: "DataLoader[Any]", *, length_of: Sized | None = None, **settings: Any) -> "DataLoader[Any]":
+def copy_loader(
+    loader: "DataLoader[Any]",
+    *,
+    length_of: Sized | None = None,
+    methods: Mapping[str, Any] | None = None,
+    **settings: Any,
+) -> "DataLoader[Any]":
     """A shallow copy of a loader of any class with some attributes exchanged.
 
     ``DataLoader`` refuses to have its batch sampler set, hence ``object.__setattr__``. A length that
     the class computes in its own way (iterable datasets, subclasses) is answered by a subclass.
+
+    Args:
+        loader: The user's loader.
+        length_of: What has the copy's length, if the loader's own is no longer right.
+        methods: Methods of the copy's own.
+        settings: Its attributes.
     """
     clone = copy.copy(loader)
     for name, value in {"_iterator": None, "_IterableDataset_len_called": None, **settings}.items():
         object.__setattr__(clone, name, value)
-    cls = type(loader)
+    cls, own = type(loader), dict(methods or {})
     if length_of is not None and (isinstance(loader.dataset, IterableDataset) or cls.__len__ is not DataLoader.__len__):
-        object.__setattr__(clone, "__class__", type(cls.__name__, (cls,), {"__len__": lambda _self: len(length_of)}))
+        own["__len__"] = lambda _self: len(length_of)
+    if own:
+        object.__setattr__(clone, "__class__", type(cls.__name__, (cls,), own))
     return clone
 
 

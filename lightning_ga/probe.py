@@ -5,6 +5,7 @@ alive, then forward, backward, clipping and the optimizer step, through the stra
 precision plugin (``trials``). Afterwards everything that a step changes is put back (``traceless``).
 """
 
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -61,6 +62,7 @@ def probe(
     Raises:
         UserError: If not even the smallest micro-batch fits.
     """
+    started = time.perf_counter()
     with probe_line(trainer) as line, traceless(trainer) as restore:
         samples = heaviest_samples(loader, looks)
         if not samples.complete:
@@ -89,7 +91,8 @@ def probe(
         )
         timer = WindowTimer(trainer, step, reset, line.timing)
         kind = describe_step(trainer, loader.collate_fn, samples.by_weight, share=share, options=options, whole=whole)
-        return _remembered(search, kind, options, partial(timer.time_windows, share)), kind
+        found = _remembered(search, kind, options, partial(timer.time_windows, share))
+    return replace(found, seconds=time.perf_counter() - started), kind
 
 
 def _remembered(

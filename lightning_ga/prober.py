@@ -29,9 +29,14 @@ CLOSEST = 0.25  # share of that which a trial may take where nothing can be pred
 
 
 @contextmanager
-def quick_collection() -> Iterator[None]:
-    """Within, ``gc.collect`` leaves older objects aside: it takes half a second in a process of usual size."""
-    gc.collect()
+def quick_collection(*, first: bool) -> Iterator[None]:
+    """Within, ``gc.collect`` leaves older objects aside: it takes half a second in a process of usual size.
+
+    Args:
+        first: Whether to collect them once before: what no one refers to any more may hold memory of the device.
+    """
+    if first:
+        gc.collect()
     mine = gc.get_freeze_count() == 0
     if mine:
         gc.freeze()
@@ -67,14 +72,14 @@ class Prober:
         self.trials: list[Trial] = []
         self.steps = 0
         self.least: float = inf  # smallest size whose step ran
+        self._started = time.perf_counter()
 
     def find(self, high: int, predict_only: bool | None, known: ProbeResult | None) -> ProbeResult:
         """Verify what is known; else warm up, then do what the search proposes until it proposes nothing new."""
-        started = time.perf_counter()
         high = self._smallest(high)
         verified = self._verify(known, high, predict_only)
         if verified is not None:
-            return replace(verified, seconds=time.perf_counter() - started)
+            return replace(verified, seconds=time.perf_counter() - self._started)
         search = self._search(high, predict_only)
         limit = self._smallest(search.predicted) if search.predict_only else search.limit
         if limit < 1:
@@ -86,7 +91,7 @@ class Prober:
             peak_bytes=measured[limit] if limit in measured else search.predict(limit) or 0,
             trials=tuple(self.trials),
             steps=self.steps,
-            seconds=time.perf_counter() - started,
+            seconds=time.perf_counter() - self._started,
             method=search.method,
             curve=search.curve(limit),
         )

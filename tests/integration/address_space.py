@@ -1,24 +1,16 @@
-"""Trains with batches of 512 in an address space that the kernel keeps small, and prints what came of it.
-
-Started by the tests as ``python address_space.py ROOM``, with the bytes that training may add to what is mapped.
-"""
+"""Trains with batches of 512 in an address space that the kernel keeps small, and writes what came of it."""
 
 import json
 import resource
-import sys
 import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
+from reference import Regression, Samples, fit
+from torch.utils.data import DataLoader
 
-torch.set_num_threads(1)
-
-from pathlib import Path  # noqa: E402
-
-from reference import Regression, Samples, fit  # noqa: E402
-from torch.utils.data import DataLoader  # noqa: E402
-
-from lightning_ga import AutoAccumulate  # noqa: E402
+from lightning_ga import AutoAccumulate
 
 WIDTH = 2**15  # numbers of a sample in each of a handful of tensors: 64 MiB for 512 samples
 
@@ -60,7 +52,8 @@ def mapped() -> int:
     return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 
 
-def main(room: int) -> None:
+def main(room: int, written: Path) -> None:
+    """Train without a limit and with one, of the bytes that training may add to what is mapped."""
     warnings.simplefilter("ignore")
     whole = train()
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
@@ -70,8 +63,4 @@ def main(room: int) -> None:
         error = None
     except RuntimeError as failure:
         error = str(failure)
-    print(json.dumps({"whole": whole, "error": error, "limited": train()}))
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    written.write_text(json.dumps({"whole": whole, "error": error, "limited": train()}))

@@ -1,28 +1,24 @@
 """Runs fits that are killed (SIGKILL) and resumed; each is a fork of this process, which trains nothing itself.
 
-Started by the tests as ``python killed.py SETTINGS.json FOLDER``. The settings hold chains of lives:
-a life is one process that trains until it is killed or done, and the next goes on with what it left.
+The settings hold chains of lives: a life is one process that trains until it is killed or done, and the next goes on
+with what it left.
 """
 
 import io
 import json
 import os
 import signal
-import sys
-import traceback
 import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
+from forks import exit_code, fork
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from reference import Regression, Samples, fit
+from torch.utils.data import DataLoader
 
-torch.set_num_threads(1)
-
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint  # noqa: E402
-from reference import Regression, Samples, fit  # noqa: E402
-from torch.utils.data import DataLoader  # noqa: E402
-
-from lightning_ga import AtomicCheckpointIO, AutoAccumulate, run  # noqa: E402
+from lightning_ga import AtomicCheckpointIO, AutoAccumulate, run
 
 SAMPLES, BATCH = 27, 5
 
@@ -33,22 +29,9 @@ def main(chains: dict[str, list[dict[str, Any]]], folder: Path) -> None:
         place = folder / name
         place.mkdir()
         for number, life in enumerate(lives):
-            ended = forked(lambda life=life, place=place, number=number: live(place, number, **life))
+            ended = exit_code(fork(lambda life=life, place=place, number=number: live(place, number, **life)))
             expected = -signal.SIGKILL if life.get("dies") else 0
             assert ended == expected, f"life {number} of {name} ended with {ended}, not {expected}"
-
-
-def forked(function: Any) -> int:
-    """Exit code of a process that runs a function; a signal that ended it is negative."""
-    child = os.fork()
-    if child:
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    try:
-        function()
-    except BaseException:
-        traceback.print_exc()
-        os._exit(1)
-    os._exit(0)
 
 
 def live(
@@ -212,7 +195,3 @@ class MortalSGD(torch.optim.SGD):
         super().step()
         self.module.pass_by("updated")
         return result
-
-
-if __name__ == "__main__":
-    main(json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2]))

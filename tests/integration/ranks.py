@@ -1,32 +1,24 @@
-"""Runs a fit on several gloo ranks in processes of their own; each rank writes what it saw.
+"""A fit on several gloo ranks in processes of their own; each rank writes what it saw."""
 
-Started by the tests as ``python ranks.py SETTINGS.json FOLDER``.
-"""
-
-import json
 import os
-import sys
 import warnings
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.strategies import DDPStrategy
+from reference import LossBySample, Samples, StreamOf, fit
+from torch.utils.data import DataLoader, Sampler, Subset
 
-torch.set_num_threads(1)
-
-from lightning.pytorch import Callback  # noqa: E402
-from lightning.pytorch.strategies import DDPStrategy  # noqa: E402
-from reference import LossBySample, Samples, StreamOf, fit  # noqa: E402
-from torch.utils.data import DataLoader, Sampler, Subset  # noqa: E402
-
-from lightning_ga import AutoAccumulate  # noqa: E402
-from lightning_ga.testing import limit_memory  # noqa: E402
-from lightning_ga.trials import TrialStep  # noqa: E402
+from lightning_ga import AutoAccumulate
+from lightning_ga.testing import limit_memory
+from lightning_ga.trials import TrialStep
 
 
 def main(settings: dict[str, Any], folder: Path) -> None:
-    """One fit; rank 0 also saves the final weights."""
+    """One fit, in a fork that forks the ranks."""
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", message=".*(LeafSpec|many workers|number of training batches|resource_tracker).*")
     warnings.filterwarnings("ignore", category=ResourceWarning)
@@ -240,6 +232,3 @@ LOADERS = {
     "own batches": lambda size, _, __: DataLoader(Samples(size), batch_sampler=OwnBatches()),
     "own share": lambda size, b, _: DataLoader(Samples(size), b, sampler=OwnShare()),
 }
-
-if __name__ == "__main__":
-    main(json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2]))

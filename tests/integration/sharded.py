@@ -1,24 +1,17 @@
-"""Trains a model sharded over gloo ranks (FSDP 2); each rank writes what it saw.
+"""Trains a model sharded over gloo ranks (FSDP 2); each rank writes what it saw."""
 
-Started by the tests as ``python sharded.py SETTINGS.json FOLDER``; Lightning starts it again for the other ranks.
-"""
-
-import json
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
+from forks import in_ranks
+from lightning.pytorch.strategies import ModelParallelStrategy
+from reference import Regression, Samples, fit
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader
 
-torch.set_num_threads(1)
-
-from lightning.pytorch.strategies import ModelParallelStrategy  # noqa: E402
-from reference import Regression, Samples, fit  # noqa: E402
-from torch.distributed.fsdp import fully_shard  # noqa: E402
-from torch.utils.data import DataLoader  # noqa: E402
-
-from lightning_ga import AutoAccumulate  # noqa: E402
+from lightning_ga import AutoAccumulate
 
 
 class Sharded(Regression):
@@ -35,8 +28,13 @@ class Sharded(Regression):
         self.gradients.append(torch.cat([p.grad.full_tensor().flatten() for p in self.net.parameters()]))
 
 
-def main(settings: dict[str, Any], folder: Path) -> None:
-    """One fit."""
+def main(settings: dict[str, Any], folder: Path) -> int:
+    """One fit on two ranks."""
+    return in_ranks(2, train, settings, folder)
+
+
+def train(settings: dict[str, Any], folder: Path) -> None:
+    """One fit on this rank."""
     warnings.simplefilter("ignore")
     callback = AutoAccumulate(**settings["accumulate"])
     strategy = ModelParallelStrategy(
@@ -53,7 +51,3 @@ def main(settings: dict[str, Any], folder: Path) -> None:
         "weights": [parameter.full_tensor() for parameter in module.net.parameters()],
     }
     torch.save(record, folder / f"rank{trainer.global_rank}.pt")
-
-
-if __name__ == "__main__":
-    main(json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2]))

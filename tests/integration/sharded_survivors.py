@@ -1,17 +1,15 @@
 """The same as ``survivors.py`` with a model that is sharded over the ranks (FSDP 2)."""
 
-import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import survivors
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 from reference import Samples
 from sharded import Sharded
-from survivors import main
 from torch.utils.data import DataLoader
 
 from lightning_ga import AutoAccumulate
@@ -49,5 +47,6 @@ def run(scenario: dict[str, Any]) -> dict[str, Any]:
     return {}
 
 
-if __name__ == "__main__":
-    sys.exit(main(json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2]), int(sys.argv[3]), run))
+def main(scenarios: dict[str, Any], folder: Path, ranks: int) -> int:
+    """All scenarios on as many ranks."""
+    return survivors.main(scenarios, folder, ranks, run)

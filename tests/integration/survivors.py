@@ -1,14 +1,6 @@
-"""Runs fits in turn on several gloo ranks in which memory runs out on some; each rank writes what it saw.
+"""Runs fits in turn on several gloo ranks in which memory runs out on some; each rank writes what it saw."""
 
-Started by the tests as ``python survivors.py SCENARIOS.json FOLDER RANKS``. No rank is ended by another:
-what waits for ever, waits for ever here.
-"""
-
-import faulthandler
-import json
 import os
-import socket
-import sys
 import traceback
 import warnings
 from collections.abc import Callable
@@ -17,20 +9,17 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import lightning.pytorch as pl
 import torch
+import torchmetrics
+from forks import in_ranks
+from lightning.pytorch.strategies import DDPStrategy
+from reference import FEATURES, Samples, network
+from torch.utils.data import DataLoader
 
-torch.set_num_threads(1)
-
-import lightning.pytorch as pl  # noqa: E402
-import torchmetrics  # noqa: E402
-from lightning.pytorch.strategies import DDPStrategy  # noqa: E402
-from reference import FEATURES, Samples, network  # noqa: E402
-from torch.utils.data import DataLoader  # noqa: E402
-
-from lightning_ga import AutoAccumulate  # noqa: E402
+from lightning_ga import AutoAccumulate
 
 Run = Callable[[dict[str, Any]], dict[str, Any]]
-HUNG = 50  # seconds until a rank says where it is
 
 
 class Task(pl.LightningModule):
@@ -174,14 +163,15 @@ def run(scenario: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def live(rank: int, ranks: int, port: int, scenarios: dict[str, Any], folder: Path, run: Run) -> int:
+def main(scenarios: dict[str, Any], folder: Path, ranks: int, run: Run = run) -> int:
+    """All scenarios on as many ranks."""
+    return in_ranks(ranks, live, scenarios, folder, run)
+
+
+def live(scenarios: dict[str, Any], folder: Path, run: Run) -> int:
     """The life of one rank; its exit code."""
-    faulthandler.dump_traceback_later(HUNG)
     warnings.simplefilter("ignore")
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "GROUP_RANK": "0"}
-    os.environ |= {"LOCAL_WORLD_SIZE": str(ranks), "TORCHELASTIC_RUN_ID": "test"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    name = ""
+    rank, name = os.environ["RANK"], ""
     try:
         for name, scenario in scenarios.items():
             torch.save(run(scenario), folder / f"{name}-{rank}.pt")
@@ -190,26 +180,3 @@ def live(rank: int, ranks: int, port: int, scenarios: dict[str, Any], folder: Pa
         traceback.print_exc()
         return 1
     return 0
-
-
-def main(scenarios: dict[str, Any], folder: Path, ranks: int, run: Run) -> int:
-    """Fork the ranks and wait for all of them."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    children = []
-    for rank in range(ranks):
-        child = os.fork()
-        if not child:
-            code = 3
-            try:
-                code = live(rank, ranks, port, scenarios, folder, run)
-            finally:
-                sys.stderr.flush()
-                os._exit(code)
-        children.append(child)
-    return max(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children)
-
-
-if __name__ == "__main__":
-    sys.exit(main(json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2]), int(sys.argv[3]), run))

@@ -1,9 +1,6 @@
 """A run that is killed at any moment and started again ends as if it had never been killed."""
 
 import json
-import os
-import subprocess
-import sys
 from itertools import cycle, groupby
 from pathlib import Path
 from typing import Any
@@ -11,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 from faults import Arm, Faults
+from forks import forked
+from killed import main
 from reference import Regression, Samples, fit
 from torch.utils.data import DataLoader
 
 from lightning_ga import AtomicCheckpointIO, AutoAccumulate
 
-HERE = Path(__file__).parent
 SAMPLES = 27
 DEATHS = [
     ("epoch", 1),
@@ -60,13 +58,10 @@ CHAINS = {
 
 @pytest.fixture(scope="module")
 def chains(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where all chains have left what they wrote down: importing takes longer than they do."""
+    """Where all chains have left what they wrote down."""
     folder = tmp_path_factory.mktemp("killed")
-    (folder / "settings.json").write_text(json.dumps(CHAINS))
-    command = [sys.executable, str(HERE / "killed.py"), str(folder / "settings.json"), str(folder)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    done = forked(main, CHAINS, folder, folder=folder)
+    assert done.code == 0, done.output[-4000:]
     return folder
 
 

@@ -1,8 +1,10 @@
 """What users write for Lightning keeps its meaning: intervals by time, streams with a limit, forgotten closures."""
 
 import logging
+import time
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -219,3 +221,40 @@ def test_a_resume_that_repeats_samples_is_warned_of(tmp_path: Any) -> None:
         warnings.simplefilter("always")
         train(path)
     assert any("ended before the epoch ended" in str(each.message) for each in told)
+
+
+class Noting:
+    """Notes each start of a data worker in a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __call__(self, worker: int) -> None:
+        with self.path.open("a") as file:
+            file.write(f"{worker}\n")
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_workers_are_started_as_often_as_by_stock_lightning(persistent: bool, tmp_path: Path) -> None:
+    started = []
+    for name, callbacks in (("stock", ()), ("ours", (AutoAccumulate(micro_batch_size=3, verify=False),))):
+        settings = {"num_workers": 1, "persistent_workers": persistent, "worker_init_fn": Noting(tmp_path / name)}
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*fork.*", DeprecationWarning)
+            fit(loader(**settings), *callbacks, module=Regression(), max_epochs=2)
+        started.append((tmp_path / name).read_text())
+    assert started[0] == started[1]
+
+
+class Slow(Samples):
+    """Samples that take a moment to read."""
+
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(0.002)
+        return super().__getitem__(index)
+
+
+def test_the_probe_counts_what_it_takes_to_read_samples() -> None:
+    callback = AutoAccumulate(cache=False, verify=False)
+    fit(DataLoader(Slow(64), batch_size=8), callback, module=Regression(), max_epochs=1)
+    assert callback.probe.seconds >= 64 * 0.002

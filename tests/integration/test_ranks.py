@@ -1,29 +1,22 @@
 """Data-parallel ranks (gloo): the same windows and the same gradients as one rank with the whole batch."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import ranks
 import torch
+from forks import forked
 from reference import Samples, cut, permutation, plain_loop, worst_error
 
 pytestmark = pytest.mark.distributed
-HERE = Path(__file__).parent
 
 
-def run_ranks(folder: Path, *, script: str = "ranks.py", **settings: Any) -> list[dict[str, Any]]:
+def run_ranks(folder: Path, *, program: Any = ranks, **settings: Any) -> list[dict[str, Any]]:
     """What every rank recorded."""
     folder.mkdir(exist_ok=True)
-    (folder / "settings.json").write_text(json.dumps(settings))
-    command = [sys.executable, str(HERE / script), str(folder / "settings.json"), str(folder)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    done = forked(program.main, settings, folder, folder=folder)
+    assert done.code == 0, done.output[-6000:]
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(settings["ranks"])]
 
 

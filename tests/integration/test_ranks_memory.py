@@ -1,17 +1,14 @@
 """Ranks with unequal memory, and ranks in trouble: they agree, go on together, or end with an error."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from forks import Ended, forked
+from ranks import main
 
 pytestmark = pytest.mark.distributed
-HERE = Path(__file__).parent
 SMALL, LARGE = 6000, 12000
 VOTES = 128  # bytes of votes that may still be on their way when memory is counted
 SETTINGS: dict[str, Any] = {
@@ -22,21 +19,18 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-def start(folder: Path, effective: int = 128, **trouble: Any) -> "subprocess.CompletedProcess[str]":
-    """A fit on two ranks that trouble befalls; ends within a minute, or the test fails."""
+def start(folder: Path, effective: int = 128, **trouble: Any) -> Ended:
+    """A fit on two ranks that trouble befalls; it ends, or the test fails."""
     folder.mkdir(exist_ok=True)
     settings = {**SETTINGS, "trouble": trouble}
     settings["accumulate"] = {"effective_batch_size": effective, "verify": False, "cache": False}
-    (folder / "settings.json").write_text(json.dumps(settings))
-    command = [sys.executable, str(HERE / "ranks.py"), str(folder / "settings.json"), str(folder)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, check=False)
+    return forked(main, settings, folder, folder=folder)
 
 
 def run(folder: Path, effective: int = 128, **trouble: Any) -> list[dict[str, Any]]:
     """What both ranks recorded."""
     done = start(folder, effective, **trouble)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert done.code == 0, done.output[-6000:]
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(2)]
 
 
@@ -80,6 +74,6 @@ def test_running_out_of_memory_on_one_rank_is_every_ranks_limit(tmp_path: Path) 
 def test_a_rank_that_dies_ends_the_run_with_an_error(above: int, tmp_path: Path) -> None:
     """The other waits for no answer that never comes."""
     done = start(tmp_path, budgets=(LARGE, LARGE), dies_above=above)
-    assert done.returncode not in (0, None)
-    assert "exit code 17" in done.stderr
+    assert done.code != 0
+    assert "exit code 17" in done.output
     assert not list(tmp_path.glob("rank*.pt"))

@@ -1,49 +1,31 @@
 """Memory runs out on some ranks only: nobody waits for ever, and gradients are those of the whole batch."""
 
-import json
-import os
-import signal
-import subprocess
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import survivors
 import torch
+from forks import Ended, forked
 from reference import Samples, cut, permutation
 from survivors import Task
 
 pytestmark = pytest.mark.distributed
-HERE = Path(__file__).parent
-WATCHDOG = 60  # seconds
 PHASES = ("forward", "backward", "late")
 LOADER = {"effective_batch_size": 24, "micro_batch_size": 4}
 STEP = {**LOADER, "micro_batching": "step"}
 
 
-def start(
-    folder: Path, scenarios: dict[str, Any], ranks: int, script: str = "survivors.py"
-) -> "subprocess.CompletedProcess[str]":
-    """Run scenarios one after the other; a minute later all ranks have ended, or the test fails."""
-    (folder / "scenarios.json").write_text(json.dumps(scenarios))
-    command = [sys.executable, str(HERE / script), str(folder / "scenarios.json"), str(folder), str(ranks)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with (folder / "output.txt").open("w+") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output, env=environment, start_new_session=True)
-        try:
-            code = process.wait(timeout=WATCHDOG)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            raise AssertionError(f"ranks hang: {(folder / 'output.txt').read_text()[-6000:]}") from None
-    return subprocess.CompletedProcess(command, code, (folder / "output.txt").read_text(), "")
+def start(folder: Path, scenarios: dict[str, Any], ranks: int, program: Any = survivors) -> Ended:
+    """Run scenarios one after the other; all ranks end, or the test fails."""
+    return forked(program.main, scenarios, folder, ranks, folder=folder)
 
 
 def run(folder: Path, scenarios: dict[str, Any], ranks: int) -> dict[str, list[dict[str, Any]]]:
     """What every rank recorded of every scenario."""
     done = start(folder, scenarios, ranks)
-    assert done.returncode == 0, done.stdout[-6000:]
+    assert done.code == 0, done.output[-6000:]
     return {name: [torch.load(folder / f"{name}-{rank}.pt") for rank in range(ranks)] for name in scenarios}
 
 
@@ -230,7 +212,7 @@ def test_a_static_graph_accumulates_without_retries_too(tmp_path: Path) -> None:
 def test_one_sample_too_large_on_one_rank_ends_all(rank: int, tmp_path: Path) -> None:
     """That rank says why; the other does not wait for it."""
     done = start(tmp_path, {"huge": scenario((rank, (0, 1, "late", 100)))}, 2)
-    assert done.returncode == 1
+    assert done.code == 1
     assert "one sample alone" in (tmp_path / f"error-{rank}.txt").read_text()
     assert (tmp_path / f"error-{1 - rank}.txt").exists()
 
@@ -239,7 +221,7 @@ def test_one_sample_too_large_on_one_rank_ends_all(rank: int, tmp_path: Path) ->
 def test_a_step_that_asks_other_ranks_is_not_run_again(fault: Any, tmp_path: Path) -> None:
     """A retry alone would leave them waiting, or give them the answers of another batch."""
     done = start(tmp_path, {"gathers": scenario((1, fault), task={"gathers": True})}, 2)
-    assert done.returncode == 1
+    assert done.code == 1
     message = (tmp_path / "error-1.txt").read_text()
     assert "exchanges values with the other ranks" in message
     assert "max_micro_batch_size" in message

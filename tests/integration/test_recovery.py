@@ -92,7 +92,7 @@ def trials(monkeypatch: pytest.MonkeyPatch, meter: LiveMemory) -> list[tuple[int
 @pytest.mark.parametrize("kind", FAILURES)
 def test_a_failed_trial_leaves_not_a_byte(kind: str, backward: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next one starts with exactly the bytes that the failed one started with, and so does training."""
-    callback = AutoAccumulate(256, verify=False, cache=False)
+    callback = AutoAccumulate(64, verify=False, cache=False)
     alive = []
 
     class Watch(pl.Callback):
@@ -106,7 +106,7 @@ def test_a_failed_trial_leaves_not_a_byte(kind: str, backward: bool, monkeypatch
     with limit_memory(10**8) as meter:
         seen = trials(monkeypatch, meter)
         fit(
-            DataLoader(Samples(256), batch_size=64),
+            DataLoader(Samples(64), batch_size=64),
             callback,
             Watch(),
             module=Failing(FAILURES[kind], backward=backward),

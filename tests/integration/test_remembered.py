@@ -1,6 +1,8 @@
 """A limit that was found is remembered for the same training step, and for no other."""
 
 import json
+import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
@@ -100,16 +102,32 @@ OTHERS: dict[str, Callable[[], AutoAccumulate]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def found_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The cache after a run."""
+    folder = tmp_path_factory.mktemp("found_once")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        run()
+    return folder
+
+
+@pytest.fixture
+def _remembered(found_once: Path) -> None:
+    """The limit of ``run()`` is known, in a cache of the test's own."""
+    shutil.copytree(found_once, os.environ["XDG_CACHE_HOME"], dirs_exist_ok=True)
+
+
+@pytest.mark.usefixtures("_remembered")
 @pytest.mark.parametrize("what", OTHERS)
 def test_it_holds_for_the_same_step_only(what: str) -> None:
-    run()
     assert OTHERS[what]().probe.method != "cache"
     assert run().probe.method == "cache"
 
 
+@pytest.mark.usefixtures("_remembered")
 def test_what_takes_no_memory_may_change() -> None:
     """Learning rate, values of weights and data, the effective batch up to the limit."""
-    run()
 
     class Faster(Wide):
         def configure_optimizers(self) -> torch.optim.Optimizer:

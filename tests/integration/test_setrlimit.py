@@ -1,29 +1,19 @@
 """Memory that really runs out: the kernel refuses the CPU's allocator."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-
-HERE = Path(__file__).parent
+from address_space import main
+from forks import forked
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").is_file(), reason="needs Linux to count and limit the address space")
-def test_a_batch_of_512_survives_a_small_address_space() -> None:
+def test_a_batch_of_512_survives_a_small_address_space(tmp_path: Path) -> None:
     """Without a retry the run ends; with one it trains on in parts, to the same weights."""
-    done = subprocess.run(
-        [sys.executable, str(HERE / "address_space.py"), str(100 * 2**20)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    result = json.loads(done.stdout.splitlines()[-1])
+    done = forked(main, 100 * 2**20, tmp_path / "result.json", folder=tmp_path)
+    assert done.code == 0, done.output[-4000:]
+    result = json.loads((tmp_path / "result.json").read_text())
     whole, limited = result["whole"], result["limited"]
     assert "DefaultCPUAllocator" in result["error"]
     assert (whole["events"], whole["planned"], set(whole["sizes"])) == (0, 512, {512})

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sharded
 import torch
 from reference import Samples, cut, permutation, plain_loop, worst_error
 from test_ranks import joined, run_ranks
@@ -12,7 +13,7 @@ pytestmark = pytest.mark.distributed
 
 
 def run(folder: Path, **accumulate: Any) -> list[dict[str, Any]]:
-    return run_ranks(folder, script="sharded.py", ranks=2, size=53, batch_size=8, accumulate=accumulate)
+    return run_ranks(folder, program=sharded, ranks=2, size=53, batch_size=8, accumulate=accumulate)
 
 
 def test_gradients_are_those_of_one_device_with_the_whole_batch(tmp_path: Path) -> None:

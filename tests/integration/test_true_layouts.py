@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.utilities import CombinedLoader
+from pairing import every_pair
 from reference import quiet_trainer
 from torch.nn.functional import mse_loss
 from torch.nn.utils.rnn import pad_sequence
@@ -601,13 +602,14 @@ def test_loaders_of_unequal_size_have_no_effective_batch(combine: Any, effective
     assert memory.sizes == []
 
 
-@pytest.mark.parametrize("arguments", [{}, {"accumulate": 1}], ids=str)
-@pytest.mark.parametrize("combine", COLLECTIONS.values(), ids=COLLECTIONS.keys())
-@MODES
+@every_pair(combine=COLLECTIONS, mode=["loader", "step"], arguments=[{}, {"accumulate": 1}])
 def test_loaders_of_unequal_size_train_where_there_is_nothing_to_do(
     combine: Any, mode: str, arguments: dict[str, Any]
 ) -> None:
-    """Bit for bit as stock Lightning, as FixMatch's 8 labelled and 24 unlabelled samples do."""
+    """Bit for bit as stock Lightning, as FixMatch's 8 labelled and 24 unlabelled samples do.
+
+    In every pair of values: each collection in both modes, with one of two ways to ask for nothing.
+    """
     case = loaders(combine, 8, 24)
     ours = train(case.module(), case.loader(), AutoAccumulate(micro_batching=mode, **arguments))
     whole = one_pass(case)
@@ -657,11 +659,11 @@ def test_split_batch_cuts_what_loaders_of_unequal_size_yield(way: Way) -> None:
     cut_rightly(FIXMATCH, way)
 
 
-@pytest.mark.parametrize("case", [FIXMATCH, UNSPLIT], ids=["with split_batch", "without"])
-@pytest.mark.parametrize("micro_batch_size", ["auto", 1000])
-@MODES
+@every_pair(
+    case={"with split_batch": FIXMATCH, "without": UNSPLIT}, micro_batch_size=["auto", 1000], mode=["loader", "step"]
+)
 def test_fixmatch_trains_where_there_is_nothing_to_do(case: Case, micro_batch_size: int | str, mode: str) -> None:
-    """Bit for bit as stock Lightning."""
+    """Bit for bit as stock Lightning; in every pair of values."""
     callback = AutoAccumulate(micro_batch_size=micro_batch_size, micro_batching=mode)
     ours = train(case.module(), case.loader(), callback)
     assert torch.equal(ours.weights, one_pass(case).weights)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities import CombinedLoader
+from pairing import every_pair
 from reference import quiet_trainer
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, default_collate
@@ -115,11 +116,12 @@ def of_stream(name: str, *callbacks: pl.Callback, **settings: Any) -> tuple[Trai
     return train(OnlyOne(), STREAMS[name](), *callbacks, seen, max_epochs=3, **settings), seen.samples
 
 
-@pytest.mark.parametrize("name", STREAMS)
-@pytest.mark.parametrize("micro_batch_size", ["auto", 8, 3])
-@MODES
+@every_pair(name=STREAMS.keys(), micro_batch_size=["auto", 8, 3], mode=["loader", "step"])
 def test_a_stream_that_goes_on_loses_nothing(name: str, micro_batch_size: int | str, mode: str) -> None:
-    """Three epochs of four batches see the batches 0 to 11, though a probe or a check has looked at some."""
+    """Three epochs of four batches see the batches 0 to 11, though a probe or a check has looked at some.
+
+    In every pair of values: each stream in both modes and with every size of micro-batches.
+    """
     whole, expected = of_stream(name)
     assert expected == list(range(96))
     ours, seen = of_stream(name, AutoAccumulate(micro_batch_size=micro_batch_size, micro_batching=mode))
@@ -196,14 +198,14 @@ class Groups(Indexed):
         return super().loss(batch)
 
 
-@pytest.mark.parametrize("kind", SAMPLERS.values(), ids=SAMPLERS.keys())
-@pytest.mark.parametrize("micro_batch_size", ["auto", 3, 4, 8])
-@pytest.mark.parametrize("effective", [4, 8, 16])
-@MODES
+@every_pair(kind=SAMPLERS, micro_batch_size=["auto", 3, 4, 8], effective=[4, 8, 16], mode=["loader", "step"])
 def test_windows_are_whole_batches_of_a_batch_sampler(
     kind: Any, micro_batch_size: int | str, effective: int, mode: str
 ) -> None:
-    """As many whole groups as the effective batch holds; no micro-batch holds samples of two of them."""
+    """As many whole groups as the effective batch holds; no micro-batch holds samples of two of them.
+
+    In every pair of values: what a window holds and how it is cut are decided one after the other.
+    """
     Groups.noted = []
     callback = AutoAccumulate(effective, micro_batch_size=micro_batch_size, micro_batching=mode)
     ours = train(Groups(), grouped(kind), callback)
@@ -333,31 +335,28 @@ def same_as_stock(
     assert ours.told == ours.ran_out == []
 
 
-@pytest.mark.parametrize("arguments", NOTHING_TO_DO.values(), ids=NOTHING_TO_DO.keys())
-@pytest.mark.parametrize("module", [Drawing, DrawingValidated])
-@MODES
+@every_pair(arguments=NOTHING_TO_DO, module=[Drawing, DrawingValidated], mode=["loader", "step"])
 def test_a_run_with_nothing_to_do_is_the_stock_run(arguments: dict[str, Any], module: Any, mode: str) -> None:
-    """Bit for bit: dropout, numbers drawn in the step and by the dataset, and by validation."""
+    """Bit for bit: dropout, numbers drawn in the step and by the dataset, and by validation.
+
+    In every pair of values: validation draws its numbers between the epochs of either mode.
+    """
     same_as_stock(module, DATA["samples"], {**arguments, "micro_batching": mode})
 
 
-@pytest.mark.parametrize("name", DATA)
-@pytest.mark.parametrize("micro_batch_size", ["auto", 1000])
-@MODES
+@every_pair(name=DATA.keys(), micro_batch_size=["auto", 1000], mode=["loader", "step"])
 def test_data_of_any_kind_is_the_stock_data_where_there_is_nothing_to_do(
     name: str, micro_batch_size: int | str, mode: str
 ) -> None:
-    """Bit for bit, whatever the batches come from."""
+    """Bit for bit, whatever the batches come from: each kind in both modes, with a probe in one of them."""
     same_as_stock(Drawing, DATA[name], {"micro_batch_size": micro_batch_size, "micro_batching": mode})
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize("persistent", [False, True])
-@pytest.mark.parametrize("arguments", [{"micro_batch_size": 8}, {}], ids=["fixed", "probed"])
+@every_pair(workers=[1, 2], persistent=[False, True], arguments={"fixed": {"micro_batch_size": 8}, "probed": {}})
 def test_data_workers_draw_what_they_draw_in_the_stock_run(
     workers: int, persistent: bool, arguments: dict[str, Any]
 ) -> None:
-    """Their seeds come from the same draw of the main process."""
+    """Their seeds come from the same draw of the main process; in every pair of values."""
     data = lambda: DATA["samples"](num_workers=workers, persistent_workers=persistent)  # noqa: E731
     same_as_stock(Drawing, data, {**arguments, "micro_batching": "loader"})
 

@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+from pairing import every_pair
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader
 from true_support import (
@@ -45,11 +46,12 @@ def loader(batch: int, samples: int = 48) -> Any:
 # --- limits -------------------------------------------------------------------------------------
 
 
-@MODES
-@pytest.mark.parametrize("place", ["forward", "backward"])
-@pytest.mark.parametrize("at", [1, 2, 3])
+@every_pair(mode=["loader", "step"], place=["forward", "backward"], at=[1, 2, 3])
 def test_the_limit_falls_below_what_failed(mode: str, place: str, at: int) -> None:
-    """Batches of 24 in micro-batches of 12, of which the first or the second or a later one fails."""
+    """Batches of 24 in micro-batches of 12, of which the first or the second or a later one fails.
+
+    In every pair of values: which one fails and where in its pass matters to neither mode alone.
+    """
     memory, callback = Memory(at, place=place), AutoAccumulate(24, micro_batch_size=12, micro_batching=mode)
     ours = train(Task(), loader(24), callback, memory=memory, max_epochs=2)
     assert parts_of_at_most(ours.ran_out) < 12
@@ -231,11 +233,12 @@ def keep_anew(module: Gathering, preds: torch.Tensor, targets: torch.Tensor) -> 
 KEEPS = [keep_dict, keep_nested, keep_tuple, keep_numpy, keep_plain, keep_lists, keep_extended, keep_anew]
 
 
-@MODES
-@pytest.mark.parametrize("keep", KEEPS, ids=lambda keep: keep.__name__)
-@pytest.mark.parametrize("at", [(1,), (1, 4)], ids=str)
+@every_pair(keep=KEEPS, mode=["loader", "step"], at=[(1,), (1, 4)])
 def test_what_a_step_gathers_by_hand_adds_up(keep: Any, mode: str, at: tuple[int, ...]) -> None:
-    """Each of the 64 samples once, in order, wherever memory ran out."""
+    """Each of the 64 samples once, in order, wherever memory ran out.
+
+    In every pair of values: each way to gather in both modes, and where memory runs out once and twice.
+    """
     module, right = Gathering(keep), Gathering(keep)
     callback = AutoAccumulate(micro_batch_size=16, micro_batching=mode)
     ours = train(module, loader(16, 64), callback, memory=Memory(*at))
@@ -279,11 +282,9 @@ class LogsTensors(Task):
         return value
 
 
-@MODES
-@pytest.mark.parametrize("at", [1, 2, 3])
-@pytest.mark.parametrize("micro", [8, 4])
+@every_pair(mode=["loader", "step"], at=[1, 2, 3], micro=[8, 4])
 def test_memory_that_runs_out_while_logs_are_replayed_is_survived(mode: str, micro: int, at: int) -> None:
-    """The values in the end are those of the run in which it did not."""
+    """The values in the end are those of the run in which it did not; in every pair of values."""
 
     def fit(fails_at: int) -> Trained:
         Stepping.operations, Stepping.fails_at = 0, fails_at

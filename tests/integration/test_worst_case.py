@@ -120,14 +120,14 @@ def concatenated(net: Parts, batch: list[torch.Tensor]) -> torch.Tensor:
 
 
 def train(
-    loss: Any, dataset: Any, collate: Any, budget: int, micro_batch: Any = "auto", **settings: Any
+    loss: Any, dataset: Any, collate: Any, budget: int, micro_batch: Any = "auto", steps: int = -1, **settings: Any
 ) -> AutoAccumulate:
-    """The callback after one epoch on an emulated device of this size."""
+    """The callback after one epoch, or some steps of it, on an emulated device of this size."""
     effective = 64 if micro_batch == "auto" else 4 * micro_batch  # all micro-batches as large as may be, the last too
     callback = AutoAccumulate(effective, micro_batch_size=micro_batch, on_oom="raise", verify=False, cache=False)
     loader = DataLoader(dataset, batch_size=16, collate_fn=collate, **{"shuffle": True, **settings})
     with limit_memory(budget):
-        fit(loader, callback, module=model_of(loss), max_epochs=1)
+        fit(loader, callback, module=model_of(loss), max_epochs=1, max_steps=steps)
     return callback
 
 
@@ -188,7 +188,8 @@ def test_workers_look_as_well() -> None:
     """In processes of their own, with the same limit."""
     loss, budget = PADDED["recurrence"]
     limits = [
-        train(loss, Sequences(lengths(200)), padded, budget, num_workers=workers).probe.limit for workers in (0, 2)
+        train(loss, Sequences(lengths(200)), padded, budget, steps=1, num_workers=workers).probe.limit
+        for workers in (0, 2)
     ]
     assert limits[0] == limits[1]
 
@@ -207,8 +208,8 @@ def test_a_stream_is_read_to_its_end() -> None:
     """The longest sequence may be the last."""
     loss, budget = PADDED["recurrence"]
     dataset = Sequences(lengths(300, longest_at=299))
-    known = train(loss, dataset, padded, budget).probe.limit
-    assert train(loss, Stream(dataset), padded, budget, shuffle=None).probe.limit == known
+    known = train(loss, dataset, padded, budget, steps=1).probe.limit
+    assert train(loss, Stream(dataset), padded, budget, steps=1, shuffle=None).probe.limit == known
 
 
 @pytest.mark.loader_only(
@@ -217,13 +218,13 @@ def test_a_stream_is_read_to_its_end() -> None:
 def test_samples_that_there_was_no_time_for_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """With what to do about them; a sorted data set is safe, as its first and last samples are always seen."""
     loss, budget = PADDED["recurrence"]
-    known = train(loss, Sequences(lengths()), padded, budget).probe.limit
+    known = train(loss, Sequences(lengths()), padded, budget, steps=1).probe.limit
     monkeypatch.setattr("lightning_ga.heaviest.LOOK_SECONDS", -1.0)
     with pytest.warns(UserWarning, match=r"time to look at 128 of 700: .*Sort the dataset.*max_micro_batch_size"):
-        train(loss, Sequences(lengths()), padded, 10**9)
+        train(loss, Sequences(lengths()), padded, 10**9, steps=1)
     for descending in (False, True):
         with pytest.warns(UserWarning, match="time to look at"):
-            found = train(loss, Sequences(sorted(lengths(), reverse=descending)), padded, budget)
+            found = train(loss, Sequences(sorted(lengths(), reverse=descending)), padded, budget, steps=1)
         assert found.probe.limit == known
 
 

@@ -9,6 +9,7 @@ import re
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import lightning.pytorch as pl
@@ -242,12 +243,23 @@ def run(case: Case, way: Way, *, arguments: dict[str, Any] | None = None, **sett
     return train(case.module(), case.loader(), callback, memory=way.memory(), **settings)
 
 
-def one_pass(case: Case, **settings: Any) -> Trained:
-    """The oracle: stock Lightning."""
-    return train(case.module(), case.loader(), **settings)
+@dataclass(frozen=True)
+class Stock:
+    """What is left of the oracle; the trainer is not kept, as all that lives is looked through in each trial."""
+
+    gradients: list[torch.Tensor]
+    weights: torch.Tensor
+    memory: Memory
 
 
-def error(ours: Trained, oracle: Trained) -> float:
+@cache
+def one_pass(case: Case, **settings: Any) -> Stock:
+    """The oracle: stock Lightning, run once for all ways to cut the batches of a case."""
+    done = train(case.module(), case.loader(), **settings)
+    return Stock(done.gradients, done.weights, done.memory)
+
+
+def error(ours: Trained, oracle: Trained | Stock) -> float:
     """Relative error of the first gradient, or of the weights in the end if that is larger."""
     assert len(ours.gradients) == len(oracle.gradients), "another number of optimizer steps"
     both = (ours.gradients[0], oracle.gradients[0]), (ours.weights, oracle.weights)
