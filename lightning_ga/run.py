@@ -326,7 +326,8 @@ class Run:
                 f"{self.probe.method} in {self.probe.steps} steps and {self.probe.seconds:.1f} s"
             )
         silent = self.exactness is None or self.exactness.cause in ("exact", *INEXACT)
-        return f"{self.plan}{found}{'' if silent else f'; exactness: {self.exactness}'}.".replace("..", ".")
+        measured = "" if silent else f"; exactness: {str(self.exactness).removesuffix('.')}"
+        return f"{self.plan}{found}{measured}."
 
     @property
     def in_step(self) -> bool:

@@ -18,7 +18,9 @@ def to_group_norm(module: nn.Module, groups: int = 32) -> nn.Module:
 
     Args:
         module: A module, before its optimizer is made.
-        groups: Channels are normalized in so many groups, or the largest smaller number that divides them.
+        groups: Channels are normalized in so many groups, or in as many as its greatest common divisor with
+            their number. ``BatchNorm1d`` becomes one group: its input may hold one value a channel, and a value
+            that is normalized by itself is lost.
 
     Returns:
         The module; a new one if it is a BatchNorm layer itself.
@@ -36,7 +38,8 @@ def to_group_norm(module: nn.Module, groups: int = 32) -> nn.Module:
 
 def _replacement(layer: _BatchNorm, groups: int) -> nn.Module:
     channels = layer.num_features
-    norm = nn.GroupNorm(math.gcd(groups, channels), channels, eps=layer.eps, affine=layer.affine)
+    number = 1 if isinstance(layer, nn.BatchNorm1d) else math.gcd(groups, channels)
+    norm = nn.GroupNorm(number, channels, eps=layer.eps, affine=layer.affine)
     if layer.affine:
         norm = norm.to(layer.weight.device, layer.weight.dtype)
         with torch.no_grad():
