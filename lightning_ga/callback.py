@@ -100,6 +100,7 @@ class AutoAccumulate(Callback, LegacyCallback):  # type: ignore[misc]
         self._run: Run | None = None
         self._evaluation: Protection | None = None  # of a stage on its own
         self._witness: Witness | None = None
+        self._place: int | None = None  # among the callbacks, where the user put it
 
     @property
     def plan(self) -> AccumulationPlan | None:
@@ -135,7 +136,7 @@ class AutoAccumulate(Callback, LegacyCallback):  # type: ignore[misc]
         seams.take_factor_back(trainer)
         guards.check_trainer(trainer, pl_module, self._request)
         guards.check_schedule(self._request, seams.training_epochs(trainer), trainer.world_size)
-        seams.run_first(trainer, self)
+        self._place = seams.run_first(trainer, self)
         self._witness = Witness(trainer)
         self._run = Run(trainer, self._request, self._options, self._witness, active=lambda: self in trainer.callbacks)
         seams.intercept_loaders(trainer, cut=self._run.cut, around=self._run.set_up_data)
@@ -195,6 +196,9 @@ class AutoAccumulate(Callback, LegacyCallback):  # type: ignore[misc]
                 protection.stop()
         self._evaluation = None
         seams.release_loaders(trainer)
+        if self._place is not None:
+            seams.run_at(trainer, self, self._place)
+        self._place = None
 
     def state_dict(self) -> dict[str, Any]:
         """Seed and position of the data and what the probe found, as plain values."""

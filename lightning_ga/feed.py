@@ -143,7 +143,7 @@ class Feed:
         else:
             size = effective or self.recipe_effective(epoch)
             total = self.total(epoch)
-            if total and windows.count == 0 and samples_done == 0:
+            if effective is not None and total and windows.count == 0 and samples_done == 0:
                 raise UserError(
                     f"effective_batch_size={size} is more than the {total * self.ranks_apart} samples of an epoch, "
                     "and drop_last=True drops the only window: use drop_last=False or a smaller effective batch."

@@ -42,7 +42,7 @@ def probe(
     beside: Callable[[], Iterable[torch.Tensor]] = tuple,
     whole: int | None = None,
     reader: BatchReader | None = None,
-) -> tuple[ProbeResult, Mapping[str, Any]]:
+) -> tuple[ProbeResult, Mapping[str, Any]] | None:
     """Find the largest micro-batch of a training step of this Trainer, or remember it.
 
     Args:
@@ -57,7 +57,7 @@ def probe(
         reader: Cuts them.
 
     Returns:
-        What was found, and the description of the step that it is remembered for.
+        What was found, and the description of the step that it is remembered for; ``None`` if there is no sample.
 
     Raises:
         UserError: If not even the smallest micro-batch fits.
@@ -65,6 +65,8 @@ def probe(
     started = time.perf_counter()
     with probe_line(trainer) as line, traceless(trainer) as restore:
         samples = heaviest_samples(loader, looks)
+        if not samples.by_weight:
+            return None
         if not samples.complete:
             _warn_of_unseen(samples.seen, looks.total)
         step = TrialStep(trainer, loader, samples, whole=whole, reader=reader)

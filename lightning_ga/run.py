@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.utils.data import IterableDataset
 
 from lightning_ga import loop_state, seams
@@ -22,8 +22,10 @@ from lightning_ga.exactness import INEXACT, Exactness, uncuttable
 from lightning_ga.feed import Feed
 from lightning_ga.fingerprint import hardware
 from lightning_ga.gradients import WindowGradients
+from lightning_ga.heaviest import Looks
 from lightning_ga.layout import LayoutError
 from lightning_ga.memory import enforced_budget, parse_budget, total_memory
+from lightning_ga.oom import is_out_of_memory
 from lightning_ga.plan import AccumulationPlan, cut_further
 from lightning_ga.probe import probe
 from lightning_ga.protection import Protection, Witness
@@ -74,6 +76,7 @@ class Run:
         self._passed = 0, 0  # batches of the recipe after the last micro-batch: of its epoch, and before that
         self._feed: Feed | UncutFeed | None = None
         self._micro_batch: int | None = None  # known once training starts
+        self._given: Any = None  # the training data as the user gave them
         self._why_in_step = ""
         self._fed_at_most = 1  # samples of a batch as the loader yields it
         self._held = ExitStack()
@@ -124,6 +127,7 @@ class Run:
             seams.load_later(trainer, self._loader_states)
         self._loader_states = []
         self._arrange(seams.training_epoch(trainer))
+        self._given = loader
         return self._feed.loader
 
     def set_up_data(self, set_up: Callable[[], None]) -> None:
@@ -139,6 +143,7 @@ class Run:
         with seams.micro_batch_units(trainer), warnings.catch_warnings():
             set_up()
         if self._feed is not None and self._feed is not known:
+            seams.show_loaders(trainer, self._given)
             seams.check_validation_interval(trainer, self._epoch_batches())
             seams.resize_epoch(trainer, self._feed.length, at_most=self._feed.at_most)
 
@@ -486,18 +491,37 @@ class Run:
             return self.probe.limit
         self.probe = self._remembered(high)
         if self.probe is None:
-            self.probe, self._kind = probe(
-                trainer,
-                feed.user_loader,
+            self._probe(looks, high=high, share=share, whole=self._recipe_batch(epoch) if self.in_step else None)
+        return self._guess(epoch) if self.probe is None else min(high, self.probe.fastest or self.probe.limit)
+
+    def _probe(self, looks: Looks, *, high: int, share: int, whole: int | None) -> None:
+        """Look for the limit; there is none of data that are empty, or of steps that fail before training begins.
+
+        What a step needs may be made ready by hooks that run later, and must not cost the run.
+        """
+        try:
+            found = probe(
+                self.trainer,
+                self.feed.user_loader,
                 looks,
                 high=high,
                 share=share,
                 options=self.options,
                 beside=self.protection.memory,
-                whole=self._recipe_batch(epoch) if self.in_step else None,
+                whole=whole,
                 reader=self.protection.survivor.reader("training"),
             )
-        return min(high, self.probe.fastest or self.probe.limit)
+        except Exception as error:
+            if isinstance(error, UserError) or is_out_of_memory(error) or seams.is_distributed(self.trainer):
+                raise  # ranks probe together or not at all
+            failure = error
+        else:
+            self.probe, self._kind = found or (None, None)
+            return
+        rank_zero_warn(
+            f"The probe found no limit, as a trial step ended in {type(failure).__name__}: {failure}. Training goes on "
+            "with micro-batches as the recipe has them; give micro_batch_size=… to choose."
+        )
 
     def _cannot_cut(self) -> bool:
         """Whether batches come ready-made and cannot be cut, so that none of another size can be tried.

@@ -73,7 +73,7 @@ def batches_of(
 
     def batches() -> Iterator[Any]:
         for part in combined.flattened:
-            for sampler in filter(None, (getattr(part, "sampler", None), getattr(part, "batch_sampler", None))):
+            for sampler in (getattr(part, "sampler", None), getattr(part, "batch_sampler", None)):
                 getattr(sampler, "set_epoch", int)(training_epoch(trainer))
         return _batches(iter(combined))
 
@@ -588,9 +588,32 @@ def take_factor_back(trainer: Any) -> None:
         trainer.accumulate_grad_batches = recipe
 
 
-def run_first(trainer: Any, callback: Any) -> None:
-    """Move a callback before all others, as Lightning does with its tuners, so that they see its gradients."""
-    trainer.callbacks = [callback, *(other for other in trainer.callbacks if other is not callback)]
+def run_first(trainer: Any, callback: Any) -> int:
+    """Move a callback before all others, as Lightning does with its tuners, so that they see its gradients.
+
+    Returns:
+        Its place before, for ``run_at``.
+    """
+    place: int = trainer.callbacks.index(callback)
+    run_at(trainer, callback, 0)
+    return place
+
+
+def run_at(trainer: Any, callback: Any, place: int) -> None:
+    """Move a callback, if the trainer still has it, to a place among the others."""
+    if callback in trainer.callbacks:
+        others = [other for other in trainer.callbacks if other is not callback]
+        trainer.callbacks = [*others[:place], callback, *others[place:]]
+
+
+def show_loaders(trainer: Any, loader: Any) -> None:
+    """Let ``trainer.train_dataloader`` be what the user gave, in its own structure.
+
+    The property reads ``_iterables``, and the loop what is flattened (``utilities/combined_loader.py``).
+    """
+    combined = sibling(trainer, "utilities.combined_loader").CombinedLoader
+    given = loader.iterables if isinstance(loader, combined) else loader
+    trainer.fit_loop._combined_loader._iterables = given
 
 
 def check_validation_interval(trainer: Any, epoch_batches: int | None) -> None:

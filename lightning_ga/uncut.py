@@ -66,9 +66,6 @@ class UncutFeed:
         batches: What the loop would make of it.
         hook: The module's own ``split_batch``, if it has one.
         settings: As for any feed.
-
-    Raises:
-        UserError: If the data hold nothing.
     """
 
     streams = counted_later = may_drop = True
@@ -254,7 +251,7 @@ class UncutFeed:
             return gcd(*self.sizes)
         peeked = self._stream.peek(1)
         if not peeked:
-            raise UserError("The training data yields no batch: check the dataset and the sampler.")
+            return 1
         try:
             return max(1, self._raw_layout.samples(peeked[0]))
         except LayoutError:

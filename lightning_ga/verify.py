@@ -135,6 +135,8 @@ def _measured(
         with traceless(trainer) as prepare, _exact_arithmetic(trainer, plain=plain), without_dropout():
             check = _Check(trainer, loader, reader, prepare, count, tolerance)
             samples = telling_samples(loader, indices, size)
+            if len(samples) < 2:
+                return _both(unmeasured(tolerance, f"the training data hold {len(samples)} samples"))
             verdicts = check.run(samples, in_step=in_step)
             if size >= 4 and verdicts.training.cause == "exact":  # one clean cut is no proof: others, in equal parts
                 verdicts = verdicts.unless(check.run(samples[-4:], in_step=in_step))

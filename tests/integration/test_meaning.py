@@ -13,7 +13,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.utilities import CombinedLoader
-from reference import Regression, Samples, fit
+from reference import Regression, Samples, StreamOf, fit
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_ga import AutoAccumulate, UserError
@@ -258,3 +258,84 @@ def test_the_probe_counts_what_it_takes_to_read_samples() -> None:
     callback = AutoAccumulate(cache=False, verify=False)
     fit(DataLoader(Slow(64), batch_size=8), callback, module=Regression(), max_epochs=1)
     assert callback.probe.seconds >= 64 * 0.002
+
+
+def test_a_collection_may_hold_loaders_of_streams() -> None:
+    """Their batch samplers have no length."""
+
+    class Streamed(Regression):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            return super().training_step(batch["a"], batch_idx)
+
+    data = {"a": DataLoader(StreamOf(Samples(32)), batch_size=8)}
+    _, trainer = fit(data, AutoAccumulate(micro_batch_size=3), module=Streamed(), max_epochs=1)
+    assert trainer.global_step == 4
+
+
+class Thawing(pl.Callback):
+    """Thaws the model when the first epoch starts."""
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.requires_grad_(True)
+
+
+def test_a_model_that_is_frozen_until_later_trains_without_a_probe() -> None:
+    """A trial step that fails for want of what later hooks do is told, and costs the run nothing."""
+    module = Regression()
+    module.requires_grad_(False)
+    callback = AutoAccumulate(cache=False)
+    with pytest.warns(UserWarning, match=r"no limit, as a trial step ended in RuntimeError: .*micro_batch_size="):
+        _, trainer = fit(loader(), callback, Thawing(), module=module, max_epochs=1)
+    assert trainer.global_step == 4
+    assert callback.probe is None
+    assert callback.exactness.cause == "unmeasured"
+
+
+class Nothing(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+
+EMPTY = {
+    "stream": lambda: DataLoader(Nothing(), batch_size=2),
+    "dataset": lambda: DataLoader(Samples(0), batch_size=2),
+    "loaders": lambda: [DataLoader(Samples(0)), DataLoader(Samples(0))],
+    "stream in a list": lambda: [DataLoader(Nothing(), batch_size=2)],
+    "dropped": lambda: DataLoader(Samples(3), batch_size=4, drop_last=True),
+    "list": list,
+}
+
+
+@pytest.mark.filterwarnings("ignore:Total length of")
+@pytest.mark.parametrize("micro_batching", ["loader", "step"])
+@pytest.mark.parametrize("name", EMPTY)
+def test_data_that_hold_nothing_are_passed_over(name: str, micro_batching: Any) -> None:
+    ends = []
+    for callbacks in ((), (AutoAccumulate(micro_batching=micro_batching),)):
+        _, trainer = fit(EMPTY[name](), *callbacks, module=Regression(), max_epochs=2)
+        ends.append((trainer.global_step, trainer.current_epoch))
+    assert ends[0] == ends[1]
+    assert ends[0][0] == 0
+
+
+class Looking(Regression):
+    """Looks at ``trainer.train_dataloader`` in its steps."""
+
+    found: Any = None
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.found = self.trainer.train_dataloader
+        return super().training_step(batch["a"] if isinstance(batch, dict) else batch, batch_idx)
+
+
+@pytest.mark.parametrize("data", [loader(), {"a": loader()}, CombinedLoader({"a": loader()}, "min_size")])
+def test_the_trainer_shows_the_loaders_that_the_user_gave(data: Any) -> None:
+    module, _ = fit(data, AutoAccumulate(micro_batch_size=3, verify=False), module=Looking(), max_epochs=1)
+    assert module.found is (data.iterables if isinstance(data, CombinedLoader) else data)
+
+
+def test_callbacks_are_in_their_order_again_after_a_fit() -> None:
+    others = Thawing(), Thawing()
+    callback = AutoAccumulate(micro_batch_size=4)
+    _, trainer = fit(loader(), others[0], callback, others[1], module=Regression(), max_epochs=1)
+    assert [each for each in trainer.callbacks if each in (*others, callback)] == [others[0], callback, others[1]]
