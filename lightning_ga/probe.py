@@ -71,7 +71,7 @@ def probe(
             _warn_of_unseen(samples.seen, looks.total)
         step = TrialStep(trainer, loader, samples, whole=whole, reader=reader)
         with uncounted():
-            alive = WindowGradientsAlive(trainer, seams.to_device(trainer, samples.batch(loader, 2)), share)
+            alive = WindowGradientsAlive(trainer, seams.to_device(trainer, samples.batch(loader, min(2, high))), share)
 
         def reset() -> None:
             restore()

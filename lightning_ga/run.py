@@ -151,7 +151,10 @@ class Run:
 
     def start(self) -> None:
         """Find the micro-batch and begin with it, where a restored run left off."""
-        trainer, epoch = self.trainer, seams.training_epoch(self.trainer)
+        trainer = self.trainer
+        if seams.restarts_in_epoch(trainer):
+            seams.reopen_epoch(trainer)
+        epoch = seams.training_epoch(trainer)
         if self._restored is None and seams.restarts_in_epoch(trainer):
             self._take_over(epoch)
         same_epoch = (self._restored is not None or self._position.samples_done > 0) and self._position.epoch == epoch

@@ -231,6 +231,20 @@ def begin_next_epoch(trainer: Any) -> None:
         loop.reset_restart_stage()
 
 
+def reopen_epoch(trainer: Any) -> None:
+    """Let a restored loop go on in an epoch that ``max_steps`` ended early, as stock Lightning does.
+
+    A checkpoint of its ``on_train_epoch_end`` counts the epoch as processed. With ``max_steps`` the loop
+    trains on in it all the same (``fit_loop.py``: ``on_run_start``, ``_iteration_based_training``), but
+    counts it twice; without, it begins the next one.
+    """
+    loop = trainer.fit_loop
+    progress, batches = loop.epoch_progress, loop.epoch_loop.batch_progress
+    if progress.current.completed < progress.current.processed and not batches.is_last_batch:
+        progress.current.processed -= 1
+        progress.total.processed -= 1
+
+
 def align_logger_steps(trainer: Any) -> None:
     """Let a restored loop give loggers the number of optimizer steps, once it has restarted.
 

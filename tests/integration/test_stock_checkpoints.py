@@ -111,6 +111,22 @@ def _samples(path: Path) -> int:
     return steps // 6 * 44 + steps % 6 * 8
 
 
+@pytest.mark.parametrize("when", [{"every_n_train_steps": 1}, {"every_n_epochs": 1, "save_on_train_epoch_end": True}])
+@pytest.mark.parametrize(("writes", "reads"), [*zip(CUTS[1:], CUTS[1:]), (None, CUTS[1]), (None, CUTS[2])])
+def test_an_epoch_that_max_steps_ended_early_is_gone_on_with(
+    writes: Any, reads: Any, when: Any, tmp_path: Path
+) -> None:
+    """With more steps a run goes on as if it had never been stopped."""
+    path = checkpoints(tmp_path, writes, when, max_steps=8)[-1]
+    ours, trainer = run(reads, ckpt_path=path, max_steps=14, max_epochs=None)
+    whole, never_stopped = run(reads, max_steps=14, max_epochs=None)
+    assert (trainer.global_step, trainer.current_epoch) == (14, never_stopped.current_epoch)
+    seen = [[index for _, indices in each.micro_batches for index in indices] for each in (ours, whole)]
+    assert seen[0] == seen[1][-len(seen[0]) :]
+    assert len(seen[0]) == len(seen[1]) - 44 - 16
+    assert torch.allclose(ours.net[0].weight, whole.net[0].weight, atol=1e-12)
+
+
 class Shelf:
     """Batches that are read where the last epoch left off, by an iterator that goes on or one that keeps its place."""
 
