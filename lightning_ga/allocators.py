@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 import torch
 
-from lightning_ga.replay import Segment, Trace, canonical
 from lightning_ga.segments import ROUNDING
+from lightning_ga.trace import Segment, Trace, canonical
 
 WITH_STATISTICS = ("cuda", "xpu")
 _MOST_EVENTS = 2_000_000

@@ -8,7 +8,6 @@ from typing import Any, Protocol
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_ga import seams
 from lightning_ga.layout import WAY_OUT, Layout, LayoutError, SampleAxis, Samples, Slice, read_layout, read_ready_made
 from lightning_ga.oom import is_out_of_memory
 from lightning_ga.samples import collate_samples, collect_samples
@@ -20,6 +19,24 @@ Prepare = Callable[[Any], Any]
 _LOOKED_AT = 8  # samples of a loader, of which those of different shapes are collated
 _KINDS = 3
 _GOLDEN = (5**0.5 - 1) / 2
+
+
+class Transfer(Protocol):
+    """The way of a loader's batches from the host to the step."""
+
+    @property
+    def has_hooks(self) -> bool:
+        """Whether something of the user's own is done to a batch while it is moved or afterwards."""
+
+    @property
+    def split_batch(self) -> Any:
+        """The module's own way to cut a batch; ``None`` if it has none."""
+
+    def on_host(self, batch: Any) -> Any:
+        """Do what is done before the batch is moved."""
+
+    def to_device(self, batch: Any) -> Any:
+        """Do that, and move the batch."""
 
 
 class BatchSource(Protocol):
@@ -158,13 +175,12 @@ class BatchReader:
     """Counts and cuts the batches of one loader.
 
     Args:
-        trainer: The Trainer.
-        source: What is known of the loader's batches.
-        loader: The loader's number among those of its stage.
+        transfer: The way of its batches to the step.
+        source: What is known of them.
     """
 
-    def __init__(self, trainer: Any, source: BatchSource, *, loader: int = 0) -> None:
-        self._trainer, self._source, self._loader = trainer, source, loader
+    def __init__(self, transfer: Transfer, source: BatchSource) -> None:
+        self._transfer, self._source = transfer, source
         self._layouts: dict[bool, Layout | str] = {}  # or why there is none
         self._anew = False
 
@@ -183,7 +199,7 @@ class BatchReader:
         return self._key(on_host) in self._layouts or self._hook is not None
 
     def _key(self, on_host: bool) -> bool:
-        return on_host or not seams.hooks_move_batches(self._trainer)
+        return on_host or not self._transfer.has_hooks
 
     def layout(self, *, on_host: bool = False) -> Layout:
         """Where samples lie in batches as the step gets them, or as they are on the host before.
@@ -194,7 +210,7 @@ class BatchReader:
         key = self._key(on_host)
         if key not in self._layouts:
             try:
-                self._layouts[key] = self._source.layout(self._before_transfer if key else self._to_device)
+                self._layouts[key] = self._source.layout(self._transfer.on_host if key else self._transfer.to_device)
             except LayoutError as error:
                 self._layouts[key] = str(error)  # the error would keep the batches that were read alive
         found = self._layouts[key]
@@ -249,7 +265,7 @@ class BatchReader:
             again = samples()
             if again is None:
                 raise
-            prepare = self._before_transfer if on_host else self._to_device
+            prepare = self._transfer.on_host if on_host else self._transfer.to_device
             self.collated_anew(prepare(again.collate(0, again.count, seed=1)), again, on_host=on_host)
 
     def slices(
@@ -302,7 +318,7 @@ class BatchReader:
         Raises:
             LayoutError: If the same samples do not give the same batch again.
         """
-        prepare = self._before_transfer if on_host else self._to_device
+        prepare = self._transfer.on_host if on_host else self._transfer.to_device
         if not same_values(batch, prepare(again.collate(0, again.count))):
             raise LayoutError(
                 "The batch cannot be cut into samples, as it is not the same when its samples are read and collated "
@@ -330,15 +346,9 @@ class BatchReader:
         except LayoutError:
             return False
 
-    def _before_transfer(self, batch: Any) -> Any:
-        return seams.before_transfer(self._trainer, batch, loader=self._loader)
-
-    def _to_device(self, batch: Any) -> Any:
-        return seams.transferred(self._trainer, self._before_transfer(batch), loader=self._loader)
-
     @property
     def _hook(self) -> Any:
-        return getattr(self._trainer.lightning_module, "split_batch", None)
+        return self._transfer.split_batch
 
 
 @dataclass(frozen=True, slots=True)

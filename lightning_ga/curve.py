@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass, replace
 
-from lightning_ga.replay import Replay, Trace, extrapolate
+from lightning_ga.replay import Replay, extrapolate
 from lightning_ga.results import Trial
 from lightning_ga.segments import replay_segments
+from lightning_ga.trace import Trace
 
 # A caching allocator hands out somewhat more than is asked for, and kernels choose their workspaces by size.
 TOLERANCE = 0.016  # of a measured peak

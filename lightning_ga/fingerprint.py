@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import torch
 
-from lightning_ga.gradients import sparse_parameters
+from lightning_ga.gradient_marks import sparse_parameters
 from lightning_ga.memory import total_memory
 from lightning_ga.request import Options
 

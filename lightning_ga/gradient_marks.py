@@ -109,3 +109,10 @@ def _nothing(gradient: Tensor | None) -> Tensor | None:
 def _mark(parameter: Tensor) -> Mark:
     gradient = parameter.grad
     return _NO_GRADIENT if gradient is None else (id(gradient), gradient._version)
+
+
+def sparse_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """Weights of embeddings that ask for sparse gradients, and every parameter that has one now."""
+    asked = [getattr(part, "weight", None) for part in module.modules() if getattr(part, "sparse", False)]
+    having = [parameter for parameter in module.parameters() if parameter.grad is not None and parameter.grad.is_sparse]
+    return list({id(p): p for p in (*asked, *having) if isinstance(p, torch.nn.Parameter)}.values())

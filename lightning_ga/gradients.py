@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from lightning_ga import seams
+from lightning_ga.gradient_marks import sparse_parameters
 from lightning_ga.request import Normalize
 from lightning_ga.weights import KnownWindow, LateWindow, count_items
 from lightning_ga.windows import Chunk
@@ -134,13 +135,6 @@ class WindowGradients:
     def window_scale(self) -> float:
         """What the sum of the window's weighted micro-batches is to be multiplied by; ranks ask together."""
         return 1.0 if self._weights is None else self._weights.close(self._trainer.accumulate_grad_batches)
-
-
-def sparse_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """Weights of embeddings that ask for sparse gradients, and every parameter that has one now."""
-    asked = [getattr(part, "weight", None) for part in module.modules() if getattr(part, "sparse", False)]
-    having = [parameter for parameter in module.parameters() if parameter.grad is not None and parameter.grad.is_sparse]
-    return list({id(p): p for p in (*asked, *having) if isinstance(p, torch.nn.Parameter)}.values())
 
 
 @torch.no_grad()

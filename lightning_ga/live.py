@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
-from lightning_ga.replay import Trace, canonical
+from lightning_ga.trace import Trace, canonical
 
 _LEAVES: tuple[type, ...] = (Tensor, int, float, bool, type(None), torch.dtype, torch.device)
 # Operations whose output was made just now, although it is their own argument.

@@ -44,38 +44,16 @@ def count_micro_batches(checkpoint: MutableMapping[str, Any], key: str) -> None:
         _fit_loop(checkpoint)["epoch_loop.batch_progress"] = counts
 
 
-def save_loaders(checkpoint: MutableMapping[str, Any], loaders: Sequence[Any]) -> None:
-    """Keep the state of the user's loaders that have one, where stock Lightning looks for it."""
-    states = [loader.state_dict() for loader in loaders if keeps_place(loader)]
+def save_loaders(checkpoint: MutableMapping[str, Any], states: Sequence[Any]) -> None:
+    """Keep the states of the user's loaders where stock Lightning looks for them."""
     if states:
-        _fit_loop(checkpoint).setdefault("state_dict", {})[_LOADERS] = states
+        _fit_loop(checkpoint).setdefault("state_dict", {})[_LOADERS] = list(states)
 
 
 def take_loaders(checkpoint: MutableMapping[str, Any]) -> list[Any]:
     """Take the states of loaders out of a loaded checkpoint, as the loop does not see these loaders."""
     states: list[Any] = _fit_loop(checkpoint).get("state_dict", {}).pop(_LOADERS, [])
     return states
-
-
-def load_loaders(loaders: Sequence[Any], states: Sequence[Any]) -> None:
-    """Let loaders go on where these states say.
-
-    Raises:
-        RuntimeError: If there is another number of loaders that keep their place, as in Lightning.
-    """
-    keeping = [loader for loader in loaders if keeps_place(loader)]
-    if len(keeping) != len(states):
-        raise RuntimeError(
-            f"The checkpoint holds the states of {len(states)} data loaders and the training data have {len(keeping)} "
-            "that keep a state: give fit() the loaders that the checkpoint was written with."
-        )
-    for loader, state in zip(keeping, states):
-        loader.load_state_dict(state)
-
-
-def keeps_place(loader: Any) -> bool:
-    """Tell whether a loader saves and restores its place."""
-    return all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
 def _fit_loop(checkpoint: MutableMapping[str, Any]) -> MutableMapping[str, Any]:

@@ -18,10 +18,10 @@ from lightning_ga.live import LiveMemory
 from lightning_ga.memory import available_memory, is_emulated
 from lightning_ga.oom import is_ambiguous_out_of_memory, is_out_of_memory, release
 from lightning_ga.optimizers import SteppingOptimizers
-from lightning_ga.replay import Trace
 from lightning_ga.results import ProbeResult, Trial, outdated
 from lightning_ga.search import Search, trace_sizes
 from lightning_ga.segments import ROUNDING
+from lightning_ga.trace import Trace
 
 # Share of a CPU's available memory that a step may take: the rest is for kernels' scratch and other processes.
 CPU_SHARE = 0.8

@@ -7,100 +7,10 @@ activations for large ones). So every storage is extrapolated by itself, the str
 with those sizes, and the maximum is taken.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
 
-Segment = tuple[bool, tuple[tuple[int, int], ...]]
-
-
-@dataclass(frozen=True, slots=True)
-class Trace:
-    """The stream of allocations and releases of one training step.
-
-    Attributes:
-        samples: Micro-batch size of the step.
-        sizes: Bytes of each storage, before rounding. Storage 0 stands for all that was alive
-            before the step and outlived it.
-        events: ``n`` where storage ``n`` is allocated and ``~n`` where it is released. Releases
-            that follow one another are sorted: their order changes no peak.
-        marks: Positions in ``events`` where a phase of the step ends, such as before the optimizer's step.
-        layout: The segments of a caching allocator before the step, where they are known: whether each is
-            for small blocks, and its blocks as ``(bytes, storage)``, with storage 0 for what outlives
-            the step and -1 for a hole.
-
-    Examples:
-        >>> Trace(samples=2, sizes=(100, 8, 16), events=(0, 1, 2, ~1, ~2)).peak()
-        124
-    """
-
-    samples: int
-    sizes: tuple[int, ...]
-    events: tuple[int, ...]
-    marks: tuple[int, ...] = ()
-    layout: tuple["Segment", ...] = ()
-
-    def peak(self, rounding: int = 1) -> int:
-        """Most bytes alive at once, every storage rounded up to a multiple of ``rounding`` bytes."""
-        return replay(self.sizes, self.events, rounding)
-
-    def phase_peaks(self, rounding: int = 1) -> tuple[int, ...]:
-        """Most bytes alive at once in each phase: one more than there are marks.
-
-        Examples:
-            >>> Trace(2, sizes=(100, 8, 16), events=(0, 1, ~1, 2, ~2), marks=(3,)).phase_peaks()
-            (108, 116)
-        """
-        alive = _running(self.sizes, self.events, rounding)
-        bounds = [0, *self.marks, len(self.events)]
-        return tuple(max(alive[max(start - 1, 0) : end], default=0) for start, end in pairwise(bounds))
-
-    def kept_bytes(self, rounding: int = 1) -> int:
-        """Bytes of the storages that outlive the step: those that were alive before it, and those it leaves."""
-        released = {~event for event in self.events if event < 0}
-        kept = (size for number, size in enumerate(self.sizes) if number not in released)
-        return sum(-(-size // rounding) * rounding for size in kept)
-
-    def transient_peak(self, rounding: int = 1) -> int:
-        """Most bytes alive at once among storages that the step both allocates and releases.
-
-        It bounds what can grow with the samples: parameters, optimizer state and gradients that
-        are kept outlive the step, and are left out.
-        """
-        released = {~event for event in self.events if event < 0}
-        return replay(self.sizes, [event for event in self.events if event < 0 or event in released], rounding)
-
-
-def replay(sizes: Iterable[int], events: Iterable[int], rounding: int = 1) -> int:
-    """Most bytes alive at once when ``events`` run with storages of these sizes."""
-    return max(_running(sizes, events, rounding), default=0)
-
-
-def _running(sizes: Iterable[int], events: Iterable[int], rounding: int) -> list[int]:
-    """Bytes alive after each event."""
-    changes = [-(-size // rounding) * rounding for size in sizes]
-    changes += [-size for size in reversed(changes)]  # so that index ~n holds the release of storage n
-    return list(accumulate(map(changes.__getitem__, events)))
-
-
-def canonical(events: Iterable[int]) -> tuple[int, ...]:
-    """Events with every run of releases sorted.
-
-    Examples:
-        >>> canonical([0, 1, 2, ~2, ~0, 3])
-        (0, 1, 2, -3, -1, 3)
-    """
-    ordered: list[int] = []
-    run: list[int] = []
-    for event in events:
-        if event < 0:
-            run.append(event)
-            continue
-        if run:
-            ordered += sorted(run)
-            run.clear()
-        ordered.append(event)
-    return (*ordered, *sorted(run))
+from lightning_ga.trace import Trace, replay
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,7 @@ from lightning_ga.replayed import evaluates_again
 from lightning_ga.request import Options, Request
 from lightning_ga.results import ProbeResult, lowered, outdated
 from lightning_ga.state import Position, RunState
+from lightning_ga.stateful import load_states, states_of
 from lightning_ga.steps import wrong_horizons
 from lightning_ga.traceless import hooks_apart
 from lightning_ga.uncut import Batches, UncutFeed
@@ -118,7 +119,7 @@ class Run:
             hook = getattr(trainer.lightning_module, "split_batch", None)
             batches = Batches(*seams.batches_of(trainer, loader))
             if self._loader_states:
-                loop_state.load_loaders(batches.loaders, self._loader_states)
+                load_states(batches.loaders, self._loader_states)
             self._feed = UncutFeed(batches, hook=hook, **settings)
             self._why_in_step = str(why)
             if not any(isinstance(getattr(part, "dataset", None), IterableDataset) for part in self._feed.loaders):
@@ -285,7 +286,7 @@ class Run:
         done, before = self._passed
         loop_state.count_recipe_batches(checkpoint, key, done=done, before=before)
         if isinstance(self._feed, UncutFeed):
-            loop_state.save_loaders(checkpoint, self._feed.loaders)
+            loop_state.save_loaders(checkpoint, states_of(self._feed.loaders))
 
     def load_loop(self, checkpoint: dict[str, Any], key: str) -> None:
         """Undo ``save_loop`` in a checkpoint that is being read."""

@@ -333,6 +333,37 @@ def transferred(trainer: Any, batch: Any, *, loader: int = 0) -> Any:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class BatchTransfer:
+    """The way of a loader's batches from the host to the step.
+
+    Attributes:
+        trainer: The Trainer.
+        loader: The loader's number among those of its stage.
+    """
+
+    trainer: Any
+    loader: int = 0
+
+    @property
+    def has_hooks(self) -> bool:
+        """Whether something of the user's own is done to a batch while it is moved or afterwards."""
+        return hooks_move_batches(self.trainer)
+
+    @property
+    def split_batch(self) -> Any:
+        """The module's own way to cut a batch; ``None`` if it has none."""
+        return getattr(self.trainer.lightning_module, "split_batch", None)
+
+    def on_host(self, batch: Any) -> Any:
+        """Do what is done before the batch is moved."""
+        return before_transfer(self.trainer, batch, loader=self.loader)
+
+    def to_device(self, batch: Any) -> Any:
+        """Do that, and move the batch."""
+        return transferred(self.trainer, self.on_host(batch), loader=self.loader)
+
+
 def combine_batches(combined: Any) -> Callable[[list[Any]], Any]:
     """What puts batches of a CombinedLoader's loaders together as it does (``utilities/combined_loader.py``)."""
     return lambda batches: tree_unflatten(batches, combined._spec)

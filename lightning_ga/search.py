@@ -9,8 +9,9 @@ the limit from both sides. The limit was always tried, or, where nothing may be 
 from math import isqrt, sqrt
 
 from lightning_ga.curve import Curve, Step, fit_curve
-from lightning_ga.replay import Trace, largest_fitting
+from lightning_ga.replay import largest_fitting
 from lightning_ga.results import Trial
+from lightning_ga.trace import Trace
 
 CURVE_POINTS = 32
 # Where an allocator does not repeat itself to the byte, the search ends this close to the smallest failure.

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from lightning_ga.replay import Trace
+from lightning_ga.trace import Trace
 
 KIB, MIB = 2**10, 2**20
 ROUNDING = 512  # bytes that every block is rounded up to

@@ -435,7 +435,7 @@ class Survivor:
         """What counts and cuts the batches of a loader."""
         key = stage, loader
         if key not in self._readers:
-            self._readers[key] = BatchReader(self._trainer, self._source(stage, loader), loader=loader)
+            self._readers[key] = BatchReader(seams.BatchTransfer(self._trainer, loader), self._source(stage, loader))
         return self._readers[key]
 
     def _on_device(self, part: Any) -> Any:

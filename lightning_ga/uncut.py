@@ -30,10 +30,10 @@ from lightning_ga.errors import UserError
 from lightning_ga.feed import Feed
 from lightning_ga.heaviest import Looks
 from lightning_ga.layout import Layout, LayoutError, Slice
-from lightning_ga.loop_state import keeps_place
 from lightning_ga.peekable import peekable_stream
 from lightning_ga.plan import AccumulationPlan
 from lightning_ga.split import SplitBatch, cut, split_by_hook
+from lightning_ga.stateful import keeps_place
 from lightning_ga.windows import Chunk
 
 _PEEKED = 2  # batches that are looked at, as two may differ in size

@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 from hypothesis import strategies as st
 
-from lightning_ga.replay import Trace, canonical
 from lightning_ga.results import Trial
+from lightning_ga.trace import Trace, canonical
 
 Size = Callable[[int], int]
 CONSTANT_OR_GROWING = st.tuples(st.integers(0, 500), st.integers(0, 60)).map(lambda k: lambda b: k[0] + k[1] * b)

@@ -24,6 +24,7 @@ from lightning_ga.batch_reader import (
     length_of_first,
 )
 from lightning_ga.layout import Layout, LayoutError, SampleAxis, SampleCount
+from lightning_ga.seams import BatchTransfer
 from lightning_ga.structures import register_splitter
 
 SIZE = 24
@@ -97,7 +98,7 @@ def collated(*loaders: "DataLoader[Any]", combine: Callable[[list[Any]], Any] | 
 
 
 def reader(module: pl.LightningModule, source: Any) -> BatchReader:
-    return BatchReader(trainer_of(module), source)
+    return BatchReader(BatchTransfer(trainer_of(module)), source)
 
 
 def first(loader: Any) -> Any:

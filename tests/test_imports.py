@@ -22,6 +22,7 @@ PURE = (
     "search",
     "segments",
     "throughput",
+    "trace",
     "weights",
     "windows",
 )

@@ -4,7 +4,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from streams import CONSTANT_OR_GROWING, SQUARES, FakeDevice, Size, streams
 
-from lightning_ga.replay import Trace, canonical, extrapolate, largest_fitting, replay
+from lightning_ga.replay import extrapolate, largest_fitting
+from lightning_ga.trace import Trace, canonical, replay
 
 
 def test_the_peak_may_move_between_operations() -> None:

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from streams import CONSTANT_OR_GROWING, SQUARES, UNFORESEEN, FakeDevice, Size, linear, streams
 
-from lightning_ga.replay import Trace, canonical
 from lightning_ga.results import ProbeResult, Trial, lowered, outdated
 from lightning_ga.search import Search, trace_sizes
+from lightning_ga.trace import Trace, canonical
 
 
 def run(device: Callable[[int], tuple[Trial, Trace | None]], search: Search) -> Search:

@@ -12,10 +12,10 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from lightning_ga.replay import Segment, Trace
 from lightning_ga.results import ProbeResult, Trial, outdated
 from lightning_ga.search import Search, trace_sizes
 from lightning_ga.segments import KIB, MIB, Segments, replay_segments
+from lightning_ga.trace import Segment, Trace
 
 Action = tuple[int, int]  # a size to allocate and which of the blocks held to release; one of them is 0
 
