@@ -4,6 +4,7 @@ import hashlib
 import logging
 import math
 import random
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -56,6 +57,7 @@ class Journal:
     draws: list[tuple[str, str]] = field(default_factory=list)
     batches: list[dict[str, Any]] = field(default_factory=list)
     metrics: list[dict[str, Any]] = field(default_factory=list)
+    read: list[dict[str, Any]] = field(default_factory=list)
     rates: list[Any] = field(default_factory=list)
     rates_of_steps: list[Any] = field(default_factory=list)
     steps_of_validations: list[int] = field(default_factory=list)
@@ -95,6 +97,7 @@ class Record:
     draws: tuple[tuple[str, str], ...]
     batches: tuple[dict[str, Any], ...]
     metrics: tuple[dict[str, Any], ...]
+    read: tuple[dict[str, Any], ...]
     rates: tuple[Any, ...]
     rates_of_steps: tuple[Any, ...]
     steps_of_validations: tuple[int, ...]
@@ -120,6 +123,7 @@ class Watcher(pl.Callback):
             self.journal.rates.append(_rates(trainer))
         if hook in ("on_train_batch_start", "on_train_batch_end", "on_train_epoch_start", "on_train_start"):
             self.journal.batches.append({"hook": hook, **_counters(trainer)})
+            self.journal.read.append({"hook": hook, **_read(trainer)})
         if hook == "on_before_optimizer_step":
             self.journal.rates_of_steps.append(_rates(trainer))
         if hook == "on_validation_start" and not trainer.sanity_checking:
@@ -180,7 +184,7 @@ def watched(journal: Journal, folder: Path, ends: list[End], notes: dict[str, An
     records: list[Record] = []
     _forget_warnings()
     heard = _Heard()
-    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
+    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric", "pytorch_lightning")]
     for logger in loggers:
         logger.addHandler(heard)
     try:
@@ -200,11 +204,12 @@ def watched(journal: Journal, folder: Path, ends: list[End], notes: dict[str, An
         tuple(journal.draws),
         tuple(journal.batches),
         tuple(journal.metrics),
+        tuple(journal.read),
         tuple(journal.rates),
         tuple(journal.rates_of_steps),
         tuple(journal.steps_of_validations),
         tuple(row for row in notes.pop("rows")),
-        frozenset((each.category.__name__, clean(str(each.message))) for each in told if _is_ours(each)),
+        frozenset((each.category.__name__, clean(str(each.message))) for each in told if _counts(each)),
         tuple(clean(message) for message in heard.messages),
         {name: _cleaned(content, clean) for name, content in _checkpoints(folder).items()},
         {str(path.relative_to(folder)): clean(path.read_text()) for path in _texts(folder)},
@@ -285,7 +290,8 @@ def differences(ours: Any, stock: Any, tolerance: float = 0.0, where: str = "") 
         yield f"{where}.type", f"{type(ours).__name__} {_short(ours)}", f"{type(stock).__name__} {_short(stock)}"
     elif is_dataclass(stock):
         for each in fields(stock):
-            yield from differences(getattr(ours, each.name), getattr(stock, each.name), tolerance, f"{where}.{each.name}")
+            at = f"{where}.{each.name}"
+            yield from differences(getattr(ours, each.name), getattr(stock, each.name), tolerance, at)
     elif isinstance(stock, torch.Tensor):
         if not _same_tensor(ours, stock, tolerance):
             yield where, _short(ours), _short(stock)
@@ -301,15 +307,20 @@ def differences(ours: Any, stock: Any, tolerance: float = 0.0, where: str = "") 
             yield from differences(a, b, tolerance, f"{where}[{n}]")
     elif isinstance(stock, frozenset):
         for each in sorted(ours - stock, key=str):
-            yield where, _short(each), "nothing"
+            yield where, str(each), "nothing"
         for each in sorted(stock - ours, key=str):
-            yield where, "nothing", _short(each)
-    elif not (_same_number(ours, stock, 0.0) if floats else ours == stock):
+            yield where, "nothing", str(each)
+    elif not (_same_number(ours, stock, 0.0) if floats else _rounded(ours, tolerance) == _rounded(stock, tolerance)):
         yield where, _short(ours), _short(stock)
 
 
 def _are_numbers(*values: Any) -> bool:
     return all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in values)
+
+
+def _rounded(value: Any, tolerance: float) -> Any:
+    """A text whose decimal fractions are cut short, where there is a tolerance."""
+    return re.sub(r"(\d\.\d{6})\d+", r"\1", value) if tolerance and isinstance(value, str) else value
 
 
 def _same_number(ours: float, stock: float, tolerance: float) -> bool:
@@ -360,9 +371,7 @@ def _counters(trainer: Any) -> dict[str, Any]:
         "training_batches": trainer.num_training_batches,
         "validation_batches": plain(trainer.num_val_batches),
         "factor": trainer.accumulate_grad_batches,
-        "val_check_batch": getattr(trainer, "val_check_batch", None),
         "estimate": _estimate(trainer),
-        "loader": _loader(trainer.train_dataloader),
     }
 
 
@@ -373,18 +382,25 @@ def _estimate(trainer: Any) -> float | None:
     return trainer.estimated_stepping_batches
 
 
-def _loader(loader: Any) -> Any:
-    """What users read of ``trainer.train_dataloader``."""
-    if isinstance(loader, torch.utils.data.DataLoader):
-        try:
-            length = len(loader)
-        except TypeError:
-            length = None
-        return {"length": length, "batch_size": loader.batch_size, "workers": loader.num_workers}
-    return None
+def _read(trainer: Any) -> dict[str, Any]:
+    """What users may read of the trainer that says nothing of the training's course."""
+    loader = trainer.train_dataloader
+    kind = torch.utils.data.DataLoader
+    return {
+        "val_check_batch": getattr(trainer, "val_check_batch", None),
+        "train_dataloader": _loader(loader) if isinstance(loader, kind) else type(loader).__name__,
+    }
 
 
-def _is_ours(each: warnings.WarningMessage) -> bool:
+def _loader(loader: Any) -> dict[str, Any]:
+    try:
+        length = len(loader)
+    except TypeError:
+        length = None
+    return {"length": length, "batch_size": loader.batch_size, "workers": loader.num_workers}
+
+
+def _counts(each: warnings.WarningMessage) -> bool:
     return not issubclass(each.category, ResourceWarning)
 
 

@@ -1,40 +1,123 @@
 """Trainings with the callback against the same trainings of stock Lightning."""
 
 import re
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-from meant import MEANT
+from meant import MEANT, Meant
 from recorder import Record, differences
-from scenarios import CUT_LOADER, CUT_STEP, REFUSED, SCENARIOS, STOCK, Mode, Scenario, record
-from views import view
+from scenarios import (
+    ALL,
+    CASES,
+    CUT_LOADER,
+    CUT_STEP,
+    DEFAULTS,
+    NEUTRAL,
+    REFUSED,
+    SCENARIOS,
+    STOCK,
+    WITH_DEFAULTS,
+    WRONG,
+    Mode,
+    Refused,
+    Run,
+    Scenario,
+    record,
+)
+from views import outcome, view
+
+from lightning_ga import UserError
 
 DOCS = Path(__file__).parents[2] / "docs"
-CASES = [(scenario, mode) for scenario in SCENARIOS.values() for mode in scenario.modes]
 SHOWN = 12  # differences that a failure prints
+Stock = Callable[[str], Record]
 
 
 @pytest.fixture(scope="session")
-def stock(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def stock(tmp_path_factory: pytest.TempPathFactory) -> Stock:
     """Run a scenario without the callback, once for all modes."""
     return cache(lambda name: record(SCENARIOS[name], STOCK, tmp_path_factory.mktemp("stock")))
 
 
 def found(ours: Record, stock: Record, scenario: Scenario, mode: Mode) -> dict[str, str]:
     """Differences that are not meant, one for each kind of place."""
-    tolerance = scenario.tolerance if mode.cut else 0.0
+    parts = [view(each, mode) if scenario.oracle is None else outcome(each) for each in (ours, stock)]
+    exact = not mode.cut and scenario.oracle is None
+    return unmeant(*parts, scenario.name, mode.name, tolerance=0.0 if exact else scenario.tolerance)
+
+
+def unmeant(ours: Any, stock: Any, scenario: str, mode: str, *, tolerance: float = 0.0) -> dict[str, str]:
+    """Differences of two values that ``meant.py`` does not list."""
     result: dict[str, str] = {}
-    for where, our_value, stock_value in differences(view(ours, mode), view(stock, mode), tolerance):
-        if not any(each.covers(scenario.name, mode.name, where) for each in MEANT):
+    for where, our_value, stock_value in differences(ours, stock, tolerance):
+        if not any(each.covers(scenario, mode, where, our_value) for each in MEANT):
             result.setdefault(re.sub(r"\[\d+\]", "[n]", where), f"{where}: {our_value} instead of {stock_value}")
     return result
 
 
+def show(wrong: dict[str, str]) -> str:
+    """The first differences, one a line."""
+    return "\n".join([f"{len(wrong)} kinds of differences from stock Lightning:", *list(wrong.values())[:SHOWN]])
+
+
 @pytest.mark.parametrize(("scenario", "mode"), CASES, ids=[f"{scenario.name}-{mode.name}" for scenario, mode in CASES])
-def test_a_training_is_that_of_stock_lightning(scenario: Scenario, mode: Mode, stock: Any, tmp_path: Path) -> None:
+def test_a_training_is_that_of_stock_lightning(scenario: Scenario, mode: Mode, stock: Stock, tmp_path: Path) -> None:
     """Bit for bit where nothing is cut, and up to rounding where batches are."""
     wrong = found(record(scenario, mode, tmp_path), stock(scenario.oracle or scenario.name), scenario, mode)
-    text = "\n".join(list(wrong.values())[:SHOWN])
-    assert not wrong, f"{len(wrong)} kinds of differences:\n{text}"
+    assert not wrong, show(wrong)
+
+
+READERS = "sgd validation_by_count limit_by_count ready_batches own_batch_sampler own_class_of_loader a_dict_of_loaders"
+
+
+@pytest.mark.parametrize("name", READERS.split())
+@pytest.mark.parametrize("mode", NEUTRAL, ids=lambda mode: mode.name)
+@pytest.mark.parametrize("what", ["train_dataloader", "val_check_batch"])
+def test_what_users_read_of_the_trainer(name: str, mode: Mode, what: str, stock: Stock, tmp_path: Path) -> None:
+    """Is the same where nothing is cut: the loader, and after how many batches validation runs."""
+    records = record(SCENARIOS[name], mode, tmp_path), stock(name)
+    read = [[(each["hook"], each[what]) for each in either.read] for either in records]
+    wrong = unmeant(*read, name, mode.name)
+    assert not wrong, show(wrong)
+
+
+@pytest.mark.parametrize("refused", REFUSED.values(), ids=REFUSED)
+@pytest.mark.parametrize("mode", [DEFAULTS, CUT_LOADER, CUT_STEP], ids=lambda mode: mode.name)
+@pytest.mark.filterwarnings("ignore::UserWarning")  # Lightning's, of what is refused
+def test_what_is_refused(refused: Refused, mode: Mode, tmp_path: Path) -> None:
+    """By the sentence that the documentation promises, and before the first batch."""
+    run = Run(Scenario("refused", refused.train), mode, tmp_path)
+    with pytest.raises(UserError, match=re.escape(refused.sentence)):
+        refused.train(run)
+    assert not [event for event in run.journal.events if event.hook == "on_train_batch_start"]
+
+
+@pytest.mark.parametrize("train", WRONG.values(), ids=WRONG)
+@pytest.mark.parametrize("mode", ALL, ids=lambda mode: mode.name)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_what_stock_lightning_refuses(train: Callable[[Run], Any], mode: Mode, tmp_path: Path) -> None:
+    """Is refused all the same, by an error of the same kind or by one of the package's own."""
+    errors = []
+    for each in (STOCK, mode):
+        with pytest.raises(Exception) as caught:  # noqa: PT011
+            train(Run(Scenario("wrong", train), each, tmp_path))
+        errors.append(caught.value)
+    assert isinstance(errors[1], UserError) or (type(errors[1]), str(errors[1])) == (type(errors[0]), str(errors[0]))
+
+
+@pytest.mark.parametrize("meant", MEANT, ids=lambda meant: meant.scenarios)
+def test_a_meant_difference_is_documented(meant: Meant) -> None:
+    """Its sentence stands in the documentation, and there is a scenario and a mode that it is about."""
+    page = " ".join((DOCS / meant.page).read_text(encoding="utf-8").split())
+    assert meant.sentence in page
+    assert any(re.fullmatch(meant.scenarios, name) for name in SCENARIOS)
+    assert any(re.fullmatch(meant.modes, mode.name) for mode in (DEFAULTS, *ALL))
+
+
+def test_names_of_scenarios_with_defaults() -> None:
+    """Each is the name of one, once."""
+    assert len(set(WITH_DEFAULTS)) == len(WITH_DEFAULTS)
+    assert set(WITH_DEFAULTS) <= set(SCENARIOS)

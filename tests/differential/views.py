@@ -5,16 +5,16 @@ from typing import Any
 from recorder import Event, Record
 from scenarios import Mode
 
-BY_PIECE = {"training_step", "on_before_backward", "on_after_backward", "transfer_batch_to_device"}
-BY_PIECE |= {"on_after_batch_transfer"}
-BY_BATCH = {"on_train_batch_start", "on_train_batch_end", "on_before_batch_transfer"}
-COUNTS_OF_BATCHES = {"batches", "training_batches", "is_last_batch", "factor", "val_check_batch", "loader"}
+BY_PIECE = {"training_step", "on_before_backward", "on_after_backward"}
+BY_BATCH = {"on_train_batch_start", "on_train_batch_end", "on_before_batch_transfer", "on_after_batch_transfer"}
+BY_BATCH |= {"transfer_batch_to_device"}
+COUNTS_OF_BATCHES = {"batches", "training_batches", "is_last_batch", "factor"}
 
 
 def view(record: Record, mode: Mode) -> dict[str, Any]:
     """All of it where nothing is cut; where batches are cut, what does not depend on how often steps are called."""
     if not mode.cut:
-        return {name: getattr(record, name) for name in Record.__dataclass_fields__}
+        return {name: getattr(record, name) for name in Record.__dataclass_fields__ if name != "read"}
     in_step = mode.micro_batching == "step"
     return {
         "ends": [_end(end, in_step) for end in record.ends],
@@ -30,6 +30,19 @@ def view(record: Record, mode: Mode) -> dict[str, Any]:
         "checkpoints": {name: _checkpoint(content, in_step) for name, content in record.checkpoints.items()},
         "files": sorted(record.files),
         "notes": record.notes,
+    }
+
+
+def outcome(record: Record) -> dict[str, Any]:
+    """What the last training of a run comes to, however it was gone about."""
+    end = record.ends[-1]
+    return {
+        "state": end.state,
+        "optimizers": end.optimizers,
+        "schedulers": end.schedulers,
+        "metrics": _by_epoch(end.callback_metrics, in_step=False),
+        "global_step": end.counters["global_step"],
+        "current_epoch": end.counters["current_epoch"],
     }
 
 
