@@ -179,8 +179,7 @@ class AutoAccumulate(Callback, LegacyCallback):  # type: ignore[misc]
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Leave the trainer as it was found."""
         if self._run and self._evaluation is None:
-            trainer.accumulate_grad_batches = self._run.recipe_factor
-            self._run.close()
+            self._run.abandon()
         self._take_back(trainer)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:

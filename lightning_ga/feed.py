@@ -156,8 +156,11 @@ class Feed:
             groups = windows.batches(batches)
             pieces = 1 if self._keeps_batches else -(-max(map(max, groups), default=1) // micro_batch)
             plan = in_groups(groups, pieces=pieces)
-        elif self._keeps_batches and effective is None:
-            batches = ()
+        elif effective is None and self.world_size == 1:
+            size = self.recipe.batch_size or 0
+            as_recipe = plan.factor == self.recipe_factor and plan.micro_batch_size == size
+            if as_recipe or self._keeps_batches:
+                batches, micro_batch = (), size if as_recipe else micro_batch
         self.sampler.set_epoch(epoch)
         self.sampler.plan = EpochPlan(
             windows,

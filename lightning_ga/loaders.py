@@ -15,6 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_ga.errors import UserError
+from lightning_ga.peekable import WholeBatches
 from lightning_ga.sampler import (
     FromBatches,
     FromSampler,
@@ -89,6 +90,8 @@ def rebatch(
     if not shuffle:
         # Lightning makes loaders anew that it takes for shuffled where it was told not to (``overfit_batches``).
         settings["sampler"] = SequentialSampler(range(batch_sampler.order.size or 0))
+    if isinstance(loader.dataset, IterableDataset) and loader.drop_last and loader.batch_size:
+        settings["dataset"] = WholeBatches(loader.dataset, loader.batch_size)
     methods: dict[str, Any] = {}
     if loader.num_workers:  # the loop iterates once before there is anything to fetch: no worker is started for that
         started = type(loader).__iter__

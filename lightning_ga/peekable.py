@@ -1,6 +1,7 @@
 """Streams that can be looked into: what was read too early is given to training all the same."""
 
 from collections.abc import Callable, Iterator, Sized
+from itertools import islice
 from typing import Any
 
 from torch.utils.data import IterableDataset
@@ -54,6 +55,33 @@ class PeekableStream(IterableDataset[Any]):
         if name.startswith("_") or self._of is None:
             raise AttributeError(name)
         return getattr(self._of, name)
+
+
+class WholeBatches(IterableDataset[Any]):
+    """A stream without the samples that do not fill a batch at its end: its loader drops them.
+
+    It stands for its dataset where data workers look at that: all other attributes are the dataset's.
+
+    Args:
+        dataset: The stream.
+        size: Samples of a batch.
+    """
+
+    def __init__(self, dataset: Any, size: int) -> None:
+        vars(self).update(_of=dataset, _size=size)
+
+    def __iter__(self) -> Iterator[Any]:
+        samples = iter(self._of)
+        while len(batch := list(islice(samples, self._size))) == self._size:
+            yield from batch
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._of, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._of, name, value)
 
 
 class _Sized(PeekableStream):

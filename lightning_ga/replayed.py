@@ -60,9 +60,11 @@ class ReplayedWindow:
         with self._gradients.counted_before():
             for part in self._parts[:-1]:
                 self._gradients.weight = part.weight
+                self._trainer._logger_connector.on_batch_start(part.kwargs["batch"])  # whose size means are weighed by
                 with seams.accumulating(self._trainer):
                     part.loss = _value(make(part)())
             self._gradients.weight = self._parts[-1].weight
+            self._trainer._logger_connector.on_batch_start(self._parts[-1].kwargs["batch"])
             closure = make(self._parts[-1])
             self.note_last(closure())
         return closure

@@ -77,6 +77,7 @@ class Run:
         self._passed = 0, 0  # batches of the recipe after the last micro-batch: of its epoch, and before that
         self._feed: Feed | UncutFeed | None = None
         self._micro_batch: int | None = None  # known once training starts
+        self._in_midst = False  # of a batch of the recipe, after the last micro-batch
         self._given: Any = None  # the training data as the user gave them
         self._why_in_step = ""
         self._fed_at_most = 1  # samples of a batch as the loader yields it
@@ -146,6 +147,7 @@ class Run:
         if self._feed is not None and self._feed is not known:
             seams.show_loaders(trainer, self._given)
             seams.check_validation_interval(trainer, self._epoch_batches())
+            seams.set_validation_interval(trainer, self._epoch_batches())
             seams.resize_epoch(trainer, self._feed.length, at_most=self._feed.at_most)
 
     # --- epochs --------------------------------------------------------------------------------
@@ -179,6 +181,7 @@ class Run:
         self._begin(epoch)
         self._frequencies = self._frequencies_in_steps()
         self.protection.watch_training(self.gradients, in_step=self.in_step)
+        self._held.callback(seams.stop_only_unless(trainer, lambda: self._in_midst))
         if seams.restarts_in_epoch(trainer):
             done = self.feed.done
             if not same_epoch:
@@ -220,6 +223,14 @@ class Run:
         seams.restore_frequencies(self.trainer, self._frequencies)
         seams.expect_nothing_of_positions()
         self.protection.stop_training()
+
+    def abandon(self) -> None:
+        """After an error: count the recipe's batches again, as with its factor."""
+        self.trainer.accumulate_grad_batches = self.recipe_factor
+        batches = self._epoch_batches() if self._begun is not None else None
+        if batches is not None:
+            seams.resize_epoch(self.trainer, batches)
+        self.close()
 
     def prepare(self, batch: Any) -> None:
         """Before each micro-batch: its weight, and whether schedules of the learning rate are due after it."""
@@ -270,7 +281,9 @@ class Run:
             done = self.feed.chunk(index).window_end * self.feed.ranks_apart
             self._position = replace(self._position, samples_done=done)
             self.protection.after_window(self._micro_batch or 1)
-        self._passed = self.feed.batches_after(index), self._position.batches_before
+        done = self.feed.batches_after(index)
+        self._passed = done, self._position.batches_before
+        self._in_midst = done == self.feed.batches_after(index - 1)
         self._schedule_validation(index)
 
     # --- records -------------------------------------------------------------------------------
@@ -353,7 +366,7 @@ class Run:
         """Cut an epoch for training and tell the loops."""
         self._enter(epoch)
         self._arrange(epoch)
-        self._begun = (self.feed, epoch)
+        self._begun, self._in_midst = (self.feed, epoch), False
         assert self.plan is not None
         self.gradients.begin_epoch(self._fed_at_most, known=not self.feed.counted_later)
         assert self._micro_batch is not None
@@ -471,10 +484,11 @@ class Run:
             return self.request.capped(self.request.micro_batch)
         trainer, feed = self.trainer, self.feed
         total = feed.total(epoch)
+        total = None if total is None else total * feed.ranks_apart
         high = self.request.useful_limit(
             seams.training_epochs(trainer),
             recipe=feed.recipe_effective(epoch),
-            total=None if total is None else total * feed.ranks_apart,
+            total=total,
             world_size=trainer.world_size,
         )
         high = min(high, self._recipe_batch(epoch)) if self.in_step or feed.keeps_groups else high
@@ -496,7 +510,13 @@ class Run:
         self.probe = self._remembered(high)
         if self.probe is None:
             self._probe(looks, high=high, share=share, whole=self._recipe_batch(epoch) if self.in_step else None)
-        return self._guess(epoch) if self.probe is None else min(high, self.probe.fastest or self.probe.limit)
+        if self.probe is None:
+            return self._guess(epoch)
+        found = min(high, self.probe.fastest or self.probe.limit)
+        if total is None or self.request.factor(epoch) is not None or found * trainer.world_size < total:
+            return found
+        # No batch is larger than the epoch, whatever the window may hold.
+        return self.request.capped(max(found, min(share, self._recipe_batch(epoch)) if self.in_step else share))
 
     def _probe(self, looks: Looks, *, high: int, share: int, whole: int | None) -> None:
         """Look for the limit; there is none of data that are empty, or of steps that fail before training begins.

@@ -8,6 +8,7 @@ deleting the attribute that shadows the method.
 import inspect
 import os
 import re
+import sys
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -421,7 +422,9 @@ def enter_trial(trainer: Any) -> None:
 
 @contextmanager
 def muted(trainer: Any) -> Iterator[None]:
-    """Within, no hook calls this trainer's callbacks; they stay in ``trainer.callbacks``, where steps may look.
+    """Within, no hook calls this trainer's callbacks, and no one is warned: training will say what there is to say.
+
+    The callbacks stay in ``trainer.callbacks``, where steps may look.
 
     The loops and plugins call them through this function of ``trainer/call.py``; those of other trainers pass through.
     """
@@ -430,12 +433,26 @@ def muted(trainer: Any) -> Iterator[None]:
     if not hasattr(hooks, "muted"):
         hooks = call._call_callback_hooks = _Unless(hooks)
     hooks.muted.append(trainer)
+    told = [(cache, set(cache)) for cache in _warning_caches(trainer)]
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
     finally:
+        for cache, texts in told:
+            cache.clear()
+            cache.update(texts)
         hooks.muted.remove(trainer)
         if not hooks.muted:
             call._call_callback_hooks = hooks.call
+
+
+def _warning_caches(trainer: Any) -> list[set[str]]:
+    """What Lightning has warned of and will not warn of again (``utilities/rank_zero.py``: ``WarningCache``)."""
+    root = sibling(trainer, "trainer").__name__.removesuffix(".trainer")
+    modules = [module for name, module in list(sys.modules.items()) if name.startswith(f"{root}.")]
+    caches = [getattr(module, "warning_cache", None) for module in modules]
+    return [cache for cache in caches if isinstance(cache, set)]
 
 
 class _Unless:
@@ -606,19 +623,67 @@ def validate_when_due(trainer: Any, before: int, after: int, epoch_batches: int 
     """
     if getattr(trainer, "_val_check_time_interval", None) is not None:  # 2.5 has no interval by time
         return
-    interval = trainer.val_check_interval
+    interval = _validation_interval(trainer, epoch_batches)
     loop = trainer.fit_loop.epoch_loop
     index = loop.total_batch_idx if trainer.check_val_every_n_epoch is None else loop.batch_idx
-    if isinstance(interval, float):
-        interval = None if epoch_batches is None else max(1, int(epoch_batches * interval))
+    if (before, after) == (index, index + 1):  # nothing is cut
+        set_validation_interval(trainer, epoch_batches)
+        return
     over = bool(loop.batch_progress.is_last_batch)
     due = over if interval is None else after // interval > before // interval  # a stream is validated when it is over
     trainer.val_check_batch = index + 1 if due else index + 2
 
 
+def set_validation_interval(trainer: Any, epoch_batches: int | None) -> None:
+    """Let validation run as ``setup_data`` has it where nothing is cut (``fit_loop.py:289``)."""
+    if getattr(trainer, "_val_check_time_interval", None) is None:
+        interval = _validation_interval(trainer, epoch_batches)
+        trainer.val_check_batch = float("inf") if interval is None else interval
+
+
+def _validation_interval(trainer: Any, epoch_batches: int | None) -> int | None:
+    """``val_check_interval`` in batches of the recipe; ``None`` where that is not known."""
+    interval: int | float = trainer.val_check_interval
+    if not isinstance(interval, float):
+        return interval
+    return None if epoch_batches is None else max(1, int(epoch_batches * interval))
+
+
 def end_training(trainer: Any) -> None:
     """Let the fit end before its first training step, when its start is over."""
     trainer.fit_loop.epoch_loop.max_steps = trainer.global_step
+
+
+def stop_only_unless(trainer: Any, holds: Callable[[], bool]) -> Callable[[], None]:
+    """Let ``trainer.should_stop`` end an epoch only where ``holds`` is false: not within a batch that the loader cuts.
+
+    The epoch loop looks at it after each micro-batch, and validates before it ends (``training_epoch_loop.py:120``
+    and :553).
+
+    Returns:
+        What undoes this.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    cls = type(loop)
+
+    def asked(question: Callable[..., Any], *arguments: Any) -> bool:
+        stops, trainer.should_stop = trainer.should_stop, trainer.should_stop and not holds()
+        try:
+            return bool(question(loop, *arguments))
+        finally:
+            trainer.should_stop = trainer.should_stop or stops
+
+    own = {
+        "done": property(lambda _: asked(cls.done.fget)),
+        "_should_check_val_fx": lambda _, fetcher: asked(cls._should_check_val_fx, fetcher),
+        "__module__": cls.__module__,
+    }
+    loop.__class__ = type(cls.__name__, (cls,), own)
+
+    def undo() -> None:
+        loop.__class__ = cls
+
+    return undo
 
 
 def leave_factor(trainer: Any, recipe: int) -> None:

@@ -72,6 +72,13 @@ MEANT = (
         ours=r"ambiguous collection\. The batch size we found is [23]\.|nothing",
     ),
     Meant(
+        scenarios="learning_rates_monitored",
+        modes="cut-loader",
+        where=r"\['rows'\].*",
+        reason="The monitor writes in every batch of a step that is logged, as it does where stock Lightning accumulates.",
+        sentence="writes a row for each micro-batch of a step that is logged",
+    ),
+    Meant(
         scenarios="simple_profiler",
         modes="cut-.*",
         where=r"\['notes'\]\['calls'\].*",
