@@ -1,5 +1,6 @@
 # make train [ARGS="model=mlp data=fashion_mnist"]    set up .venv once, then train
 # make test  [ARGS="tests/test_plan.py -k ragged"]    set up .venv with the test extras, then run the tests
+# make test SLOW=1                                    the slow ones too, as .ci/run does
 # make lint                                           ruff and mypy
 # make clean                                          remove .venv
 
@@ -23,7 +24,7 @@ train: $(VENV)/.installed
 	$(VENV)/bin/python -m lightning_ga.train $(MODEL) $(ARGS)
 
 test: $(VENV)/.installed-dev
-	$(VENV)/bin/python -m pytest -n 2 --dist worksteal $(ARGS)
+	$(VENV)/bin/python -m pytest -n 2 --dist worksteal $(if $(SLOW),,-m 'not slow') $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff check .

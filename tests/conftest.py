@@ -12,6 +12,14 @@ import torch
 
 from lightning_ga import AutoAccumulate
 
+# Modules with tests of several seconds, or whose processes take several: they come first, so that no worker waits for
+# the last of them in the end, and most of them share one server of forks.
+LONG = {
+    *("test_forks", "test_killed", "test_invariance", "test_ranks", "test_ranks_memory", "test_ranks_survive"),
+    *("test_setrlimit", "test_sharded", "test_sharded_survive"),
+    *("test_atomic", "test_benchmarks_chaos", "test_benchmarks_probe", "test_examples", "test_survive", "test_train"),
+}
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
@@ -27,12 +35,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests of what only one mode does are left out in the other; each mark says why."""
+    """Leave out tests of what only one mode does in the other, which each mark explains; begin with long tests."""
     mode = config.getoption("--micro-batching")
     for item in items:
         mark = item.get_closest_marker("loader_only")
         if mark is not None and mode == "step":
             item.add_marker(pytest.mark.skip(reason=f"loader mode only: {mark.kwargs['reason']}"))
+    items.sort(key=lambda item: (item.get_closest_marker("slow") is None, item.path.stem not in LONG))
 
 
 @pytest.fixture
@@ -47,9 +56,9 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.fixture(autouse=True, scope="session")
+@pytest.fixture(autouse=True, scope="module")
 def _quick_collections() -> None:
-    """Every trial collects garbage: what all these modules have made need not be looked through each time."""
+    """Every trial collects garbage: what was imported, and what is kept for other tests, is not looked through."""
     gc.collect()
     gc.freeze()
 

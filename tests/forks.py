@@ -15,7 +15,9 @@ import signal
 import socket
 import sys
 import time
+import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from multiprocessing import forkserver
@@ -28,8 +30,8 @@ import psutil
 
 TESTS = Path(__file__).parent
 PATHS = (TESTS, TESTS / "integration", TESTS.parent)
-PRELOADED = ("forks", "warm")
-AT_WORK = 1.0  # seconds of CPU time that show that a process goes on
+PRELOADED = ("forks", "ranks", "sharded", "survivors", "sharded_survivors", "killed", "address_space")
+AT_WORK = 3.0  # seconds of CPU time that show that a process goes on; a rank that waits uses 0.3 in two minutes
 PATIENCE = 120  # seconds in which less than that is used by something that hangs
 LAST_RESORT = 600  # seconds
 
@@ -106,10 +108,10 @@ def begin(
 
 def wait(process: Any, output: Path) -> None:
     """Wait for a process and all of its session, as long as they use CPU time."""
-    started = time.monotonic()
-    used, at = 0.0, started
-    while alive := join(process, 5):
-        now = time.monotonic()
+    started = at = time.monotonic()
+    used = 0.0
+    while not ended(process, 5):
+        alive, now = session(process.pid), time.monotonic()
         total = sum(cpu_seconds(each) for each in alive)
         if abs(total - used) >= AT_WORK:
             used, at = total, now
@@ -117,31 +119,41 @@ def wait(process: Any, output: Path) -> None:
             raise AssertionError(f"{len(alive)} processes hang: {where(alive, output)}")
 
 
-def join(process: Any, seconds: float) -> list[psutil.Process]:
-    """Processes of a session that still live after some seconds, or earlier if there are none."""
+def ended(process: Any, seconds: float) -> bool:
+    """Whether a process and all of its session end within some seconds, or twice as many."""
     process.join(seconds)
     until = time.monotonic() + seconds
-    while alive := session(process.pid):
-        if process.is_alive() or time.monotonic() > until:
+    while not process.is_alive():
+        if not session(process.pid):
+            return True
+        if time.monotonic() > until:
             break
-        time.sleep(0.01)
-    return alive
+        time.sleep(0.05)
+    return False
 
 
 def session(leader: int) -> list[psutil.Process]:
-    """Processes of a session that are not dead."""
+    """Processes of a session that are not dead, and their children in sessions of their own."""
     try:
         os.killpg(leader, 0)
     except ProcessLookupError:
         return []
-    return [each for each in psutil.process_iter(["status"]) if belongs(each, leader)]
+    alive = [process for process in psutil.process_iter(["status"]) if belongs(process, leader)]
+    return list({each for process in alive for each in [process, *children(process)]})
 
 
 def belongs(process: psutil.Process, leader: int) -> bool:
     try:
         return os.getsid(process.pid) == leader and process.info["status"] != psutil.STATUS_ZOMBIE
-    except (ProcessLookupError, PermissionError):
+    except OSError:
         return False
+
+
+def children(process: psutil.Process) -> list[psutil.Process]:
+    try:
+        return process.children(recursive=True)
+    except psutil.Error:
+        return []
 
 
 def cpu_seconds(process: psutil.Process) -> float:
@@ -155,7 +167,7 @@ def cpu_seconds(process: psutil.Process) -> float:
 def where(alive: list[psutil.Process], output: Path) -> str:
     """The end of an output to which every process has written where it is."""
     for each in alive:
-        os.kill(each.pid, signal.SIGUSR1)
+        send(each, signal.SIGUSR1)
     time.sleep(2)
     return output.read_text(errors="replace")[-8000:]
 
@@ -163,28 +175,56 @@ def where(alive: list[psutil.Process], output: Path) -> str:
 def end(leader: int) -> None:
     """End what is left of a session."""
     for each in session(leader):
-        os.kill(each.pid, signal.SIGKILL)
+        send(each, signal.SIGKILL)
 
 
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
+def send(process: psutil.Process, number: int) -> None:
+    with suppress(psutil.Error):
+        process.send_signal(number)
 
 
 def in_ranks(ranks: int, function: Callable[..., int | None], *arguments: Any) -> int:
-    """Call a function on several ranks, each a fork of this process, as an elastic agent starts them.
+    """Call a function on several ranks, each a fork of this process, with the variables of an elastic agent.
 
     No rank is ended by another: what waits for ever, waits for ever here. The exit code is that of the rank that
     ended worst.
     """
     port = free_port()
-    children = [fork(as_rank, rank, ranks, port, function, arguments) for rank in range(ranks)]
-    return max((os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children), key=abs)
+    children = [fork(as_rank, rank, ranks, port, function, *arguments) for rank in range(ranks)]
+    return max((exit_code(child) for child in children), key=abs)
 
 
-def as_rank(rank: int, ranks: int, port: int, function: Callable[..., int | None], arguments: Any) -> int | None:
+def as_rank(rank: int, ranks: int, port: int, function: Callable[..., int | None], *arguments: Any) -> int | None:
+    """Call a function on one of several ranks."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "GROUP_RANK": "0"}
     os.environ |= {"LOCAL_WORLD_SIZE": str(ranks), "TORCHELASTIC_RUN_ID": "test"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     return function(*arguments)
+
+
+def fork(function: Callable[..., int | None], *arguments: Any) -> int:
+    """Call a function in a fork of this process; the number of the new process."""
+    child = os.fork()
+    if child:
+        return child
+    code: int | None = 1
+    try:
+        code = function(*arguments)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code or 0)
+
+
+def exit_code(child: int) -> int:
+    """How a fork of this process ends; a signal that ends it is negative."""
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def free_port() -> int:
+    """A port of this host that nobody listens to."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])

@@ -1,10 +1,9 @@
 """A checkpoint under its own name is whole, whatever happens to who writes it."""
 
+import io
 import os
 import signal
 import stat
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import lightning.pytorch as pl
 import pytest
 import pytorch_lightning
 import torch
+from forks import forked
 from lightning.fabric.plugins import CheckpointIO
 from lightning_fabric.plugins import CheckpointIO as LegacyCheckpointIO
 
@@ -20,39 +20,30 @@ from lightning_ga.atomic import local_path
 
 TINY = ("model=mlp", "debug=default", "trainer.accelerator=cpu", "accumulate.micro_batch_size=16")
 
-# Runs the command line; the write of a checkpoint that has come so far is cut off in its middle.
-KILLED = """
-import io, os, signal, sys, torch
-from lightning_ga.train import main
 
-save, left = torch.save, int(sys.argv[1])
+def cut_off(number: int, *arguments: str) -> None:
+    """Run the command line, and be killed in the middle of the write of the so-manieth checkpoint."""
+    from lightning_ga.train import main
 
-def cut_off(checkpoint, file, *arguments, **settings):
-    global left
-    left -= 1
-    if left:
-        return save(checkpoint, file, *arguments, **settings)
-    whole = io.BytesIO()
-    save(checkpoint, whole)
-    file.write(whole.getvalue()[: len(whole.getvalue()) // 2])
-    file.flush()
-    os.kill(os.getpid(), signal.SIGKILL)
+    save, writes = torch.save, iter(range(1, number + 1))
 
-torch.save = cut_off
-main(sys.argv[2:])
-"""
+    def cut(checkpoint: Any, file: Any, *more: Any, **settings: Any) -> None:
+        if next(writes) < number:
+            return save(checkpoint, file, *more, **settings)
+        whole = io.BytesIO()
+        save(checkpoint, whole)
+        file.write(whole.getvalue()[: len(whole.getvalue()) // 2])
+        file.flush()
+        return os.kill(os.getpid(), signal.SIGKILL)
+
+    torch.save = cut
+    main([*arguments])
 
 
 def killed_in_write(number: int, *arguments: str) -> None:
-    """A run of the command line that is killed while it writes its so-manieth checkpoint."""
-    run = subprocess.run(
-        [sys.executable, "-c", KILLED, str(number), *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert run.returncode == -signal.SIGKILL, run.stderr[-2000:]
+    """A run of the command line in this folder that is killed while it writes its so-manieth checkpoint."""
+    run = forked(cut_off, number, *arguments, folder=Path.cwd())
+    assert run.code == -signal.SIGKILL, run.output[-2000:]
 
 
 def test_a_checkpoint_reaches_the_disk_before_it_takes_its_name(

@@ -4,14 +4,13 @@ import doctest
 import importlib
 import json
 import math
-import os
 import random
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
+from forks import forked
 
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT))  # benchmarks are not installed
@@ -53,18 +52,16 @@ def test_a_step_that_was_run_again_counts_once() -> None:
     assert [[line["used"] for line in counted[step]] for step in counted] == [[[1]], [[3], [4]]]
 
 
+def some_chaos(results: Path) -> int:
+    """Run the benchmark with few faults; its exit code."""
+    output.RESULTS = results
+    return chaos.main(["--faults", "5", "--seed", "3"])
+
+
 def test_faults_and_kills_are_survived(tmp_path: Path) -> None:
     """One run for real, on one rank."""
-    code = (
-        "import sys; from pathlib import Path; from benchmarks import chaos, output; "
-        "output.RESULTS = Path(sys.argv[1]); sys.exit(chaos.main(['--faults', '5', '--seed', '3']))"
-    )
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)],
-        cwd=ROOT, capture_output=True, text=True, env=environment, timeout=300, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = forked(some_chaos, tmp_path, folder=tmp_path)
+    assert done.code == 0, done.output
     record = json.loads((tmp_path / "chaos.json").read_text())
     alone = record["columns"]["loader, 1 rank"]
     assert sum(alone["faults"].values()) >= 5

@@ -19,10 +19,10 @@ from lightning_ga.errors import UserError
 from lightning_ga.events import of_rank, one_sample_too_large
 from lightning_ga.train import fail
 
-pytestmark = [pytest.mark.slow, pytest.mark.distributed]
+pytestmark = pytest.mark.distributed
 QUICK = ("model=mlp", "trainer.accelerator=cpu", "trainer.max_epochs=1", "data.batch_size=16")
 TRAIN = (*QUICK, "trainer=ddp", "trainer.num_nodes=2", "trainer.devices=1", "accumulate.micro_batch_size=8")
-WATCHDOG = 120  # seconds
+LAST_RESORT = 600  # seconds
 HOSTS = """
 set -e
 mount -t tmpfs none /run && mkdir /run/netns
@@ -65,7 +65,7 @@ def run_all(commands: Sequence[Sequence[str]], folder: Path, **environment: str)
                 subprocess.Popen(command, cwd=work, env=variables, stdout=out, stderr=out, start_new_session=True)
             )
     try:
-        codes = [process.wait(timeout=WATCHDOG) for process in running]
+        codes = [process.wait(timeout=LAST_RESORT) for process in running]
     finally:
         for process in running:
             if process.poll() is None:
@@ -98,6 +98,7 @@ def test_a_rank_tells_its_own_trouble(capsys: pytest.CaptureFixture[str], monkey
     assert told.startswith("Error on rank 3: Memory ran out in training with one sample alone")
 
 
+@pytest.mark.slow
 def test_tasks_that_srun_starts(tmp_path: Path) -> None:
     """Lightning finds rank and address in SLURM's variables; no torchrun is needed."""
     port = free_port()
@@ -114,6 +115,7 @@ def test_tasks_that_srun_starts(tmp_path: Path) -> None:
     check(tmp_path)
 
 
+@pytest.mark.slow
 def test_two_agents_on_one_host(tmp_path: Path) -> None:
     """Both end with 0; the first prints plan and result, the second nothing of them."""
     port = free_port()
@@ -124,7 +126,8 @@ def test_two_agents_on_one_host(tmp_path: Path) -> None:
     check(tmp_path)
 
 
-@pytest.mark.skipif(not namespaces(), reason="no right to make network namespaces")
+@pytest.mark.slow
+@pytest.mark.skipif("not namespaces()", reason="no right to make network namespaces")
 def test_two_hosts(tmp_path: Path) -> None:
     """Two network namespaces, connected by a virtual cable: nothing goes over the loopback."""
     agents = [

@@ -48,8 +48,8 @@ def plain_loop(
     return step
 
 
-def resnet34d(size: int) -> Step:
-    model = timm.create_model("resnet34d", num_classes=10)
+def pictures(name: str, size: int) -> Step:
+    model = timm.create_model(name, num_classes=10)
     targets = torch.randint(0, 10, (512,))
     return plain_loop(
         model, torch.randn(512, 3, size, size), loss=lambda out: F.cross_entropy(out, targets[: len(out)])
@@ -102,8 +102,8 @@ LOOPS: dict[str, tuple[Callable[[], Step], int, str]] = {
     "transformer": (transformer, 37, "replay"),
     "contrastive": (lambda: mlp(loss=contrastive), 300, "replay"),
     "not aligned": (lambda: plain_loop(Alone(), torch.randn(512, 64)), 77, "phases"),
-    "resnet34d at 32": (lambda: resnet34d(32), 80, "replay"),
-    "resnet34d at 64": (lambda: resnet34d(64), 33, "replay"),
+    "mobilenetv3 at 32": (lambda: pictures("mobilenetv3_small_050", 32), 80, "replay"),
+    "resnet34d at 64": (lambda: pictures("resnet34d", 64), 33, "replay"),
 }
 
 

@@ -1,6 +1,7 @@
 import csv
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -19,12 +20,25 @@ def result(folder: Path) -> dict[str, float]:
     return json.loads((folder / "result.json").read_text())
 
 
-def test_a_run_leaves_everything_to_read(command):
+@pytest.fixture(scope="module")
+def runs():
+    """Runs that several tests read."""
+    return {}
+
+
+@pytest.fixture
+def quick(command, runs):
+    """A run of two epochs with nothing out of the ordinary; its folder is read and not written to."""
+    if "quick" not in runs:
+        runs["quick"] = command(*QUICK)
+    return runs["quick"]
+
+
+def test_a_run_leaves_everything_to_read(quick):
     """Config, plan, logs by optimizer step, curves, a report per class, best and last checkpoint."""
-    run = command(*QUICK)
-    assert run.code == 0
-    assert run.err == ""
-    files = {str(path.relative_to(run.folder)) for path in run.folder.rglob("*") if path.is_file()}
+    assert quick.code == 0
+    assert quick.err == ""
+    files = {str(path.relative_to(quick.folder)) for path in quick.folder.rglob("*") if path.is_file()}
     assert {
         "config.yaml",
         "plan.json",
@@ -37,20 +51,19 @@ def test_a_run_leaves_everything_to_read(command):
         "checkpoints/last.ckpt",
     } <= files
     assert any(name.startswith("tensorboard/events") for name in files)
-    plan = json.loads((run.folder / "plan.json").read_text())["plan"]
+    plan = json.loads((quick.folder / "plan.json").read_text())["plan"]
     assert (plan["effective_batch_size"], plan["factor"], plan["micro_batch_size"]) == (32, 2, 16)
 
 
-def test_the_plan_is_printed_first_and_the_result_last(command):
+def test_the_plan_is_printed_first_and_the_result_last(quick):
     """A newcomer reads what will be done, sees it happen, then reads how it went."""
-    run = command(*QUICK)
-    lines = run.out.strip().splitlines()
+    lines = quick.out.strip().splitlines()
     assert lines[0].strip() == "Plan"
     assert "32 = 16 × 2 × 1 (micro-batch × factor × ranks)" in lines[3]
     assert lines[-2].startswith("Result after ")
     assert "test/acc" in lines[-2]
     for shown in ("loss=", "acc=", "effective=32", "factor=2"):
-        assert shown in run.out
+        assert shown in quick.out
 
 
 def test_curves_are_logged_by_optimizer_step(command):
@@ -272,9 +285,10 @@ def test_one_cycle_is_not_prolonged(command):
     assert len(run.err.strip().splitlines()) == 1
 
 
-def test_best_is_tested_validated_and_predicted_with(command):
+def test_best_is_tested_validated_and_predicted_with(command, quick):
     """The other tasks take the best checkpoint of the latest run and repeat its numbers."""
-    trained = result(command(*QUICK, folder="fit").folder)
+    shutil.copytree(quick.folder, "outputs/fit", dirs_exist_ok=True)
+    trained = result(quick.folder)
     tested = result(command("model=mlp", "task=test", "ckpt_path=best", folder="test").folder)
     assert tested["test/acc"] == trained["test/acc"]
     validated = result(command("model=mlp", "task=validate", "ckpt_path=best", folder="validate").folder)
@@ -313,7 +327,7 @@ def test_two_ranks_share_an_effective_batch(tmp_path):
     arguments = [*QUICK, "trainer=ddp", "trainer.max_epochs=1", "data.batch_size=16", "accumulate.micro_batch_size=8"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "default"}
     line = [sys.executable, "-m", "lightning_ga.train", *arguments, "hydra.run.dir=run"]
-    run = subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
+    run = subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
     assert run.returncode == 0, run.stderr
     assert run.stdout.count("Plan") == 1
     plan = json.loads((tmp_path / "run" / "plan.json").read_text())["plan"]

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from lightning_ga import AutoAccumulate
 
-WIDTH = 2**15  # numbers of a sample in each of a handful of tensors: 64 MiB for 512 samples
+WIDTH = 2**14  # numbers of a sample in each of a handful of tensors: 32 MiB for 512 samples
 
 
 class Wide(Regression):

@@ -1,6 +1,7 @@
 """Features of Lightning beside ours: each row of the table in docs/lightning.md, in both modes, also after an OOM.
 
-The oracle is the same Trainer without the callback: one batch of the recipe in one pass.
+The oracle is the same Trainer without the callback: one batch of the recipe in one pass. Where a feature has settings,
+each of them is tried in both modes, with memory that runs out in one of them: in every pair of values.
 """
 
 import re
@@ -24,6 +25,7 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.profilers import SimpleProfiler
+from pairing import every_pair
 from reference import FEATURES, Regression, Samples, fit, loss, network, plain_loop, worst_error
 from torch.utils.data import DataLoader
 
@@ -34,8 +36,9 @@ TABLE = Path(__file__).parents[2] / "docs" / "lightning.md"
 BATCH, MICRO_BATCH, SIZE = 16, 5, 64
 STEPS = SIZE // BATCH  # of the optimizer, in an epoch
 ROWS: set[str] = set()
-MODES = pytest.mark.parametrize("mode", ["loader", "step"])
-OOM = pytest.mark.parametrize("oom", [False, True], ids=["", "oom"])
+BOTH, MAYBE = ("loader", "step"), {"": False, "oom": True}
+MODES = pytest.mark.parametrize("mode", BOTH)
+OOM = pytest.mark.parametrize("oom", MAYBE.values(), ids=MAYBE.keys())
 
 
 def row(*names: str) -> Callable[[Any], Any]:
@@ -84,9 +87,7 @@ class Watched(Regression):
 
 
 @row("Gradient clipping by norm", "Gradient clipping by value")
-@MODES
-@OOM
-@pytest.mark.parametrize("kind", ["norm", "value"])
+@every_pair(kind=["norm", "value"], mode=BOTH, oom=MAYBE)
 def test_clipping(mode: str, oom: bool, kind: str) -> None:
     """Of the gradient of the whole batch, once a step."""
     settings = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": kind}
@@ -108,9 +109,7 @@ class Normalized(Regression):
 
 
 @row("`StochasticWeightAveraging`")
-@MODES
-@OOM
-@pytest.mark.parametrize("kind", [Regression, Normalized])
+@every_pair(kind=[Regression, Normalized], mode=BOTH, oom=MAYBE)
 def test_stochastic_weight_averaging(mode: str, oom: bool, kind: Any) -> None:
     """The same average after as many steps; the pass for BatchNorm sees every sample, without gradients."""
     results = []
@@ -208,9 +207,7 @@ def test_memory_that_runs_out_within_the_finder(tmp_path: Path, monkeypatch: pyt
 
 
 @row("`torch.compile`")
-@MODES
-@OOM
-@pytest.mark.parametrize("what", ["module", "net"])
+@every_pair(what=["module", "net"], mode=BOTH, oom=MAYBE)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_compiled_modules(mode: str, oom: bool, what: str) -> None:
     """The whole module or a part of it, whatever sizes its batches have."""
@@ -249,11 +246,8 @@ def test_profilers(mode: str, oom: bool) -> None:
 
 
 @row("`overfit_batches`", "`fast_dev_run`", "`limit_train_batches`", "`max_steps`", "`val_check_interval`")
-@MODES
-@OOM
-@pytest.mark.parametrize(
-    "settings",
-    [
+@every_pair(
+    settings=[
         {"overfit_batches": 2},
         {"fast_dev_run": 3},
         {"limit_train_batches": 3},
@@ -264,7 +258,8 @@ def test_profilers(mode: str, oom: bool) -> None:
         {"val_check_interval": 3, "check_val_every_n_epoch": None},
         {"limit_train_batches": 3, "accumulate_grad_batches": 2},
     ],
-    ids=str,
+    mode=BOTH,
+    oom=MAYBE,
 )
 @pytest.mark.filterwarnings("ignore:You requested to overfit but enabled (val|training) dataloader shuffling")
 def test_modes_of_the_trainer(mode: str, oom: bool, settings: dict[str, Any]) -> None:
@@ -279,10 +274,7 @@ def test_modes_of_the_trainer(mode: str, oom: bool, settings: dict[str, Any]) ->
 
 
 @row("Schedules of the learning rate, `LearningRateMonitor`")
-@MODES
-@OOM
-@pytest.mark.parametrize("interval", ["step", "epoch"])
-@pytest.mark.parametrize("frequency", [1, 2])
+@every_pair(interval=["step", "epoch"], frequency=[1, 2], mode=BOTH, oom=MAYBE)
 def test_schedules(mode: str, oom: bool, interval: str, frequency: int, tmp_path: Path) -> None:
     """By steps of the optimizer or by epochs, and what the monitor logs."""
 
@@ -356,9 +348,7 @@ def test_what_a_batch_is(mode: str, oom: bool) -> None:
 
 
 @row("Mixed precision")
-@MODES
-@OOM
-@pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed"])
+@every_pair(precision=["16-mixed", "bf16-mixed"], mode=BOTH, oom=MAYBE)
 def test_precision(mode: str, oom: bool, precision: str) -> None:
     """Within the rounding of a batch; the scaler moves once a step."""
     weights, scales = [], []

@@ -56,6 +56,7 @@ def test_steps_are_counted_in_advance(arguments: dict[str, Any], settings: dict[
         assert module.estimate == module.steps
 
 
+@pytest.mark.loader_only(reason="it is without the callback, and need not run twice")
 def test_steps_are_counted_without_the_callback_too() -> None:
     """A model does not know whether it is there."""
     module, trainer = fit(loader(), module=Scheduled(), accumulate_grad_batches=3)

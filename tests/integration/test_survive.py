@@ -59,14 +59,17 @@ class Logged(pl.Callback):
         self.epochs.append({k: float(v) for k, v in trainer._results.metrics(on_step=False)["callback"].items()})
 
 
-def train(*at: int, mode: str = "loader", samples: int = 37, module: Any = None, **arguments: Any) -> Any:
-    """A fit of two epochs with memory running out at these operations."""
+def train(
+    *at: int, mode: str = "loader", samples: int = 37, module: Any = None, epochs: int = 2, **arguments: Any
+) -> Any:
+    """A fit with memory running out at these operations."""
     faults, logged = Faults(*at), Logged()
     accumulate = {"effective_batch_size": 16, "micro_batch_size": 8 if mode == "loader" else 5, **arguments}
     callback = AutoAccumulate(**accumulate, micro_batching=mode, verify=False)
     module = Watched() if module is None else module
+    loader = DataLoader(Samples(samples), batch_size=8, shuffle=True)
     with faults:
-        fit(DataLoader(Samples(samples), batch_size=8, shuffle=True), callback, Arm(faults), logged, module=module)
+        fit(loader, callback, Arm(faults), logged, module=module, max_epochs=epochs)
     return module, callback, faults, logged
 
 
@@ -78,10 +81,10 @@ def close(ours: Any, theirs: Any, rtol: float = 1e-9) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_memory_runs_out_all_over_a_window(mode: str) -> None:
     """Forward, loss and backward, in first and later micro-batches: gradients, weights, logs and metrics are equal."""
-    whole, _, counted, logs = train(mode=mode)
-    operations = counted.count // 2
+    whole, _, counted, logs = train(mode=mode, epochs=1)
+    operations = counted.count
     for at in [*range(1, operations // 3, 11), *range(operations // 3, operations, 131)]:
-        module, callback, _, logged = train(at, mode=mode)
+        module, callback, _, logged = train(at, mode=mode, epochs=1)
         assert callback.oom_events == 1, at
         assert worst_error(module.gradients, whole.gradients) <= 1e-12, at
         close(list(module.parameters()), list(whole.parameters()))
@@ -114,10 +117,10 @@ def test_weights_that_reentrant_checkpoints_share(mode: str) -> None:
             first = torch.nn.Linear(FEATURES, FEATURES, dtype=torch.float64)
             self.net = torch.nn.Sequential(first, Again(layer), torch.nn.Linear(FEATURES, 1, dtype=torch.float64))
 
-    whole, _, counted, _ = train(mode=mode, module=Shared())
-    operations = counted.count // 6  # a window of two micro-batches is more than that
+    whole, _, counted, _ = train(mode=mode, module=Shared(), epochs=1)
+    operations = counted.count // 3  # a window of two micro-batches is more than that
     for at in range(operations // 3, operations, 17):
-        module, callback, _, _ = train(at, mode=mode, module=Shared())
+        module, callback, _, _ = train(at, mode=mode, module=Shared(), epochs=1)
         assert callback.oom_events == 1, at
         assert worst_error(module.gradients, whole.gradients) <= 1e-12, at
 
@@ -381,9 +384,9 @@ class Hidden(Fused):
 @pytest.mark.parametrize("kind", [Unregistered, Fused, HalfFused, Hidden])
 def test_gradients_that_no_module_or_hook_tells_of(kind: type[Regression]) -> None:
     """Memory runs out in the backward pass of a window's later micro-batch, and nothing is added twice."""
-    whole, _, faults, _ = train(module=kind())
-    for at in range(faults.count // 6, faults.count // 5, 2):
-        again, callback, _, _ = train(at, module=kind())
+    whole, _, faults, _ = train(module=kind(), epochs=1)
+    for at in range(faults.count // 3, 2 * faults.count // 5, 2):
+        again, callback, _, _ = train(at, module=kind(), epochs=1)
         assert callback.oom_events == 1
         close(list(again.parameters()), list(whole.parameters()))
         if isinstance(again, Unregistered):
@@ -522,8 +525,8 @@ def test_checkpoints_keep_the_count_and_the_limit(tmp_path: Any) -> None:
 
 def test_gradients_of_a_later_micro_batch_are_completed_not_added_twice() -> None:
     """Backward fails after some layers have their gradient: those are left alone by the retry."""
-    whole, _, _, _ = train()
+    whole, _, _, _ = train(epochs=1)
     for at in range(12, 80, 5):
-        module, _, _, _ = train(at)
+        module, _, _, _ = train(at, epochs=1)
         assert worst_error(module.gradients[:1], whole.gradients[:1]) <= 1e-12, at
         assert flat_gradient(module.net).shape == flat_gradient(whole.net).shape

@@ -1,0 +1,106 @@
+"""Processes of the tests' own: how they end, what they begin with, and what becomes of one that hangs."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import forks
+import pytest
+from forks import forked, in_ranks
+
+
+def end_with(code: int | None) -> int | None:
+    print("to stdout")
+    print("to stderr", file=sys.stderr)
+    return code
+
+
+def fail() -> None:
+    raise ValueError("a mistake")
+
+
+def be_killed() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def say_variables(*names: str) -> None:
+    print([os.environ.get(name) for name in names], Path.cwd().name)
+
+
+def be_imported() -> int:
+    """How much is not there that the server should have imported."""
+    return len({*forks.PRELOADED} - {*sys.modules})
+
+
+def on_rank(codes: list[int]) -> int:
+    return codes[int(os.environ["RANK"])]
+
+
+def one_rank_is_killed() -> None:
+    if os.environ["RANK"] == "0":
+        be_killed()
+
+
+def wait_for_ever() -> None:
+    while True:
+        time.sleep(60)
+
+
+def leave_somebody_behind(work: bool) -> None:
+    """A process that works on for three seconds, or waits for ever, when this one has ended."""
+    program = "import time; end = time.monotonic() + 3\nwhile time.monotonic() < end: pass\nprint('done')"
+    subprocess.Popen([sys.executable, "-c", program if work else "import time; time.sleep(600)"])
+
+
+@pytest.mark.parametrize(("returned", "code"), [(None, 0), (0, 0), (3, 3)])
+def test_the_exit_code_is_what_is_returned(returned: int | None, code: int, tmp_path: Path) -> None:
+    """What is printed is kept."""
+    done = forked(end_with, returned, folder=tmp_path)
+    assert done.code == code
+    assert sorted(done.output.splitlines()) == ["to stderr", "to stdout"]
+
+
+def test_exceptions_and_signals_are_seen(tmp_path: Path) -> None:
+    failed, killed = forked(fail, folder=tmp_path), forked(be_killed, folder=tmp_path)
+    assert (failed.code, killed.code) == (1, -signal.SIGKILL)
+    assert "ValueError: a mistake" in failed.output
+
+
+def test_folder_and_variables_are_those_of_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not those of the moment when the server was started."""
+    monkeypatch.setenv("ONE", "1")
+    done = forked(say_variables, "ONE", "TWO", "THREE", environment={"TWO": "2"}, folder=tmp_path)
+    assert done.output == f"['1', '2', None] {tmp_path.name}\n"
+
+
+def test_all_is_imported_before(tmp_path: Path) -> None:
+    assert forked(be_imported, folder=tmp_path).code == 0
+
+
+@pytest.mark.parametrize("codes", [[0, 0], [0, 3], [3, 0]])
+def test_ranks_end_as_the_worst_of_them(codes: list[int], tmp_path: Path) -> None:
+    assert forked(in_ranks, 2, on_rank, codes, folder=tmp_path).code == max(codes)
+
+
+def test_a_rank_that_is_killed_is_seen(tmp_path: Path) -> None:
+    assert forked(in_ranks, 2, one_rank_is_killed, folder=tmp_path).code not in (0, None)
+
+
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_what_hangs_is_ended_and_says_where_it_was(ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of its processes do."""
+    monkeypatch.setattr(forks, "PATIENCE", 1)
+    work = (in_ranks, ranks, wait_for_ever) if ranks else (wait_for_ever,)
+    with pytest.raises(AssertionError, match=f"{ranks + 1} processes hang") as caught:
+        forked(*work, folder=tmp_path)
+    assert str(caught.value).count("in wait_for_ever") == max(ranks, 1)
+
+
+def test_what_is_left_behind_is_waited_for_as_long_as_it_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert forked(leave_somebody_behind, True, folder=tmp_path).output == "done\n"
+    monkeypatch.setattr(forks, "PATIENCE", 1)
+    with pytest.raises(AssertionError, match="1 processes hang"):
+        forked(leave_somebody_behind, False, folder=tmp_path)
