@@ -25,7 +25,7 @@ from lightning_ga.gradients import WindowGradients
 from lightning_ga.heaviest import Looks
 from lightning_ga.layout import LayoutError
 from lightning_ga.memory import enforced_budget, parse_budget, total_memory
-from lightning_ga.oom import is_out_of_memory
+from lightning_ga.oom import is_ambiguous_out_of_memory, is_out_of_memory
 from lightning_ga.plan import AccumulationPlan, cut_further
 from lightning_ga.probe import probe
 from lightning_ga.protection import Protection, Witness
@@ -536,7 +536,8 @@ class Run:
                 reader=self.protection.survivor.reader("training"),
             )
         except Exception as error:
-            if isinstance(error, UserError) or is_out_of_memory(error) or seams.is_distributed(self.trainer):
+            memory = is_out_of_memory(error) or is_ambiguous_out_of_memory(error)
+            if memory or isinstance(error, UserError) or seams.is_distributed(self.trainer):
                 raise  # ranks probe together or not at all
             failure = error
         else:
