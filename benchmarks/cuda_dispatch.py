@@ -18,8 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from benchmarks.planning_cases import CLASSES, TOKENS, Convolutions, Transformer
-from lightning_ga.like_cuda import LikeCuda
-from lightning_ga.live import LiveMemory
+from lightning_ga.memory.live_tensors import LiveMemory
+from lightning_ga.probe.planned.like_cuda import LikeCuda
 
 SAMPLES = 16
 Make = Callable[[], tuple[nn.Module, Tensor]]

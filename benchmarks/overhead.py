@@ -32,7 +32,7 @@ from benchmarks.measure import quiet
 from benchmarks.output import as_text, write_json
 from benchmarks.turns import Stopwatch, take_turns
 from lightning_ga import AutoAccumulate
-from lightning_ga.gradients import scale_gradients
+from lightning_ga.fit.window_gradients import scale_gradients
 
 MICRO, FACTOR = 8, 4
 WARM_UP = 2  # windows of each bout that are not counted

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, default_collate
 
-from lightning_ga.weights import TargetTokens
+from lightning_ga.plan.weights import TargetTokens
 
 FEATURES, CLASSES = 32, 10
 LENGTH, WORDS = 12, 50

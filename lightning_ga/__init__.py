@@ -10,17 +10,17 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lightning_ga.atomic import AtomicCheckpointIO
     from lightning_ga.callback import AutoAccumulate
-    from lightning_ga.device import DevicePlan
+    from lightning_ga.compat.atomic import AtomicCheckpointIO
+    from lightning_ga.compat.step_counts import optimizer_steps
     from lightning_ga.errors import ExactnessWarning, UserError
-    from lightning_ga.exactness import Exactness
-    from lightning_ga.finder import find_micro_batch
-    from lightning_ga.oom import is_out_of_memory
-    from lightning_ga.plan import AccumulationPlan, plan_accumulation
+    from lightning_ga.fit.exactness import Exactness
+    from lightning_ga.memory.oom import is_out_of_memory
+    from lightning_ga.plan.accumulation import AccumulationPlan, plan_accumulation
+    from lightning_ga.plan.records import ProbeResult, Trial
     from lightning_ga.planning import plan_for_device
-    from lightning_ga.results import ProbeResult, Trial
-    from lightning_ga.steps import optimizer_steps
+    from lightning_ga.probe.finder import find_micro_batch
+    from lightning_ga.probe.planned.device import DevicePlan
 
 __version__ = version("lightning_ga")
 
@@ -42,19 +42,19 @@ __all__ = [
 ]
 
 _HOMES = {
-    "AccumulationPlan": "plan",
-    "AtomicCheckpointIO": "atomic",
+    "AccumulationPlan": "plan.accumulation",
+    "AtomicCheckpointIO": "compat.atomic",
     "AutoAccumulate": "callback",
-    "DevicePlan": "device",
-    "Exactness": "exactness",
+    "DevicePlan": "probe.planned.device",
+    "Exactness": "fit.exactness",
     "ExactnessWarning": "errors",
-    "ProbeResult": "results",
-    "Trial": "results",
+    "ProbeResult": "plan.records",
+    "Trial": "plan.records",
     "UserError": "errors",
-    "find_micro_batch": "finder",
-    "is_out_of_memory": "oom",
-    "optimizer_steps": "steps",
-    "plan_accumulation": "plan",
+    "find_micro_batch": "probe.finder",
+    "is_out_of_memory": "memory.oom",
+    "optimizer_steps": "compat.step_counts",
+    "plan_accumulation": "plan.accumulation",
     "plan_for_device": "planning",
 }
 

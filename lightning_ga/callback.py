@@ -8,15 +8,16 @@ from lightning.pytorch import Callback
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from pytorch_lightning import Callback as LegacyCallback
 
-from lightning_ga import guards, seams
+from lightning_ga.compat import dataloaders, loops, trainer_settings
 from lightning_ga.errors import ExactnessWarning, UserError
-from lightning_ga.exactness import Exactness
-from lightning_ga.plan import AccumulationPlan
-from lightning_ga.protection import Protection, Witness
-from lightning_ga.request import Options, read_request, refuse_unfinished, require_choice
-from lightning_ga.results import ProbeResult
-from lightning_ga.run import Run
-from lightning_ga.state import RunState
+from lightning_ga.fit import checks as guards
+from lightning_ga.fit.exactness import Exactness
+from lightning_ga.fit.fit import Run
+from lightning_ga.fit.oom_handler import Protection, Witness
+from lightning_ga.plan.accumulation import AccumulationPlan
+from lightning_ga.plan.checkpoint import RunState
+from lightning_ga.plan.config import Options, read_request, refuse_unfinished, require_choice
+from lightning_ga.plan.records import ProbeResult
 
 
 class AutoAccumulate(Callback, LegacyCallback):  # type: ignore[misc]
@@ -133,13 +134,13 @@ class AutoAccumulate(Callback, LegacyCallback):  # type: ignore[misc]
             self._evaluation = Protection(trainer, retries=self._options.on_oom == "split", report=self._witness)
             self._evaluation.watch_batches()
             return
-        seams.take_factor_back(trainer)
+        trainer_settings.take_factor_back(trainer)
         guards.check_trainer(trainer, pl_module, self._request)
-        guards.check_schedule(self._request, seams.training_epochs(trainer), trainer.world_size)
-        self._place = seams.run_first(trainer, self)
+        guards.check_schedule(self._request, loops.training_epochs(trainer), trainer.world_size)
+        self._place = trainer_settings.run_first(trainer, self)
         self._witness = Witness(trainer)
         self._run = Run(trainer, self._request, self._options, self._witness, active=lambda: self in trainer.callbacks)
-        seams.intercept_loaders(trainer, cut=self._run.cut, around=self._run.set_up_data)
+        dataloaders.intercept_loaders(trainer, cut=self._run.cut, around=self._run.set_up_data)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Find the limit and begin the epoch with it, where a resumed run left off."""
@@ -186,7 +187,7 @@ class AutoAccumulate(Callback, LegacyCallback):  # type: ignore[misc]
         """Take the patches back. The factor stays until the next fit, as with Lightning's own scheduler."""
         if stage == "fit" and self._run:
             self._run.close()  # again: StochasticWeightAveraging gives momenta back in on_train_end, ours among them
-            seams.leave_factor(trainer, self._run.recipe_factor)
+            trainer_settings.leave_factor(trainer, self._run.recipe_factor)
         self._take_back(trainer)
 
     def _take_back(self, trainer: Any) -> None:
@@ -194,9 +195,9 @@ class AutoAccumulate(Callback, LegacyCallback):  # type: ignore[misc]
             if protection is not None:
                 protection.stop()
         self._evaluation = None
-        seams.release_loaders(trainer)
+        dataloaders.release_loaders(trainer)
         if self._place is not None:
-            seams.run_at(trainer, self, self._place)
+            trainer_settings.run_at(trainer, self, self._place)
         self._place = None
 
     def state_dict(self) -> dict[str, Any]:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_ga.live import LiveMemory
-from lightning_ga.memory import parse_budget
+from lightning_ga.memory.device import parse_budget
+from lightning_ga.memory.live_tensors import LiveMemory
 
 
 @contextmanager

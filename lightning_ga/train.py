@@ -20,11 +20,11 @@ from hydra.types import RunMode
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_ga.allowlist import guarded_hydra
-from lightning_ga.cli_errors import EXPECTED, chain, explain
+from lightning_ga.app.allowlist import guarded_hydra
+from lightning_ga.app.errors import EXPECTED, chain, explain
+from lightning_ga.app.progress import quiet_lightning
+from lightning_ga.app.tasks import TASKS, run_task
 from lightning_ga.errors import RankError, UserError
-from lightning_ga.progress import quiet_lightning
-from lightning_ga.tasks import TASKS, run_task
 
 FULL_ERROR = "HYDRA_FULL_ERROR"  # set: Hydra raises errors instead of printing them
 TRACEBACK = "--traceback"

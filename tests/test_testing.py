@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 from lightning_ga.errors import UserError
-from lightning_ga.live import LiveMemory
-from lightning_ga.memory import available_memory
-from lightning_ga.oom import is_out_of_memory, release
+from lightning_ga.memory.device import available_memory
+from lightning_ga.memory.live_tensors import LiveMemory
+from lightning_ga.memory.oom import is_out_of_memory, release
 from lightning_ga.testing import limit_memory, out_of_memory_at
 
 

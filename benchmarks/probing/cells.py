@@ -15,8 +15,8 @@ from benchmarks.probing.programs import OURS, PROGRAMS, Choice, missing, start_s
 from benchmarks.probing.throughput import finish
 from benchmarks.probing.training import Oracle, Training
 from lightning_ga import UserError, is_out_of_memory
-from lightning_ga.allocators import AllocatorMeter
-from lightning_ga.oom import release
+from lightning_ga.memory.allocator import AllocatorMeter
+from lightning_ga.memory.oom import release
 
 HIGH = 2**24  # samples: far above every limit, the same for ours and for Lightning's max_val
 IN_TRAINER = "GPT, SDPA"  # the model whose limit is also searched for in a Trainer

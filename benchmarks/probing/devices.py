@@ -53,7 +53,7 @@ def without_values() -> Iterator[None]:
         FakeTensorMode(),
         Ones(),
         patch("psutil.virtual_memory", lambda: endless),
-        patch("lightning_ga.memory.control_group_limits", list),
+        patch("lightning_ga.memory.device.control_group_limits", list),
     ):
         yield
 

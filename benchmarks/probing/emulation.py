@@ -7,7 +7,7 @@ from typing import Any
 from benchmarks.probing.cells import SMALL
 from benchmarks.probing.models import MODELS
 from benchmarks.probing.training import Training
-from lightning_ga.live import LiveMemory
+from lightning_ga.memory.live_tensors import LiveMemory
 from lightning_ga.testing import limit_memory, out_of_memory_at
 
 MODEL = "GPT, SDPA"

@@ -10,8 +10,8 @@ from benchmarks.probing.devices import EMULATED, memory
 from benchmarks.probing.models import Model, Samples
 from benchmarks.probing.throughput import Module, Pool
 from lightning_ga import AutoAccumulate, ProbeResult, is_out_of_memory
-from lightning_ga.live import uncounted
-from lightning_ga.oom import release
+from lightning_ga.memory.live_tensors import uncounted
+from lightning_ga.memory.oom import release
 
 EFFECTIVE = 2**13  # samples of a window that is probed: far above the limits
 FACTOR, WINDOWS = 2, 2  # of the training that tries a limit

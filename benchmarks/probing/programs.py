@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from benchmarks.output import installed
 from benchmarks.probing.training import Training
 from lightning_ga import find_micro_batch
-from lightning_ga.live import uncounted
+from lightning_ga.memory.live_tensors import uncounted
 
 OURS, POWER, BINSEARCH, ACCELERATE, MAX_MEM = "ours", "power", "binsearch", "Accelerate", "torch-max-mem"
 METHODS = {POWER: "×2", BINSEARCH: "×2, ½", ACCELERATE: "×0.9", MAX_MEM: "÷2"}

@@ -19,8 +19,8 @@ from torch.optim.lr_scheduler import OneCycleLR
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
 
+from lightning_ga.compat.step_counts import optimizer_steps
 from lightning_ga.errors import UserError
-from lightning_ga.steps import optimizer_steps
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 MakeScheduler = Callable[..., torch.optim.lr_scheduler.LRScheduler]

@@ -75,7 +75,7 @@ MEANT = (
         scenarios="learning_rates_monitored",
         modes="cut-loader",
         where=r"\['rows'\].*",
-        reason="The monitor writes in every batch of a step that is logged, as it does where stock Lightning accumulates.",
+        reason="The monitor writes in every batch of a logged step, as it does where stock Lightning accumulates.",
         sentence="writes a row for each micro-batch of a step that is logged",
     ),
     Meant(

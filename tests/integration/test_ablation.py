@@ -12,16 +12,18 @@ import pytest
 import torch
 from everything import Average, difference, run
 
-from lightning_ga import AutoAccumulate, seams, snapshot
-from lightning_ga.contents import Contents, ObjectState
-from lightning_ga.snapshot import Attributes, Gradients, PlainState, RandomState, TensorValues
+from lightning_ga import AutoAccumulate
+from lightning_ga.compat import patching, trial_steps
+from lightning_ga.snapshot import state as snapshot
+from lightning_ga.snapshot.contents import Contents, ObjectState
+from lightning_ga.snapshot.state import Attributes, Gradients, PlainState, RandomState, TensorValues
 
 Omit = Callable[[pytest.MonkeyPatch], None]
 BUDGET = "60KB"  # fp16 with a scaler
 
 
 def settings() -> dict[str, Any]:
-    from test_traceless import fp16_on_the_cpu
+    from everything import fp16_on_the_cpu
 
     return {"plugins": fp16_on_the_cpu()}
 
@@ -141,7 +143,7 @@ def behind_hooks(patch: pytest.MonkeyPatch) -> None:
 @contextmanager
 def heard_by_the_average(trainer: Any) -> Iterator[None]:
     """A callback of the user's hears of trials."""
-    call = seams.sibling(trainer, "trainer.call")
+    call = patching.sibling(trainer, "trainer.call")
     inner = call._call_callback_hooks
 
     def tell(trainer: Any, hook: str, *arguments: Any, **_: Any) -> None:
@@ -157,7 +159,7 @@ def heard_by_the_average(trainer: Any) -> Iterator[None]:
 
 
 def muting(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(seams, "muted", heard_by_the_average)
+    patch.setattr(trial_steps, "muted", heard_by_the_average)
 
 
 def cloning(patch: pytest.MonkeyPatch) -> None:

@@ -7,12 +7,13 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from rank_records import joined, run_ranks
 from reference import LossBySample, Samples, cut, fit, permutation
-from test_ranks import joined, run_ranks
 from torch.utils.data import DataLoader
 
-from lightning_ga import AutoAccumulate, sampler
-from lightning_ga.permutation import Permutation
+from lightning_ga import AutoAccumulate
+from lightning_ga.loading import sampler
+from lightning_ga.loading.permutation import Permutation
 
 SIZE, EFFECTIVE, EPOCHS, SEED = 53, 12, 2, 7  # five windows an epoch, the last of 5 samples
 WINDOWS = [window for epoch in range(EPOCHS) for window in cut(permutation(SIZE, SEED, epoch), EFFECTIVE)]

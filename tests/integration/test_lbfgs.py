@@ -8,7 +8,7 @@ from reference import Regression, Samples, cut, fit, loss, network
 from torch.utils.data import DataLoader
 
 from lightning_ga import AutoAccumulate
-from lightning_ga.weights import Samples as CountSamples
+from lightning_ga.plan.weights import Samples as CountSamples
 
 
 class Newton(Regression):

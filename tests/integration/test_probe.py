@@ -7,30 +7,12 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-from reference import FEATURES, Regression, Samples, fit, loss
+from reference import Samples, fit
 from torch.utils.data import DataLoader, Dataset, default_collate
+from wide import BUDGET, Wide
 
 from lightning_ga import AutoAccumulate, UserError
 from lightning_ga.testing import limit_memory
-
-BUDGET = 60_000
-
-
-class Wide(Regression):
-    """Large enough that a budget of 60 kB cuts a window of 64."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = torch.nn.Sequential(torch.nn.Linear(FEATURES, 48), torch.nn.Tanh(), torch.nn.Linear(48, 1)).double()
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        return loss(self.net, batch[0], batch[1])
-
-    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        pass
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters(), lr=1e-3)
 
 
 def probe(module: pl.LightningModule, dataset: Any = None, *, callbacks: Any = (), **settings: Any) -> AutoAccumulate:

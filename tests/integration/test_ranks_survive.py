@@ -5,9 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import survivors
 import torch
-from forks import Ended, forked
+from rank_records import start
 from reference import Samples, cut, permutation
 from survivors import Task
 
@@ -15,11 +14,6 @@ pytestmark = pytest.mark.distributed
 PHASES = ("forward", "backward", "late")
 LOADER = {"effective_batch_size": 24, "micro_batch_size": 4}
 STEP = {**LOADER, "micro_batching": "step"}
-
-
-def start(folder: Path, scenarios: dict[str, Any], ranks: int, program: Any = survivors) -> Ended:
-    """Run scenarios one after the other; all ranks end, or the test fails."""
-    return forked(program.main, scenarios, folder, ranks, folder=folder)
 
 
 def run(folder: Path, scenarios: dict[str, Any], ranks: int) -> dict[str, list[dict[str, Any]]]:

@@ -13,10 +13,11 @@ import torch
 from reference import FEATURES, Regression, Samples, fit, loss
 from torch.utils.data import DataLoader
 
-from lightning_ga import AutoAccumulate, UserError, memory
-from lightning_ga.live import LiveMemory
+from lightning_ga import AutoAccumulate, UserError
+from lightning_ga.memory import device as memory
+from lightning_ga.memory.live_tensors import LiveMemory
+from lightning_ga.probe.trials import TrialStep
 from lightning_ga.testing import limit_memory
-from lightning_ga.trials import TrialStep
 
 MOST = 21
 

@@ -10,11 +10,11 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from reference import FEATURES, Samples, fit
-from test_probe import BUDGET, Wide
 from torch.utils.data import DataLoader, default_collate
+from wide import BUDGET, Wide
 
 from lightning_ga import AutoAccumulate
-from lightning_ga.cache import cache_folder
+from lightning_ga.probe.cache import cache_folder
 
 
 def run(

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import sharded
 import torch
+from rank_records import joined, run_ranks
 from reference import Samples, cut, permutation, plain_loop, worst_error
-from test_ranks import joined, run_ranks
 
 pytestmark = pytest.mark.distributed
 

@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 import sharded
 import sharded_survivors
+from rank_records import run_ranks, start
 from reference import Samples, cut, permutation, plain_loop, worst_error
-from test_ranks import run_ranks
-from test_ranks_survive import start
 
 pytestmark = pytest.mark.distributed
 

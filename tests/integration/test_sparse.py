@@ -10,7 +10,7 @@ from reference import cut, fit
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_ga import AutoAccumulate
-from lightning_ga.gradients import WindowGradients
+from lightning_ga.fit.window_gradients import WindowGradients
 from lightning_ga.testing import limit_memory
 
 MICRO_BATCH, TOKENS = 8, 64

@@ -14,9 +14,9 @@ import torchmetrics
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from reference import FEATURES, Regression, Samples, StreamOf, cut, fit, loss, plain_loop, worst_error
-from test_probe import Wide
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequence
 from torch.utils.data import DataLoader
+from wide import Wide
 
 from lightning_ga import AutoAccumulate
 from lightning_ga.testing import limit_memory

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 from reference import Samples, fit
-from test_probe import BUDGET, Wide
 from torch.utils.data import DataLoader
+from wide import BUDGET, Wide
 
 from lightning_ga import AutoAccumulate
-from lightning_ga.throughput import SLOWER
+from lightning_ga.probe.throughput import SLOWER
 
 
 class Clock:
@@ -21,7 +21,7 @@ class Clock:
 
 @pytest.fixture(autouse=True)
 def _clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_ga.trials.time", SimpleNamespace(perf_counter=lambda: Clock.now))
+    monkeypatch.setattr("lightning_ga.probe.trials.time", SimpleNamespace(perf_counter=lambda: Clock.now))
 
 
 class Slow(Wide):

@@ -10,7 +10,7 @@ from reference import Regression, Samples, cut, fit, flat_gradient, plain_loop, 
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_ga import AutoAccumulate, UserError
-from lightning_ga.weights import AttentionMaskTokens, TargetTokens
+from lightning_ga.plan.weights import AttentionMaskTokens, TargetTokens
 
 LENGTH, WORDS = 9, 11
 
@@ -248,7 +248,7 @@ def test_half_precision_overflows_no_more_often_than_without_weights() -> None:
 
 def test_sample_weights_of_the_reference_task_are_untouched_by_a_counter_of_samples() -> None:
     """Counting samples as they come gives what knowing them gives."""
-    from lightning_ga.weights import Samples as CountSamples
+    from lightning_ga.plan.weights import Samples as CountSamples
 
     module, _ = fit(
         DataLoader(Samples(23), batch_size=8),

@@ -3,20 +3,13 @@
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
-from everything import difference, run
+from everything import difference, fp16_on_the_cpu, run
 from reference import Regression, Samples, fit
 from torch.utils.data import DataLoader
 
 from lightning_ga import AutoAccumulate
-
-
-def fp16_on_the_cpu() -> Any:
-    """Lightning turns 16-mixed into bf16 on the CPU; a plugin with a scaler of its own does fp16."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2)
-    return pl.plugins.MixedPrecision("16-mixed", "cpu", scaler)
 
 
 @pytest.mark.parametrize(

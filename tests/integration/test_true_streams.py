@@ -18,7 +18,8 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, default_collate
 from true_support import OOM, WAYS, Case, Memory, Task, Trained, Way, each_way, error, one_pass, pairs, run, train
 
-from lightning_ga import AutoAccumulate, UserError, seams
+from lightning_ga import AutoAccumulate, UserError
+from lightning_ga.compat import trial_steps
 
 MODES = pytest.mark.parametrize("mode", ["loader", "step"])
 
@@ -442,7 +443,7 @@ def test_other_trainers_of_the_process_are_not_muted() -> None:
     data = DataLoader(pairs(16), batch_size=8)
     mine, theirs = Hooks(), Hooks()
     muted, other = quiet_trainer(mine, max_epochs=1), quiet_trainer(theirs, max_epochs=1)
-    with seams.muted(muted):
+    with trial_steps.muted(muted):
         other.fit(Task(), data)
         muted.fit(Task(), data)
     assert (mine.called, theirs.called) == ([], ["start", "batch", "batch", "end"])
@@ -456,7 +457,7 @@ def test_two_trainers_are_muted_one_within_the_other() -> None:
     data = DataLoader(pairs(16), batch_size=8)
     hooks = [Hooks(), Hooks(), Hooks()]
     trainers = [quiet_trainer(hook, max_epochs=1) for hook in hooks]
-    first, second = seams.muted(trainers[0]), seams.muted(trainers[1])
+    first, second = trial_steps.muted(trainers[0]), trial_steps.muted(trainers[1])
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)

@@ -41,7 +41,7 @@ from true_support import (
 )
 
 from lightning_ga import AutoAccumulate
-from lightning_ga.weights import TargetTokens
+from lightning_ga.plan.weights import TargetTokens
 
 each_mode = each({name: way for name, way in WAYS.items() if not way.fails})
 BATCH, MICRO = 12, 4

@@ -9,8 +9,8 @@ import pytest
 import torch
 from lightning.pytorch.utilities import CombinedLoader
 from reference import Regression, Samples, fit, loss, plain_loop, worst_error
-from test_probe import BUDGET, Wide
 from torch.utils.data import DataLoader, IterableDataset
+from wide import BUDGET, Wide
 
 from lightning_ga import AutoAccumulate, UserError
 from lightning_ga.testing import limit_memory

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from clients.program import Program, train
-from lightning_ga.weights import TargetTokens
+from lightning_ga.plan.weights import TargetTokens
 
 logging.set_verbosity_error()  # of token numbers that are larger than the vocabulary, which is small
 WORDS = 50

@@ -1,0 +1,1 @@
+"""The command line: compose, build, run, report."""

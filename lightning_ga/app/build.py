@@ -1,0 +1,169 @@
+"""From a configuration to objects: what is allowed, in which order, and what cannot work."""
+
+import inspect
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import lightning
+import torch
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from hydra.utils import instantiate
+from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.accelerators import CPUAccelerator
+from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from omegaconf import DictConfig, OmegaConf
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from lightning_ga.app.allowlist import check_targets
+from lightning_ga.app.progress import PlanReport
+from lightning_ga.app.values import check_values
+from lightning_ga.compat.atomic import AtomicCheckpointIO
+from lightning_ga.errors import UserError
+from lightning_ga.probe.planned.device import settings_on_this_host
+
+HALF_PRECISION = ("16-mixed", "16-true", "16")
+TRIAL_STEPS = 100  # of a schedule that is only tried
+
+
+class Run(NamedTuple):
+    """Everything that a task needs.
+
+    Attributes:
+        config: The configuration, resolved.
+        folder: Where the run's files go.
+        model: The LightningModule.
+        data: The datamodule.
+        trainer: The Trainer, with its callbacks and loggers.
+    """
+
+    config: DictConfig
+    folder: Path
+    model: LightningModule
+    data: LightningDataModule
+    trainer: Trainer
+
+
+def build(cfg: DictConfig) -> Run:
+    """Check the configuration, seed, and build data, model and Trainer.
+
+    Raises:
+        UserError: If something cannot work: found before anything is trained.
+    """
+    check_targets(OmegaConf.to_container(cfg, resolve=True), cfg.allow_targets)
+    check_values(cfg)
+    if cfg.seed is not None:
+        lightning.seed_everything(cfg.seed, workers=True, verbose=False)
+    torch.set_float32_matmul_precision(cfg.precision.float32_matmul)
+    check_optimizer(cfg)
+    folder = Path(cfg.paths.output_dir)
+    trainer = build_trainer(cfg, folder)
+    data = make(cfg.data)
+    if "num_classes" in cfg.data and cfg.data.num_classes is None:
+        cfg.data.num_classes = data.num_classes  # the model's configuration refers to it
+    config = OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))
+    assert isinstance(config, DictConfig)
+    check_classes(config, data)
+    return Run(config, folder, make(config.model), data, trainer)
+
+
+def build_trainer(cfg: DictConfig, folder: Path) -> Trainer:
+    """The Trainer; a dry run has no loggers, no checkpoints and no bar."""
+    report = PlanReport(folder, dry_run=cfg.dry_run)
+    elsewhere, ranks = settings_on_this_host(cfg.trainer) if cfg.device_memory is not None else ({}, 1)
+    accumulate = [make(cfg.accumulate)] if cfg.accumulate else []
+    others = [] if cfg.dry_run else make_all(cfg.callbacks)
+    loggers: list[Logger] = [] if cfg.dry_run else make_all(cfg.logger)
+    callbacks: list[Callback] = [*accumulate, report, *others]
+    trainer: Trainer = make(
+        cfg.trainer,
+        callbacks=callbacks,
+        logger=loggers or False,
+        enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in others),
+        enable_progress_bar=not cfg.dry_run,
+        **elsewhere,
+    )
+    if elsewhere:  # one process here stands for one of them
+        vars(trainer.strategy)["world_size"] = ranks
+    else:
+        check_precision(cfg, trainer)
+    if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:  # one of the user's own stays
+        trainer.strategy.checkpoint_io = AtomicCheckpointIO()
+    check_sweep(trainer)
+    return trainer
+
+
+def make(node: Any, **arguments: Any) -> Any:
+    """Build what a node names; it is given plain dicts and lists, which checkpoints can hold."""
+    return instantiate(node, **arguments, _convert_="all")
+
+
+def make_all(nodes: DictConfig | None) -> list[Any]:
+    """Build every named entry of a section."""
+    return [make(node) for node in (nodes or {}).values() if node]
+
+
+def check_optimizer(cfg: DictConfig) -> None:
+    """Try optimizer and schedule on one number: a wrong argument would come to light only when training starts."""
+    if not cfg.get("optimizer"):
+        return
+    with told_as("optimizer", cfg.optimizer):
+        optimizer = make(cfg.optimizer)([torch.nn.Parameter(torch.zeros(1))])
+    if not cfg.get("lr_scheduler"):
+        return
+    with told_as("lr_scheduler", cfg.lr_scheduler), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the optimizer itself takes no steps
+        make_scheduler = make(cfg.lr_scheduler)
+        known = inspect.signature(make_scheduler).parameters
+        scheduler = make_scheduler(optimizer, **({"total_steps": TRIAL_STEPS} if "total_steps" in known else {}))
+        if isinstance(scheduler, LRScheduler) and not isinstance(scheduler, ReduceLROnPlateau):
+            for _ in range(2):  # some arguments are used in the first step only
+                scheduler.step()
+
+
+@contextmanager
+def told_as(name: str, section: DictConfig) -> Iterator[None]:
+    """Any error of a constructor in one sentence: what it is given comes from the configuration alone."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        cause = error.__cause__ if isinstance(error, HydraException) and error.__cause__ else error
+        kind = "" if isinstance(cause, TypeError | ValueError) else f"{type(cause).__name__}: "
+        raise UserError(
+            f"{name} ({section.get('_target_')}) could not be built: {kind}{str(cause).rstrip('.')}; "
+            f"its arguments are {name}.<argument>, shown by --cfg job -p {name}."
+        ) from error
+
+
+def check_classes(config: DictConfig, data: LightningDataModule) -> None:
+    """Refuse a model with fewer outputs than the set has classes."""
+    outputs, classes = config.model.get("num_classes"), getattr(data, "num_classes", None)
+    if isinstance(outputs, int) and isinstance(classes, int) and outputs < classes:
+        raise UserError(
+            f"model.num_classes={outputs} is less than the {classes} classes of the data: leave model.num_classes out, "
+            "it follows the data."
+        )
+
+
+def check_precision(cfg: DictConfig, trainer: Trainer) -> None:
+    """Refuse float16 on a CPU: Lightning would train in bfloat16 without a word."""
+    if str(cfg.trainer.precision) in HALF_PRECISION and isinstance(trainer.accelerator, CPUAccelerator):
+        raise UserError(
+            f"trainer.precision={cfg.trainer.precision} needs a GPU, and this run is on the CPU: "
+            "use precision=bf16-mixed or precision=fp32."
+        )
+
+
+def check_sweep(trainer: Trainer) -> None:
+    """Refuse a sweep whose jobs start processes of their own: each would make its own output folder."""
+    if HydraConfig.get().mode == RunMode.MULTIRUN and isinstance(trainer.strategy.launcher, _SubprocessScriptLauncher):
+        raise UserError("A sweep (-m) cannot start several processes per job: use one device, or start each run alone.")

@@ -1,0 +1,224 @@
+"""The plan in words: its table before the first step, and its JSON. Made from frozen records alone."""
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from lightning_ga.fit.exactness import Exactness
+from lightning_ga.plan.accumulation import AccumulationPlan
+from lightning_ga.plan.records import ProbeResult
+from lightning_ga.probe.planned.device import PlannedDevice
+
+METHODS = {  # what found a limit
+    "replay": "predicted and verified",
+    "prediction": "not tried",
+    "below": "never near the budget",
+    "phases": "tried at the limit",
+    "bracket": "tried at the limit",
+}
+
+
+def plan_table(
+    plan: AccumulationPlan | None,
+    probe: ProbeResult | None = None,
+    exactness: Exactness | None = None,
+    device: PlannedDevice | None = None,
+    *,
+    setting: str = "",
+) -> Table:
+    """The plan before the first step, in at most 80 columns.
+
+    Args:
+        plan: How a window is cut; nothing where no effective batch is known.
+        probe: What the probe found, if one ran.
+        exactness: What the exactness check measured, if it ran.
+        device: The device that is planned for, where it is not this one.
+        setting: One line on what is trained.
+    """
+    table = Table(title="Plan", title_justify="left", title_style="bold", show_header=False, box=SIMPLE_HEAD, width=80)
+    table.add_column(style="cyan", no_wrap=True)
+    table.add_column(overflow="fold")
+    if setting:
+        table.add_row("training", setting)
+    for name, value in plan_rows(plan, probe, exactness, device):
+        table.add_row(name, value)
+    return table
+
+
+def plan_rows(
+    plan: AccumulationPlan | None,
+    probe: ProbeResult | None,
+    exactness: Exactness | None = None,
+    device: PlannedDevice | None = None,
+) -> list[tuple[str, str]]:
+    """The rows of the plan's table, as pairs of a name and a text."""
+    rows = []
+    if plan is not None:
+        rows.append(("effective batch", describe_window(plan)))
+    if probe is not None:
+        rows += probe_rows(probe, device, plan)
+    if exactness is not None:
+        whole = plan is not None and plan.factor == 1
+        rows.append(("exactness", "whole windows: nothing is accumulated" if whole else str(exactness)))
+    return rows or [("effective batch", "set by the loader")]
+
+
+def probe_rows(
+    probe: ProbeResult, device: PlannedDevice | None = None, plan: AccumulationPlan | None = None
+) -> list[tuple[str, str]]:
+    """The rows of what a probe found, or worked out for another device."""
+    peak, budget = format_bytes(probe.peak_bytes), format_bytes(probe.budget_bytes)
+    more = " or more" if plan is not None and plan.factor == 1 and plan.micro_batch_size == probe.limit else ""
+    rows = [
+        ("memory", f"peak {peak} at the limit, of a budget of {budget}"),
+        ("limit", f"{counted(probe.limit, 'sample')} per micro-batch{more}"),
+    ]
+    if probe.fastest is not None:
+        rows.append(("fastest", describe_fastest(probe)))
+    rows.append(("probe", describe_search(probe)))
+    return rows if device is None else estimate_rows(rows, device, 1 if plan is None else plan.world_size)
+
+
+def estimate_rows(rows: list[tuple[str, str]], device: PlannedDevice, ranks: int) -> list[tuple[str, str]]:
+    """The rows of a probe with those that say what device it was worked out for."""
+    total, reserved = format_bytes(device.total_bytes), format_bytes(device.reserved_bytes)
+    buckets = ", buckets" if ranks > 1 else ""
+    return [
+        ("estimate", f"for {f'{ranks} devices' if ranks > 1 else 'a device'} of {total}; nothing was run"),
+        rows[0],
+        ("set aside", f"{reserved} for context, workspaces, fragmentation{buckets}"),
+        *rows[1:],
+        *(("unreliable", reason) for reason in device.unreliable),
+    ]
+
+
+def describe_search(probe: ProbeResult) -> str:
+    """How a limit was found, with the method by its name and in words.
+
+    Examples:
+        >>> describe_search(ProbeResult(8, 1000, 900, (), 1, 0.42, "cache"))
+        'remembered, verified by one step, 0.4 s (cache)'
+    """
+    seconds = f"{probe.seconds:.1f} s"
+    if probe.method == "checkpoint":
+        return "found before and kept in the checkpoint (checkpoint)"
+    if probe.method == "cache":
+        return f"remembered, verified by one step, {seconds} (cache)"
+    if probe.method == "estimate":
+        return f"{probe.steps} steps worked out, {seconds} (estimate)"
+    meaning = f": {METHODS[probe.method]}" if probe.method in METHODS else ""
+    tried = f"{counted(len(probe.trials), 'trial')}, {counted(probe.steps, 'step')}"
+    return f"{tried}, {seconds} ({probe.method}{meaning})"
+
+
+def describe_fastest(probe: ProbeResult) -> str:
+    """The micro-batch that was chosen for speed, beside the largest that was timed.
+
+    Examples:
+        >>> from lightning_ga.plan.records import Timing
+        >>> timings = (Timing(4, 16, 1.5), Timing(8, 8, 1.0), Timing(16, 4, 1.25))
+        >>> describe_fastest(ProbeResult(16, 1000, 900, (), 4, 0.4, "replay", timings=timings, fastest=8))
+        '8 samples, 1.00 s a window (with 16: 1.25 s)'
+    """
+    assert probe.fastest is not None
+    seconds = {timing.micro_batch_size: timing.seconds for timing in probe.timings}
+    text = counted(probe.fastest, "sample")
+    if probe.fastest not in seconds:
+        return text
+    largest = max(seconds)
+    beside = f" (with {largest}: {format_seconds(seconds[largest])})" if largest != probe.fastest else ""
+    return f"{text}, {format_seconds(seconds[probe.fastest])} a window{beside}"
+
+
+def counted(count: int, thing: str) -> str:
+    """A number of things.
+
+    Examples:
+        >>> counted(1, "trial"), counted(3, "trial")
+        ('1 trial', '3 trials')
+    """
+    return f"{count} {thing}{'s' * (count != 1)}"
+
+
+def describe_window(plan: AccumulationPlan) -> str:
+    """An effective batch as chunks × factor × ranks.
+
+    Examples:
+        >>> from lightning_ga.plan.accumulation import plan_accumulation
+        >>> describe_window(plan_accumulation(32, micro_batch=8))
+        '32 = 8 × 4 × 1 (micro-batch × factor × ranks)'
+        >>> describe_window(plan_accumulation(256, micro_batch=48, world_size=2))
+        '256 = (43 + 43 + 42) × 2 ranks, factor 3'
+        >>> describe_window(plan_accumulation(5, micro_batch=2, world_size=2))
+        '5 = (2 + 1) + (1 + 1), factor 2'
+    """
+    effective, sizes = plan.effective_batch_size, {size for rank in plan.chunks for size in rank}
+    if len(sizes) == 1:
+        return f"{effective} = {sizes.pop()} × {plan.factor} × {plan.world_size} (micro-batch × factor × ranks)"
+    shares = Counter(f"({describe_chunks(rank)})" for rank in plan.chunks)
+    if len(shares) == 1 and plan.world_size == 1:
+        return f"{effective} = {describe_chunks(plan.chunks[0])}, factor {plan.factor}"
+    parts = [share if ranks == 1 else f"{share} × {ranks} ranks" for share, ranks in shares.items()]
+    return f"{effective} = {' + '.join(parts)}, factor {plan.factor}"
+
+
+def describe_chunks(chunks: Sequence[int]) -> str:
+    """Chunks one by one, or counted when there are many.
+
+    Examples:
+        >>> describe_chunks((4, 3)), describe_chunks((4, 4, 4, 3, 3, 3, 3))
+        ('4 + 3', '3 × 4 + 4 × 3')
+    """
+    if len(chunks) <= 4:
+        return " + ".join(map(str, chunks))
+    return " + ".join(f"{count} × {size}" for size, count in Counter(chunks).items())
+
+
+def format_bytes(count: float) -> str:
+    """Bytes in the largest binary unit that keeps a digit before the point.
+
+    Examples:
+        >>> format_bytes(512), format_bytes(3 * 2**29)
+        ('512 B', '1.5 GiB')
+    """
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def format_seconds(seconds: float) -> str:
+    """Seconds, or milliseconds where these are few.
+
+    Examples:
+        >>> format_seconds(1.234), format_seconds(0.0421)
+        ('1.23 s', '42 ms')
+    """
+    return f"{seconds:.2f} s" if seconds >= 0.1 else f"{1000 * seconds:.{0 if seconds >= 0.01 else 1}f} ms"
+
+
+def save_plan(
+    path: Path,
+    plan: AccumulationPlan | None,
+    probe: ProbeResult | None,
+    exactness: Exactness | None = None,
+    device: PlannedDevice | None = None,
+) -> None:
+    """The records as JSON, ``null`` for one that is not there."""
+    records: dict[str, Any] = {"plan": plan, "probe": probe, "exactness": exactness}
+    if device is not None:
+        records["device"] = device
+    write_json(path, {name: asdict(record) if record else None for name, record in records.items()})
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Indented JSON; the folder is made if needed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,0 +1,62 @@
+"""Find which counter a loss is a mean over, from the weights that its parts turned out to have."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from lightning_ga.plan.weights import AttentionMaskTokens, TargetTokens
+
+_IGNORED = (-100, -1, 255, 0)
+_NEAR = 1e-3
+
+
+def fitting_counter(batch: Any, parts: Sequence[Any], share: float) -> str:
+    """The ``normalize=`` that gives the first of two parts its share, as a user would write it; empty if none does.
+
+    Args:
+        batch: The whole batch.
+        parts: The two parts that it was cut into.
+        share: What the first weighs of both.
+
+    Examples:
+        >>> first, second = torch.tensor([[1, 2, -100]]), torch.tensor([[1, -100, -100]])
+        >>> fitting_counter({"labels": torch.cat([first, second])}, [{"labels": first}, {"labels": second}], 2 / 3)
+        "normalize=TargetTokens('labels')"
+    """
+    fields = {key: field for key, field in _fields(batch) if _may_be_counted(field)}
+    for counter in _counters(fields):
+        counts = [counter(part) for part in parts]
+        if sum(counts) and abs(counts[0] / sum(counts) - share) <= _NEAR:
+            return f"normalize={_written(counter)}"
+    return ""
+
+
+def _counters(fields: Mapping[Any, torch.Tensor]) -> Iterator[AttentionMaskTokens | TargetTokens]:
+    """What might be counted, the usual first: targets but for -100, tokens of a mask, targets but for other numbers."""
+    for ignored in _IGNORED:
+        for key, field in fields.items():
+            if bool((field == ignored).any()):
+                yield from (TargetTokens(key, ignored, shift) for shift in (False, True) if field.dim() > shift)
+        if ignored == _IGNORED[0]:
+            yield from (
+                AttentionMaskTokens(key) for key, field in fields.items() if bool(((field == 0) | (field == 1)).all())
+            )
+
+
+def _may_be_counted(field: Any) -> bool:
+    return isinstance(field, torch.Tensor) and not field.is_floating_point() and field.dim() > 0
+
+
+def _fields(batch: Any) -> list[tuple[Any, Any]]:
+    if isinstance(batch, Mapping):
+        return list(batch.items())
+    return list(enumerate(batch)) if isinstance(batch, (list, tuple)) else []
+
+
+def _written(counter: AttentionMaskTokens | TargetTokens) -> str:
+    settings = [repr(counter.key)]
+    if isinstance(counter, TargetTokens):
+        settings += [f"ignore_index={counter.ignore_index}"] if counter.ignore_index != -100 else []
+        settings += ["shift=True"] if counter.shift else []
+    return f"{type(counter).__name__}({', '.join(settings)})"

@@ -1,0 +1,240 @@
+"""Merge what ``training_step`` returned for chunks into what it would have returned for the whole batch.
+
+What has one entry for each sample is joined, in the order of the chunks; a number that is a mean is
+averaged by weight; what is the same for all chunks stays. What cannot be merged becomes the list of
+its parts. As in Lightning, nothing keeps its graph.
+"""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from numbers import Number
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
+
+from lightning_ga.batch.pytree import is_plain_sequence, kind_of, leaf_length, open_container, rebuild
+from lightning_ga.errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What one chunk has to say: a value, the samples of the chunk, and what it weighs in a mean."""
+
+    value: Any
+    size: int
+    weight: float
+
+    def child(self, value: Any) -> "_Part":
+        return _Part(value, self.size, self.weight)
+
+
+def merge_outputs(outputs: Sequence[Any], sizes: Sequence[int], weights: Sequence[float] | None = None) -> Any:
+    """One output for a batch from those of its chunks.
+
+    - A tensor alone and ``output["loss"]`` are losses: the mean by weight.
+    - Tensors and arrays whose first axis is as long as their chunk are concatenated, lists too.
+    - Other numbers and tensors of one shape: equal ones stay, others are averaged by weight, whole
+      numbers giving floats. A number that counts the chunk's samples becomes their sum.
+    - Containers of fields are merged field by field. ``None`` in some chunks is passed over.
+    - Anything else: the value if it is equal in all chunks, otherwise the list of the values.
+
+    Chunks of no samples are passed over, and means pass over chunks of no weight: their loss is NaN.
+
+    Args:
+        outputs: What ``training_step`` returned for each chunk.
+        sizes: Samples of each chunk.
+        weights: What each chunk weighs in means, for example its tokens; its samples by default.
+
+    Raises:
+        UserError: If there is not one size and one weight for each of at least one output.
+
+    Examples:
+        >>> parts = [
+        ...     {"loss": torch.tensor(1.0), "logits": torch.zeros(3, 10)},
+        ...     {"loss": torch.tensor(5.0), "logits": torch.ones(1, 10)},
+        ... ]
+        >>> whole = merge_outputs(parts, sizes=[3, 1])
+        >>> whole["loss"], whole["logits"].shape
+        (tensor(2.), torch.Size([4, 10]))
+    """
+    weights = sizes if weights is None else weights
+    if not len(outputs) == len(sizes) == len(weights) or not outputs:
+        counts = f"{len(outputs)} outputs, {len(sizes)} sizes and {len(weights)} weights"
+        raise UserError(f"{counts}: each of at least one output needs a size and a weight.")
+    parts = [_Part(*part) for part in zip(outputs, sizes, weights)]
+    parts = [part for part in parts if part.size] or parts[:1]
+    if all(_is_scalar(part.value) for part in parts):
+        return _average(parts)
+    return _merge(parts, losses=("['loss']",))
+
+
+def _merge(parts: list[_Part], losses: tuple[str, ...] = ()) -> Any:
+    """Merge values of any kind; under the names in ``losses`` a tensor of one element is a loss."""
+    parts = [part for part in parts if part.value is not None]
+    values = [part.value for part in parts]
+    if not values:
+        return None
+    first = values[0]
+    if all(isinstance(value, PackedSequence) for value in values):
+        sequences = [sequence.detach() for value in values for sequence in unpack_sequence(value)]
+        return pack_sequence(sequences, enforce_sorted=all(value.sorted_indices is None for value in values))
+    if all(isinstance(value, torch.Tensor) for value in values):
+        return _merge_tensors(parts)
+    if all(isinstance(value, np.ndarray) for value in values):
+        return _merge_arrays(parts)
+    if all(isinstance(value, Number) for value in values):
+        return _merge_numbers(parts)
+    if any(type(value) is not type(first) for value in values) or open_container(first) is None:
+        return _same(values)
+    return _merge_lists(parts) if is_plain_sequence(first) else _merge_fields(parts, losses)
+
+
+def _merge_fields(parts: list[_Part], losses: tuple[str, ...] = ()) -> Any:
+    """Merge containers field by field; keys of a mapping may be missing in some."""
+    whole = parts[0].value
+    if isinstance(whole, dict):
+        whole = copy.copy(whole)
+        for part in parts:
+            whole.update({key: value for key, value in part.value.items() if key not in whole})
+    fields: dict[str, list[_Part]] = {name: [] for name, _ in open_container(whole) or ()}
+    for part in parts:
+        for name, value in open_container(part.value) or ():
+            if name not in fields:
+                return _same([part.value for part in parts])
+            fields[name].append(part.child(value))
+    return rebuild(whole, [_merge_field(parts, name in losses) for name, parts in fields.items()])
+
+
+def _merge_field(parts: list[_Part], loss: bool) -> Any:
+    parts = [part for part in parts if part.value is not None]
+    return _average(parts) if loss and parts and all(_is_scalar(part.value) for part in parts) else _merge(parts)
+
+
+def _merge_lists(parts: list[_Part]) -> Any:
+    """Join lists of samples, or of however many things there were; merge lists of fields field by field."""
+    first = parts[0].value
+    lengths = [len(part.value) for part in parts]
+    samples = lengths == [part.size for part in parts] and not _are_fields(parts)
+    if not samples and len(set(lengths)) == 1:
+        return _merge_fields(parts)
+    return rebuild(first, [_detached(thing) for part in parts for thing in part.value])
+
+
+def _are_fields(parts: list[_Part]) -> bool:
+    """Whether lists as long as their chunks hold fields all the same: two outputs for two samples."""
+    if len({part.size for part in parts}) > 1:
+        return False
+    return any(
+        kind_of(part.value) != "series" or all(leaf_length(thing) == part.size for thing in part.value)
+        for part in parts
+    )
+
+
+def _merge_tensors(parts: list[_Part]) -> Any:
+    tensors = [part.value.detach() for part in parts]
+    if any(tensor.is_nested for tensor in tensors):
+        rows = [row for tensor in tensors for row in tensor.unbind()]
+        return torch.nested.as_nested_tensor(rows, layout=tensors[0].layout)
+    if _is_by_sample(parts):
+        return torch.cat(tensors) if len(tensors) > 1 else tensors[0]
+    if all(part.value is parts[0].value for part in parts):
+        return tensors[0]
+    if any(tensor.shape != tensors[0].shape for tensor in tensors) or _may_be_by_sample(parts):
+        return _same(tensors)
+    return _average(parts)
+
+
+def _is_by_sample(parts: list[_Part]) -> bool:
+    shapes = [part.value.shape for part in parts]
+    leading = all(shape and shape[0] == part.size for shape, part in zip(shapes, parts))
+    return leading and len({tuple(shape[1:]) for shape in shapes}) == 1
+
+
+def _may_be_by_sample(parts: list[_Part]) -> bool:
+    """Whether several entries for each sample cannot be told from entries for something else."""
+    shape = parts[0].value.shape
+    return bool(shape) and len({part.size for part in parts}) == 1 and shape[0] % max(parts[0].size, 1) == 0
+
+
+def _average(parts: list[_Part]) -> Any:
+    """Mean of tensors of one shape by weight, in at least single precision; whole numbers that are equal stay."""
+    tensors = [part.value.detach() for part in parts]
+    first = tensors[0]
+    if not (first.is_floating_point() or first.is_complex()):
+        if all(_equal(tensor, first) for tensor in tensors):
+            return first
+        if first.dtype == torch.bool:
+            return tensors
+    if len(tensors) == 1:
+        return first
+    dtype = first.dtype if first.is_floating_point() or first.is_complex() else torch.get_default_dtype()
+    wide = torch.promote_types(dtype, torch.float32)
+    heavy = [(tensor.to(wide), part.weight) for tensor, part in zip(tensors, parts) if part.weight]
+    if not heavy:
+        return torch.full_like(first, float("nan"), dtype=dtype)
+    total = sum((tensor * weight for tensor, weight in heavy[1:]), start=heavy[0][0] * heavy[0][1])
+    return (total / sum(weight for _, weight in heavy)).to(dtype)
+
+
+def _merge_arrays(parts: list[_Part]) -> Any:
+    values = [part.value for part in parts]
+    if _is_by_sample(parts):
+        return np.concatenate(values)
+    if values[0].dtype.kind not in "fiuc" or any(value.shape != values[0].shape for value in values):
+        return _same(values)
+    if not _may_be_by_sample(parts) and any(part.weight for part in parts) and not _all_equal(values):
+        return np.average(values, axis=0, weights=[part.weight for part in parts])
+    return _same(values)
+
+
+def _merge_numbers(parts: list[_Part]) -> Any:
+    values: list[Any] = [part.value for part in parts]
+    if any(isinstance(value, bool) for value in values):
+        return _same(values)
+    sizes = [part.size for part in parts]
+    # Bigger than one: a chunk of one sample says nothing, as any number may be one.
+    if values == sizes and max(sizes) > 1:
+        return sum(sizes)
+    if _all_equal(values):
+        return values[0]
+    heavy = [part for part in parts if part.weight]
+    total = sum(part.weight for part in heavy)
+    return sum(part.value * part.weight for part in heavy) / total if heavy else float("nan")
+
+
+def _same(values: list[Any]) -> Any:
+    """The value if all are equal, otherwise all of them."""
+    return _detached(values[0]) if _all_equal(values) else [_detached(value) for value in values]
+
+
+def _all_equal(values: list[Any]) -> bool:
+    return all(_equal(value, values[0]) for value in values[1:])
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    try:
+        if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+            return one.device == other.device and one.dtype == other.dtype and torch.equal(one, other)
+        if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
+            return one.dtype == other.dtype and bool(np.array_equal(one, other))
+        return type(one) is type(other) and bool(one == other)
+    except Exception:  # what an == of a user's type may say: arrays, tensors in it, anything
+        return False
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not value.is_nested and value.numel() == 1
+
+
+def _detached(node: Any) -> Any:
+    if isinstance(node, torch.Tensor):
+        return node.detach()
+    if isinstance(node, PackedSequence):
+        return node._replace(data=node.data.detach())
+    children = open_container(node) if kind_of(node) in ("record", "series") else None
+    return node if children is None else rebuild(node, [_detached(child) for _, child in children])

@@ -1,0 +1,155 @@
+"""Cut a batch of any structure into slices of its samples: one at a time, tensors as views.
+
+Where the samples lie is read in ``layout``; here they are cut. A LightningModule may define
+``split_batch(self, batch, sizes)`` for what cannot be read, for example nodes of several graphs that
+are joined in a way of one's own::
+
+    def split_batch(self, batch, sizes):
+        graphs = iter(batch.graphs())
+        return [join(itertools.islice(graphs, size)) for size in sizes]
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+
+from lightning_ga.batch.layout import Layout, LayoutError, SampleAxis, SampleCount, Slice
+from lightning_ga.batch.pytree import is_plain_sequence, open_container, rebuild, register_splitter
+from lightning_ga.batch.take import Edges, take
+from lightning_ga.errors import UserError
+
+__all__ = ["Layout", "SplitBatch", "register_splitter", "split_batch"]
+
+SplitBatch = Callable[[Any, Sequence[int]], Iterable[Any]]
+
+
+def split_batch(batch: Any, sizes: Sequence[int], *, layout: Layout) -> Iterator[Any]:
+    """Cut a batch into slices of these sizes, in order, each when it is asked for.
+
+    Structure and types are kept. Dense tensors and arrays are views of the batch, so a slice costs
+    no memory until it is moved; packed, sparse and nested tensors copy at most the slice.
+
+    Args:
+        batch: Tensors in any structure.
+        sizes: Samples of each slice; one of no samples holds empty tensors.
+        layout: Where its samples lie.
+
+    Raises:
+        UserError: At once, if the sizes do not add up to the samples of the batch, or it does not have this layout.
+
+    Examples:
+        >>> layout = Layout({"batch": "fields", "batch['ids']": SampleAxis(0), "batch['scale']": "constant"})
+        >>> batch = {"ids": torch.arange(5), "scale": 0.5}
+        >>> [part["ids"].tolist() for part in split_batch(batch, [3, 2], layout=layout)]
+        [[0, 1, 2], [3, 4]]
+    """
+    sizes = list(sizes)
+    if any(size < 0 for size in sizes):
+        raise UserError(f"{sizes=} must not be negative.")
+    samples, groups = layout.samples(batch), layout.sizes(batch)
+    if sum(sizes) != samples:
+        raise UserError(f"{sizes=} add up to {sum(sizes)}, and the batch holds {samples} samples.")
+    ends = accumulate(sizes)
+    slices = [Slice(end - size, end, samples, groups) for size, end in zip(sizes, ends)]
+    return (cut(batch, layout, part) for part in slices)
+
+
+def cut(batch: Any, layout: Layout, part: Slice) -> Any:
+    """One slice of a batch."""
+    return _cut("batch", batch, layout, part, {})
+
+
+def _cut(path: str, node: Any, layout: Layout, part: Slice, edges: Edges) -> Any:
+    role = layout.roles.get(path)
+    if node is None:
+        return None
+    if isinstance(role, SampleAxis):
+        return take(node, role.axis, *part.rows(role), edges)
+    if isinstance(role, SampleCount):
+        counted = part.sizes[role.loader] // max(1, part.samples) * (part.stop - part.start)
+        return node.new_tensor(counted) if isinstance(node, torch.Tensor) else type(node)(counted)
+    children = open_container(node) if role == "fields" else None
+    if children is None:
+        return node
+    return rebuild(node, [_cut(path + name, child, layout, part, edges) for name, child in children])
+
+
+def join(batches: Sequence[Any], layout: Layout) -> Any:
+    """One batch of the samples of several.
+
+    Raises:
+        LayoutError: If a part is of a type that cannot be joined.
+    """
+    return _join("batch", list(batches), layout)
+
+
+def _join(path: str, nodes: list[Any], layout: Layout) -> Any:
+    first, role = nodes[0], layout.roles.get(path)
+    if isinstance(role, SampleCount):
+        return sum(nodes[1:], start=first)
+    if isinstance(role, SampleAxis) and first is not None:
+        return _concatenated(path, nodes, role.axis)
+    children = [open_container(node) or [] for node in nodes] if role == "fields" else []
+    if not any(children):
+        return first
+    together = [(named[0][0], [child for _, child in named]) for named in zip(*children)]
+    return rebuild(first, [_join(path + name, things, layout) for name, things in together])
+
+
+def _concatenated(path: str, nodes: list[Any], axis: int) -> Any:
+    first = nodes[0]
+    if isinstance(first, torch.Tensor) and first.layout == torch.strided and not first.is_nested:
+        return torch.cat(nodes, dim=axis)
+    if isinstance(first, np.ndarray):
+        return np.concatenate(nodes, axis=axis)
+    if is_plain_sequence(first):
+        return rebuild(first, [thing for node in nodes for thing in node])
+    raise LayoutError(f"{path} is of the type {type(first).__name__}, which cannot be made longer than it is.")
+
+
+def split_by_hook(
+    hook: Any, batch: Any, sizes: Sequence[int], *, count: Callable[[Any], int] | None = None
+) -> Iterator[Any]:
+    """Let a module's own ``split_batch`` cut a batch.
+
+    Args:
+        hook: Called with the batch and the sizes, it returns one slice for each.
+        batch: The batch.
+        sizes: Samples of each slice.
+        count: Samples of a slice, where that can be read.
+
+    Raises:
+        UserError: If the hook is none, or returns another number of slices, or slices of other sizes.
+    """
+    if not callable(hook):
+        raise UserError(
+            f"{hook=} must be a method, split_batch(self, batch, sizes), that returns one chunk for each size."
+        )
+    parts = hook(batch, list(sizes))
+    if not isinstance(parts, Iterable):
+        raise UserError(f"split_batch returned {parts!r} for {sizes=}: it must return one chunk for each size.")
+    return _checked(parts, list(sizes), count)
+
+
+def _checked(parts: Iterable[Any], sizes: list[int], count: Callable[[Any], int] | None) -> Iterator[Any]:
+    number = 0
+    for number, part in enumerate(parts, start=1):
+        if number <= len(sizes):
+            if count is not None and _counted(count, part) not in (None, sizes[number - 1]):
+                raise UserError(
+                    f"split_batch returned a chunk that does not hold {sizes[number - 1]} samples for {sizes=} "
+                    f"(chunk {number}): each chunk holds as many samples as its size says."
+                )
+            yield part
+    if number != len(sizes):
+        raise UserError(f"split_batch returned {number} chunks for {sizes=}: it must return one for each size.")
+
+
+def _counted(count: Callable[[Any], int], part: Any) -> int | None:
+    try:
+        return count(part)
+    except LayoutError:
+        return None

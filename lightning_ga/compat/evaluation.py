@@ -1,0 +1,37 @@
+"""The steps of evaluation loops, and how their batches are moved.
+
+Read in lightning 2.6.6 and 2.5.0; ``tests/compat`` fails when a name or an order that is relied on here changes.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from lightning_ga.compat import patching
+
+STEPS = ("validation_step", "test_step", "predict_step")
+
+
+def intercept_evaluation(trainer: Any, around: Callable[..., Any], move: Callable[..., Any]) -> None:
+    """Let steps of evaluation loops go through ``around(name, step, *arguments)``, and batches through ``move``.
+
+    The loops call both on the strategy (``trainer/call.py``, ``_call_strategy_hook``).
+    """
+    strategy = trainer.strategy
+    for name in STEPS:
+        patching.shadow(strategy, name, partial(around, name, partial(getattr(type(strategy), name), strategy)))
+    to_device = type(strategy).batch_to_device
+
+    def batch_to_device(batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
+        def to_there(part: Any) -> Any:
+            return to_device(strategy, part, device=device, dataloader_idx=dataloader_idx)
+
+        return move(to_there, batch, dataloader_idx)
+
+    patching.shadow(strategy, "batch_to_device", batch_to_device)
+
+
+def release_evaluation(trainer: Any) -> None:
+    """Undo ``intercept_evaluation``."""
+    for name in (*STEPS, "batch_to_device"):
+        patching.unshadow(trainer.strategy, name)

@@ -1,0 +1,128 @@
+"""When schedules of the learning rate and validation are due, and where training may stop.
+
+Read in lightning 2.6.6 and 2.5.0; ``tests/compat`` fails when a name or an order that is relied on here changes.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from lightning_ga.compat import loops
+from lightning_ga.errors import UserError
+
+
+def step_schedulers_when_due(trainer: Any, frequencies: dict[int, int], window: int) -> None:
+    """Let ``frequency=n`` of schedules by step mean n optimizer steps.
+
+    The loop tests its count of micro-batches against the frequency (``training_epoch_loop.py:474``),
+    so that number is set to one that divides the count or not.
+
+    Args:
+        trainer: The Trainer.
+        frequencies: What the user wrote, by position among the trainer's schedules.
+        window: The window in its epoch that the micro-batch belongs to.
+    """
+    count = loops.micro_batch_index(trainer) + 1
+    for position, frequency in frequencies.items():
+        due = (window + 1) % frequency == 0
+        trainer.lr_scheduler_configs[position].frequency = count if due else count + 1
+
+
+def frequencies_by_step(trainer: Any) -> dict[int, int]:
+    """Frequencies of the schedules by step that do not run on every one, by position."""
+    configs = enumerate(trainer.lr_scheduler_configs)
+    return {at: config.frequency for at, config in configs if config.interval == "step" and config.frequency > 1}
+
+
+def restore_frequencies(trainer: Any, frequencies: dict[int, int]) -> None:
+    """What the user wrote, again."""
+    for position, frequency in frequencies.items():
+        trainer.lr_scheduler_configs[position].frequency = frequency
+
+
+def validate_when_due(trainer: Any, before: int, after: int, epoch_batches: int | None) -> None:
+    """Let validation run after this micro-batch exactly if it is due by the recipe's batches.
+
+    The loop tests its own count of micro-batches against ``trainer.val_check_batch``
+    (``training_epoch_loop.py:560``), so that number is set to one that divides the count or not.
+
+    Args:
+        trainer: The Trainer.
+        before: Batches of the recipe before this micro-batch.
+        after: Batches of the recipe after it.
+        epoch_batches: Batches of the recipe in one epoch; ``None`` if that is not known.
+    """
+    if getattr(trainer, "_val_check_time_interval", None) is not None:  # 2.5 has no interval by time
+        return
+    interval = _validation_interval(trainer, epoch_batches)
+    loop = trainer.fit_loop.epoch_loop
+    index = loop.total_batch_idx if trainer.check_val_every_n_epoch is None else loop.batch_idx
+    if (before, after) == (index, index + 1):  # nothing is cut
+        set_validation_interval(trainer, epoch_batches)
+        return
+    over = bool(loop.batch_progress.is_last_batch)
+    due = over if interval is None else after // interval > before // interval  # a stream is validated when it is over
+    trainer.val_check_batch = index + 1 if due else index + 2
+
+
+def set_validation_interval(trainer: Any, epoch_batches: int | None) -> None:
+    """Let validation run as ``setup_data`` has it where nothing is cut (``fit_loop.py:289``)."""
+    if getattr(trainer, "_val_check_time_interval", None) is None:
+        interval = _validation_interval(trainer, epoch_batches)
+        trainer.val_check_batch = float("inf") if interval is None else interval
+
+
+def _validation_interval(trainer: Any, epoch_batches: int | None) -> int | None:
+    """``val_check_interval`` in batches of the recipe; ``None`` where that is not known."""
+    interval: int | float = trainer.val_check_interval
+    if not isinstance(interval, float):
+        return interval
+    return None if epoch_batches is None else max(1, int(epoch_batches * interval))
+
+
+def stop_only_unless(trainer: Any, holds: Callable[[], bool]) -> Callable[[], None]:
+    """Let ``trainer.should_stop`` end an epoch only where ``holds`` is false: not within a batch that the loader cuts.
+
+    The epoch loop looks at it after each micro-batch, and validates before it ends (``training_epoch_loop.py:120``
+    and :553).
+
+    Returns:
+        What undoes this.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    cls = type(loop)
+
+    def asked(question: Callable[..., Any], *arguments: Any) -> bool:
+        stops, trainer.should_stop = trainer.should_stop, trainer.should_stop and not holds()
+        try:
+            return bool(question(loop, *arguments))
+        finally:
+            trainer.should_stop = trainer.should_stop or stops
+
+    own = {
+        "done": property(lambda _: asked(cls.done.fget)),
+        "_should_check_val_fx": lambda _, fetcher: asked(cls._should_check_val_fx, fetcher),
+        "__module__": cls.__module__,
+    }
+    loop.__class__ = type(cls.__name__, (cls,), own)
+
+    def undo() -> None:
+        loop.__class__ = cls
+
+    return undo
+
+
+def check_validation_interval(trainer: Any, epoch_batches: int | None) -> None:
+    """The check that ``setup_data`` makes of ``val_check_interval``, in batches of the recipe."""
+    interval = getattr(trainer, "val_check_interval", None)
+    if epoch_batches is None or not isinstance(interval, int) or trainer.check_val_every_n_epoch is None:
+        return
+    if interval > epoch_batches and trainer.limit_val_batches > 0:
+        raise UserError(
+            f"val_check_interval={interval} is more than the {epoch_batches} training batches of an epoch: use at "
+            "most that, or check_val_every_n_epoch=None to count batches over epochs."
+        )
+
+
+def schedules_by_step(trainer: Any) -> list[Any]:
+    """Learning-rate schedules that step with every optimizer step."""
+    return [c.scheduler for c in trainer.lr_scheduler_configs if c.interval == "step" and c.frequency == 1]

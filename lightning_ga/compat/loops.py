@@ -1,0 +1,141 @@
+"""What the fit loop counts: epochs, batches, and its place after a restart.
+
+Read in lightning 2.6.6 and 2.5.0; ``tests/compat`` fails when a name or an order that is relied on here changes.
+"""
+
+import re
+import warnings
+from typing import Any
+
+
+def training_epoch(trainer: Any) -> int:
+    """The epoch whose order the loop asks samplers for (``loops/fit_loop.py:445``)."""
+    return int(trainer.fit_loop.epoch_progress.current.processed)
+
+
+def micro_batch_index(trainer: Any) -> int:
+    """Index in the epoch of the micro-batch that is being trained on."""
+    return int(trainer.fit_loop.epoch_loop.batch_progress.current.ready) - 1
+
+
+def window_is_over(trainer: Any) -> bool:
+    """Whether the optimizer stepped on the micro-batch just trained on."""
+    return not trainer.fit_loop._should_accumulate()
+
+
+def restarts_in_epoch(trainer: Any) -> bool:
+    """Whether the loops were restored from a checkpoint and go on with its counters."""
+    return bool(trainer.fit_loop.epoch_loop.restarting)
+
+
+def batches_done(trainer: Any) -> tuple[int, int]:
+    """Batches of the epoch that a restored loop has trained on (none of one that is over), and those before it."""
+    progress, epochs = trainer.fit_loop.epoch_loop.batch_progress, trainer.fit_loop.epoch_progress.current
+    done = int(progress.current.ready) if epochs.started > epochs.processed else 0
+    return done, int(progress.total.ready) - done
+
+
+def move_to_micro_batch(trainer: Any, done: int, *, same_epoch: bool) -> None:
+    """Let a restored epoch go on after ``done`` micro-batches, in this run's own units.
+
+    A checkpoint counts the micro-batches of the run that wrote it; the loop's totals move along.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    progress = loop.batch_progress
+    pending = loop.restarted_on_train_batch_end
+    moved = done - progress.current.ready if same_epoch else 0
+    progress.is_last_batch = same_epoch and progress.is_last_batch
+    for name in ("ready", "started", "processed", "completed"):
+        value = done - (1 if pending and name == "completed" else 0)
+        setattr(progress.current, name, value)
+        setattr(progress.total, name, getattr(progress.total, name) + moved)
+
+
+def begin_next_epoch(trainer: Any) -> None:
+    """Let a restored loop begin its next epoch as any other, if the one of the checkpoint was over.
+
+    Restored from a checkpoint of an epoch's last micro-batch, the loop takes itself for in the middle of
+    the next epoch (``fit_loop.py:398`` and ``:447``). Nobody is told that it starts, and the count of
+    epochs that have begun stays behind: a checkpoint written in it would be taken for one between
+    epochs, and the next resume would lose its place and an optimizer step.
+    """
+    loop = trainer.fit_loop
+    progress = loop.epoch_progress.current
+    if progress.ready != progress.processed:
+        return
+    if progress.completed < progress.processed:  # with max_steps, a checkpoint written in on_train_epoch_end
+        loop.epoch_progress.increment_completed()
+    if hasattr(loop, "reset_restart_stage"):  # 2.5.0 has no stages
+        loop.reset_restart_stage()
+
+
+def reopen_epoch(trainer: Any) -> None:
+    """Let a restored loop go on in an epoch that ``max_steps`` ended early, as stock Lightning does.
+
+    A checkpoint of its ``on_train_epoch_end`` counts the epoch as processed. With ``max_steps`` the loop
+    trains on in it all the same (``fit_loop.py``: ``on_run_start``, ``_iteration_based_training``), but
+    counts it twice; without, it begins the next one.
+    """
+    loop = trainer.fit_loop
+    progress, batches = loop.epoch_progress, loop.epoch_loop.batch_progress
+    if progress.current.completed < progress.current.processed and not batches.is_last_batch:
+        progress.current.processed -= 1
+        progress.total.processed -= 1
+
+
+def align_logger_steps(trainer: Any) -> None:
+    """Let a restored loop give loggers the number of optimizer steps, once it has restarted.
+
+    A checkpoint is written before that count rises. The loop makes up for it by adding one, on its
+    reset (``training_epoch_loop.py:190``) or, where validation was due, by going through the end of
+    the micro-batch once more (:277).
+    """
+    loop = trainer.fit_loop.epoch_loop
+    on_reset = loop.restarted_on_train_batch_end or not loop.restarted_on_last
+    rises = on_reset or loop._should_check_val_fx(trainer.fit_loop._data_fetcher)
+    loop._batches_that_stepped = loop.global_step - int(rises)
+
+
+_REPEATS = "You're resuming from a checkpoint that ended before the epoch ended"
+
+
+def expect_positions_to_be_kept() -> None:
+    """Silence Lightning's warning that a resume in mid-epoch repeats samples: here it does not.
+
+    ``training_epoch_loop.py:215`` warns for every loader that keeps no state of its own.
+    """
+    warnings.filterwarnings("ignore", message=_REPEATS)
+
+
+def expect_nothing_of_positions() -> None:
+    """Undo ``expect_positions_to_be_kept``."""
+    ours = [entry for entry in warnings.filters if isinstance(entry[1], re.Pattern) and entry[1].pattern == _REPEATS]
+    for entry in ours:
+        warnings.filters.remove(entry)  # type: ignore[attr-defined]
+
+
+def end_training(trainer: Any) -> None:
+    """Let the fit end before its first training step, when its start is over."""
+    trainer.fit_loop.epoch_loop.max_steps = trainer.global_step
+
+
+def all_epochs(trainer: Any) -> range | None:
+    """Every epoch of the training, those before a resume too; ``None`` where there is no end."""
+    last = trainer.max_epochs
+    return None if last is None or last < 0 else range(max(1, last))
+
+
+def training_epochs(trainer: Any) -> range:
+    """The epochs that training is known to run, from the current one on."""
+    first = training_epoch(trainer)
+    last = trainer.max_epochs
+    return range(first, first + 1) if last is None or last < 0 else range(first, max(first + 1, last))
+
+
+def stage(trainer: Any) -> str:
+    """What a batch is for now."""
+    if trainer.predicting:
+        return "prediction"
+    if trainer.testing:
+        return "test"
+    return "validation" if trainer.validating or trainer.sanity_checking else "training"

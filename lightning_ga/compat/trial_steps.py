@@ -1,0 +1,173 @@
+"""Steps aside from training: what a loop changes in them, and what must not be seen of them.
+
+Read in lightning 2.6.6 and 2.5.0; ``tests/compat`` fails when a name or an order that is relied on here changes.
+"""
+
+import sys
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from lightning_ga.compat import patching
+from lightning_ga.snapshot.state import Attributes
+
+
+def owners(trainer: Any) -> list[Any]:
+    """Objects whose attributes a step may set: the trainer, the datamodule, schedules of the learning rate."""
+    schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+    return [trainer, *schedulers, *([] if trainer.datamodule is None else [trainer.datamodule])]
+
+
+def remember_progress(trainer: Any, kept: Attributes) -> Attributes:
+    """All attributes of loops and connectors that a training step changes; counters are copied for each trial."""
+    loop = trainer.fit_loop.epoch_loop
+    kept.keep(loop, "_results")
+    kept.keep(loop, "batch_progress", copied=True)
+    kept.keep(loop.automatic_optimization, "optim_progress", copied=True)
+    connector = trainer._logger_connector
+    kept.keep(connector, "_progress_bar_metrics", "_logged_metrics", "_callback_metrics", copied=True)
+    kept.keep(connector, "_first_loop_iter")
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    if scaler is not None:
+        kept.keep(trainer.precision_plugin, "scaler", copied=True)
+    return kept
+
+
+def enter_trial(trainer: Any) -> None:
+    """Let the next step be the last micro-batch of a window, seen by no callback, logger or profiler."""
+    loop = trainer.fit_loop.epoch_loop
+    trainer._loggers = [patching.sibling(trainer, "loggers.logger").DummyLogger() for _ in trainer._loggers]
+    trainer.profiler = patching.sibling(trainer, "profilers").PassThroughProfiler()
+    loop._results = type(loop._results)(training=True)
+    trainer.accumulate_grad_batches = 2
+    loop.batch_progress.current.ready = 2
+    loop.batch_progress.is_last_batch = False
+    _never_overflow(getattr(trainer.precision_plugin, "scaler", None))
+    with muted(trainer):
+        call_module_hook(trainer, "on_train_start")
+        call_module_hook(trainer, "on_train_epoch_start")
+
+
+@contextmanager
+def muted(trainer: Any) -> Iterator[None]:
+    """Within, no hook calls this trainer's callbacks, and no one is warned: training will say what there is to say.
+
+    The callbacks stay in ``trainer.callbacks``, where steps may look.
+
+    The loops and plugins call them through this function of ``trainer/call.py``; those of other trainers pass through.
+    """
+    call = patching.sibling(trainer, "trainer.call")
+    hooks = call._call_callback_hooks
+    if not hasattr(hooks, "muted"):
+        hooks = call._call_callback_hooks = _Unless(hooks)
+    hooks.muted.append(trainer)
+    told = [(cache, set(cache)) for cache in _warning_caches(trainer)]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for cache, texts in told:
+            cache.clear()
+            cache.update(texts)
+        hooks.muted.remove(trainer)
+        if not hooks.muted:
+            call._call_callback_hooks = hooks.call
+
+
+def _warning_caches(trainer: Any) -> list[set[str]]:
+    """What Lightning has warned of and will not warn of again (``utilities/rank_zero.py``: ``WarningCache``)."""
+    root = patching.sibling(trainer, "trainer").__name__.removesuffix(".trainer")
+    modules = [module for name, module in list(sys.modules.items()) if name.startswith(f"{root}.")]
+    caches = [getattr(module, "warning_cache", None) for module in modules]
+    return [cache for cache in caches if isinstance(cache, set)]
+
+
+class _Unless:
+    """Calls a hook of callbacks unless the trainer is muted.
+
+    Attributes:
+        call: What calls it.
+        muted: Trainers that are muted, each as often as it was.
+    """
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self.call = call
+        self.muted: list[Any] = []
+
+    def __call__(self, trainer: Any, *arguments: Any, **settings: Any) -> Any:
+        return None if any(other is trainer for other in self.muted) else self.call(trainer, *arguments, **settings)
+
+
+def call_module_hook(trainer: Any, name: str, *arguments: Any) -> None:
+    """A hook of the module alone: steps may need what it sets up; callbacks see no trial."""
+    patching.sibling(trainer, "trainer.call")._call_lightning_module_hook(trainer, name, *arguments)
+
+
+def _never_overflow(scaler: Any) -> None:
+    """Let a trial's copy of the scaler start low: a step that is skipped makes no optimizer state."""
+    if scaler is not None and scaler.is_enabled():
+        scaler._init_scale = 1.0
+        if scaler._scale is not None:
+            scaler._scale.fill_(1.0)
+
+
+def backward_only(trainer: Any, batch: Any) -> None:
+    """Forward and backward of one micro-batch that begins a window, without an optimizer step.
+
+    To be called after ``enter_trial``.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    # No multiple of the trial's factor of 2, and not the epoch's last: an epoch of one batch would take the step.
+    loop.batch_progress.current.ready = 3 if trainer.num_training_batches == 1 else 1
+    trainer._logger_connector.on_batch_start(batch)
+    with muted(trainer), without_collectives(trainer):
+        call_module_hook(trainer, "on_train_batch_start", batch, 0)
+        loop.automatic_optimization.run(trainer.optimizers[0], 0, loop._build_kwargs(OrderedDict(), batch, 0))
+    trainer._logger_connector.on_batch_end()
+
+
+def accumulate_only(
+    trainer: Any, batch: Any, batch_idx: int, observe: Callable[[], None], *, begins: bool = True, ends: bool = True
+) -> None:
+    """Forward and backward of one micro-batch of a window, the first of which has gradients zeroed; nothing steps.
+
+    To be called after ``enter_trial``. Where it begins or ends a batch of the loop, the module's hooks of that run,
+    too; ``observe`` is called between them, before and after the step.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    trainer.accumulate_grad_batches = 4
+    loop.batch_progress.current.ready = next(ready for ready in (2, 3) if ready != trainer.num_training_batches)
+    trainer._logger_connector.on_batch_start(batch)
+    with muted(trainer), without_collectives(trainer):
+        if begins:
+            call_module_hook(trainer, "on_train_batch_start", batch, batch_idx)
+        observe()
+        kwargs = loop._build_kwargs(OrderedDict(), batch, batch_idx if begins else 0)
+        outputs = loop.automatic_optimization.run(trainer.optimizers[0], batch_idx, kwargs)
+        observe()
+        if ends:
+            call_module_hook(trainer, "on_train_batch_end", outputs, batch, batch_idx)
+    trainer._logger_connector.on_batch_end()
+
+
+@contextmanager
+def without_collectives(trainer: Any) -> Iterator[None]:
+    """Run a step on one rank without waiting for the others: no reduction, no broadcast of buffers."""
+    strategy = trainer.strategy
+    if not hasattr(strategy, "block_backward_sync"):
+        yield
+        return
+    # With static_graph a first backward pass reduces even so, unless it looks as if it had.
+    kept = Attributes()
+    with strategy.block_backward_sync():
+        for name, value in (("require_forward_param_sync", False), ("_static_graph_delay_allreduce_enqueued", True)):
+            if hasattr(strategy.model, name):
+                kept.keep(strategy.model, name)
+                setattr(strategy.model, name, value)
+        try:
+            yield
+        finally:
+            kept.restore()

@@ -1,0 +1,473 @@
+"""The exactness check in a Trainer: one batch of real samples, once whole and once in parts, as training cuts it.
+
+The parts run one after the other, and nothing is put back between them: what the step keeps (a queue,
+a teacher that follows its student) changes as it will in training. The trained weights are moved a
+little beforehand, as a first step will move them: so a teacher that starts as a copy of its student
+shows that it follows.
+"""
+
+import copy
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils.data import DataLoader
+from torchmetrics import Metric
+
+from lightning_ga.batch.counters import fitting_counter
+from lightning_ga.batch.layout import LayoutError
+from lightning_ga.batch.pytree import open_container, same_values
+from lightning_ga.batch.sizes import elements
+from lightning_ga.compat import patching, transfer, trial_steps
+from lightning_ga.fit.batch_norm import batch_norm_layers
+from lightning_ga.fit.deterministic import stop_dropping, without_dropout
+from lightning_ga.fit.exactness import INEXACT, Exactness, compare, distance, judge, uncuttable, unmeasured
+from lightning_ga.loading.reader import BatchReader
+from lightning_ga.loading.samples import collate_samples, fetch
+from lightning_ga.memory.live_tensors import uncounted
+from lightning_ga.memory.oom import is_out_of_memory, release
+from lightning_ga.plan.weights import count_items
+from lightning_ga.probe.isolation import traceless
+from lightning_ga.snapshot.state import RandomState, generators_of, reseed
+
+SAMPLES = 5  # parts of three and two: BatchNorm refuses one sample, and unequal parts show wrong weights
+MOVED = 1e-2  # how far weights are moved, relatively: a teacher of momentum 0.9999 follows by more than rounding
+CONSIDERED = 24  # samples that the measured ones are chosen from
+_MOMENT = 0.3  # seconds to read them in
+_SMALL = 2**28  # bytes of parameters
+_SEEDS = 8  # further passes, where random numbers are drawn that did not show in the first
+
+
+@dataclass(frozen=True, slots=True)
+class Verdicts:
+    """What was found.
+
+    Attributes:
+        training: Of the micro-batches that training runs.
+        splitting: Of batches that are cut in the step.
+    """
+
+    training: Exactness
+    splitting: Exactness
+
+    def unless(self, other: "Verdicts") -> "Verdicts":
+        """These, but for what others found that is not exact."""
+        pairs = ((self.training, other.training), (self.splitting, other.splitting))
+        steps = other.training.micro_steps
+        kept = (b if b.cause in (*INEXACT, "random") and a.cause == "exact" else a for a, b in pairs)
+        return Verdicts(*(replace(each, micro_steps=steps) for each in kept))
+
+
+@dataclass(frozen=True, slots=True)
+class _Passes:
+    """What some micro-batches left, run one after the other.
+
+    Attributes:
+        gradients: The gradient of each.
+        changed: Names of what they changed that is no gradient.
+        changed_in_step: Those that ``training_step`` or the backward pass changed, and no hook.
+        draws: Whether random numbers were drawn.
+    """
+
+    gradients: list[list[torch.Tensor]]
+    changed: tuple[str, ...]
+    changed_in_step: tuple[str, ...]
+    draws: bool
+
+
+def measure_exactness(
+    trainer: Any,
+    loader: "DataLoader[Any]",
+    indices: list[Any],
+    *,
+    reader: BatchReader,
+    count: Callable[[Any], float] | None,
+    limit: int,
+    in_step: bool,
+) -> Verdicts:
+    """Run the check, dropout off, and leave no trace.
+
+    Args:
+        trainer: A Trainer at ``on_train_start``.
+        loader: The user's DataLoader.
+        indices: Indices of samples to run on.
+        reader: Cuts the loader's batches.
+        count: Counts the items of a batch that the loss is a mean over; ``None`` for samples.
+        limit: Largest micro-batch that is known to fit, in samples.
+        in_step: Whether training cuts batches in the step.
+    """
+    sizes = [min(SAMPLES, len(indices))] if _is_small(trainer.lightning_module) else []
+    sizes += [size for size in [min(SAMPLES, limit, len(indices))] if size not in sizes]
+    for size in sizes:
+        verdicts = _measured(trainer, loader, indices, size, reader, count, in_step, spare=size <= limit // 2)
+        if verdicts is not None:
+            return verdicts
+    return _both(unmeasured(rounding(trainer), f"memory ran out in the check, on {sizes[-1]} samples"))
+
+
+def _measured(
+    trainer: Any,
+    loader: "DataLoader[Any]",
+    indices: list[Any],
+    size: int,
+    reader: BatchReader,
+    count: Callable[[Any], float] | None,
+    in_step: bool,
+    *,
+    spare: bool,
+) -> Verdicts | None:
+    """Run the check on so many samples; ``None`` if memory runs out. ``spare``: there is some for more precision."""
+    module = trainer.lightning_module
+    plain = spare or _is_small(module)
+    tolerance = rounding(trainer, plain=plain)
+    if size < 2:
+        return _both(unmeasured(tolerance, "a micro-batch of one sample has no parts"))
+    layers = tuple(batch_norm_layers(module))
+    if layers and size < 4:  # BatchNorm refuses one sample
+        return _both(Exactness(None, tolerance, "batch_norm", layers=layers))
+    failure = None
+    try:
+        with traceless(trainer) as prepare, _exact_arithmetic(trainer, plain=plain), without_dropout():
+            check = _Check(trainer, loader, reader, prepare, count, tolerance)
+            samples = telling_samples(loader, indices, size)
+            if len(samples) < 2:
+                return _both(unmeasured(tolerance, f"the training data hold {len(samples)} samples"))
+            verdicts = check.run(samples, in_step=in_step)
+            if size >= 4 and verdicts.training.cause == "exact":  # one clean cut is no proof: others, in equal parts
+                verdicts = verdicts.unless(check.run(samples[-4:], in_step=in_step))
+            return verdicts
+    except Exception as error:  # the check must never cost a run; what went wrong is said instead
+        failure = error
+    if is_out_of_memory(failure):
+        release(failure)
+        return None
+    told = f"in the check, a step on part of {size} samples ended in {type(failure).__name__}: {failure}"
+    return _both(unmeasured(tolerance, told))
+
+
+def telling_samples(loader: "DataLoader[Any]", indices: list[Any], size: int) -> list[Any]:
+    """Samples that differ from each other in labels, shapes and gaps, out of as many as a moment allows to read.
+
+    The largest come first: the parts of a batch are padded to other lengths then, if they are padded at all.
+    """
+    started, found = time.monotonic(), list[Any]()
+    with closing(fetch(loader, ([index] for index in indices[:CONSIDERED]), list)) as reads:
+        for samples in reads:
+            found += samples
+            if len(found) >= size and time.monotonic() - started > _MOMENT:
+                break
+    traits = [set(_traits("", sample)) for sample in found]
+    heavy = [elements(sample) for sample in found]
+    chosen = [heavy.index(max(heavy)), heavy.index(min(heavy))] if heavy and min(heavy) < max(heavy) else []
+    while len(chosen) < min(size, len(found)):
+        known = set().union(*(traits[number] for number in chosen))
+        rest = [number for number in range(len(found)) if number not in chosen]
+        chosen.append(max(rest, key=lambda number: (len(traits[number] - known), -number)))
+    return [found[number] for number in sorted(chosen, key=lambda number: -heavy[number])]
+
+
+def _traits(path: str, node: Any) -> Iterator[tuple[str, str]]:
+    """What tells a sample from others: small values, shapes, targets that are ignored, missing numbers."""
+    if isinstance(node, (bool, int, str)) or node is None:
+        yield path, str(node)[:40]
+    elif isinstance(node, float):
+        yield path, str(node > 0) if node == node else "nan"
+    elif isinstance(node, torch.Tensor) and not node.is_nested and node.layout is torch.strided:
+        yield path, str(tuple(node.shape))
+        whole = not node.is_floating_point() and not node.is_complex()
+        if whole and node.numel():
+            yield path, f"{int(node.min())} {int(node.max())}"
+            yield path, f"{bool((node == -100).any())}"
+        elif node.is_floating_point():
+            yield path, str(bool(node.isnan().any()))
+    elif isinstance(node, np.generic):
+        yield path, str(node)
+    else:
+        for name, child in open_container(node) or ():
+            yield from _traits(path + name, child)
+
+
+class _Check:
+    """Runs a batch whole and in parts.
+
+    Args:
+        trainer: The Trainer, its state kept.
+        loader: The user's DataLoader.
+        reader: Cuts the loader's batches.
+        prepare: Puts the state back.
+        count: Counts the items of a batch, or ``None`` for samples.
+        tolerance: What rounding may explain.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        loader: "DataLoader[Any]",
+        reader: BatchReader,
+        prepare: Callable[[], None],
+        count: Callable[[Any], float] | None,
+        tolerance: float,
+    ) -> None:
+        self._trainer, self._loader, self._reader, self._prepare = trainer, loader, reader, prepare
+        self._count, self._tolerance = count, tolerance
+        exactly = trainer.strategy.root_device.type == "cpu" and tolerance <= 1e-4
+        self._rest = tolerance / (100 if exactly else 1)  # what a step that is repeated may differ by
+        self._met: tuple[str, ...] | None = None  # what a module keeps; known once it was looked for
+        self._steps = 0
+        self._moves_whole = transfer.hooks_move_batches(trainer)  # a batch goes through these before it is cut
+
+    def run(self, samples: list[Any], *, in_step: bool) -> Verdicts:
+        """Compare the whole batch with its parts, as the loader and as the step would make them."""
+        collated = self._collate(samples)
+        kept = self._reader.count(collated, expected=len(samples), on_host=True)
+        if kept < 2:
+            return _both(unmeasured(self._tolerance, f"the collate function kept {kept} of {len(samples)} samples"))
+        whole = self._pass([collated], seed=0)
+        middle = (len(samples) + 1) // 2
+        if in_step:
+            return _both(self._cut_and_judge(samples, collated, kept, whole))
+        loaded = [self._collate(samples[:middle]), self._collate(samples[middle:])]
+        sizes = middle, len(samples) - middle
+        training = self._judge(whole, loaded, sizes, lambda seed: self._collate(samples, seed), cut=False)
+        try:
+            slices = self._slices(samples, collated, kept)
+        except LayoutError as why:
+            return Verdicts(training, uncuttable(self._tolerance, str(why)))
+        if (
+            whole.changed == whole.changed_in_step
+            and kept == len(samples)
+            and all(
+                same_values(part, slices(start, stop))
+                for part, (start, stop) in zip(loaded, ((0, middle), (middle, kept)))
+            )
+        ):
+            return Verdicts(training, training)
+        return Verdicts(training, self._cut_and_judge(samples, collated, kept, whole))
+
+    def _cut_and_judge(self, samples: list[Any], collated: Any, kept: int, whole: _Passes) -> Exactness:
+        middle = (kept + 1) // 2
+        failed = None
+        try:
+            slices = self._slices(samples, collated, kept)
+            while True:
+                try:
+                    parts = [slices(0, middle), slices(middle, kept)]
+                    return self._judge(whole, parts, (middle, kept - middle), lambda _: collated, cut=True)
+                except Exception as error:
+                    if is_out_of_memory(error) or isinstance(error, LayoutError) or failed is not None:
+                        raise
+                    failed = error
+                again = self._reader.samples_again(self._loader, samples)
+                if again is None:
+                    raise LayoutError("There are no samples at hand to make parts of anew.")
+                slices = self._reader.collated_anew(self._moved(collated), again, on_host=not self._moves_whole).take
+        except LayoutError as why:
+            because = "" if failed is None else f" A part alone ended in {type(failed).__name__}: {failed}"
+            return uncuttable(self._tolerance, f"{why}{because}")
+
+    def _slices(self, samples: list[Any], collated: Any, kept: int) -> Callable[[int, int], Any]:
+        return self._reader.slices(
+            self._moved(collated),
+            expected=kept,
+            on_host=not self._moves_whole,
+            samples=lambda: self._reader.samples_again(self._loader, samples),
+        ).take
+
+    def _moved(self, collated: Any) -> Any:
+        """The batch as it is cut in the step."""
+        if not self._moves_whole:
+            return collated
+        self._prepare()
+        reseed(1, generators_of(self._trainer.lightning_module))
+        return transfer.transferred(self._trainer, _copied(collated))
+
+    def _judge(
+        self, whole: _Passes, parts: list[Any], sizes: Sequence[int], again: Callable[[int], Any], *, cut: bool
+    ) -> Exactness:
+        """Compare parts with the whole.
+
+        Args:
+            whole: The pass of the whole batch.
+            parts: What it is cut into.
+            sizes: Samples of each.
+            again: The whole batch once more, with random numbers of some seed.
+            cut: Whether the parts are cut in the step, and are one batch of the loop.
+        """
+        changed = (whole.changed_in_step if cut else whole.changed) or self._kept(whole, again)
+        counts = [self._items(part, size, cut=cut) for part, size in zip(parts, sizes)]
+        if not all(number > 0 for number in counts):
+            return unmeasured(self._tolerance, f"normalize counts {counts} in the parts of a batch")
+        share, ran = counts[0] / sum(counts), self._pass(parts, seed=1, of_one=cut, moved=cut and self._moves_whole)
+        with uncounted():
+            differences = compare(*whole.gradients, *ran.gradients, share=share)
+        noise = self._noise(whole, again)
+        verdict = judge(
+            differences,
+            tolerance=self._tolerance,
+            noise=noise,
+            layers=tuple(batch_norm_layers(self._trainer.lightning_module)),
+            tensors=changed,
+            micro_steps=self._steps,
+        )
+        if verdict.cause != "weighted":
+            return verdict
+        return replace(verdict, counter=fitting_counter(again(0), parts, differences.share))
+
+    def _kept(self, whole: _Passes, again: Callable[[int], Any]) -> tuple[str, ...]:
+        """Whether the module keeps something from one step to the next: then the same batch has another gradient."""
+        if whole.draws or self._met is not None:
+            return self._met or ()
+        twice = self._pass([again(0), again(0)], seed=0, of_one=True)
+        with uncounted():
+            apart = distance(*twice.gradients)
+        self._met = ("what the module keeps from one step to the next",) if apart > self._rest else ()
+        return self._met
+
+    def _noise(self, whole: _Passes, again: Callable[[int], Any]) -> float:
+        """How far passes over the whole batch with other random numbers are apart; several if some are drawn."""
+        noise = 0.0
+        for seed in range(1, 2 + _SEEDS):
+            batch = again(seed)
+            ran = self._pass([batch], seed=seed)
+            with uncounted():
+                noise = max(noise, distance(*whole.gradients, *ran.gradients))
+            if noise > self._tolerance or not ran.draws:
+                break
+        return noise
+
+    def _items(self, part: Any, samples: int, *, cut: bool) -> float:
+        if self._count is not None:
+            return count_items(self._count, part)
+        return self._reader.count(part, expected=samples, on_host=not (cut and self._moves_whole))
+
+    def _collate(self, samples: list[Any], seed: int = 0) -> Any:
+        return transfer.before_transfer(self._trainer, collate_samples(self._loader, samples, len(samples), seed=seed))
+
+    def _pass(self, batches: Sequence[Any], *, seed: int, of_one: bool = False, moved: bool = False) -> _Passes:
+        """Run micro-batches one after the other, from the state that training begins with.
+
+        Args:
+            batches: The micro-batches.
+            seed: Of the random numbers that they draw.
+            of_one: Whether they are parts of one batch of the loop, whose hooks run once.
+            moved: Whether they lie on the device.
+        """
+        self._prepare()
+        module = self._trainer.lightning_module
+        stop_dropping(module)
+        _move_weights(module)
+        reseed(seed, generators_of(module))
+        before, drawn = _watched(module), RandomState()
+        states: list[dict[str, tuple[float, float]]] = []
+        gradients: list[list[torch.Tensor]] = []
+        for number, batch in enumerate(batches):
+            for parameter in module.parameters():
+                parameter.grad = None
+            batch = _copied(batch)
+            trial_steps.accumulate_only(
+                self._trainer,
+                batch if moved else transfer.transferred(self._trainer, batch),
+                number,
+                lambda: states.append(_watched(module)),
+                begins=not of_one or number == 0,
+                ends=not of_one or number == len(batches) - 1,
+            )
+            self._steps += 1
+            gradients.append([_on_host(gradient) for gradient in _gradients(module)])
+        hooks, step = _changed(before, _watched(module)), _changed(*states[:2])
+        return _Passes(gradients, hooks, step, not drawn.is_current())
+
+
+def _changed(before: dict[str, Any], after: dict[str, Any]) -> tuple[str, ...]:
+    return tuple(name for name in after if before.get(name) != after[name])
+
+
+def _both(verdict: Exactness) -> Verdicts:
+    return Verdicts(verdict, verdict)
+
+
+def _is_small(module: torch.nn.Module) -> bool:
+    """Whether a few samples more than the limit are no danger, nor the precision of the weights."""
+    return sum(p.numel() * p.element_size() for p in module.parameters()) <= _SMALL
+
+
+def _copied(batch: Any) -> Any:
+    """A copy: a step may change its batch in place."""
+    try:
+        return copy.deepcopy(batch)
+    except Exception:  # whatever a batch may hold
+        return batch
+
+
+def rounding(trainer: Any, *, plain: bool = True) -> float:
+    """Relative difference that precision explains: that of the weights, or of autocast where that is not off."""
+    if not plain and hasattr(trainer.precision_plugin, "autocast_context_manager"):
+        return 5e-2 if "bf16" in str(trainer.precision) else 1e-2
+    dtypes = {p.dtype for p in trainer.lightning_module.parameters() if p.requires_grad and p.is_floating_point()}
+    if dtypes & {torch.float16, torch.bfloat16}:
+        return 5e-2 if torch.bfloat16 in dtypes else 1e-2
+    return 1e-6 if dtypes == {torch.float64} else 1e-4  # losses may be computed in fp32 all the same
+
+
+@contextmanager
+def _exact_arithmetic(trainer: Any, *, plain: bool) -> Iterator[None]:
+    """Within, steps compute in the precision of the weights, if memory allows for it: autocast hides differences."""
+    plugin = trainer.precision_plugin
+    if not plain or not hasattr(plugin, "autocast_context_manager"):
+        yield
+        return
+    patching.shadow(plugin, "forward_context", nullcontext)
+    try:
+        yield
+    finally:
+        patching.unshadow(plugin, "forward_context")
+
+
+@torch.no_grad()
+def _move_weights(module: torch.nn.Module) -> None:
+    """Move the trained weights a little, the same way each time."""
+    for parameter in module.parameters():
+        if parameter.requires_grad and parameter.is_floating_point() and not parameter.is_sparse:
+            parameter.mul_(1.0 + MOVED)
+            if parameter.numel() <= 2**16:
+                generator = torch.Generator(parameter.device).manual_seed(parameter.numel())
+                noise = torch.empty(parameter.shape, device=parameter.device).normal_(generator=generator)
+                parameter.add_(noise.to(parameter.dtype), alpha=MOVED)
+
+
+def _watched(module: torch.nn.Module) -> dict[str, tuple[float, float]]:
+    """Sums over what a step should leave alone: buffers but for those of normalization, and untrained parameters."""
+    own = {
+        id(buffer)
+        for part in module.modules()
+        if isinstance(part, (_NormBase, Metric))
+        for buffer in part.buffers(recurse=False)
+    }
+    named = [
+        *((name, buffer) for name, buffer in module.named_buffers() if id(buffer) not in own),
+        *((name, parameter) for name, parameter in module.named_parameters() if not parameter.requires_grad),
+    ]
+    return {name: _sums(tensor) for name, tensor in named if tensor.layout is torch.strided and not tensor.is_nested}
+
+
+def _sums(tensor: torch.Tensor) -> tuple[float, float]:
+    with uncounted(), torch.no_grad():
+        values = tensor.detach().abs() if tensor.is_complex() else tensor.detach()
+        return float(values.sum(dtype=torch.float64)), float(values.double().pow(2).sum())
+
+
+def _gradients(module: torch.nn.Module) -> Iterator[torch.Tensor]:
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach()
+            yield gradient.coalesce() if gradient.is_sparse else gradient
+
+
+def _on_host(gradient: torch.Tensor) -> torch.Tensor:
+    with uncounted():
+        return gradient.to("cpu", copy=True)

@@ -1,0 +1,238 @@
+"""The samples that the largest training batches are made of.
+
+Where samples vary in size, a batch of any size is largest when it holds the heaviest of the data
+set; and where fields are padded each by itself, when it holds the longest of every field. Both
+kinds are looked for among all samples, as far as a few seconds allow, and only these are kept.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from itertools import repeat
+from math import gcd, prod
+from typing import Any
+
+from torch.utils.data import DataLoader, default_collate
+
+from lightning_ga.batch.sizes import Field, elements, leaves
+from lightning_ga.loading.samples import collate_samples, collect_samples, fetch
+from lightning_ga.memory.live_tensors import uncounted
+
+SAMPLES_KEPT = 32  # of the most elements, besides the largest of every field
+SAMPLES_AT_ONCE = 64
+LOOK_SECONDS = 5.0  # for samples that are slow to read, or more than can be read
+_FIELDS = 32  # more are no structure but data: a dictionary by name, say
+
+
+class Looks:
+    """Which samples to look at: some from all over the data set first, then ever more from between them.
+
+    The first look holds the first and the last sample, so that sorting a data set is enough to have
+    its heaviest seen.
+
+    Args:
+        indices: Of all samples that training may meet; ``None`` for a stream, read from its start.
+        total: How many samples there are; ``None`` if that is not known.
+
+    Examples:
+        >>> looks = Looks(range(200), total=200)
+        >>> looks.first()[:3], looks.first()[-1], [look[0] for look in looks.rest()]
+        ([0, 4, 8], 199, [3, 2, 1])
+    """
+
+    def __init__(self, indices: Sequence[Any] | None, total: int | None) -> None:
+        self.total = total
+        self._indices = indices
+        self._stride = 1 if indices is None else max(1, -(-len(indices) // SAMPLES_AT_ONCE))
+
+    @property
+    def streams(self) -> bool:
+        """Whether samples have no index and are read from the start."""
+        return self._indices is None
+
+    def first(self) -> list[Any]:
+        """Indices of the first look."""
+        if self._indices is None:
+            return [None] * SAMPLES_AT_ONCE
+        last = len(self._indices) - 1
+        return [*self._indices[:: self._stride], *(self._indices[last:] if last % self._stride else [])]
+
+    def rest(self) -> Iterator[list[Any]]:
+        """Indices of the further looks; of a stream, from its start."""
+        if self._indices is None:
+            yield from repeat([None] * SAMPLES_AT_ONCE)
+            return
+        step = _coprime(self._stride)
+        for number in range(1, self._stride):  # any number of looks is spread evenly
+            offset = number * step % self._stride
+            look = list(self._indices[offset :: self._stride])
+            yield look[:-1] if (len(self._indices) - 1 - offset) % self._stride == 0 else look
+
+
+def _coprime(stride: int) -> int:
+    """A step through all offsets below ``stride``, about two thirds of it."""
+    step = max(1, round(0.618 * stride))
+    while gcd(step, stride) > 1:
+        step += 1
+    return step
+
+
+class Heaviest:
+    """Of all samples seen: those with the most elements, and the largest of every field in every direction.
+
+    Args:
+        text: Whether text counts, as it does where it is turned into tensors when samples are collated.
+
+    Attributes:
+        uniform: Whether all samples had the same shapes.
+
+    Examples:
+        >>> import torch
+        >>> kept = Heaviest()
+        >>> _ = kept.see([torch.zeros(2, 2), torch.zeros(3, 3), torch.zeros(1, 9), torch.zeros(7, 1)])
+        >>> [tuple(sample.shape) for sample in kept.by_field]
+        [(1, 9), (7, 1), (3, 3), (2, 2)]
+    """
+
+    def __init__(self, *, text: bool = True) -> None:
+        self.uniform = True
+        self._text = text
+        self._shapes: dict[Field, tuple[int, ...]] | None = None
+        self._numbers = 0
+        self._most: list[tuple[int, int, Any]] = []  # elements, minus its number, sample
+        self._largest: dict[Field, tuple[int, int, int, Any]] = {}  # extent before these
+
+    def see(self, samples: Sequence[Any]) -> list[Any]:
+        """Look at samples; those of them that are kept, for now."""
+        return [sample for sample in samples if self._see(sample)]
+
+    def _see(self, sample: Any) -> bool:
+        shapes: dict[Field, tuple[int, ...]] = {}
+        weight = 0
+        for field, shape in leaves(sample, text=self._text):
+            weight += prod(shape)
+            known = shapes.get(field, shape)
+            shapes[field] = tuple(map(max, shape, known)) if len(known) == len(shape) else max(known, shape)
+        self._shapes = shapes if self._shapes is None else self._shapes
+        self.uniform &= shapes == self._shapes
+        self._numbers -= 1
+        entry = (weight, self._numbers, sample)
+        heavy = len(self._most) < SAMPLES_KEPT or entry[:2] > self._most[-1][:2]
+        if heavy:
+            self._most = sorted([*self._most, entry], key=lambda kept: kept[:2], reverse=True)[:SAMPLES_KEPT]
+        large = [self._enlarge((*field, axis), extent, entry) for field, axis, extent in _extents(shapes)]
+        return heavy or any(large)
+
+    def _enlarge(self, direction: Field, extent: int, entry: tuple[int, int, Any]) -> bool:
+        known = self._largest.get(direction)
+        larger = len(self._largest) < _FIELDS if known is None else (extent, *entry[:2]) > known[:3]
+        if larger:
+            self._largest[direction] = (extent, *entry)
+        return larger
+
+    @property
+    def by_weight(self) -> list[Any]:
+        """The samples kept, those with the most elements first."""
+        return [sample for _, _, sample in self._entries()]
+
+    @property
+    def by_field(self) -> list[Any]:
+        """The samples kept; before the others as few as together hold the largest of every field."""
+        entries, first = self._entries(), list[int]()
+        missing = {direction: held[0] for direction, held in self._largest.items()}
+        while missing:
+            covers = [{d for d, extent in missing.items() if self._extent(d, entry[2]) == extent} for entry in entries]
+            best = max(range(len(entries)), key=lambda n: len(covers[n]))
+            first.append(best)
+            missing = {d: extent for d, extent in missing.items() if d not in covers[best]}
+        rest = [n for n in range(len(entries)) if n not in first]
+        return [entries[n][2] for n in (*first, *rest)]
+
+    def _entries(self) -> list[tuple[int, int, Any]]:
+        """All that is kept, each sample once, heaviest first."""
+        entries = {entry[1]: entry for entry in (*self._most, *(held[1:] for held in self._largest.values()))}
+        return sorted(entries.values(), key=lambda entry: entry[:2], reverse=True)
+
+    def _extent(self, direction: Field, sample: Any) -> int:
+        extents = [
+            shape[direction[-1]]
+            for field, shape in leaves(sample, text=self._text)
+            if field == direction[:-1] and direction[-1] < len(shape)
+        ]
+        return max(extents, default=-1)
+
+
+class Look:
+    """Fetches nothing but the samples worth keeping: where data workers read, only these are sent."""
+
+    def __init__(self, *, text: bool) -> None:
+        self._kept = Heaviest(text=text)
+
+    def __call__(self, samples: list[Any]) -> tuple[int, list[Any]]:
+        """How many samples there were, and those to keep."""
+        return len(samples), self._kept.see(samples)
+
+
+@dataclass(frozen=True, slots=True)
+class Worst:
+    """Samples to make the largest batches of.
+
+    Attributes:
+        by_field: Before the others as few as together hold the largest of every field.
+        by_weight: The same samples, those with the most elements first.
+        seen: Samples that were looked at.
+        complete: Whether these are all there are, or all are of one size as far as was seen.
+    """
+
+    by_field: list[Any]
+    by_weight: list[Any]
+    seen: int
+    complete: bool
+
+    def batch(self, loader: "DataLoader[Any]", count: int) -> Any:
+        """A batch of ``count`` samples as the loader makes it, as large as these samples allow.
+
+        Padded, it is largest with the longest of every field in it; packed, with the heaviest samples.
+        """
+        chosen, other = self.by_field, self.by_weight
+        if set(map(id, chosen[:count])) != set(map(id, other[:count])):
+            with uncounted():
+                chosen = max(chosen, other, key=lambda order: elements(collate_samples(loader, order, count)))
+        return collate_samples(loader, chosen, count)
+
+
+def heaviest_samples(loader: "DataLoader[Any]", looks: Looks) -> Worst:
+    """The heaviest samples behind a loader: of a few if these are of one size, otherwise of all.
+
+    Args:
+        loader: The user's loader.
+        looks: Which samples to look at; none is begun after ``LOOK_SECONDS``.
+    """
+    with uncounted():  # samples lie on the host
+        return _heaviest_samples(loader, looks)
+
+
+def _heaviest_samples(loader: "DataLoader[Any]", looks: Looks) -> Worst:
+    started = time.monotonic()
+    text = loader.collate_fn is not default_collate  # that one leaves text as it is
+    kept, first = Heaviest(text=text), collect_samples(loader, looks.first())
+    kept.see(first)
+    seen, complete = len(first), True
+    if not kept.uniform and (looks.total is None or looks.total > seen):
+        seen, workers = (0, 1) if looks.streams else (seen, loader.num_workers)
+        with closing(fetch(loader, looks.rest(), Look(text=text), workers=workers)) as reports:
+            for count, newcomers in reports:
+                seen += count
+                kept.see(newcomers)
+                complete = seen == looks.total or time.monotonic() - started <= LOOK_SECONDS
+                if not complete:
+                    break
+    return Worst(kept.by_field, kept.by_weight, seen, complete)
+
+
+def _extents(shapes: dict[Field, tuple[int, ...]]) -> Iterator[tuple[Field, int, int]]:
+    for field, shape in shapes.items():
+        for axis, extent in enumerate(shape):
+            if prod(shape) > 1:  # numbers and labels
+                yield field, axis, extent

@@ -1,0 +1,341 @@
+"""Training data whose batches cannot be cut anew: they are fed as they come, and cut in the training step.
+
+Dictionaries of loaders, loaders that yield whole batches, iterables of any kind. Their feed counts in
+batches, as others do in samples. Nothing is lost of data that go on where they were left: a batch
+that is looked at before training begins is given to training all the same.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from math import gcd
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_ga.batch.layout import Layout, LayoutError, Slice
+from lightning_ga.batch.split import SplitBatch, cut, split_by_hook
+from lightning_ga.errors import UserError
+from lightning_ga.loading.largest_samples import Looks
+from lightning_ga.loading.peekable import peekable_stream
+from lightning_ga.loading.reader import (
+    BatchSource,
+    CollatedBatches,
+    ReadyMadeBatches,
+    check_proportion,
+    gather,
+    indices_of,
+    is_collated,
+    largest_extent,
+    length_of_first,
+)
+from lightning_ga.loading.source import Feed
+from lightning_ga.loading.stateful import keeps_place
+from lightning_ga.plan.accumulation import AccumulationPlan
+from lightning_ga.plan.windows import Chunk
+
+_PEEKED = 2  # batches that are looked at, as two may differ in size
+
+
+@dataclass(frozen=True, slots=True)
+class Batches:
+    """What a fit loop would read.
+
+    Attributes:
+        loaders: The loaders that a batch comes from.
+        combine: One batch out of those of all loaders.
+        start: Starts them anew and yields batches.
+        length: How many there are on this rank; ``None`` if that is not known.
+    """
+
+    loaders: Sequence[Any]
+    combine: Callable[[list[Any]], Any]
+    start: Callable[[], Iterator[Any]]
+    length: int | None
+
+
+class UncutFeed:
+    """The feed of such data: what a ``Feed`` is to samples, in windows of whole batches.
+
+    Samples are counted in each batch; where a number of them is needed in advance, all batches are
+    taken to be as large as the first. Where samples cannot be told apart, a batch counts as one.
+
+    Args:
+        batches: What the loop would make of it.
+        hook: The module's own ``split_batch``, if it has one.
+        settings: As for any feed.
+    """
+
+    streams = counted_later = may_drop = True
+    keeps_groups = False
+    workers = 0
+
+    def __init__(self, batches: Batches, *, hook: SplitBatch | None = None, **settings: Any) -> None:
+        self._data, self._hook = batches, hook
+        self._stream = peekable_stream(batches.start, batches.length)
+        self._feed = Feed(
+            DataLoader(self._stream, batch_size=1, collate_fn=_only), own_seed=torch.Generator(), **settings
+        )
+        self._user_loader: DataLoader[Any] | None = None
+        self._tells = True  # how many samples a batch holds
+        self.sizes = self._sizes_of_loaders()
+        self._each: int = settings["largest_over_ranks"](self._samples_of_first())
+
+    @cached_property
+    def source(self) -> BatchSource:
+        """What is known of these batches."""
+        loaders = self._data.loaders
+        if all(map(is_collated, loaders)):
+            return CollatedBatches(loaders, [partial(indices_of, part) for part in loaders], self._data.combine)
+        return ReadyMadeBatches(self._looked_at)
+
+    def recipe_effective(self, epoch: int) -> int:
+        """Samples of a window."""
+        return self._feed.recipe_effective(epoch) * self._each
+
+    def total(self, epoch: int) -> int | None:
+        """Samples of an epoch on this rank."""
+        batches = self._feed.total(epoch)
+        return None if batches is None else batches * self._each
+
+    def check_effective(self, effective: int) -> None:
+        """Refuse to count samples where each loader gives another number of them to a batch.
+
+        Raises:
+            UserError: With the numbers.
+        """
+        if len(set(self.sizes)) > 1:
+            raise UserError(
+                f"effective_batch_size={effective} counts samples, and the training data come from loaders of unequal "
+                f"batch sizes, {', '.join(map(str, self.sizes))}: say with accumulate=… how many batches make a step."
+            )
+
+    def arrange(
+        self, epoch: int, effective: int | None, micro_batch: int, *, samples_done: int = 0, armed: bool = True
+    ) -> AccumulationPlan:
+        """Arrange one epoch in windows of whole batches.
+
+        Raises:
+            UserError: If no whole number of batches makes up an effective batch.
+        """
+        done = samples_done // self._each
+        if armed:
+            self._user_loader = None  # training needs the memory of the batch that was looked at
+        plan = self._feed.arrange(epoch, self._in_batches(effective), 1, samples_done=done, armed=armed)
+        chunks = ((self._each,) * plan.factor,) * plan.world_size
+        size = plan.effective_batch_size * self._each
+        return replace(plan, effective_batch_size=size, micro_batch_size=self._each, chunks=chunks)
+
+    def chunk(self, index: int) -> Chunk:
+        """The ``index``-th batch of the epoch; its place is told in samples."""
+        chunk = self._feed.chunk(index)
+        return replace(chunk, count=chunk.count * self._each, window_end=chunk.window_end * self._each)
+
+    def expected(self, chunk: Chunk) -> int | None:
+        """Only the batch can tell how many samples it holds."""
+        return None
+
+    def samples_at(self, index: int) -> None:
+        """Samples are not at hand."""
+
+    def largest_extent(self, recipe_batch: int) -> int:
+        """More samples than this a batch cannot hold, as far as the first one shows."""
+        if self._each > 1:
+            return recipe_batch
+        return max(self.sizes) if self.sizes else self._first_extent
+
+    @cached_property
+    def _first_extent(self) -> int:
+        return largest_extent(self._stream.peek(1)[0])
+
+    def check_cut(self) -> None:
+        """Refuse to cut what has no smaller parts.
+
+        Raises:
+            LayoutError: If that is so.
+        """
+        _ = self.user_loader
+
+    @property
+    def may_grow(self) -> bool:
+        """Whether a batch may show that it holds more samples than the first."""
+        return not self.sizes and self._tells
+
+    @property
+    def user_loader(self) -> "DataLoader[Any]":
+        """Makes batches of the samples of the first, for the probe and the exactness check.
+
+        Raises:
+            LayoutError: If these cannot be told apart.
+        """
+        if self._user_loader is None:
+            if self._hook is None:
+                check_proportion(self._each, self.sizes)
+            (batch, *_) = self._stream.peek(1) or [None]
+            trial = _ByHook(batch, self._hook) if self._hook is not None else _ByLayout(batch, self._raw_layout)
+            self._user_loader = DataLoader(trial, batch_size=len(trial), collate_fn=trial.together)
+        return self._user_loader
+
+    def looks(self, epoch: int) -> Looks:
+        """The samples of the first batch."""
+        return Looks(range(self._each), self._each)
+
+    def sample_indices(self, epoch: int, most: int = 64) -> list[int]:
+        """Indices of samples of the first batch."""
+        return list(range(min(most, self._each)))
+
+    def recipe_batches(self, samples: int) -> int:
+        """Batches that so many samples make up."""
+        return self._feed.recipe_batches(samples // self._each)
+
+    def samples_of(self, batches: int) -> int:
+        """Samples that so many batches hold."""
+        return batches * self._each
+
+    def batches_after(self, index: int) -> int:
+        """Batches that are done after this one."""
+        return self._feed.batches_after(index)
+
+    def steps(self, epoch: int, effective: int | None) -> int | None:
+        """Optimizer steps of one epoch; ``None`` where the length is not known."""
+        return self._feed.steps(epoch, self._in_batches(effective))
+
+    @property
+    def loader(self) -> "DataLoader[Any] | None":
+        """What the loop reads."""
+        return self._feed.loader
+
+    @property
+    def length(self) -> int | None:
+        """Batches of the arranged epoch; ``None`` if that is not known."""
+        return self._feed.length
+
+    @property
+    def at_most(self) -> int | None:
+        """Batches after which a stream is not read any further."""
+        return self._feed.at_most
+
+    @property
+    def loaders(self) -> Sequence[Any]:
+        """The loaders that a batch comes from."""
+        return self._data.loaders
+
+    @property
+    def keeps_place(self) -> bool:
+        """Whether all loaders save and restore where they are, so that a resume in mid-epoch repeats no sample."""
+        return all(map(keeps_place, self.loaders))
+
+    @property
+    def done(self) -> int:
+        """Batches that an earlier run has trained on."""
+        return self._feed.done
+
+    @property
+    def ranks_apart(self) -> int:
+        """Ranks with data of their own."""
+        return self._feed.ranks_apart
+
+    def seeded_as_before(self) -> AbstractContextManager[None]:
+        """The user's loaders are iterated once, whatever the loop does."""
+        return nullcontext()
+
+    def _sizes_of_loaders(self) -> list[int]:
+        """Samples that each loader gives to a batch; empty where that does not show."""
+        sizes = [_batch_size(part) for part in self._data.loaders]
+        return [size for size in sizes if size is not None] if None not in sizes else []
+
+    def _samples_of_first(self) -> int:
+        if self.sizes:
+            return gcd(*self.sizes)
+        peeked = self._stream.peek(1)
+        if not peeked:
+            return 1
+        try:
+            return max(1, self._raw_layout.samples(peeked[0]))
+        except LayoutError:
+            self._tells = self._hook is not None
+            return max(1, length_of_first(peeked[0])) if self._tells else 1
+
+    @property
+    def _raw_layout(self) -> Layout:
+        """Where samples lie before any hook has seen the batch."""
+        return self.source.layout(lambda batch: batch)
+
+    def _looked_at(self) -> list[Any]:
+        """The first batches, and the last where it can be had, as it may be of another size."""
+        batches = self._stream.peek(_PEEKED)
+        for part in self._data.loaders:
+            dataset = getattr(part, "dataset", part)
+            if len(self._data.loaders) == 1 and isinstance(dataset, Sequence) and len(dataset) > _PEEKED:
+                collate = getattr(part, "collate_fn", None) or (lambda batch: batch)
+                batches.append(self._data.combine([collate(dataset[-1])]))
+        return batches
+
+    def _in_batches(self, effective: int | None) -> int | None:
+        if effective is None:
+            return None
+        batches, left = divmod(effective, self._each)
+        if left or batches % self._feed.world_size:
+            step = self._each * self._feed.world_size
+            raise UserError(
+                f"effective_batch_size={effective} is no whole number of batches: the training data yields batches of "
+                f"{self._each} samples on each of {self._feed.world_size} ranks, which cannot be cut anew. Use a "
+                f"multiple of {step}."
+            )
+        return batches
+
+
+def _batch_size(loader: Any) -> int | None:
+    """Samples of a DataLoader's batches, but for the last."""
+    if not is_collated(loader) or loader.batch_size is None:
+        return None
+    try:
+        return min(loader.batch_size, len(loader.dataset)) or None
+    except TypeError:  # a stream does not tell its length
+        return int(loader.batch_size)
+
+
+class _ByLayout(Dataset[Any]):
+    """The samples of one batch, cut by its layout."""
+
+    def __init__(self, batch: Any, layout: Layout) -> None:
+        self._batch, self._layout = batch, layout
+        self._samples, self._sizes = layout.samples(batch), layout.sizes(batch)
+
+    def __len__(self) -> int:
+        return self._samples
+
+    def __getitem__(self, index: int) -> Any:
+        return cut(self._batch, self._layout, Slice(index, index + 1, self._samples, self._sizes))
+
+    def together(self, samples: Sequence[Any]) -> Any:
+        """A batch of so many samples: the first ones, repeated in turn where there are not as many."""
+        return gather(self._batch, self._layout, len(samples))
+
+
+class _ByHook(Dataset[Any]):
+    """The samples of one batch, cut by the module's own ``split_batch``."""
+
+    def __init__(self, batch: Any, hook: SplitBatch) -> None:
+        self._batch, self._hook = batch, hook
+        self._samples = length_of_first(batch)
+
+    def __len__(self) -> int:
+        return self._samples
+
+    def __getitem__(self, index: int) -> Any:
+        return self._batch
+
+    def together(self, samples: Sequence[Any]) -> Any:
+        """A batch of the first samples, of all at most."""
+        count = len(samples)
+        if count >= self._samples:
+            return self._batch
+        return next(split_by_hook(self._hook, self._batch, [count, self._samples - count]))
+
+
+def _only(batches: Iterable[Any]) -> Any:
+    (batch,) = batches
+    return batch

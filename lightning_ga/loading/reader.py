@@ -1,0 +1,481 @@
+"""Count and cut the batches of one loader: by their layout, by the module's hook, or by collating samples anew."""
+
+import sys
+from collections.abc import Callable, Iterable, Sequence, Sized
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_ga.batch.layout import (
+    WAY_OUT,
+    Layout,
+    LayoutError,
+    SampleAxis,
+    Samples,
+    Slice,
+    read_layout,
+    read_ready_made,
+)
+from lightning_ga.batch.pytree import extents, is_constant, open_container, same_values
+from lightning_ga.batch.sizes import leaves
+from lightning_ga.batch.split import cut, join, split_by_hook
+from lightning_ga.loading.samples import collate_samples, collect_samples
+from lightning_ga.memory.oom import is_out_of_memory
+
+Prepare = Callable[[Any], Any]
+_LOOKED_AT = 8  # samples of a loader, of which those of different shapes are collated
+_KINDS = 3
+_GOLDEN = (5**0.5 - 1) / 2
+
+
+class Transfer(Protocol):
+    """The way of a loader's batches from the host to the step."""
+
+    @property
+    def has_hooks(self) -> bool:
+        """Whether something of the user's own is done to a batch while it is moved or afterwards."""
+
+    @property
+    def split_batch(self) -> Any:
+        """The module's own way to cut a batch; ``None`` if it has none."""
+
+    def on_host(self, batch: Any) -> Any:
+        """Do what is done before the batch is moved."""
+
+    def to_device(self, batch: Any) -> Any:
+        """Do that, and move the batch."""
+
+
+class BatchSource(Protocol):
+    """What is known of a loader's batches besides the batch at hand."""
+
+    def layout(self, prepare: Prepare) -> Layout:
+        """Where samples lie in batches once they are prepared for the step.
+
+        Raises:
+            LayoutError: If they cannot be told apart.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class CollatedBatches:
+    """Batches of DataLoaders, whose samples are at hand.
+
+    Attributes:
+        loaders: The loaders that a batch comes from.
+        indices: For each, indices of some samples from all over its dataset.
+        combine: One batch out of those of all loaders.
+    """
+
+    loaders: Sequence["DataLoader[Any]"]
+    indices: Sequence[Callable[[], list[Any]]]
+    combine: Callable[[list[Any]], Any] = lambda batches: batches[0]
+
+    def layout(self, prepare: Prepare) -> Layout:
+        """Collate a few samples as 3 and as 4, and compare."""
+        try:
+            kinds = [_various(collect_samples(*pair)) for pair in zip(self.loaders, (i() for i in self.indices))]
+            if not all(kinds):
+                raise LayoutError(f"The batch cannot be cut into samples, as its loader has none: {WAY_OUT}.")
+            return _of_crops(read_layout(_SmallBatches(self, kinds, prepare)), kinds)
+        except Exception as error:
+            if isinstance(error, LayoutError) or is_out_of_memory(error):
+                raise
+            raise LayoutError(
+                f"The batch cannot be cut into samples, as collating a few of them apart ended in "
+                f"{type(error).__name__}: {error}. A way out: {WAY_OUT}."
+            ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class ReadyMadeBatches:
+    """Batches that come as they are.
+
+    Attributes:
+        batches: Some of them.
+    """
+
+    batches: Callable[[], Iterable[Any]]
+
+    def layout(self, prepare: Prepare) -> Layout:
+        """Compare their shapes."""
+        return read_ready_made([prepare(batch) for batch in self.batches()])
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedBatch:
+    """One batch as the step gets it, of which nothing else is known.
+
+    Attributes:
+        batch: The batch.
+    """
+
+    batch: Callable[[], Any]
+
+    def layout(self, prepare: Prepare) -> Layout:
+        """Read it by itself."""
+        return read_ready_made([self.batch()])
+
+
+class NoBatches:
+    """Batches of which nothing is known."""
+
+    def layout(self, prepare: Prepare) -> Layout:
+        """Refuse to read them."""
+        raise LayoutError(f"The batch cannot be cut into samples, as nothing is known of its loader: {WAY_OUT}.")
+
+
+def _of_crops(layout: Layout, kinds: Sequence[Sequence[Any]]) -> Layout:
+    """The layout, if parts with several entries for each sample come from samples that are lists of as many.
+
+    Otherwise their number may be another in a sample that was not looked at.
+    """
+    for path, role in layout.roles.items():
+        per = role.per if isinstance(role, SampleAxis) else 1
+        if per > 1 and not all(isinstance(each, (list, tuple)) and len(each) == per for each in kinds[role.loader]):  # type: ignore[union-attr]
+            raise LayoutError(
+                f"The batch cannot be cut into samples, as {path} holds {per} entries for each of those looked at, and "
+                f"may hold another number for others: {WAY_OUT}."
+            )
+    return layout
+
+
+class _SmallBatches(Samples):
+    """Small batches of a few samples."""
+
+    def __init__(self, source: CollatedBatches, kinds: list[list[Any]], prepare: Prepare) -> None:
+        self._source, self._kinds, self._prepare = source, kinds, prepare
+        self.loaders = len(kinds)
+        self.kinds = max(map(len, kinds))
+
+    def batch(self, counts: Sequence[int], kinds: Sequence[int], seed: int) -> Any:
+        """Collate ``counts`` samples of each loader."""
+        batches = [
+            collate_samples(loader, [samples[kind % len(samples)] for kind in kinds], count, seed=seed)
+            for loader, samples, count in zip(self._source.loaders, self._kinds, counts)
+        ]
+        return self._prepare(self._source.combine(batches))
+
+
+def _various(samples: list[Any]) -> list[Any]:
+    """A few samples, of different shapes if there are any."""
+    shapes = [str(list(leaves(sample))) for sample in samples]
+    first = [position for position, shape in enumerate(shapes) if shape not in shapes[:position]]
+    rest = [position for position in range(len(samples)) if position not in first]
+    return [samples[position] for position in (*first, *rest)[:_KINDS]]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSlices:
+    """A batch that can be cut.
+
+    Attributes:
+        samples: Its samples.
+        take: Cuts the samples ``start`` to ``stop - 1`` out.
+    """
+
+    samples: int
+    take: Callable[[int, int], Any]
+
+
+class BatchReader:
+    """Counts and cuts the batches of one loader.
+
+    Args:
+        transfer: The way of its batches to the step.
+        source: What is known of them.
+    """
+
+    def __init__(self, transfer: Transfer, source: BatchSource) -> None:
+        self._transfer, self._source = transfer, source
+        self._layouts: dict[bool, Layout | str] = {}  # or why there is none
+        self._anew = False
+
+    @property
+    def collates_anew(self) -> bool:
+        """Whether batches are not cut by their layout: there is no other way left to cut them."""
+        return self._anew or self._hook is not None
+
+    @property
+    def makes_anew(self) -> bool:
+        """Whether parts of a batch are collated from its samples."""
+        return self._anew
+
+    def is_read(self, *, on_host: bool = False) -> bool:
+        """Whether all that has to be read is known."""
+        return self._key(on_host) in self._layouts or self._hook is not None
+
+    def _key(self, on_host: bool) -> bool:
+        return on_host or not self._transfer.has_hooks
+
+    def layout(self, *, on_host: bool = False) -> Layout:
+        """Where samples lie in batches as the step gets them, or as they are on the host before.
+
+        Raises:
+            LayoutError: If they cannot be told apart; the same each time.
+        """
+        key = self._key(on_host)
+        if key not in self._layouts:
+            try:
+                self._layouts[key] = self._source.layout(self._transfer.on_host if key else self._transfer.to_device)
+            except LayoutError as error:
+                self._layouts[key] = str(error)  # the error would keep the batches that were read alive
+        found = self._layouts[key]
+        if isinstance(found, str):
+            raise LayoutError(found)
+        return found
+
+    def look(self, *, on_host: bool = False) -> None:
+        """Read the layout now, if there is one."""
+        with suppress(LayoutError):
+            self.layout(on_host=on_host)
+
+    def count(
+        self, batch: Any, *, expected: int | None = None, otherwise: int | None = None, on_host: bool = False
+    ) -> int:
+        """Samples of a batch: those expected, but for what the collate function has dropped.
+
+        Args:
+            batch: The batch.
+            expected: How many were fetched for it, where that is known.
+            otherwise: The answer where the batch does not tell; by default those expected.
+            on_host: Whether it has not been moved yet.
+
+        Raises:
+            LayoutError: If the batch does not tell, and there is no other answer.
+        """
+        try:
+            found = self.layout(on_host=on_host).samples(batch)
+        except LayoutError:
+            if expected is None and self._hook is not None:
+                return length_of_first(batch)
+            if expected is None and otherwise is None:
+                raise
+            return expected or otherwise or 0
+        return found if expected is None else min(found, expected)
+
+    def check(self, samples: Callable[[], "CollatedAgain | None"], *, on_host: bool = False) -> None:
+        """Refuse what cannot be cut, before anything has to be.
+
+        Args:
+            samples: Fetches the samples of some batch, where they are at hand.
+            on_host: Whether batches are cut before they are moved.
+
+        Raises:
+            LayoutError: If there is no way to cut a batch.
+        """
+        if self._hook is not None:
+            return
+        try:
+            self.layout(on_host=on_host)
+        except LayoutError:
+            again = samples()
+            if again is None:
+                raise
+            prepare = self._transfer.on_host if on_host else self._transfer.to_device
+            self.collated_anew(prepare(again.collate(0, again.count, seed=1)), again, on_host=on_host)
+
+    def slices(
+        self,
+        batch: Any,
+        *,
+        expected: int | None = None,
+        on_host: bool = False,
+        samples: Callable[[], "CollatedAgain | None"] = lambda: None,
+    ) -> BatchSlices:
+        """Get ready to cut a batch.
+
+        Args:
+            batch: The batch.
+            expected: Samples that it should hold, where that is known.
+            on_host: Whether it has not been moved yet.
+            samples: Its samples, where they are at hand.
+
+        Raises:
+            LayoutError: If it cannot be cut.
+        """
+        if self._hook is not None:
+            return self._by_hook(batch, self.count(batch, expected=expected, on_host=on_host), on_host)
+        again = samples() if self._anew else None
+        if again is not None:
+            return self.collated_anew(batch, again, on_host=on_host)
+        try:
+            layout = self.layout(on_host=on_host)
+            found, sizes = layout.samples(batch), layout.sizes(batch)
+            check_proportion(found, list(sizes.values()))
+            if expected is not None and found > expected:
+                raise LayoutError(
+                    f"The batch cannot be cut into samples, as it seems to hold {found} where the loader was asked for "
+                    f"{expected}: {WAY_OUT}."
+                )
+        except LayoutError:
+            again = samples()
+            if again is None:
+                raise
+            return self.collated_anew(batch, again, on_host=on_host)
+        return BatchSlices(found, lambda start, stop: cut(batch, layout, Slice(start, stop, found, sizes)))
+
+    def samples_again(self, loader: "DataLoader[Any]", samples: list[Any]) -> "CollatedAgain | None":
+        """Samples that are at hand, to be collated in parts; ``None`` where batches come ready-made."""
+        return CollatedAgain(loader, samples) if isinstance(self._source, CollatedBatches) else None
+
+    def collated_anew(self, batch: Any, again: "CollatedAgain", *, on_host: bool = False) -> BatchSlices:
+        """Cut this batch, and later ones, by collating their samples anew.
+
+        Raises:
+            LayoutError: If the same samples do not give the same batch again.
+        """
+        prepare = self._transfer.on_host if on_host else self._transfer.to_device
+        if not same_values(batch, prepare(again.collate(0, again.count))):
+            raise LayoutError(
+                "The batch cannot be cut into samples, as it is not the same when its samples are read and collated "
+                f"again (random augmentation, or a type that cannot be compared): {WAY_OUT}."
+            )
+        self._anew = True
+        return BatchSlices(again.count, lambda start, stop: prepare(again.collate(start, stop)))
+
+    def _by_hook(self, batch: Any, samples: int, on_host: bool) -> BatchSlices:
+        def count(part: Any) -> int:
+            return self.layout(on_host=on_host).samples(part)
+
+        def take(start: int, stop: int) -> Any:
+            sizes = [size for size in (start, stop - start, samples - stop) if size]
+            parts = split_by_hook(
+                self._hook, batch, sizes, count=count if self._tells(batch, samples, on_host) else None
+            )
+            return list(parts)[1 if start else 0]
+
+        return BatchSlices(samples, take)
+
+    def _tells(self, batch: Any, samples: int, on_host: bool) -> bool:
+        try:
+            return self.layout(on_host=on_host).samples(batch) == samples
+        except LayoutError:
+            return False
+
+    @property
+    def _hook(self) -> Any:
+        return self._transfer.split_batch
+
+
+@dataclass(frozen=True, slots=True)
+class CollatedAgain:
+    """The samples of one batch, fetched again.
+
+    Attributes:
+        loader: The user's loader, which collates them.
+        samples: The samples, in the order of the batch.
+    """
+
+    loader: "DataLoader[Any]"
+    samples: list[Any]
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return len(self.samples)
+
+    def collate(self, start: int, stop: int, *, seed: int = 0) -> Any:
+        """A batch of the samples ``start`` to ``stop - 1``; random numbers are drawn from a seed."""
+        return collate_samples(self.loader, self.samples[start:stop], stop - start, seed=seed)
+
+
+def check_proportion(samples: int, sizes: Sequence[int]) -> None:
+    """Refuse to cut what several loaders gave in a proportion that no smaller batch has.
+
+    Raises:
+        LayoutError: With the numbers.
+    """
+    if samples == 1 < max(sizes, default=1):
+        raise LayoutError(
+            f"The batch cannot be cut into samples, as its loaders give {' and '.join(map(str, sizes))} of them, and "
+            f"no smaller batch holds whole ones in that proportion: {WAY_OUT}."
+        )
+
+
+def is_collated(loader: Any) -> bool:
+    """Whether a loader collates samples, which can be fetched apart."""
+    return isinstance(loader, DataLoader) and loader.batch_sampler is not None
+
+
+def indices_of(loader: "DataLoader[Any]", most: int = _LOOKED_AT) -> list[Any]:
+    """Indices of some samples from all over a loader's dataset; placeholders for a stream."""
+    if isinstance(loader.dataset, IterableDataset):
+        return [None] * most
+    if not isinstance(loader.dataset, Sized):
+        return list(next(iter(loader.batch_sampler or ()), ()))[:most]
+    return spread(len(loader.dataset), most)
+
+
+def spread(size: int, most: int) -> list[int]:
+    """A few indices from all over a dataset, in no regular steps: what is broken may be so.
+
+    Examples:
+        >>> spread(100, 5), spread(3, 5)
+        ([0, 61, 23, 85, 47], [0, 1, 2])
+    """
+    if size <= most:
+        return list(range(size))
+    return list(dict.fromkeys(int(number * _GOLDEN * size) % size for number in range(most)))
+
+
+def length_of_first(batch: Any) -> int:
+    """Length of the first tensor of a batch: what a module's own ``split_batch`` is asked to share out."""
+    pending, seen = [batch], set[int]()
+    while pending:
+        node = pending.pop(0)
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
+        if isinstance(getattr(node, "num_graphs", None), int):
+            return int(node.num_graphs)
+        shape = extents(node)
+        if shape is not None and not isinstance(node, (list, tuple)):
+            return shape[0]
+        children = open_container(node)
+        pending[:0] = getattr(node, "__dict__", {}).values() if children is None else [child for _, child in children]
+    if isinstance(batch, (list, tuple)):
+        return len(batch)
+    name = type(batch).__name__
+    raise LayoutError(
+        f"How many samples a {name} holds is not known, so split_batch cannot be told their sizes: call "
+        f"lightning_ga.split.register_splitter({name}, count=…, take=…) as well."
+    )
+
+
+def largest_extent(batch: Any) -> int:
+    """The largest extent of any part of a batch; of types that are not known there is no telling.
+
+    Examples:
+        >>> import torch
+        >>> largest_extent({"x": torch.zeros(8, 3), "names": ["a", "b"]})
+        8
+    """
+    if is_constant(batch):
+        return 1
+    shape, children = extents(batch), open_container(batch)
+    if shape is None and children is None:
+        graphs = getattr(batch, "num_graphs", None)
+        return graphs if isinstance(graphs, int) else sys.maxsize  # who knows
+    return max([*(shape or ()), *(largest_extent(child) for _, child in children or ())], default=1)
+
+
+def gather(batch: Any, layout: Layout, count: int) -> Any:
+    """A batch of ``count`` samples of another, repeated in turn, in memory of its own.
+
+    Raises:
+        LayoutError: If more are asked for than there are, and a part is of a type that cannot be repeated.
+    """
+    samples, sizes = layout.samples(batch), layout.sizes(batch)
+    if not samples:
+        raise LayoutError("The batch holds no samples to make another of.")
+    whole, left = divmod(count, samples)
+    parts = [batch] * whole + ([cut(batch, layout, Slice(0, left, samples, sizes))] if left else [])
+    try:
+        return join(parts, layout)
+    except LayoutError:
+        if len(parts) > 1:
+            raise
+        return parts[0]

@@ -1,0 +1,175 @@
+"""Read a user's DataLoader and copy it with other batches, without calling its constructor.
+
+Lightning re-creates loaders from captured arguments, which fails for subclasses with arguments of
+their own, custom batch samplers and arguments given by position. A shallow copy keeps everything,
+whatever the class, and only the batch sampler is exchanged. The user's own loader stays untouched.
+"""
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping, Sized
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
+
+from lightning_ga.errors import UserError
+from lightning_ga.loading.peekable import WholeBatches
+from lightning_ga.loading.sampler import (
+    FromBatches,
+    FromSampler,
+    Order,
+    Sequential,
+    Shuffled,
+    Stream,
+    WindowBatchSampler,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LoaderRecipe:
+    """What a DataLoader says of an epoch.
+
+    Attributes:
+        order: The samples of an epoch, in order.
+        batch_size: Samples of a batch on one rank; ``None`` where a custom batch sampler decides.
+        drop_last: Whether a ragged window is left out.
+        shared: Whether the order is that of all ranks together; otherwise each rank has its own.
+    """
+
+    order: Order
+    batch_size: int | None
+    drop_last: bool
+    shared: bool
+
+
+def read_loader(loader: object, *, world_size: int, shard: bool = True, shuffle: bool = True) -> LoaderRecipe:
+    """Read order, batch size and sharding off a loader.
+
+    Args:
+        loader: What the user gave to ``fit``.
+        world_size: Data-parallel ranks.
+        shard: Whether the trainer may share one order among ranks (``Trainer(use_distributed_sampler=…)``).
+        shuffle: False where the trainer asks for the order of the dataset (``overfit_batches``).
+
+    Raises:
+        UserError: If the loader's batches cannot be cut anew, with the reason and the way out.
+    """
+    if not isinstance(loader, DataLoader):
+        raise UserError(f"The training data is a {type(loader).__name__} and not one torch.utils.data.DataLoader.")
+    if loader.batch_sampler is None:
+        raise UserError("The training DataLoader has batch_size=None, so that its dataset yields whole batches.")
+    if isinstance(loader.dataset, IterableDataset):
+        size = len(loader.dataset) if isinstance(loader.dataset, Sized) else None
+        return LoaderRecipe(Stream(size), loader.batch_size, loader.drop_last, shared=world_size == 1)
+    batch_sampler = loader.batch_sampler
+    sampler = getattr(batch_sampler, "sampler", None)
+    if type(batch_sampler) is not BatchSampler:
+        _require_length(batch_sampler, "batch sampler")
+        shared = (shard and not isinstance(sampler, DistributedSampler)) or world_size == 1
+        return LoaderRecipe(FromBatches(batch_sampler), None, False, shared)
+    if not shuffle:
+        return LoaderRecipe(Sequential(_length(loader.dataset)), loader.batch_size, loader.drop_last, shared=True)
+    order, shared = _read_sampler(sampler, world_size, shard=shard or world_size == 1)
+    return LoaderRecipe(order, batch_sampler.batch_size, batch_sampler.drop_last, shared)
+
+
+def rebatch(
+    loader: "DataLoader[Any]", batch_sampler: WindowBatchSampler, *, sized: bool = True, shuffle: bool = True
+) -> "DataLoader[Any]":
+    """A copy of the loader that yields the micro-batches of a window batch sampler.
+
+    Args:
+        loader: The user's loader.
+        batch_sampler: What the copy takes its indices from.
+        sized: Whether the copy has a length.
+        shuffle: False where the trainer asks for the order of the dataset.
+    """
+    settings: dict[str, Any] = {"batch_sampler": batch_sampler, "generator": batch_sampler.generator}
+    if not shuffle:
+        # Lightning makes loaders anew that it takes for shuffled where it was told not to (``overfit_batches``).
+        settings["sampler"] = SequentialSampler(range(batch_sampler.order.size or 0))
+    if isinstance(loader.dataset, IterableDataset) and loader.drop_last and loader.batch_size:
+        settings["dataset"] = WholeBatches(loader.dataset, loader.batch_size)
+    methods: dict[str, Any] = {}
+    if loader.num_workers:  # the loop iterates once before there is anything to fetch: no worker is started for that
+        started = type(loader).__iter__
+
+        def start(copied: "DataLoader[Any]") -> Iterator[Any]:
+            if batch_sampler.armed:
+                return started(copied)
+            empty = iter(batch_sampler)
+            torch.empty((), dtype=torch.int64).random_(generator=copied.generator)  # the workers' seed
+            return empty
+
+        methods["__iter__"] = start
+    length_of = batch_sampler if sized else None
+    return copy_loader(loader, length_of=length_of, methods=methods, drop_last=False, **settings)
+
+
+def copy_loader(
+    loader: "DataLoader[Any]",
+    *,
+    length_of: Sized | None = None,
+    methods: Mapping[str, Any] | None = None,
+    **settings: Any,
+) -> "DataLoader[Any]":
+    """A shallow copy of a loader of any class with some attributes exchanged.
+
+    ``DataLoader`` refuses to have its batch sampler set, hence ``object.__setattr__``. A length that
+    the class computes in its own way (iterable datasets, subclasses) is answered by a subclass.
+
+    Args:
+        loader: The user's loader.
+        length_of: What has the copy's length, if the loader's own is no longer right.
+        methods: Methods of the copy's own.
+        settings: Its attributes.
+    """
+    clone = copy.copy(loader)
+    for name, value in {"_iterator": None, "_IterableDataset_len_called": None, **settings}.items():
+        object.__setattr__(clone, name, value)
+    cls, own = type(loader), dict(methods or {})
+    if length_of is not None and (isinstance(loader.dataset, IterableDataset) or cls.__len__ is not DataLoader.__len__):
+        own["__len__"] = lambda _self: len(length_of)
+    if own:
+        object.__setattr__(clone, "__class__", type(cls.__name__, (cls,), own))
+    return clone
+
+
+def _read_sampler(sampler: Any, world_size: int, *, shard: bool) -> tuple[Order, bool]:
+    """Order and whether all ranks share it: by its own doing, or because the trainer may shard it."""
+    if type(sampler) is SequentialSampler:
+        return Sequential(_length(sampler.data_source)), shard
+    if type(sampler) is RandomSampler and not sampler.replacement and len(sampler) == len(sampler.data_source):
+        own = sampler.generator
+        return Shuffled(len(sampler), None if own is None else own.initial_seed()), shard
+    if type(sampler) is DistributedSampler and sampler.num_replicas == world_size:
+        # Its ranks take turns in one order: the windows of that order need no padding to equal shares.
+        whole = _length(sampler.dataset)
+        size = whole - whole % world_size if sampler.drop_last else whole
+        if sampler.shuffle:
+            return Shuffled(whole, sampler.seed) if size == whole else _Head(Shuffled(whole, sampler.seed), size), True
+        return Sequential(size), True
+    _require_length(sampler, "sampler")
+    return FromSampler(sampler, len(sampler)), shard and not isinstance(sampler, DistributedSampler)
+
+
+class _Head:
+    """The first samples of an order."""
+
+    def __init__(self, order: Order, size: int) -> None:
+        self.size = size
+        self.draw = order.draw
+
+
+def _length(dataset: Any) -> int:
+    return len(dataset)
+
+
+def _require_length(sampler: Iterable[Any], what: str) -> None:
+    if not isinstance(sampler, Sized):
+        raise UserError(
+            f"The training DataLoader's {what} {type(sampler).__name__} has no len(), so its epoch cannot be cut into "
+            "windows: give it a __len__ that returns what it yields in one epoch."
+        )

@@ -1,0 +1,285 @@
+"""The window batch sampler: an epoch's order, the same on every rank, cut into micro-batches.
+
+Every order is a function of a seed and the epoch and of nothing else, neither of the random
+numbers that training has used up nor of the hardware. So window k of epoch e holds the same samples
+whatever the micro-batch and the number of ranks are, after a resume too.
+"""
+
+import random
+from collections.abc import Iterable, Iterator, Sequence, Sized
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch.utils.data import Sampler
+
+from lightning_ga.loading.permutation import Permutation
+from lightning_ga.memory.live_tensors import uncounted
+from lightning_ga.plan.windows import Chunk, EpochPlan
+from lightning_ga.snapshot.state import generator_state, is_generator, restore_generator
+
+_SEEDS = 2**63  # torch.Generator takes seeds of 64 bits
+# The largest epoch whose order is written down, in 512 MiB and a few seconds on every rank. Beyond it both would
+# hold the training up.
+LARGEST_WRITTEN_ORDER = 2**27
+
+
+class Order(Protocol):
+    """The samples of an epoch, in order."""
+
+    @property
+    def size(self) -> int | None:
+        """Samples of an epoch; ``None`` for a stream of unknown length."""
+
+    def draw(self, epoch: int, seed: int) -> Sequence[Any]:
+        """The indices of one epoch."""
+
+
+class Sequential:
+    """As the dataset lies."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def draw(self, epoch: int, seed: int) -> Sequence[int]:
+        """Every index, rising."""
+        return range(self.size)
+
+
+class Shuffled:
+    """A permutation: ``torch.randperm`` seeded with seed + epoch, as in torch's ``DistributedSampler``.
+
+    Above ``LARGEST_WRITTEN_ORDER`` samples, one that is computed index by index.
+    """
+
+    def __init__(self, size: int, seed: int | None = None) -> None:
+        self.size = size
+        self.seed = seed
+
+    def draw(self, epoch: int, seed: int) -> Sequence[int]:
+        """The permutation of one epoch, at most four bytes a sample."""
+        seed = seed if self.seed is None else self.seed
+        if self.size > LARGEST_WRITTEN_ORDER:
+            return Permutation(self.size, seed=seed, epoch=epoch)
+        generator = torch.Generator()
+        generator.manual_seed((seed + epoch) % _SEEDS)
+        with uncounted():  # it lies on the host
+            return _Indices(torch.randperm(self.size, generator=generator, dtype=torch.int32))
+
+
+def draws_a_seed(order: Order) -> bool:
+    """Whether torch's ``RandomSampler`` would draw a seed for this order: it has no generator of its own."""
+    return isinstance(order, Shuffled) and order.seed is None
+
+
+class FromSampler:
+    """What a sampler of the user's own yields, its random numbers drawn from seed + epoch."""
+
+    def __init__(self, sampler: Iterable[Any], size: int) -> None:
+        self.sampler = sampler
+        self.size = size
+        self._drawn: tuple[tuple[int, int], list[Any]] | None = None
+
+    def draw(self, epoch: int, seed: int) -> Sequence[Any]:
+        """The sampler's own order for one epoch, drawn once: a sampler may count how often it is asked."""
+        if self._drawn is None or self._drawn[0] != (epoch, seed):
+            _set_epoch(self.sampler, epoch)
+            with seeded(seed + epoch, epoch, self.sampler):
+                self._drawn = (epoch, seed), list(islice(self.sampler, self.size))
+        return self._drawn[1]
+
+
+class FromBatches:
+    """What a batch sampler of the user's own yields, joined; the sizes of its batches are kept."""
+
+    def __init__(self, batch_sampler: Iterable[Sequence[Any]]) -> None:
+        self.batch_sampler = batch_sampler
+        self._drawn: tuple[tuple[int, int], list[Sequence[Any]]] | None = None
+
+    def batches(self, epoch: int, seed: int) -> list[Sequence[Any]]:
+        """The batches of one epoch."""
+        if self._drawn is None or self._drawn[0] != (epoch, seed):
+            inner = getattr(self.batch_sampler, "sampler", None)
+            _set_epoch(self.batch_sampler, epoch)
+            _set_epoch(inner, epoch)
+            with seeded(seed + epoch, epoch, self.batch_sampler, inner):
+                self._drawn = (epoch, seed), [list(batch) for batch in islice(self.batch_sampler, self._count())]
+        return self._drawn[1]
+
+    def _count(self) -> int | None:
+        return len(self.batch_sampler) if isinstance(self.batch_sampler, Sized) else None
+
+    @property
+    def size(self) -> int:
+        """Samples of the epoch drawn last."""
+        return sum(map(len, self._drawn[1])) if self._drawn else 0
+
+    def draw(self, epoch: int, seed: int) -> Sequence[Any]:
+        """All indices of one epoch, batch after batch."""
+        return [index for batch in self.batches(epoch, seed) for index in batch]
+
+
+class Stream:
+    """An iterable dataset: samples come in its own order and have no index."""
+
+    def __init__(self, size: int | None) -> None:
+        self.size = size
+
+    def draw(self, epoch: int, seed: int) -> Sequence[None]:
+        """As many placeholders as are asked for."""
+        return _Placeholders()
+
+
+class WindowBatchSampler(Sampler[list[Any]]):
+    """Yields the micro-batches of one rank, window after window.
+
+    Until an epoch is planned it yields nothing, so that data workers fetch nothing in vain.
+
+    Args:
+        order: The epoch's order; the same on all ranks that share it.
+        share: This rank's place among the ranks that share the order.
+        seed: Seed of the order; the same on every rank.
+        generator: What the loader draws the seeds of its workers from, once for each iteration.
+        draws: Whether the user's own sampler draws a seed when it begins: the numbers that training draws afterwards
+            are those that it would have drawn with that sampler.
+    """
+
+    def __init__(
+        self,
+        order: Order,
+        *,
+        share: int,
+        seed: int,
+        generator: torch.Generator | None = None,
+        draws: bool = False,
+    ) -> None:
+        self.order = order
+        self.share = share
+        self.seed = seed
+        self.generator = generator
+        self.before: torch.Tensor | None = None  # where that generator was when the loop first iterated the loader
+        self._draws = draws
+        self.epoch = 0
+        self.plan: EpochPlan | None = None
+        self.armed = False
+
+    @property
+    def sampler(self) -> "WindowBatchSampler":
+        """Itself: Lightning calls ``set_epoch`` on ``batch_sampler.sampler``."""
+        return self
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch that the next iteration draws."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        length = self.plan.length if self.plan else None
+        if length is None:
+            raise TypeError("a stream of unknown length has no len()")
+        return length
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        # Not a generator function: the loader draws the seed of its workers right after this call.
+        if self.armed and self.plan:
+            return self._chunks(self.plan)
+        if self.before is None:
+            self.before = (self.generator or torch.default_generator).get_state()
+        return iter(())
+
+    def take_seed_back(self) -> torch.Generator | None:
+        """What draws the same seed of workers as the iteration did that yielded nothing; ``None`` if there was none."""
+        if self.before is None:
+            return None
+        generator = torch.Generator()
+        generator.set_state(self.before)
+        self.before = None
+        return generator
+
+    def chunk(self, index: int) -> Chunk:
+        """The ``index``-th micro-batch of the epoch on this rank."""
+        assert self.plan is not None
+        return self.plan.chunk(index, self.share)
+
+    def _chunks(self, plan: EpochPlan) -> Iterator[list[Any]]:
+        if self._draws:
+            torch.empty((), dtype=torch.int64).random_()
+        order = self.order.draw(self.epoch, self.seed)
+        index = plan.done
+        while plan.length is None or index < plan.length:
+            yield _indices_of(plan.chunk(index, self.share), order)
+            index += 1
+
+    def indices(self, index: int) -> list[Any]:
+        """The samples of the ``index``-th micro-batch of the epoch, once more."""
+        return _indices_of(self.chunk(index), self.order.draw(self.epoch, self.seed))
+
+
+def _indices_of(chunk: Chunk, order: Sequence[Any]) -> list[Any]:
+    """A rank without a sample runs a stand-in of weight 0, to take part in what the ranks do together."""
+    start = chunk.start if chunk.count else chunk.window_end - 1
+    return list(order[start : start + max(1, chunk.count)])
+
+
+class _Indices(Sequence[int]):
+    """A tensor of indices whose slices are lists of Python integers."""
+
+    def __init__(self, indices: torch.Tensor) -> None:
+        self._indices = indices
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._indices[index].tolist()
+
+
+class _Placeholders(Sequence[None]):
+    """Slices of any length, of nothing."""
+
+    def __len__(self) -> int:
+        return 0
+
+    def __getitem__(self, index: Any) -> Any:
+        return [None] * (index.stop - index.start) if isinstance(index, slice) else None
+
+
+def _set_epoch(sampler: object, epoch: int) -> None:
+    set_epoch = getattr(sampler, "set_epoch", None)
+    if callable(set_epoch):
+        set_epoch(epoch)
+
+
+@contextmanager
+def seeded(seed: int, epoch: int, *samplers: object) -> Iterator[None]:
+    """Draw random numbers as a function of the seed alone, and leave every generator as it was.
+
+    Generators that a sampler carries count too: one of torch is seeded with its own initial seed +
+    epoch, those of Python and NumPy with the seed.
+    """
+    own = {id(value): value for sampler in samplers for value in getattr(sampler, "__dict__", {}).values()}
+    kept = [(generator, generator_state(generator)) for generator in own.values() if is_generator(generator)]
+    before = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    try:
+        for generator, _ in kept:
+            _seed(generator, seed, epoch)
+        torch.default_generator.manual_seed(seed % _SEEDS)
+        np.random.seed(seed % 2**32)
+        random.seed(seed)
+        yield
+    finally:
+        torch.set_rng_state(before[0])
+        np.random.set_state(before[1])
+        random.setstate(before[2])
+        for generator, state in kept:
+            restore_generator(generator, state)
+
+
+def _seed(generator: Any, seed: int, epoch: int) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.manual_seed((generator.initial_seed() + epoch) % _SEEDS)
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = type(generator.bit_generator)(seed % _SEEDS).state
+    else:
+        generator.seed(seed % 2**32)

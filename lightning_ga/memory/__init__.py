@@ -1,0 +1,1 @@
+"""Bytes: what a device has, live tensors, the CUDA allocator, out-of-memory errors, the record of a step."""

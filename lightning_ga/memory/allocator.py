@@ -1,0 +1,214 @@
+"""What a step took in the caching allocator of an accelerator: its statistics, and its own history of events.
+
+The allocator sees what no tensor holds (workspaces of cuBLAS and cuDNN), so its word is the one that
+counts. Its private history is read in torch 2.11 and 2.15 (``torch/cuda/memory.py``); without it the
+live tensors alone are recorded.
+"""
+
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
+
+import torch
+
+from lightning_ga.memory.segments import ROUNDING
+from lightning_ga.memory.trace import Segment, Trace, canonical
+
+WITH_STATISTICS = ("cuda", "xpu")
+_MOST_EVENTS = 2_000_000
+
+
+class AllocatorMeter:
+    """Peak of one step in a caching allocator, and whether the allocator had to struggle for it.
+
+    A step fits only if the allocator neither ran out (``num_ooms``) nor had to free its cache to go
+    on (``num_alloc_retries``): it would do so again and again, which is slow, or fail at the next
+    change of order.
+
+    Args:
+        device: A CUDA or XPU device: those whose allocators keep statistics.
+
+    Attributes:
+        segmented: Whether the allocator cuts its blocks out of segments of its own.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._backend: Any = getattr(torch, device.type)
+        self._before = (0, 0)
+        self._history = _history_of(device)
+        self.segmented = _cuts_segments(device)
+
+    def allocated(self) -> int:
+        """Bytes that tensors take now."""
+        return int(self._backend.memory_allocated(self.device))
+
+    def start(self, *, record: bool = False) -> None:
+        """Empty the cache and begin a step; with ``record``, the allocator's events are kept for ``trace``."""
+        self._backend.synchronize(self.device)
+        self._backend.empty_cache()
+        self._backend.reset_peak_memory_stats(self.device)
+        self._before = self.troubles()
+        if record and self._history is not None:
+            self._history.start(self.allocated())
+
+    def finish(self) -> tuple[int, bool]:
+        """Peak of allocated bytes since ``start``, and whether the step ran without trouble."""
+        self._backend.synchronize(self.device)
+        return int(self._backend.max_memory_allocated(self.device)), self.troubles() == self._before
+
+    def trace(self, samples: int) -> Trace | None:
+        """The recorded step in the allocator's own events; ``None`` where it keeps no history."""
+        return None if self._history is None else self._history.trace(samples)
+
+    def stop(self) -> None:
+        """Record no more."""
+        if self._history is not None:
+            self._history.stop()
+
+    def troubles(self) -> tuple[int, int]:
+        """How often the allocator ran out of memory, and how often it had to free its cache, so far."""
+        stats: dict[str, Any] = self._backend.memory_stats(self.device)
+        return stats.get("num_ooms", 0), stats.get("num_alloc_retries", 0)
+
+
+class RetryWatch:
+    """Tells once that the allocator has begun to free its cache in order to go on: a step is too close to the limit.
+
+    Args:
+        device: Any device; only allocators that count retries are watched.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._meter = AllocatorMeter(device) if device.type in WITH_STATISTICS else None
+        self._before: tuple[int, int] | None = None
+
+    def struggles(self) -> bool:
+        """Whether retries have risen since the first call, which comes when a first window has warmed the cache up."""
+        if self._meter is None:
+            return False
+        now = self._meter.troubles()
+        rose = self._before is not None and now > self._before
+        self._before = self._before or now
+        if rose:
+            self._meter = None
+        return rose
+
+    def begin_again(self) -> None:
+        """Retries so far have another reason."""
+        self._before = None
+
+
+class History:
+    """The CUDA allocator's own record of blocks handed out and taken back.
+
+    Args:
+        device: The CUDA device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._alive: int | None = None
+        self._segments: list[Mapping[str, Any]] = []
+
+    def start(self, alive: int) -> None:
+        """Record from here, where so many bytes are alive; nothing, if someone else is recording."""
+        self._alive = None if torch._C._cuda_isHistoryEnabled() else alive
+        if self._alive is not None:
+            index = self._index()
+            every = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+            self._segments = [segment for segment in every if segment["device"] == index]
+            self._switch("all", context=None, max_entries=_MOST_EVENTS, clear_history=True)
+
+    def trace(self, samples: int) -> Trace | None:
+        """What was recorded, as a step of ``samples`` samples; ends the recording."""
+        if self._alive is None:
+            return None
+        events, alive = torch.cuda.memory._snapshot(self._device)["device_traces"][self._index()], self._alive
+        self.stop()
+        return None if len(events) >= _MOST_EVENTS else events_as_trace(events, samples, alive, self._segments)
+
+    def stop(self) -> None:
+        """End a recording of ours, if there is one."""
+        if self._alive is not None:
+            self._alive = None
+            self._switch(None)
+
+    def _index(self) -> int:
+        return torch.cuda.current_device() if self._device.index is None else self._device.index
+
+    def _switch(self, enabled: Literal["all"] | None, **settings: Any) -> None:
+        torch.cuda.memory._record_memory_history(enabled, **settings)
+
+
+def _history_of(device: torch.device) -> History | None:
+    """The allocator's history, unless it has none."""
+    # ``clear_history`` came with torch 2.6: without it, earlier events would be read as this step's.
+    known = hasattr(torch.cuda.memory, "_record_memory_history_impl") and hasattr(torch._C, "_cuda_isHistoryEnabled")
+    if device.type != "cuda" or not known or tuple(map(int, torch.__version__.split(".")[:2])) < (2, 6):
+        return None
+    return History(device) if _is_native() else None
+
+
+def _is_native() -> bool:
+    return torch.cuda.memory.get_allocator_backend() == "native"
+
+
+def _cuts_segments(device: torch.device) -> bool:
+    """Whether ``segments`` describes the allocator: it is native, and not told to let its segments grow."""
+    if device.type == "cuda" and not _is_native():
+        return False
+    settings = (os.environ.get(f"PYTORCH_{prefix}ALLOC_CONF", "") for prefix in ("", "CUDA_", "HIP_", "XPU_"))
+    return not any("expandable_segments:true" in text.lower().replace(" ", "") for text in settings)
+
+
+def events_as_trace(
+    events: Iterable[Mapping[str, Any]], samples: int, alive: int, segments: Iterable[Mapping[str, Any]] = ()
+) -> Trace:
+    """The stream of one step from an allocator's events.
+
+    A block is released when its release is requested: that is when the allocator's count of bytes
+    falls. A block that is released without having been handed out was alive before the step.
+
+    Args:
+        events: Each with ``action``, ``addr`` and ``size`` in bytes, in order.
+        samples: Micro-batch size of the step.
+        alive: Bytes alive at the first event.
+        segments: As ``torch.cuda.memory_snapshot`` describes them, before the first event.
+
+    Examples:
+        >>> step = [{"action": "alloc", "addr": 1, "size": 8}, {"action": "free_requested", "addr": 1, "size": 8}]
+        >>> events_as_trace(step, samples=2, alive=100)
+        Trace(samples=2, sizes=(100, 8), events=(0, 1, -2), marks=(), layout=())
+    """
+    sizes, stream = [alive], []
+    initial: dict[int, int] = {}  # by address
+    held: dict[int, int] = {}
+    for event in events:
+        if event["action"] not in ("alloc", "free_requested"):
+            continue  # segments, and failures, which have no address
+        address, size = event["addr"], event["size"]
+        if event["action"] == "alloc":
+            held[address] = len(sizes)
+            stream.append(len(sizes))
+            sizes.append(size)
+        else:
+            number = held.pop(address, len(sizes))
+            if number == len(sizes):
+                sizes.append(size)
+                sizes[0] -= -(-size // ROUNDING) * ROUNDING
+                initial[address] = number
+            stream.append(~number)
+    layout = tuple(_layout(segment, initial) for segment in segments)
+    return Trace(samples, tuple(sizes), canonical([0, *initial.values(), *stream]), layout=layout)
+
+
+def _layout(segment: Mapping[str, Any], initial: Mapping[int, int]) -> Segment:
+    """A segment as ``Trace.layout`` has it."""
+    blocks, address = [], segment["address"]
+    shared = tuple(segment.get("segment_pool_id", (0, 0))) == (0, 0)  # pools of graphs keep their holes to themselves
+    for block in segment["blocks"]:
+        is_hole = shared and block["state"] == "inactive"
+        blocks.append((block["size"], -1 if is_hole else initial.get(address, 0)))
+        address += block["size"]
+    return segment["segment_type"] == "small", tuple(blocks)

@@ -1,0 +1,216 @@
+"""How much memory there is, and how much of it a training may take.
+
+All amounts are bytes. On a CPU the machine's free memory and the limits of the control group
+(containers, SLURM) both bound; the smaller is what a process can use before it is killed. Inside
+``lightning_ga.testing.limit_memory`` its budget is the size of the device.
+"""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import torch
+
+from lightning_ga.errors import UserError
+from lightning_ga.memory.live_tensors import LiveMemory
+
+_UNITS = {
+    "": 1,
+    **{prefix: 1000**power for power, prefix in enumerate("KMGT", start=1)},
+    **{f"{prefix}I": 1024**power for power, prefix in enumerate("KMGT", start=1)},
+}
+_AMOUNT = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*(?:([KMGT]I?)?B?|(%))\s*", re.IGNORECASE)
+# Fragmentation: on a miss the allocator holds more than it has handed out, 3–8 % at the limit.
+_CUDA_MARGIN = 0.05
+# A control group without a limit reads "max", or a number near 2**63.
+_NO_LIMIT = 1 << 60
+
+
+def parse_budget(value: int | float | str | None, total_bytes: int | None = None) -> int | None:
+    """Bytes of a memory budget; ``None`` stays ``None``.
+
+    Args:
+        value: Bytes (int), a share of the device (float above 0 up to 1, or text such as ``"80%"``),
+            or text with a unit: ``"10GiB"`` is 10 × 1024³, ``"512 MB"`` is 512 × 1000².
+        total_bytes: Memory of the device in bytes; ``None`` where a share has no meaning.
+
+    Raises:
+        UserError: If the value is none of these, or below one byte.
+
+    Examples:
+        >>> parse_budget("10GiB"), parse_budget(0.5, 8000), parse_budget("80%", 1000)
+        (10737418240, 4000, 800)
+    """
+    if value is None:
+        return None
+    amount = _read_amount(value, total_bytes)
+    if amount is None or amount < 1:
+        share = "a fraction above 0 and up to 1, " if total_bytes is not None else ""
+        raise UserError(
+            f"memory_budget={value!r} must be {share}a whole number of bytes of at least 1, or a text such as "
+            f"'10GiB' or '512 MB'{' or 80%' if total_bytes is not None else ''}."
+        )
+    return amount
+
+
+def _read_amount(value: object, total: int | None) -> int | None:
+    """Bytes of a budget, ``None`` if it cannot be read."""
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, int):
+        return value
+    if isinstance(value, float):
+        return int(value * total) if total is not None and 0 < value <= 1 else None
+    found = _AMOUNT.fullmatch(value) if isinstance(value, str) else None
+    if found is None:
+        return None
+    number, unit, percent = found.groups()
+    if percent:
+        return _read_amount(float(number) / 100, total)
+    scale: int = _UNITS[(unit or "").upper()]
+    return round(float(number) * scale)
+
+
+def available_memory(device: torch.device | str) -> int:
+    """Bytes that this process can still take on a device.
+
+    CPU: what the machine has available and what the control group leaves, the smaller. CUDA: free
+    memory and cached blocks that are not in use, less 5 % of the device for fragmentation. Within
+    ``limit_memory``: what its budget leaves.
+
+    Raises:
+        UserError: If PyTorch cannot tell for this kind of device.
+    """
+    device = torch.device(device)
+    limits = [limit.budget - limit.live_bytes for limit in _active_limits(device) if limit.budget is not None]
+    if device.type == "cpu":
+        free = min([psutil.virtual_memory().available, *(limit - used for limit, used in control_group_limits())])
+    else:
+        free, total = _device_memory(device)
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device) if _is_cuda(device) else 0
+        free += cached - int(_CUDA_MARGIN * total)
+    return max(0, min([free, *limits]))
+
+
+def total_memory(device: torch.device | str) -> int:
+    """Bytes of memory of a device: what a share of it refers to.
+
+    Raises:
+        UserError: If PyTorch cannot tell for this kind of device.
+    """
+    device = torch.device(device)
+    limits = [limit.budget for limit in _active_limits(device) if limit.budget is not None]
+    if device.type == "cpu":
+        return min([psutil.virtual_memory().total, *(limit for limit, _ in control_group_limits()), *limits])
+    return min([_device_memory(device)[1], *limits])
+
+
+def is_emulated(device: torch.device | str) -> bool:
+    """Whether ``limit_memory`` stands for this device, so that running out of memory is safe."""
+    return bool(_active_limits(torch.device(device)))
+
+
+def _active_limits(device: torch.device) -> list[LiveMemory]:
+    return [limit for limit in LiveMemory.active if limit.device is None or limit.device.type == device.type]
+
+
+def _is_cuda(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
+def _device_memory(device: torch.device) -> tuple[int, int]:
+    """Free and total bytes of an accelerator."""
+    if _is_cuda(device):
+        free, total = torch.cuda.mem_get_info(device)
+        return int(free), int(total)
+    if device.type == "mps":
+        total = int(torch.mps.recommended_max_memory())
+        return total - int(torch.mps.driver_allocated_memory()), total
+    if device.type == "xpu":
+        free, total = torch.xpu.mem_get_info(device)
+        return int(free), int(total)
+    raise UserError(
+        f"The memory of device {str(device)!r} cannot be read: give memory_budget in bytes or as '10GiB', or a fixed "
+        "micro_batch_size."
+    )
+
+
+def control_group_limits(root: Path = Path("/")) -> list[tuple[int, int]]:
+    """Limit and use in bytes of every control group that this process is in, versions 1 and 2.
+
+    Page cache that the kernel can drop does not count as used. Empty where there is no limit.
+
+    Args:
+        root: Where ``proc`` and ``sys`` lie; other than ``/`` in tests.
+    """
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    found = []
+    for line in lines:
+        hierarchy, controllers, path = line.split(":", 2)
+        if hierarchy == "0" and not controllers:
+            mount, names = root / "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            mount = root / "sys/fs/cgroup/memory"
+        else:
+            continue
+        parts = Path(path.strip("/"))
+        # In a container the path may be the host's: the mount itself is then the group.
+        found += [_read_group(mount / folder, *names) for folder in (parts, *parts.parents)]
+    return [limit for limit in found if limit is not None]
+
+
+def _read_group(folder: Path, limit_name: str, used_name: str, cache_name: str) -> tuple[int, int] | None:
+    try:
+        limit = int((folder / limit_name).read_text())  # "max" is no number: no limit
+        used = int((folder / used_name).read_text())
+        stat = (folder / "memory.stat").read_text().split()
+    except (OSError, ValueError):
+        return None
+    cache = dict(zip(stat[::2], stat[1::2])).get(cache_name, "0")
+    return None if limit >= _NO_LIMIT else (limit, max(0, used - int(cache)))
+
+
+def describe_memory(device: torch.device) -> str:
+    """What is taken and what is free, for messages.
+
+    Examples:
+        >>> "free" in describe_memory(torch.device("cpu"))
+        True
+    """
+    try:
+        free = f"{available_memory(device) / 2**20:,.0f} MiB free on {device}"
+    except UserError:
+        return str(device)
+    if not _is_cuda(device):
+        return free
+    return f"{torch.cuda.memory_allocated(device) / 2**20:,.0f} MiB taken by tensors, {free}"
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until an accelerator has done what it was given; a CPU always has."""
+    if device.type != "cpu":
+        getattr(torch, device.type).synchronize()
+
+
+@contextmanager
+def enforced_budget(device: torch.device, budget: int | None) -> Iterator[None]:
+    """Let CUDA's allocator reserve no more than ``budget`` bytes inside; other devices are left alone.
+
+    It cuts the product of share and memory off, so half a byte more keeps the whole budget.
+    """
+    if budget is None or not _is_cuda(device):
+        yield
+        return
+    read = getattr(torch.cuda, "get_per_process_memory_fraction", None)  # since torch 2.7
+    before = 1.0 if read is None else float(read(device))
+    torch.cuda.set_per_process_memory_fraction(min(1.0, (budget + 0.5) / _device_memory(device)[1]), device)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(before, device)

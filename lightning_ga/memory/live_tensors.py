@@ -1,0 +1,282 @@
+"""Count the bytes of live tensors, to the byte and on any device.
+
+A dispatch mode sees every operation, also in backward and in optimizers. The rule of what counts:
+
+- a storage that an operation creates, from its creation until it dies; views count once;
+- older storages that are named as resident (``add``), and parameters with their gradients from
+  the first operation that touches them;
+- no other older tensor: a data set and its labels would lie on the host beside a real device.
+
+Kernel scratch that no tensor holds is not seen. Values are bitwise those of a run without it.
+"""
+
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+
+from lightning_ga.memory.trace import Trace, canonical
+
+_LEAVES: tuple[type, ...] = (Tensor, int, float, bool, type(None), torch.dtype, torch.device)
+# Operations whose output was made just now, although it is their own argument.
+_CREATES = (torch.ops.aten.lift_fresh.default, torch.ops.aten.resize_.default, torch.ops.aten.resize_as_.default)
+# Adds to a sparse tensor in place by making its parts anew: how backward passes accumulate sparse gradients.
+_ADDS = torch.ops.aten.add_.Tensor
+
+
+class _Held(weakref.ref[torch.UntypedStorage]):
+    """A storage that is known: its bytes, and whether they count."""
+
+    __slots__ = ("counts", "key", "number", "recording", "size")
+
+    key: int  # address of the storage: unique as long as it lives
+    size: int
+    counts: bool
+    number: int  # in the recorded stream
+    recording: int  # the recording in which it was allocated
+
+
+_uncounted = ContextVar("uncounted", default=False)
+
+
+@contextmanager
+def uncounted() -> Iterator[None]:
+    """Tensors made within lie on the host, beside the device that a meter stands for: they never count.
+
+    For snapshots and the like: on a real accelerator they are kept in the memory of the host, and
+    on a CPU they would otherwise take their part of an emulated budget.
+    """
+    token = _uncounted.set(True)
+    try:
+        yield
+    finally:
+        _uncounted.reset(token)
+
+
+class LiveMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Meter of live tensor bytes; with a budget, a device that runs out of memory.
+
+    The same object may be entered many times: storages that survive one step are known in the
+    next. A dispatch mode belongs to one thread; autograd carries it to its own.
+
+    Args:
+        budget: Bytes above which an operation raises ``torch.OutOfMemoryError``; ``None`` for no bound.
+        device: Count tensors on this device only; ``None`` for every device. Meta tensors never count.
+        rounding: Bytes that every storage is rounded up to: 1 on a CPU, 512 for CUDA's allocator.
+
+    Attributes:
+        live_bytes: Bytes alive now.
+        peak_bytes: Most bytes alive at once within the budget since the start.
+        wanted_bytes: Bytes that would have been alive at the last operation that was refused, else 0.
+    """
+
+    supports_higher_order_operators = True
+    active: ClassVar[list["LiveMemory"]] = []
+
+    def __init__(
+        self, *, budget: int | None = None, device: torch.device | str | None = None, rounding: int = 1
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.budget = budget
+        self.device = None if device is None else torch.device(device)
+        self.rounding = rounding
+        self.live_bytes = self.peak_bytes = self.wanted_bytes = 0
+        self._held: dict[int, _Held] = {}
+        self._recording = 0
+        self._events: list[int] | None = None
+        self._sizes: list[int] = []
+        self._initial: list[int] = []  # storages that were alive at the start and died since
+        self._marks: list[int] = []
+        self._floor = 0  # bytes alive since the start
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation, then count what it created."""
+        for arg in args:
+            kind = type(arg)
+            if kind is Parameter:
+                self._touch(arg)
+            elif kind is list or kind is tuple:
+                for item in arg:
+                    if type(item) is Parameter:
+                        self._touch(item)
+            elif kind not in _LEAVES and getattr(arg, "_is_param", False):
+                self._touch(arg)
+        out = func(*args, **kwargs) if kwargs else func(*args)
+        if isinstance(out, Tensor):
+            self._see((out,), func, args, kwargs)
+        elif isinstance(out, (list, tuple)):
+            self._see([item for item in out if isinstance(item, Tensor)], func, args, kwargs)
+        return out
+
+    def add(self, tensors: Iterable[Tensor | None]) -> None:
+        """Count tensors that already exist: each storage once, ``None`` and meta tensors ignored."""
+        for tensor in tensors:
+            for plain in () if tensor is None else _plain(tensor):
+                self._adopt(plain)
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+    def start(self, *, record: bool = False) -> None:
+        """Begin a step: the peak starts at what is alive; with ``record``, events are kept for ``trace``."""
+        self.peak_bytes, self.wanted_bytes = self.live_bytes, 0
+        self._recording += 1
+        self._events = [] if record else None
+        self._sizes, self._initial, self._marks, self._floor = [], [], [], self.live_bytes
+
+    def mark(self) -> None:
+        """Note in the recording that a phase of the step ends here."""
+        if self._events is not None:
+            self._marks.append(len(self._events))
+
+    def trace(self, samples: int) -> Trace:
+        """What was recorded since ``start(record=True)``, as a step of ``samples`` samples. Ends the recording."""
+        events, self._events = self._events, None
+        if events is None:
+            raise RuntimeError("trace() needs start(record=True) before the step.")
+        old = [n + 1 for n in self._initial]
+        stream = [0, *old, *(event + 1 if event >= 0 else event - 1 for event in events)]
+        marks = tuple(mark + 1 + len(old) for mark in self._marks)
+        return Trace(samples, (self._floor, *self._sizes), canonical(stream), marks)
+
+    def _rounded(self, size: int) -> int:
+        return -(-size // self.rounding) * self.rounding
+
+    def _counts(self, tensor: Tensor) -> bool:
+        device = tensor.device
+        if device.type == "meta":
+            return False
+        wanted = self.device
+        return wanted is None or (device.type == wanted.type and wanted.index in (None, device.index))
+
+    def _touch(self, parameter: Tensor) -> None:
+        """Count a parameter, and its gradient, at the first operation that takes it."""
+        try:
+            known = parameter.untyped_storage()._cdata in self._held
+        except (NotImplementedError, RuntimeError):
+            known = False
+        if not known:
+            before = self.live_bytes
+            for tensor in (parameter, parameter.grad):
+                for plain in () if tensor is None else _plain(tensor):
+                    self._adopt(plain)
+            if self.live_bytes > before:
+                self._check(self.live_bytes - before)
+
+    def _adopt(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        held = self._held.get(storage._cdata)
+        if held is None or not held.counts:
+            self._hold(storage, counts=self._counts(tensor))
+
+    def _see(self, outputs: Iterable[Tensor], func: Any, args: Any, kwargs: Any) -> None:
+        """Count the storages of an operation's outputs, unless they are older ones that do not count."""
+        older: set[int] | None = None
+        for tensor in outputs:
+            if not _has_storage(tensor):
+                sparse_sum = func is _ADDS and tensor.layout is torch.sparse_coo
+                self._see(_plain(tensor), _CREATES[0] if sparse_sum else func, args, kwargs)
+                continue
+            storage = tensor.untyped_storage()
+            held = self._held.get(storage._cdata)
+            if held is not None:
+                if held.counts and held.size != storage.nbytes():
+                    self._resize(held, storage)
+                continue
+            if older is None:
+                older = set() if func in _CREATES else _addresses(args, kwargs)
+            counts = storage._cdata not in older and self._counts(tensor) and not _uncounted.get()
+            self._hold(storage, counts=counts)
+            if counts:
+                self._check(storage.nbytes())
+
+    def _hold(self, storage: torch.UntypedStorage, *, counts: bool) -> None:
+        held = _Held(storage, self._on_death)
+        held.key, held.size, held.counts, held.recording = storage._cdata, storage.nbytes(), counts, self._recording
+        self._held[held.key] = held
+        if counts:
+            self.live_bytes += self._rounded(held.size)
+            if self._events is not None:
+                held.number = len(self._sizes)
+                self._sizes.append(held.size)
+                self._events.append(held.number)
+
+    def _resize(self, held: _Held, storage: torch.UntypedStorage) -> None:
+        """A resize allocates the new block before it releases the old one."""
+        self._hold(storage, counts=True)
+        try:
+            self._check(storage.nbytes())
+        finally:
+            self._released(held)
+
+    def _check(self, size: int) -> None:
+        """Raise if the last ``size`` bytes were too many, else note the peak."""
+        if self.budget is not None and self.live_bytes > self.budget:
+            self.wanted_bytes = self.live_bytes
+            raise torch.OutOfMemoryError(
+                f"Live tensors out of memory. Tried to allocate {size:,} bytes: {self.live_bytes:,} bytes would be "
+                f"alive, in a budget of {self.budget:,} bytes."
+            )
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+    def _on_death(self, held: "weakref.ref[torch.UntypedStorage]") -> None:
+        assert isinstance(held, _Held)
+        if self._held.get(held.key) is held:
+            del self._held[held.key]
+            self._released(held)
+
+    def _released(self, held: _Held) -> None:
+        if not held.counts:
+            return
+        self.live_bytes -= self._rounded(held.size)
+        if self._events is None:
+            return
+        if held.recording != self._recording:  # alive before the step: an allocation at its start
+            held.number = len(self._sizes)
+            self._sizes.append(held.size)
+            self._initial.append(held.number)
+            self._floor -= self._rounded(held.size)
+        self._events.append(~held.number)
+
+
+def _addresses(args: Any, kwargs: Any) -> set[int]:
+    """Storages of an operation's arguments: an output in one of them was not created by it."""
+    found: set[int] = set()
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        for item in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(item, Tensor):
+                found.update(plain.untyped_storage()._cdata for plain in _plain(item))
+    return found
+
+
+def _plain(tensor: Tensor) -> Iterable[Tensor]:
+    """The tensors with a storage behind any tensor: itself, a sparse tensor's parts, a subclass's inner tensors."""
+    if _has_storage(tensor):
+        return (tensor,)
+    if is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        inner = (getattr(tensor, name) for name in names)  # a DTensor names its mesh of devices too
+        return [plain for part in inner if isinstance(part, Tensor) for plain in _plain(part)]
+    if tensor.layout is torch.sparse_coo:
+        return (tensor._indices(), tensor._values())
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return (tensor.crow_indices(), tensor.col_indices(), tensor.values())
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
+    return ()
+
+
+def _has_storage(tensor: Tensor) -> bool:
+    """Whether the tensor's own storage holds its data: not so for sparse, opaque and wrapper tensors."""
+    kind = type(tensor)
+    if kind is not Tensor and kind is not Parameter and is_traceable_wrapper_subclass(tensor):
+        return False
+    try:
+        tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):
+        return False
+    return True

@@ -1,0 +1,173 @@
+"""What a caching allocator reserves from the device for a stream of blocks: more than it hands out. Pure.
+
+The limit of a device holds for what is reserved. Blocks are cut out of segments, and a segment goes
+back only when it is free as a whole, so holes between blocks count too. The rules are those of the
+native allocators of CUDA and XPU (``CUDACachingAllocator.cpp``, read in torch 2.11), for one stream
+and default settings.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from lightning_ga.memory.trace import Trace
+
+KIB, MIB = 2**10, 2**20
+ROUNDING = 512  # bytes that every block is rounded up to
+SMALL = MIB  # blocks up to here come from segments of their own
+SMALL_SEGMENT, LARGE_SEGMENT = 2 * MIB, 20 * MIB
+LARGE = 10 * MIB  # blocks from here on have a segment each
+SEGMENT_ROUNDING = 2 * MIB
+
+
+class Peaks(NamedTuple):
+    """Most bytes in blocks at once, and bytes of the segments that hold them."""
+
+    allocated: int
+    reserved: int
+
+
+@dataclass(slots=True, eq=False)
+class _Block:
+    """A part of a segment, and its neighbours there."""
+
+    size: int
+    small: bool
+    before: "_Block | None" = None
+    after: "_Block | None" = None
+    free: bool = False
+
+
+class Segments:
+    """The allocator's books, without any memory.
+
+    Attributes:
+        allocated: Bytes in blocks that are handed out.
+        reserved: Bytes of all segments.
+    """
+
+    def __init__(self) -> None:
+        self.allocated = self.reserved = 0
+        # Free blocks by (size, age): the smallest that is large enough is taken, the oldest of equals.
+        self._free: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
+        self._blocks: dict[int, _Block] = {}
+        self._numbers: dict[_Block, int] = {}
+        self._born = 0
+
+    def allocate(self, size: int) -> _Block:
+        """Hand out a block of at least ``size`` bytes."""
+        size = max(ROUNDING, _up(size, ROUNDING))
+        small = size <= SMALL
+        block = self._taken(size, small) or self._reserve(size, small)
+        if block.size - size >= (ROUNDING if small else SMALL + 1):
+            self._split(block, size)
+        self.allocated += block.size
+        return block
+
+    def adopt(self, small: bool, sizes: Iterable[tuple[int, bool]]) -> list[_Block]:
+        """Take over a segment that there is: the sizes of its blocks in order, and whether each is handed out."""
+        blocks: list[_Block] = []
+        for size, held in sizes:
+            block = _Block(size, small, before=blocks[-1] if blocks else None)
+            if block.before is not None:
+                block.before.after = block
+            blocks.append(block)
+            self.reserved += size
+            if held:
+                self.allocated += size
+            else:
+                self._track(block)
+        return blocks
+
+    def release(self, block: _Block) -> None:
+        """Take a block back; free neighbours become one with it."""
+        self.allocated -= block.size
+        for neighbour in (block.before, block.after):
+            if neighbour is not None and neighbour.free:
+                self._untrack(neighbour)
+                block.size += neighbour.size
+                if neighbour is block.before:
+                    block.before = neighbour.before
+                else:
+                    block.after = neighbour.after
+        if block.before is not None:
+            block.before.after = block
+        if block.after is not None:
+            block.after.before = block
+        self._track(block)
+
+    def _taken(self, size: int, small: bool) -> _Block | None:
+        free = self._free[small]
+        place = bisect_left(free, (size, 0))
+        if place == len(free):
+            return None
+        block = self._blocks[free[place][1]]
+        self._untrack(block)
+        return block
+
+    def _reserve(self, size: int, small: bool) -> _Block:
+        large = LARGE_SEGMENT if size < LARGE else _up(size, SEGMENT_ROUNDING)
+        block = _Block(SMALL_SEGMENT if small else large, small)
+        self.reserved += block.size
+        return block
+
+    def _split(self, block: _Block, size: int) -> None:
+        rest = _Block(block.size - size, block.small, before=block, after=block.after)
+        if rest.after is not None:
+            rest.after.before = rest
+        block.size, block.after = size, rest
+        self._track(rest)
+
+    def _track(self, block: _Block) -> None:
+        self._born += 1
+        block.free = True
+        self._blocks[self._born], self._numbers[block] = block, self._born
+        insort(self._free[block.small], (block.size, self._born))
+
+    def _untrack(self, block: _Block) -> None:
+        number = self._numbers.pop(block)
+        del self._blocks[number]
+        free = self._free[block.small]
+        del free[bisect_left(free, (block.size, number))]
+        block.free = False
+
+
+def replay_segments(sizes: Iterable[int], trace: Trace) -> Peaks:
+    """Peaks of a stream with storages of these sizes, from an empty cache.
+
+    Args:
+        sizes: Bytes of each storage.
+        trace: The stream, and the segments before it. Where these are not known, what was alive before
+            has segments of its own without holes.
+
+    Examples:
+        >>> replay_segments([0, 3 * MIB, 3 * MIB], Trace(1, (0, 1, 1), (0, 1, 2, ~1, ~2)))
+        Peaks(allocated=6291456, reserved=20971520)
+    """
+    held = list(sizes)
+    segments = Segments()
+    blocks: dict[int, _Block] = {}
+    for small, parts in trace.layout:
+        # A storage that grows with the samples is elsewhere then, and its place is a hole.
+        there = [(size, n == 0 or (n > 0 and held[n] == trace.sizes[n])) for size, n in parts]
+        adopted = segments.adopt(small, there)
+        blocks |= {n: block for (_, n), (_, kept), block in zip(parts, there, adopted) if kept and n > 0}
+    known = trace.sizes[0] if trace.layout else 0
+    segments.allocated += held[0] - known
+    segments.reserved += _up(held[0] - known, SEGMENT_ROUNDING)
+    peak = segments.allocated
+    for event in trace.events:
+        number = event if event >= 0 else ~event
+        if number == 0 or held[number] == 0 or (event > 0 and number in blocks):
+            continue
+        if event > 0:
+            blocks[number] = segments.allocate(held[number])
+            peak = max(peak, segments.allocated)
+        else:
+            segments.release(blocks.pop(number))
+    return Peaks(peak, segments.reserved)
+
+
+def _up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple

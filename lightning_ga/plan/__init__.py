@@ -1,0 +1,1 @@
+"""Arithmetic and records: effective batches, micro-batches, windows, schedules, weights. Standard library only."""

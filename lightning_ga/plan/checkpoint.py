@@ -1,0 +1,94 @@
+"""What a checkpoint keeps of a run: plain values, so that it loads with ``weights_only=True``."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from lightning_ga.plan.records import ProbeResult, Timing, Trial
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Where a run is in its data.
+
+    Attributes:
+        seed: Seed of the epochs' orders.
+        epoch: The epoch being trained on.
+        samples_done: Its samples that optimizer steps have used, over all ranks.
+        batches_before: Batches of the recipe in earlier epochs, on one rank.
+    """
+
+    seed: int
+    epoch: int
+    samples_done: int
+    batches_before: int
+
+
+@dataclass(frozen=True, slots=True)
+class RunState:
+    """All that a checkpoint keeps.
+
+    Attributes:
+        position: Where the run is in its data.
+        hardware: What the limit was found on; on anything else it is looked for again.
+        probe: What the probe found, if one ran.
+        limit: Most samples of a pass since memory ran out; ``None`` if it never did.
+        oom_events: Out-of-memory errors that were survived.
+    """
+
+    position: Position
+    hardware: str
+    probe: ProbeResult | None
+    limit: int | None = None
+    oom_events: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Numbers, strings, lists and dictionaries only."""
+        return {"version": 1, **asdict(self)}
+
+    @classmethod
+    def from_dict(cls, state: Mapping[str, Any]) -> "RunState":
+        """The record behind ``to_dict``."""
+        probe = state["probe"]
+        if probe is not None:
+            probe = read_probe(probe)
+        return cls(
+            position=Position(**state["position"]),
+            hardware=state["hardware"],
+            probe=probe,
+            limit=state.get("limit"),
+            oom_events=state.get("oom_events", 0),
+        )
+
+
+def read_probe(record: Mapping[str, Any]) -> ProbeResult:
+    """The record behind ``asdict``, also after it went through JSON.
+
+    Raises:
+        KeyError, TypeError, ValueError: If it is not one.
+    """
+    result = ProbeResult(
+        **{
+            **record,
+            "trials": tuple(Trial(**trial) for trial in record["trials"]),
+            "curve": tuple((samples, size) for samples, size in record.get("curve", ())),
+            "timings": tuple(Timing(**timing) for timing in record.get("timings", ())),
+        }
+    )
+    _require_counts(result.limit, result.budget_bytes)
+    _require_counts(result.peak_bytes, result.steps, *(number for point in result.curve for number in point), least=0)
+    for trial in result.trials:
+        _require_counts(trial.micro_batch_size, trial.peak_bytes, least=0)
+    for timing in result.timings:
+        _require_counts(timing.micro_batch_size, timing.factor)
+    if result.fastest is not None:
+        _require_counts(result.fastest, result.limit + 1 - result.fastest)
+    if not isinstance(result.method, str):
+        raise ValueError(f"method={result.method!r} is not a text")
+    return result
+
+
+def _require_counts(*values: Any, least: int = 1) -> None:
+    for value in values:
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ValueError(f"{value!r} is not a whole number of at least {least}")

@@ -1,0 +1,94 @@
+"""One number, a mapping from epoch or a callable: all become a function of the epoch."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from lightning_ga.errors import UserError
+from lightning_ga.plan.accumulation import require_count
+
+ScheduleLike = int | Mapping[int, int] | Callable[[int], int]
+Schedule = Callable[[int], int | None]
+
+
+def as_schedule(value: ScheduleLike | None, *, name: str) -> Schedule:
+    """Turn whatever the user wrote into ``epoch -> count``; ``None`` where nothing was said of an epoch.
+
+    A mapping holds from its epoch on, as in Lightning's ``GradientAccumulationScheduler``, and is
+    copied: the caller's own is neither changed nor watched.
+
+    Args:
+        value: A count of at least one, a mapping ``{epoch: count}``, a callable, or ``None``.
+        name: The argument's name, for messages.
+
+    Raises:
+        UserError: If a count is below one, or an epoch is not a whole number of at least zero.
+
+    Examples:
+        >>> schedule = as_schedule({0: 32, 2: 64}, name="effective_batch_size")
+        >>> [schedule(epoch) for epoch in range(4)]
+        [32, 32, 64, 64]
+    """
+    if value is None:
+        return _Constant(None)
+    if isinstance(value, Mapping):
+        return _from_mapping(value, name)
+    if callable(value):
+        return _Checked(name, value)
+    require_count(name, value)
+    return _Constant(value)
+
+
+def largest(schedule: Schedule, epochs: range) -> int | None:
+    """The largest count that a schedule gives over some epochs; ``None`` where it leaves one open.
+
+    Examples:
+        >>> largest(as_schedule({0: 32, 2: 64}, name="effective_batch_size"), range(3))
+        64
+    """
+    counts = [schedule(epoch) for epoch in epochs]
+    known = [count for count in counts if count is not None]
+    return max(known) if len(known) == len(counts) and known else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Constant:
+    count: int | None
+
+    def __call__(self, _epoch: int) -> int | None:
+        return self.count
+
+
+@dataclass(frozen=True, slots=True)
+class _Steps:
+    """A count from each of some epochs on; nothing before the first."""
+
+    counts: tuple[tuple[int, int], ...]
+
+    def __call__(self, epoch: int) -> int | None:
+        return max(((start, count) for start, count in self.counts if start <= epoch), default=(0, None))[1]
+
+
+@dataclass(frozen=True, slots=True)
+class _Checked:
+    """A callable of the user's, whose counts are checked when it is asked."""
+
+    name: str
+    schedule: Callable[[int], int]
+
+    def __call__(self, epoch: int) -> int:
+        count = self.schedule(epoch)
+        require_count(f"{self.name}(epoch={epoch})", count)
+        return count
+
+
+def _from_mapping(value: Mapping[int, int], name: str) -> Schedule:
+    if not value:
+        raise UserError(f"{name}={{}} is empty: give at least one epoch, for example {{0: 32}}.")
+    steps: dict[int, int] = {}
+    for key, count in value.items():
+        epoch = int(key) if isinstance(key, str) and key.isdecimal() else key
+        if isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 0:
+            raise UserError(f"{name} has the epoch {key!r}; epochs are whole numbers and start at 0.")
+        require_count(f"{name}[{epoch}]", count)
+        steps[epoch] = count
+    return _Steps(tuple(sorted(steps.items())))

@@ -1,0 +1,1 @@
+"""Find the limit: search, prediction from traces, trial steps, cache."""

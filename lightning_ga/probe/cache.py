@@ -1,0 +1,83 @@
+"""Remember what probes found between runs: one small JSON file for each kind of training step.
+
+The files lie in the user's cache folder (``$XDG_CACHE_HOME/lightning_ga``, else
+``~/.cache/lightning_ga``) and may be deleted at any time. A file that cannot be read or written
+costs a probe and a warning, never the run.
+"""
+
+import json
+import os
+import tempfile
+import warnings
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from lightning_ga.plan.checkpoint import read_probe
+from lightning_ga.plan.records import ProbeResult
+
+
+class LimitCache:
+    """Results of probes by the description of the step that they hold for.
+
+    Args:
+        folder: Where the files lie; ``None`` is the user's cache folder.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self.folder = cache_folder() if folder is None else folder
+
+    def read(self, step: Mapping[str, Any]) -> ProbeResult | None:
+        """What a probe of this step found; ``None``, with a warning if there is a file that cannot be read."""
+        path = self._path(step)
+        try:
+            return read_probe(json.loads(path.read_text(encoding="utf-8"))["probe"])
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            _warn(f"{path} cannot be read ({_told(error)}), so the limit is looked for again.")
+            return None
+
+    def write(self, step: Mapping[str, Any], result: ProbeResult) -> None:
+        """Keep a result, whole or not at all: it is written beside the file and then takes its place."""
+        path = self._path(step)
+        content = json.dumps({"step": step, "probe": asdict(result)}, indent=1)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            handle, name = tempfile.mkstemp(dir=self.folder, suffix=".part")
+            try:
+                with os.fdopen(handle, "w", encoding="utf-8") as file:
+                    file.write(content)
+                Path(name).replace(path)
+            except OSError:
+                with suppress(OSError):
+                    Path(name).unlink()
+                raise
+        except OSError as error:
+            _warn(f"{path} cannot be written ({_told(error)}), so the limit is not remembered.")
+
+    def _path(self, step: Mapping[str, Any]) -> Path:
+        digest = sha256(json.dumps(step, sort_keys=True).encode()).hexdigest()
+        return self.folder / f"{digest[:32]}.json"
+
+
+def cache_folder() -> Path:
+    """The folder of this package in the user's cache.
+
+    Examples:
+        >>> cache_folder().name
+        'lightning_ga'
+    """
+    root = os.environ.get("XDG_CACHE_HOME")
+    return (Path(root) if root else Path("~/.cache").expanduser()) / "lightning_ga"
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, stacklevel=2)

@@ -1,0 +1,105 @@
+"""Find the largest micro-batch of a real training step, with PyTorch alone.
+
+A plain loop, in full::
+
+    def step(samples: int) -> None:
+        loss = loss_of(model(inputs[:samples]), targets[:samples])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)  # as in a window's later micro-batches, gradients are alive
+
+    limit = find_micro_batch(step, high=512, budget="4GiB").limit
+"""
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from lightning_ga.memory.allocator import WITH_STATISTICS
+from lightning_ga.memory.device import enforced_budget, is_emulated, parse_budget, total_memory
+from lightning_ga.plan.accumulation import require_count
+from lightning_ga.plan.records import ProbeResult
+from lightning_ga.probe.prober import Prober, quick_collection
+
+
+def find_micro_batch(
+    step: Callable[[int], object],
+    *,
+    high: int,
+    budget: int | float | str | None = None,
+    device: torch.device | str | None = None,
+    resident: Callable[[], Iterable[Tensor | None]] | None = None,
+    reset: Callable[[], object] | None = None,
+    agree: Callable[[bool], bool] | None = None,
+    predict_only: bool | None = None,
+    known: ProbeResult | None = None,
+    warm_up: Callable[[], object] | None = None,
+    on_step: Callable[[int], object] | None = None,
+) -> ProbeResult:
+    """Find the largest number of samples with which a training step fits in memory.
+
+    One warm-up step makes the optimizer's state. Two small steps are traced and predict the peak
+    of every size, and one step at the predicted limit verifies it; more follow only if it misses.
+
+    Args:
+        step: Runs one whole training step on that many samples: forward, backward and optimizer.
+        high: Largest micro-batch that is of use.
+        budget: Memory of the whole training, model included: bytes, a share of the device
+            (``0.8``, ``"80%"``) or text (``"10GiB"``). ``None`` is what the device has free.
+        device: Where the step's memory lies; ``None`` is the current accelerator, or the CPU.
+        resident: Tensors that are alive when a step starts (parameters, buffers, gradients,
+            optimizer state, batch), asked for before every step and after ``reset``. Without it,
+            parameters, their gradients and the state of optimizers that step are found by themselves.
+        reset: Puts the training's state back; called after every step, also one that failed. Where
+            it drops the optimizer's state, the warmed one is lent to every further trial: a first
+            step, without it, takes less memory than the ones that follow.
+        agree: True only if its argument is true on every rank. All ranks then run the same sizes
+            and find the same limit.
+        predict_only: Never run a step near the budget; predict it. ``None`` does so on a CPU
+            unless a budget is given that is well within the memory available (running out of
+            memory there means that the system kills the process).
+        known: What an earlier probe of the same step found. Where it holds for this budget, one
+            step at its limit verifies it and nothing is searched.
+        warm_up: Makes the optimizer's state without a training step: called before a known limit is verified.
+        on_step: Told the size of each step before it runs.
+
+    Returns:
+        The limit, and how it was found. ``peak_bytes`` is predicted where the limit was not tried.
+
+    Raises:
+        UserError: If an argument is wrong, or if not even the smallest step fits.
+        Exception: Whatever ``step`` raises that is not about memory, after ``reset``.
+    """
+    require_count("high", high)
+    chosen = _device(device)
+    asked = parse_budget(budget, total_memory(chosen) if budget is not None else None)
+    prober = Prober(
+        step,
+        device=chosen,
+        budget=asked,
+        resident=resident,
+        reset=reset,
+        agree=agree,
+        warm_up=warm_up,
+        on_step=on_step,
+    )
+    hook = register_optimizer_step_pre_hook(prober.on_optimizer_step)
+    try:
+        counts_garbage = chosen.type != "cpu" or is_emulated(chosen)
+        with enforced_budget(chosen, asked), quick_collection(first=counts_garbage):
+            return prober.find(high, predict_only, known)
+    finally:
+        hook.remove()
+        if prober.allocator is not None:
+            prober.allocator.stop()
+
+
+def _device(device: torch.device | str | None) -> torch.device:
+    """The device with its number: some of PyTorch's functions refuse a bare ``"cuda"``."""
+    current = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    chosen = torch.device(device) if device is not None else current or torch.device("cpu")
+    if chosen != current or chosen.type not in WITH_STATISTICS:
+        return chosen
+    return torch.device(chosen.type, getattr(torch, chosen.type).current_device())

@@ -1,0 +1,135 @@
+"""What a limit depends on, as plain text: two steps of equal description take the same memory.
+
+It errs on the side of telling steps apart: a description that changes costs a probe, one that does
+not change although the step did is caught by the step that verifies a remembered limit.
+"""
+
+import os
+import types
+from collections.abc import Iterable, Mapping
+from hashlib import sha256
+from importlib.metadata import version
+from typing import Any
+
+import psutil
+import torch
+
+from lightning_ga.memory.device import total_memory
+from lightning_ga.plan.config import Options
+from lightning_ga.snapshot.gradients import sparse_parameters
+
+_VERSIONS = ("lightning_ga", "torch", "lightning")
+_PLAIN = (bool, int, float, str, torch.dtype, type(None))
+
+
+def hardware(trainer: Any, budget: int | float | str | None) -> str:
+    """What a limit depends on besides the user's code: device, memory, budget, precision, ranks, versions."""
+    device = trainer.strategy.root_device
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        name = f"{properties.name} {properties.total_memory}"
+    else:
+        name = f"{device.type} {psutil.virtual_memory().total}"
+    return f"{name}, budget {budget}, {trainer.precision}, {trainer.world_size} ranks, torch {torch.__version__}"
+
+
+def describe_step(
+    trainer: Any, collate: Any, samples: Iterable[Any], *, share: int, options: Options, whole: int | None = None
+) -> dict[str, Any]:
+    """All that a remembered limit depends on: plain values, so that they can be written down and compared.
+
+    Args:
+        trainer: A Trainer at ``on_train_start``.
+        collate: What makes a batch of samples.
+        samples: The samples that trials are made of.
+        share: Samples of a window on one rank: rows of sparse gradients and timings depend on it.
+        options: What the user said about the budget and the objective.
+        whole: Samples of the batches that micro-batches are cut from; on a CPU they lie in the same memory.
+    """
+    module, objective = trainer.lightning_module, options.objective
+    on_cpu = trainer.strategy.root_device.type == "cpu"
+    windows = share if objective != "memory" or sparse_parameters(module) else None
+    return {
+        "model": _digest(describe_module(module)),
+        "code": _digest(sorted({describe_class(type(part)) for part in module.modules()})),
+        "samples": sorted({str(describe_value(sample)) for sample in samples}),
+        "collate": describe_code(collate),
+        "whole": whole if on_cpu else None,
+        "optimizers": [describe_optimizer(optimizer) for optimizer in trainer.optimizers],
+        "callbacks": sorted(type(callback).__name__ for callback in trainer.callbacks),
+        "clipping": [str(trainer.gradient_clip_val), str(trainer.gradient_clip_algorithm)],
+        "strategy": type(trainer.strategy).__name__,
+        "hardware": hardware(trainer, options.budget),
+        "memory": total_memory(trainer.strategy.root_device),
+        "allocator": [os.environ.get(name, "") for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")],
+        "numerics": [torch.get_float32_matmul_precision(), str(torch.backends.cudnn.benchmark)],
+        "objective": [objective, windows, options.on_oom],
+        "versions": {name: version(name) for name in _VERSIONS},
+    }
+
+
+def describe_module(module: torch.nn.Module) -> list[str]:
+    """Layers with their plain settings, parameters and buffers with their shapes and types."""
+    lines = []
+    for name, part in module.named_modules():
+        settings = {key: value for key, value in sorted(vars(part).items()) if _is_setting(value)}
+        lines.append(f"{name}: {type(part).__module__}.{type(part).__qualname__} {settings}")
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    return lines + [f"{name}: {tuple(t.shape)} {t.dtype} {t.requires_grad} {t.layout}" for name, t in tensors]
+
+
+def describe_value(value: Any) -> Any:
+    """Structure, shapes and types of a sample; values do not matter.
+
+    Examples:
+        >>> describe_value({"image": torch.zeros(3, 4), "label": 1})
+        {'image': '(3, 4) torch.float32', 'label': 'int'}
+    """
+    if isinstance(value, Mapping):
+        return {str(key): describe_value(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [describe_value(inner) for inner in value]
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"{tuple(value.shape)} {value.dtype}"
+    return f"{type(value).__name__} of {len(value)}" if isinstance(value, (str, bytes)) else type(value).__name__
+
+
+def describe_optimizer(optimizer: torch.optim.Optimizer) -> list[str]:
+    """Its kind, and of every group which options are on: rates do not change what it takes."""
+    groups = (group.items() for group in optimizer.param_groups)
+    options = [{k: v if isinstance(v, (bool, type(None))) else bool(v) for k, v in g if _is_setting(v)} for g in groups]
+    return [type(optimizer).__qualname__, *(f"{sorted(group.items())}" for group in options)]
+
+
+def describe_class(kind: type) -> str:
+    """A class and the code of its methods, its base classes' too."""
+    functions = [value for base in kind.__mro__ for _, value in sorted(vars(base).items()) if _is_function(value)]
+    return f"{kind.__module__}.{kind.__qualname__} {_digest(map(describe_code, functions))}"
+
+
+def describe_code(function: Any) -> str:
+    """A digest of what a function does: its byte code, constants and names, not where it is defined."""
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return type(function).__qualname__ if not hasattr(function, "__qualname__") else function.__qualname__
+    return _digest(_of_code(code))
+
+
+def _of_code(code: types.CodeType) -> list[str]:
+    inner = [_of_code(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    constants = [repr(constant) for constant in code.co_consts if isinstance(constant, (*_PLAIN, bytes, tuple))]
+    plain = [text for text in constants if "<code object" not in text]
+    return [code.co_code.hex(), *code.co_names, *plain, *(line for lines in inner for line in lines)]
+
+
+def _is_function(value: Any) -> bool:
+    return isinstance(value, types.FunctionType)
+
+
+def _is_setting(value: Any) -> bool:
+    """Whether an attribute may change what a step takes; paths name places, often of one run only."""
+    return isinstance(value, _PLAIN) and not (isinstance(value, str) and ("/" in value or "\\" in value))
+
+
+def _digest(lines: Iterable[str]) -> str:
+    return sha256("\n".join(lines).encode()).hexdigest()

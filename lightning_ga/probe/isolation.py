@@ -1,0 +1,94 @@
+"""A context in which a Trainer may run steps that leave no trace."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from lightning_ga.compat import patching, transfer, trial_steps
+from lightning_ga.memory.live_tensors import uncounted
+from lightning_ga.snapshot.attempt import AttemptState
+from lightning_ga.snapshot.contents import ObjectState
+from lightning_ga.snapshot.state import (
+    Attributes,
+    Gradients,
+    OptimizerState,
+    PlainState,
+    RandomState,
+    TensorValues,
+)
+
+
+@contextmanager
+def traceless(trainer: Any, stand_ins: Mapping[int, Any] | None = None) -> Iterator[Callable[[], None]]:
+    """Within, trial steps may run, and the yielded function puts back all they changed; so does the end.
+
+    Args:
+        trainer: The Trainer.
+        stand_ins: By the id of an object, what attributes of modules refer to in its place meanwhile.
+    """
+    module = trainer.lightning_module
+    modules = list(module.modules())
+    modules += [other for other in trainer.strategy.model.modules() if all(other is not known for known in modules)]
+    random_state = RandomState()
+    attributes = trial_steps.remember_progress(trainer, Attributes())
+    with uncounted():
+        values = TensorValues(iter({id(t): t for m in modules for t in _own_tensors(m)}.values()))
+        plain = PlainState(modules, [trainer, trainer.strategy, trainer.datamodule], stand_ins)
+        optimizers = [OptimizerState(optimizer) for optimizer in trainer.optimizers]
+    gradients = Gradients(module.parameters())
+    objects = ObjectState(trial_steps.owners(trainer))
+
+    def restore() -> None:
+        gradients.restore()
+        plain.restore()
+        values.restore()
+        for optimizer in optimizers:
+            optimizer.restore()
+        objects.restore()
+        attributes.restore()
+        random_state.restore()
+
+    def prepare() -> None:
+        restore()
+        with uncounted():
+            plain.swap_in_copies()
+            attributes.swap_in_copies()
+        trial_steps.enter_trial(trainer)
+
+    with ExitStack() as stack:
+        stack.callback(restore)
+        prepare()
+        yield prepare
+
+
+@contextmanager
+def hooks_apart(trainer: Any) -> Iterator[None]:
+    """Within, hooks of batches may be called aside from training: what they change is put back."""
+    profiler, trainer.profiler = trainer.profiler, patching.sibling(trainer, "profilers").PassThroughProfiler()
+    try:
+        with _kept_apart(trainer) if transfer.hooks_see_batches(trainer) else nullcontext():
+            yield
+    finally:
+        trainer.profiler = profiler
+
+
+@contextmanager
+def _kept_apart(trainer: Any) -> Iterator[None]:
+    module, random_state = trainer.lightning_module, RandomState()
+    plain = PlainState(list(module.modules()), [trainer, trainer.strategy, trainer.datamodule])
+    tensors = AttemptState(module)
+    tensors.keep(None)
+    plain.swap_in_copies()
+    try:
+        yield
+    finally:
+        plain.restore()
+        tensors.put_back()
+        random_state.restore()
+
+
+def _own_tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:
+    yield from (parameter for parameter in module._parameters.values() if parameter is not None)
+    yield from (buffer for buffer in module._buffers.values() if buffer is not None)

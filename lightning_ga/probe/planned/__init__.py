@@ -1,0 +1,1 @@
+"""Estimate the limit of a device that is not here."""

@@ -1,0 +1,200 @@
+"""A device that is not here: how much memory it has, and what of it a training may take.
+
+Within ``planned_device`` a probe estimates its limit on tensors without values (``estimate``)
+instead of measuring it, as ``limit_memory`` lets it measure on a smaller one.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from lightning_ga.errors import UserError
+from lightning_ga.memory.device import parse_budget
+from lightning_ga.plan.accumulation import AccumulationPlan, require_count
+from lightning_ga.plan.records import ProbeResult
+
+CONTEXT = 512 * 2**20  # bytes of the CUDA context and of kernels' code, which no tensor can use
+WORKSPACE = 32 * 2**20  # bytes that cuBLAS takes at the first product: the most of all generations
+MARGIN = 0.05  # share of the device for fragmentation, as ``memory`` leaves on a real one
+ALLOCATION = 512  # bytes that CUDA's allocator rounds up to
+
+DATA_PARALLEL = ("auto", "ddp", "single_device")
+
+
+@dataclass(slots=True)
+class PlannedDevice:
+    """A device that is not here, and what was seen while planning for it.
+
+    Attributes:
+        total_bytes: Its memory.
+        like_cuda: Whether it behaves as a CUDA device, otherwise as this CPU (to compare with measurements).
+        reserved_bytes: What no tensor can use: context, workspaces, fragmentation, buckets of data parallelism.
+        unreliable: What was seen in the step that makes the estimate less certain, each with its reason.
+    """
+
+    total_bytes: int
+    like_cuda: bool = True
+    reserved_bytes: int = 0
+    unreliable: list[str] = field(default_factory=list)
+
+    @property
+    def rounding(self) -> int:
+        """Bytes that its allocator rounds up to."""
+        return ALLOCATION if self.like_cuda else 1
+
+    def budget(self, memory_budget: int | float | str | None, *, buckets: int = 0) -> int:
+        """Bytes that a training step may take.
+
+        Args:
+            memory_budget: What the user gave to ``AutoAccumulate``; a share is one of this device.
+            buckets: Bytes that data parallelism keeps beside the gradients.
+
+        Raises:
+            UserError: If nothing is left.
+        """
+        self.reserved_bytes = buckets
+        if self.like_cuda:
+            self.reserved_bytes += CONTEXT + WORKSPACE + int(MARGIN * self.total_bytes)
+        left = self.total_bytes - self.reserved_bytes
+        if left < 1:
+            raise UserError(
+                f"A device of {self.total_bytes:,} bytes leaves nothing to a training: the CUDA context, workspaces, "
+                f"fragmentation and data parallelism take {self.reserved_bytes:,} bytes. Plan for a larger one."
+            )
+        asked = parse_budget(memory_budget, self.total_bytes)
+        return left if asked is None else min(asked, left)
+
+    def doubt(self, reason: str) -> None:
+        """Note something that makes the estimate less certain, once."""
+        if reason not in self.unreliable:
+            self.unreliable.append(reason)
+
+
+@dataclass(frozen=True, slots=True)
+class DevicePlan:
+    """What training on a device that is not here would look like: an estimate.
+
+    Attributes:
+        plan: How a full window would be cut.
+        probe: The estimated limit and peak; its method is ``"estimate"``.
+        device_bytes: Memory of the device.
+        reserved_bytes: What of it no tensor can use: context, workspaces, fragmentation, buckets of data
+            parallelism.
+        unreliable: Operators, modules and data whose memory on the device an estimate cannot tell, each with the
+            reason; empty where none was met.
+    """
+
+    plan: AccumulationPlan
+    probe: ProbeResult
+    device_bytes: int
+    reserved_bytes: int
+    unreliable: tuple[str, ...]
+
+
+_planned: ContextVar[PlannedDevice | None] = ContextVar("planned", default=None)
+
+
+def current_device() -> PlannedDevice | None:
+    """The device that is planned for; ``None`` outside ``planned_device``."""
+    return _planned.get()
+
+
+@contextmanager
+def planned_device(memory: int | str, *, like_cuda: bool = True) -> Iterator[PlannedDevice]:
+    """Within, probes estimate for a device that is not here, and run no step on this one.
+
+    Args:
+        memory: Memory of the device: bytes, or text such as ``"16GiB"``.
+        like_cuda: Whether it behaves as a CUDA device: an allocator that rounds to 512 bytes, optimizers over many
+            tensors at once, CUDA's autocast and dropout, and a part of its memory that no tensor can use.
+            Without, it is a CPU of that size.
+
+    Raises:
+        UserError: If the memory cannot be read.
+
+    Examples:
+        >>> with planned_device("16GiB") as device:
+        ...     device.total_bytes
+        17179869184
+    """
+    device = PlannedDevice(read_device_memory(memory), like_cuda)
+    token = _planned.set(device)
+    try:
+        yield device
+    finally:
+        _planned.reset(token)
+
+
+def read_device_memory(memory: object) -> int:
+    """Bytes of a device's memory.
+
+    Raises:
+        UserError: If it is neither bytes nor text with a unit.
+
+    Examples:
+        >>> read_device_memory("80 GB")
+        80000000000
+    """
+    try:
+        amount = parse_budget(memory)  # type: ignore[arg-type] # whatever the user typed
+    except UserError:
+        amount = None
+    if amount is None:
+        raise UserError(
+            f"device_memory={memory!r} must be a whole number of bytes of at least 1, or a text such as '16GiB' or "
+            "'80 GB'."
+        )
+    return amount
+
+
+def settings_on_this_host(
+    settings: Mapping[str, Any], *, root: str = "lightning.pytorch"
+) -> tuple[dict[str, Any], int]:
+    """Trainer arguments for another machine, as they can be built here: one CPU process.
+
+    Args:
+        settings: Arguments as they are meant for the device.
+        root: The namespace of the Trainer.
+
+    Returns:
+        The arguments that have to be others, and the ranks that the device's run has.
+
+    Raises:
+        UserError: For a strategy that shards the model.
+    """
+    strategy = settings.get("strategy") or "auto"
+    if not isinstance(strategy, str) or not strategy.startswith(DATA_PARALLEL):
+        raise UserError(
+            f"strategy={strategy} cannot be planned for, only data parallelism, in which every rank has the whole "
+            "model: leave the strategy out."
+        )
+    changed: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "num_nodes": 1, "strategy": "auto"}
+    if settings.get("precision") in ("16-mixed", "16", 16):  # on a CPU, Lightning would make it bfloat16
+        plugin = import_module(f"{root}.plugins").MixedPrecision
+        changed |= {"precision": None, "plugins": [plugin("16-mixed", "cpu", torch.amp.GradScaler("cpu"))]}
+    return changed, _count(settings.get("devices")) * _count(settings.get("num_nodes"))
+
+
+def _count(devices: Any) -> int:
+    """How many devices an argument of the Trainer names; one where that depends on the machine.
+
+    Examples:
+        >>> _count(4), _count("0,1"), _count([2, 3]), _count("auto"), _count(-1)
+        (4, 2, 2, 1, 1)
+    """
+    if isinstance(devices, str):
+        devices = [one for one in devices.split(",") if one] if "," in devices else devices
+        devices = int(devices) if isinstance(devices, str) and devices.isdigit() else devices
+    if isinstance(devices, (list, tuple)):
+        return max(1, len(devices))
+    return devices if isinstance(devices, int) and devices > 0 else 1
+
+
+def require_devices(devices: int) -> None:
+    """Refuse anything but a count."""
+    require_count("devices", devices)

@@ -1,0 +1,151 @@
+"""What stands in for a module, its optimizers and its batches: tensors of the same shapes, without values."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from lightning_ga.snapshot.state import refuse_lazy
+
+_RECURRENT = (torch.nn.RNNBase, torch.nn.RNNCellBase)
+
+
+@contextmanager
+def without_values(
+    module: torch.nn.Module, optimizers: list[torch.optim.Optimizer], *, foreach: bool
+) -> Iterator[tuple[FakeTensorMode, dict[int, Any]]]:
+    """Within, a module and its optimizers have tensors without values; afterwards they are as they were.
+
+    Args:
+        module: The module.
+        optimizers: Those that hold its parameters.
+        foreach: Whether optimizers that leave it open work on many tensors at once, as they do on CUDA.
+
+    Yields:
+        The mode that the tensors belong to, and for the id of each original tensor the one that stands for it.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    tables: list[dict[str, Any]] = [t for m in module.modules() for t in (m._parameters, m._buffers)]
+    originals = [tensor for table in tables for tensor in table.values() if tensor is not None]
+    refuse_lazy(originals)
+    fakes: dict[int, Any] = {id(tensor): mode.from_tensor(tensor) for tensor in originals}
+    gradients = [(tensor, tensor.grad) for tensor in originals if isinstance(tensor, torch.nn.Parameter)]
+    for fake in fakes.values():
+        fake.grad = None
+    with ExitStack() as stack:
+        for parameter, gradient in gradients:  # a hook may have kept a parameter itself
+            stack.callback(setattr, parameter, "grad", gradient)
+        for table in tables:
+            stack.callback(table.update, dict(table))
+            table.update({name: tensor if tensor is None else fakes[id(tensor)] for name, tensor in table.items()})
+        for optimizer in optimizers:
+            stack.callback(_refill(optimizer))
+            _let_go_of_values(optimizer, mode, fakes, foreach=foreach)
+        yield mode, fakes
+
+
+def _refill(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """Puts an optimizer's state and groups back."""
+    state, groups = dict(optimizer.state), [dict(group) for group in optimizer.param_groups]
+    parameters = [list(group["params"]) for group in optimizer.param_groups]
+
+    def refill() -> None:
+        optimizer.state.clear()
+        optimizer.state.update(state)
+        for group, settings, kept in zip(optimizer.param_groups, groups, parameters):
+            group.clear()
+            group.update(settings)
+            group["params"][:] = kept
+
+    return refill
+
+
+def _let_go_of_values(
+    optimizer: torch.optim.Optimizer, mode: FakeTensorMode, fakes: dict[int, Any], *, foreach: bool
+) -> None:
+    """Give an optimizer parameters and state without values."""
+    states = {fakes.get(id(key), key): _faked(state, mode) for key, state in optimizer.state.items()}
+    optimizer.state.clear()
+    optimizer.state.update(states)
+    for group in optimizer.param_groups:
+        group["params"][:] = [fakes.get(id(parameter), parameter) for parameter in group["params"]]
+        if foreach and "foreach" in group and group["foreach"] is None and not group.get("fused"):
+            group["foreach"] = True
+
+
+def _faked(value: Any, mode: FakeTensorMode) -> Any:
+    if isinstance(value, Tensor):
+        return mode.from_tensor(value)
+    if isinstance(value, dict):
+        return {key: _faked(inner, mode) for key, inner in value.items()}
+    return [_faked(inner, mode) for inner in value] if isinstance(value, list) else value
+
+
+def grown(small: Any, large: Any, periods: int) -> Any:
+    """A batch without values, extrapolated from two that differ by one period of samples.
+
+    Args:
+        small: A batch.
+        large: The same with one more period.
+        periods: How many periods more than ``small`` the result has.
+
+    Returns:
+        The same structure: tensors of extrapolated shape, longer lists, extrapolated integers.
+
+    Examples:
+        >>> small, large = torch.zeros(2, 3), torch.zeros(4, 3)
+        >>> grown({"x": small, "n": [1, 2]}, {"x": large, "n": [1, 2, 1, 2]}, periods=3)["x"].shape
+        torch.Size([8, 3])
+    """
+    if isinstance(small, Tensor):
+        shape = [a + (b - a) * periods for a, b in zip(small.shape, large.shape)]
+        channels_last = small.dim() == 4 and not small.is_contiguous()
+        layout = torch.channels_last if channels_last else torch.contiguous_format
+        return torch.empty(shape, dtype=small.dtype, memory_format=layout)
+    if isinstance(small, dict):
+        content = {key: grown(inner, large[key], periods) for key, inner in small.items()}
+        return content if type(small) is dict else _like(small, content)
+    if isinstance(small, (list, tuple)):
+        return _grown_sequence(small, large, periods)
+    if isinstance(small, int) and not isinstance(small, bool):
+        return small + (large - small) * periods
+    return large if isinstance(small, (str, bytes, float, bool, type(None))) else _grown_object(small, large, periods)
+
+
+def _grown_sequence(small: Any, large: Any, periods: int) -> Any:
+    if len(small) == len(large):
+        items = [grown(a, b, periods) for a, b in zip(small, large)]
+    else:  # one item a sample
+        more = large[len(small) :]
+        items = [grown(item, item, 0) for item in [*small, *(item for _ in range(periods) for item in more)]]
+    if hasattr(small, "_fields"):
+        return type(small)(*items)
+    return type(small)(items)
+
+
+def _grown_object(small: Any, large: Any, periods: int) -> Any:
+    if not hasattr(small, "__dict__"):
+        return large
+    copied = object.__new__(type(small))
+    copied.__dict__.update(grown(vars(small), vars(large), periods))
+    return copied
+
+
+def _like(mapping: Any, content: dict[Any, Any]) -> Any:
+    """A mapping of another class, such as Hugging Face's ``BatchEncoding``, with other content."""
+    try:
+        return type(mapping)(content)
+    except TypeError:
+        return content
+
+
+def hidden_workspaces(module: torch.nn.Module) -> Iterator[str]:
+    """Modules whose memory tensors without values do not show, in words."""
+    for name, child in module.named_modules():
+        if isinstance(child, _RECURRENT):
+            yield f"{name or 'the module'} ({type(child).__name__}): the workspace of recurrent kernels is not seen"
+        elif type(child).__name__ == "OptimizedModule":
+            yield f"{name or 'the module'}: compiled, and estimated as if it were not"

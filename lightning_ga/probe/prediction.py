@@ -1,0 +1,107 @@
+"""Predict the peak of a training step at any micro-batch size from the traces of two small ones.
+
+A step allocates and releases the same storages in the same order whatever the number of samples;
+only their sizes change. A line through two measured peaks misses that the peak moves from one
+operation to another as the batch grows (the optimizer's temporaries lead for small batches, the
+activations for large ones). So every storage is extrapolated by itself, the stream is replayed
+with those sizes, and the maximum is taken.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from lightning_ga.memory.trace import Trace, replay
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """Peak bytes as a function of the micro-batch size, from two traces of the same stream.
+
+    A storage of equal size in both is constant. A line with an intercept of zero or more is
+    affine. A line with a negative intercept cannot be the size of a tensor, so the storage is
+    read as α·b² + β·b (a similarity matrix is b × b). One that shrinks keeps its larger size.
+    """
+
+    first: Trace
+    second: Trace
+    rounding: int = 1
+    _fixed: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    _affine: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    _quadratic: tuple[int, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        growing = [n for n, (small, large) in enumerate(zip(self.first.sizes, self.second.sizes)) if large > small]
+        negative = {n for n in growing if self._intercept_is_negative(n)}
+        object.__setattr__(self, "_fixed", tuple(map(max, self.first.sizes, self.second.sizes)))
+        object.__setattr__(self, "_affine", tuple(n for n in growing if n not in negative))
+        object.__setattr__(self, "_quadratic", tuple(sorted(negative)))
+
+    def _intercept_is_negative(self, storage: int) -> bool:
+        return self.first.sizes[storage] * self.second.samples < self.second.sizes[storage] * self.first.samples
+
+    @property
+    def is_quadratic(self) -> bool:
+        """Whether a storage was read as quadratic, which a third trace should confirm."""
+        return bool(self._quadratic)
+
+    def sizes(self, samples: int) -> list[int]:
+        """Bytes of every storage at a micro-batch of ``samples``, rounded up to whole bytes."""
+        low, high = self.first.samples, self.second.samples
+        before, after = samples - low, high - samples
+        smaller, larger = self.first.sizes, self.second.sizes
+        sizes = list(self._fixed)
+        for n in self._affine:
+            sizes[n] = smaller[n] - (smaller[n] - larger[n]) * before // (high - low)
+        scale = low * high * (high - low)
+        for n in self._quadratic:  # size / samples is a line through both points
+            sizes[n] = -(-samples * (smaller[n] * high * after + larger[n] * low * before) // scale)
+        return [max(size, 0) for size in sizes]
+
+    def __call__(self, samples: int) -> int:
+        """Predicted peak in bytes at a micro-batch of ``samples``."""
+        return replay(self.sizes(samples), self.second.events, self.rounding)
+
+    def confirms(self, trace: Trace) -> bool:
+        """Whether a further trace has the same stream and exactly the predicted peak."""
+        return trace.events == self.second.events and self(trace.samples) == trace.peak(self.rounding)
+
+
+def extrapolate(first: Trace, second: Trace, *, check: Trace | None = None, rounding: int = 1) -> Replay | None:
+    """Read the whole memory curve off two traces; ``None`` where the streams do not align.
+
+    Args:
+        first: Trace at one micro-batch size.
+        second: Trace at another.
+        check: A third trace that the prediction has to match to the byte.
+        rounding: Bytes that the allocator rounds up to: 1 on a CPU, 512 on CUDA.
+
+    Examples:
+        >>> small = Trace(2, (100, 8, 16), (0, 1, 2, ~1, ~2))
+        >>> large = Trace(4, (100, 16, 16), (0, 1, 2, ~1, ~2))
+        >>> extrapolate(small, large)(64)
+        372
+    """
+    if first.samples == second.samples or first.events != second.events:
+        return None
+    small, large = sorted((first, second), key=lambda trace: trace.samples)
+    prediction = Replay(small, large, rounding)
+    return prediction if check is None or prediction.confirms(check) else None
+
+
+def largest_fitting(predict: Callable[[int], int], low: int, high: int, budget: int) -> int:
+    """Largest size in ``low..high`` whose predicted peak is within the budget; ``low - 1`` if none is.
+
+    ``predict`` must not fall as the size grows.
+
+    Examples:
+        >>> largest_fitting(lambda samples: 100 + 4 * samples, 1, 1000, budget=300)
+        50
+    """
+    low -= 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        if predict(middle) <= budget:
+            low = middle
+        else:
+            high = middle - 1
+    return low

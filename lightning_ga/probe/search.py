@@ -1,0 +1,226 @@
+"""Find the largest micro-batch that fits in a memory budget, in as few training steps as possible.
+
+``Search`` is pure: it says which size to try next and takes what came of it. Two traces of small
+steps predict the peak at every size (see ``replay``), and one step at the predicted limit verifies
+it. Where the prediction misses, or the streams do not align, measured peaks and halving close in on
+the limit from both sides. The limit was always tried, or, where nothing may be tried, predicted.
+"""
+
+from math import isqrt, sqrt
+
+from lightning_ga.memory.trace import Trace
+from lightning_ga.plan.records import Trial
+from lightning_ga.probe.curve import Curve, Step, fit_curve
+from lightning_ga.probe.prediction import largest_fitting
+
+CURVE_POINTS = 32
+# Where an allocator does not repeat itself to the byte, the search ends this close to the smallest failure.
+CLOSE_ENOUGH = 0.995
+
+
+def trace_sizes(high: int, budget: int, *, alive: int = 0, growing: int = 0, warm_up: int = 2) -> tuple[int, ...]:
+    """Sizes of the traces: small enough to fit for sure, yet apart where that costs nothing.
+
+    They start at two samples, as BatchNorm refuses one. The warm-up bounds what a larger step
+    takes: what is alive after it, plus what it allocated and released, in proportion.
+
+    Args:
+        high: Largest micro-batch that is of use.
+        budget: Bytes that a step may take.
+        alive: Bytes alive after the warm-up.
+        growing: Peak bytes of what the warm-up both allocated and released.
+        warm_up: Samples of the warm-up.
+
+    Examples:
+        >>> trace_sizes(100, budget=2000, alive=500, growing=100), trace_sizes(100, budget=800, alive=500, growing=100)
+        ((4, 8), (2, 4))
+    """
+    if high <= 3:
+        return (high,) if high < 3 else (2, 3)
+    room = (budget - alive) * warm_up
+    return next((pair for pair in ((4, 8), (2, 4)) if pair[1] <= high and growing * pair[1] <= room), (2, 3))
+
+
+class Search:
+    """Say which micro-batch size to try next, from what came of the earlier ones.
+
+    The loop around it::
+
+        search = Search(high=512, budget=2**30)
+        while (size := search.propose()) != search.limit:
+            search.record(*run(size))
+
+    A proposal equal to ``limit`` means that nothing is worth a trial any more. With several ranks,
+    each keeps a search of its own and all run the smallest proposal: it ends at the limit of all.
+
+    Args:
+        high: Largest micro-batch that is of use.
+        budget: Bytes that a step may take.
+        sizes: First sizes to trace, in rising order.
+        rounding: Bytes that the allocator rounds up to: 1 on a CPU, 512 on CUDA.
+        segmented: Whether the allocator cuts blocks out of segments: the budget bounds these.
+        predict_only: Try nothing near the budget: the result is ``predicted`` then.
+        closest: Share of the budget that a trial may come to where only that leads on.
+
+    Attributes:
+        limit: Largest size that was tried and fits; 0 before one did.
+        ceiling: Smallest size known not to fit, by trial; ``high + 1`` before one failed.
+        method: ``"replay"`` if a verified prediction found the limit, ``"prediction"`` if one that
+            was not verified did, ``"below"`` if it was approached with trials from below, ``"phases"``
+            if the peaks of the step's phases led to it, else ``"bracket"``.
+    """
+
+    def __init__(
+        self,
+        *,
+        high: int,
+        budget: int,
+        sizes: tuple[int, ...] = (4, 8),
+        rounding: int = 1,
+        segmented: bool = False,
+        predict_only: bool = False,
+        closest: float = 1.0,
+    ) -> None:
+        self.budget = budget
+        self.rounding = rounding
+        self.segmented = segmented
+        self.predict_only = predict_only
+        self._closest = int(closest * budget)
+        self.limit = 0
+        self.ceiling = high + 1
+        self._high = high
+        self._sizes = sizes
+        self._fitting: list[Step] = []  # by size
+        self._curve: Curve | None = None
+        self._verified = self._misled = False
+        self._misses = 0
+
+    def propose(self) -> int:
+        """The next size to try, below ``ceiling``; ``limit`` itself at the end."""
+        if self.limit + 1 >= self.ceiling or self._is_close_enough():
+            return self.limit
+        for size in self._sizes:
+            if self.limit < size < self.ceiling:
+                return size
+        if self.predict_only:
+            return self._approach()
+        guess = self._guess()
+        check = 2 * self.limit
+        if len(self._fitting) == len(self._sizes) and self._is_quadratic() and check < guess:
+            return check  # a third trace, as two cannot tell a square from sizes that vary
+        if guess == self.limit and not self._is_proven():
+            return self._unused_between_traces() or self.limit + 1
+        return guess
+
+    def record(self, trial: Trial, *recorded: Trace | None) -> None:
+        """Take the outcome of one step, with its traces if it fits and was recorded, the best first."""
+        size, traces = trial.micro_batch_size, tuple(trace for trace in recorded if trace is not None)
+        if self._curve is not None:
+            foreseen = self._curve.confirms(trial, traces) if trial.fits else self._curve.needs(size) > self.budget
+            self._verified |= foreseen and trial.fits
+            self._misled |= not foreseen
+        if not trial.fits:
+            self.ceiling = min(self.ceiling, size)
+            self._misses += 1
+            return
+        self.limit = max(self.limit, size)
+        self._fitting = sorted([*self._fitting, (trial, traces)], key=lambda pair: pair[0].micro_batch_size)
+        self._curve = fit_curve(self._fitting, self.rounding, segmented=self.segmented)
+
+    @property
+    def wants_trace(self) -> bool:
+        """Whether the next step should be recorded; later ones need not be where recording disturbs."""
+        return self.predict_only or len(self._fitting) < len(self._sizes) + self._is_quadratic()
+
+    @property
+    def predicted(self) -> int:
+        """The limit where nothing may be tried: predicted if the streams align, else the largest that was tried."""
+        if self._curve is None or not self._curve.is_replay:
+            return self.limit
+        return max(self.limit, largest_fitting(self._curve.needs, self.limit + 1, self.ceiling - 1, self.budget))
+
+    def predict(self, samples: int) -> int | None:
+        """Predicted peak in bytes at a micro-batch of ``samples``, ``None`` before two steps were measured."""
+        return None if self._curve is None else self._curve(samples)
+
+    @property
+    def method(self) -> str:
+        """What found the limit."""
+        replayed = self._curve is not None and self._curve.is_replay
+        if self.predict_only:
+            return "prediction" if replayed else "below"
+        if replayed and self._is_proven():
+            return "replay"
+        return "phases" if self._curve is not None and len(self._curve.lines) > 1 else "bracket"
+
+    def curve(self, limit: int) -> tuple[tuple[int, int], ...]:
+        """Bytes that a budget must leave at sizes from one to somewhat above the limit; empty without a curve.
+
+        Lines stand for a curve only near the steps they go through, so there is none without a replay.
+        """
+        if self._curve is None or not self._curve.is_replay:
+            return ()
+        end = max(limit + 1, limit * 5 // 4)
+        sizes = {1, limit, limit + 1, *(1 + (end - 1) * part // CURVE_POINTS for part in range(CURVE_POINTS + 1))}
+        return tuple((size, self._curve.needs(size)) for size in sorted(sizes))
+
+    def _unused_between_traces(self) -> int | None:
+        """A size whose trial confirms a replay that puts the limit at a trace: the alternative is one too many."""
+        if self._curve is None or not self._curve.is_replay or self._misled:
+            return None
+        low, high = self._curve.samples
+        return (low + high) // 2 if high - low > 1 else None
+
+    def _is_quadratic(self) -> bool:
+        return self._curve is not None and self._curve.is_quadratic
+
+    def _is_close_enough(self) -> bool:
+        """Whether a trial failed so near that looking any closer would measure the allocator's moods."""
+        return self.rounding > 1 and self._misses > 0 and self.limit >= CLOSE_ENOUGH * (self.ceiling - 1)
+
+    def _is_proven(self) -> bool:
+        """Whether a replay's word counts as a trial: one confirmed it, and none ever contradicted it."""
+        return self._verified and not self._misled and self._curve is not None and self._curve.is_replay
+
+    def _guess(self) -> int:
+        """Where the limit should be, from the predicted curve and from what contradicts it."""
+        low, high = self.limit, self.ceiling - 1
+        if self._curve is None:
+            return _between(low, self.ceiling) if self._misses else min(2 * low, high)
+        guess = largest_fitting(self._curve.needs, low + 1, self._high, self.budget)
+        if guess < self.ceiling:
+            return guess
+        # The curve said that the size that failed fits. An allocator may be fragmented: spare 2, 4, 8 % of the budget.
+        if (self._curve.is_replay or len(self._curve.lines) > 1) and self._misses <= 3:
+            spare = self.budget * 2**self._misses // 100
+            guess = largest_fitting(self._curve.needs, low + 1, high, self.budget - spare)
+        return guess if low < guess < self.ceiling else _between(low, self.ceiling)
+
+    def _approach(self) -> int:
+        """From below without coming near the budget: needed only where the streams do not align."""
+        last = self._fitting[-1][0] if self._fitting else None
+        if last is None:
+            return _between(0, self.ceiling)
+        if self._curve is not None and self._curve.is_replay and (self._verified or not self._curve.is_quadratic):
+            return self.limit
+        if self._misses:
+            return self.limit
+        fixed, growing = self._parts()
+        # What grows takes at most the square of the growth in samples: attention and similarity matrices do.
+        growth = min(2.0, sqrt(max(0, self._closest - fixed) / max(1, growing)))
+        further = min(int(growth * self.limit), self._high)
+        return further if 20 * further > 21 * self.limit or further == self._high else self.limit
+
+    def _parts(self) -> tuple[int, int]:
+        """Bytes of the largest step that stay as they are when the samples grow, and bytes that may grow."""
+        trial, traces = self._fitting[-1]
+        kept = [max(trace.kept_bytes(self.rounding) for trace in traces) for _, traces in self._fitting if traces]
+        if not traces or len(kept) < 2 or kept[-1] != kept[-2]:
+            return 0, trial.peak_bytes
+        unseen = max(0, trial.peak_bytes - max(trace.peak(self.rounding) for trace in traces))
+        return kept[-1], unseen + max(trace.transient_peak(self.rounding) for trace in traces)
+
+
+def _between(low: int, ceiling: int) -> int:
+    """A size strictly between: the geometric mean of bounds that are far apart, else the middle."""
+    return isqrt(low * ceiling) if ceiling > 4 * low > 0 else (low + ceiling) // 2

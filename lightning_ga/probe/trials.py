@@ -1,0 +1,207 @@
+"""Trial steps in a Trainer: real ones, on samples of the real data, and what is alive when they begin."""
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from lightning_ga.batch.layout import LayoutError
+from lightning_ga.compat import agreement, transfer, trial_steps
+from lightning_ga.loading.largest_samples import Worst
+from lightning_ga.loading.reader import BatchReader
+from lightning_ga.memory.device import synchronize
+from lightning_ga.memory.oom import is_out_of_memory, release
+from lightning_ga.plan.records import Timing
+from lightning_ga.probe.throughput import time_windows
+
+TIMED = 3  # passes of a size, after one to warm up
+
+
+class TrialStep:
+    """One training step of the Trainer on a batch of a given size.
+
+    Args:
+        trainer: The Trainer.
+        loader: The user's loader, which collates the samples.
+        samples: Samples to fill batches with.
+        whole: Samples of the batch that a trial's samples are cut from; ``None`` if they are the batch.
+        reader: Cuts them out.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        loader: "DataLoader[Any]",
+        samples: Worst,
+        *,
+        whole: int | None = None,
+        reader: BatchReader | None = None,
+    ) -> None:
+        self._reader = reader
+        self._held: Any = None  # the batch that a trial's samples are cut from
+        self._trainer = trainer
+        self._loader = loader
+        self._samples = samples
+        self._whole = whole or 0
+
+    def __call__(self, micro_batch_size: int) -> None:
+        """Forward, backward, clipping and the optimizer step on so many samples."""
+        self.run(self.batch(micro_batch_size))
+
+    def batch(self, micro_batch_size: int) -> Any:
+        """So many samples, on the device; beside the rest of their batch, if they are cut from one."""
+        rest = max(0, self._whole - micro_batch_size)
+        batch = transfer.before_transfer(self._trainer, self._samples.batch(self._loader, micro_batch_size + rest))
+        if not rest or self._reader is None:
+            return transfer.transferred(self._trainer, batch)
+        self._held, moved = batch, None  # on a CPU the rest lies in the same memory: a part is a view of the whole
+        if transfer.hooks_move_batches(self._trainer):
+            moved = self._moved_whole(batch)
+        if moved is None:
+            return transfer.transferred(self._trainer, self._part(batch, micro_batch_size, self._whole, on_host=True))
+        self._held = moved
+        return self._part(moved, micro_batch_size, self._whole, on_host=False)
+
+    def _moved_whole(self, batch: Any) -> Any:
+        """The batch as hooks of its transfer leave it; ``None`` if there is no memory for that, as in training."""
+        try:
+            return transfer.transferred(self._trainer, batch)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            failure = error
+        release(failure)
+        return None
+
+    def _part(self, batch: Any, micro_batch_size: int, samples: int, *, on_host: bool) -> Any:
+        """The first samples of a batch, as training cuts them out."""
+        assert self._reader is not None
+        if not self._reader.makes_anew:
+            with suppress(LayoutError):
+                return self._reader.slices(batch, expected=samples, on_host=on_host).take(0, micro_batch_size)
+        part = transfer.before_transfer(self._trainer, self._samples.batch(self._loader, micro_batch_size))
+        return part if on_host else transfer.transferred(self._trainer, part)
+
+    def run(self, batch: Any) -> None:
+        """The step on a batch."""
+        trainer = self._trainer
+        epoch_loop = trainer.fit_loop.epoch_loop
+        trainer._logger_connector.on_batch_start(batch)
+        kwargs = epoch_loop._build_kwargs(OrderedDict(), batch, 1)
+        with trial_steps.muted(trainer), trial_steps.without_collectives(trainer):
+            trial_steps.call_module_hook(trainer, "on_train_batch_start", batch, 1)
+            outputs = epoch_loop.automatic_optimization.run(trainer.optimizers[0], 1, kwargs)
+            trial_steps.call_module_hook(trainer, "on_train_batch_end", outputs, batch, 1)
+        trainer._logger_connector.on_batch_end()
+
+
+class WindowGradientsAlive:
+    """Gradients of the window's earlier micro-batches, alive as they are in its last.
+
+    Which parameters have one, and whether it is sparse, is seen in a backward pass of two samples. A
+    sparse one has the rows of a whole window.
+
+    Args:
+        trainer: The Trainer, its state swapped for a trial.
+        batch: Two samples.
+        share: Samples of a window on one rank.
+    """
+
+    def __init__(self, trainer: Any, batch: Any, share: int) -> None:
+        refused = None
+        try:
+            trial_steps.backward_only(trainer, batch)
+        except Exception as error:
+            refused = error
+        if refused is not None:
+            if not is_out_of_memory(refused):
+                raise refused
+            release(refused)
+        parameters = list(trainer.lightning_module.parameters())
+        if refused is not None:  # the finder will say that nothing fits; until then all may have a gradient
+            self._having: list[tuple[torch.Tensor, int | None]] = [(p, None) for p in parameters if p.requires_grad]
+            return
+        self._having = [
+            (p, _rows(p.grad, share) if p.grad.is_sparse else None) for p in parameters if p.grad is not None
+        ]
+
+    def fill(self) -> None:
+        """Give every parameter its gradient, of zeros."""
+        for parameter, rows in self._having:
+            parameter.grad = torch.zeros_like(parameter) if rows is None else _sparse_zeros(parameter, rows)
+
+
+def _rows(gradient: torch.Tensor, share: int) -> int:
+    """Most distinct rows that a window's sparse gradient may have."""
+    return int(min(len(gradient), gradient.coalesce().indices().shape[1] / 2 * share))
+
+
+def _sparse_zeros(parameter: torch.Tensor, rows: int) -> torch.Tensor:
+    values = parameter.new_zeros(rows, *parameter.shape[1:])
+    indices = torch.arange(rows, device=parameter.device)[None]
+    return torch.sparse_coo_tensor(indices, values, parameter.shape, is_coalesced=True)
+
+
+def resident_tensors(trainer: Any) -> Iterator[torch.Tensor]:
+    """Tensors that lie on the device before a step: parameters, buffers, gradients, optimizer state."""
+    module = trainer.lightning_module
+    for parameter in module.parameters():
+        yield parameter
+        if parameter.grad is not None:
+            yield parameter.grad
+    yield from module.buffers()
+    for optimizer in trainer.optimizers:
+        for state in optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+
+
+def make_optimizer_state(trainer: Any) -> None:
+    """What the first training step makes, without one: a step on gradients of zeros."""
+    for optimizer in trainer.optimizers:
+        optimizer.step(lambda: torch.zeros(()))
+
+
+class WindowTimer:
+    """Times passes and steps of a Trainer: each once to warm up, then the best of some, synchronised.
+
+    Args:
+        trainer: The Trainer, its state swapped for a trial.
+        step: A training step on a batch of a given size.
+        reset: Puts the training's state back.
+        on_size: Told each size before it is timed.
+    """
+
+    def __init__(
+        self, trainer: Any, step: TrialStep, reset: Callable[[], None], on_size: Callable[[int], None]
+    ) -> None:
+        self._trainer, self._step, self._reset, self._on_size = trainer, step, reset, on_size
+
+    def time_windows(self, share: int, limit: int) -> tuple[Timing, ...]:
+        """Windows of ``share`` samples at several micro-batches up to ``limit``."""
+        size = min(2, limit)
+        whole = self._seconds(self._step.run, size)
+        optimizer = max(0.0, whole - self.pass_seconds(size))
+        return time_windows(self.pass_seconds, optimizer, share=share, limit=limit)
+
+    def pass_seconds(self, size: int) -> float:
+        """Seconds of one forward and backward pass; the slowest rank's, as they wait for each other."""
+        return self._seconds(partial(trial_steps.backward_only, self._trainer), size)
+
+    def _seconds(self, run: Callable[[Any], object], size: int) -> float:
+        self._on_size(size)
+        seconds = []
+        for _ in range(1 + TIMED):
+            self._reset()
+            batch = self._step.batch(size)
+            synchronize(self._trainer.strategy.root_device)
+            started = time.perf_counter()
+            run(batch)
+            synchronize(self._trainer.strategy.root_device)
+            seconds.append(time.perf_counter() - started)
+        self._reset()
+        return agreement.largest_over_ranks(self._trainer, int(1e6 * min(seconds[1:]))) / 1e6

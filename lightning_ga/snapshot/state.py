@@ -1,0 +1,277 @@
+"""Put a training back as it was: what a probe's steps change, and how each is restored.
+
+Tensors (parameters, buffers, optimizer state) are restored in place from copies on the host, so that
+the device holds nothing twice while memory is measured. Plain Python state is swapped: a trial works
+on deep copies and the originals are put back untouched, so that references held elsewhere stay valid.
+"""
+
+import copy
+import random
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.parameter import is_lazy
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_ga.errors import UserError
+from lightning_ga.snapshot.contents import Contents, contained
+
+# What nn.Module keeps of itself: tables of tensors, children and hooks. No copies of these are made.
+_MODULE_TABLES = {name for name in vars(torch.nn.Module()) if name != "training"}
+_TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+_EMPTY_CELL = CellType()
+_FUNCTIONS = (type, FunctionType, MethodType, BuiltinFunctionType, ModuleType)
+_NO_OWNERS = (torch.nn.Module, torch.Tensor, torch.optim.Optimizer, Dataset, DataLoader, *_FUNCTIONS)
+
+
+class TensorValues:
+    """Tensors and their values, restored in place."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        kept = list(tensors)
+        refuse_lazy(kept)
+        self._kept = [(tensor, tensor.detach().to("cpu", copy=True), tensor.requires_grad) for tensor in kept]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Write every value back, and whether the tensor wants gradients."""
+        for tensor, value, requires_grad in self._kept:
+            if not is_expanded(tensor):  # it cannot be written to, by a step neither
+                tensor.copy_(value)
+            if tensor.requires_grad != requires_grad:
+                tensor.requires_grad_(requires_grad)
+
+
+def is_expanded(tensor: torch.Tensor) -> bool:
+    """Whether several of its elements are one in memory; sparse and nested tensors have no strides to tell."""
+    return tensor.layout is torch.strided and not tensor.is_nested and 0 in tensor.stride()
+
+
+class Gradients:
+    """The gradients of parameters, which a step takes away or makes."""
+
+    def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        self._kept = [(parameter, parameter.grad) for parameter in parameters]
+
+    def restore(self) -> None:
+        """Give every parameter the gradient that it had, or none."""
+        for parameter, gradient in self._kept:
+            parameter.grad = gradient
+
+
+def refuse_lazy(tensors: Iterable[torch.Tensor]) -> None:
+    """Refuse parameters of lazy modules that have not seen a batch.
+
+    Raises:
+        UserError: If there is one.
+    """
+    if any(is_lazy(tensor) for tensor in tensors):
+        raise UserError(
+            "The module has parameters without a shape yet (a lazy module): run one forward pass before fit(), "
+            "or give micro_batch_size=… to do without a probe."
+        )
+
+
+class PlainState:
+    """The plain attributes of modules: metric states, counters, flags, lists.
+
+    Args:
+        modules: The modules, each once.
+        shared: Objects that a copy must go on referring to, such as the trainer.
+        stand_ins: By the id of an object, what a copy refers to in its place.
+    """
+
+    def __init__(
+        self, modules: list[torch.nn.Module], shared: list[object], stand_ins: Mapping[int, Any] | None = None
+    ) -> None:
+        self._stand_ins = stand_ins or {}
+        compiled = getattr(torch._dynamo.eval_frame, "OptimizedModule", ()) if "torch._dynamo" in sys.modules else ()
+        self._shared = [*shared, *modules]
+        for module in modules:
+            self._shared += [*module._parameters.values(), *module._buffers.values()]
+        shared_ids = {id(thing) for thing in self._shared}
+        behind = {id(thing): thing for module in modules for thing in _behind_hooks(module)}
+        owners = {key: thing for key, thing in behind.items() if _may_be_swapped(thing) and key not in shared_ids}
+        self._shared += owners.values()
+        swapped = [*(module for module in modules if not isinstance(module, compiled)), *owners.values()]
+        self._kept = [(thing, _plain(thing)) for thing in swapped]
+        self._tables = Contents([*behind.values(), *(vars(m).get(name) for m in modules for name in _MODULE_TABLES)])
+
+    def swap_in_copies(self) -> None:
+        """Let the modules work on copies of their original attributes."""
+        memo = {**{id(thing): thing for thing in self._shared}, **self._stand_ins}
+        self._put({id(module): {k: _copied(v, memo) for k, v in plain.items()} for module, plain in self._kept})
+
+    def restore(self) -> None:
+        """Put the original attributes and tensors back."""
+        self._put({id(module): plain for module, plain in self._kept})
+
+    def _put(self, attributes: dict[int, dict[str, Any]]) -> None:
+        for module, _ in self._kept:
+            for name in _plain(module).keys() - attributes[id(module)].keys():
+                del module.__dict__[name]
+            module.__dict__.update(attributes[id(module)])
+        self._tables.restore()
+
+
+class OptimizerState:
+    """State, groups and bookkeeping of an optimizer, and of one that it wraps.
+
+    Containers are refilled and tensors written in place, at any depth: LBFGS keeps lists of tensors.
+    Parameters are the module's and not restored here.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        within = list(contained(optimizer, seen=set()))
+        self._contents = Contents(within)
+        self._tensors = TensorValues(thing for thing in within if isinstance(thing, torch.Tensor))
+
+    def restore(self) -> None:
+        """Put everything back."""
+        self._contents.restore()
+        self._tensors.restore()
+
+
+GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+
+
+def is_generator(value: object) -> bool:
+    """Whether a value is a generator of random numbers, of torch, NumPy or Python."""
+    return isinstance(value, GENERATORS)
+
+
+def generator_state(generator: Any) -> Any:
+    """Where a generator is."""
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
+
+
+def restore_generator(generator: Any, state: Any) -> None:
+    """Set a generator back to where it was."""
+    if isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    else:
+        (generator.setstate if isinstance(generator, random.Random) else generator.set_state)(state)
+
+
+def generators_of(module: torch.nn.Module) -> list[Any]:
+    """Generators that a module or one of its parts holds."""
+    return [value for part in module.modules() for value in vars(part).values() if is_generator(value)]
+
+
+def reseed(seed: int, generators: Iterable[Any] = ()) -> None:
+    """Seed the global generators, and these."""
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+    random.seed(seed)
+    for generator in generators:
+        if isinstance(generator, torch.Generator):
+            generator.manual_seed(seed)
+        elif isinstance(generator, np.random.Generator):
+            generator.bit_generator.state = type(generator.bit_generator)(seed).state
+        else:
+            generator.seed(seed)
+
+
+class RandomState:
+    """Random numbers of torch (the host and every device in use), NumPy and Python."""
+
+    def __init__(self) -> None:
+        self._torch = torch.get_rng_state()
+        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+        self._numpy = np.random.get_state()
+        self._python = random.getstate()
+
+    def is_current(self) -> bool:
+        """Whether no random number was drawn since."""
+        now = RandomState()
+        same = torch.equal(self._torch, now._torch) and self._python == now._python
+        same &= all(torch.equal(before, after) for before, after in zip(self._cuda, now._cuda))
+        return same and all(np.array_equal(before, after) for before, after in zip(self._numpy, now._numpy))
+
+    def restore(self) -> None:
+        """Set every generator back."""
+        torch.set_rng_state(self._torch)
+        if self._cuda:
+            torch.cuda.set_rng_state_all(self._cuda)
+        np.random.set_state(self._numpy)
+        random.setstate(self._python)
+
+
+class Attributes:
+    """Some attributes of any objects, put back as they were; copies of the values may work meanwhile."""
+
+    def __init__(self) -> None:
+        self._kept: list[tuple[Any, str, Any, bool]] = []
+
+    def keep(self, owner: Any, *names: str, copied: bool = False) -> None:
+        """Remember attributes; with ``copied``, let a copy of the value work from the next restore on."""
+        self._kept += [(owner, name, vars(owner)[name], copied) for name in names]
+
+    def swap_in_copies(self) -> None:
+        """Fresh copies for all values that asked for them."""
+        for owner, name, value, copied in self._kept:
+            vars(owner)[name] = copy.deepcopy(value) if copied else value
+
+    def restore(self) -> None:
+        """Put the original values back."""
+        for owner, name, value, _ in self._kept:
+            vars(owner)[name] = value
+
+
+def _plain(module: Any) -> dict[str, Any]:
+    return {name: value for name, value in module.__dict__.items() if name not in _MODULE_TABLES}
+
+
+def _behind_hooks(module: torch.nn.Module) -> Iterator[Any]:
+    """What hooks of a module write to: the objects whose methods they are, and all that they were defined around."""
+    tables = [vars(module)[name] for name in _MODULE_TABLES if "_hooks" in name]
+    for parameter in module._parameters.values():
+        tables += [] if parameter is None else [getattr(parameter, name, None) for name in _TENSOR_HOOKS]
+    for hook in (hook for table in tables if isinstance(table, dict) for hook in table.values()):
+        function = hook.func if isinstance(hook, partial) else hook
+        yield getattr(function, "__self__", None)
+        yield from (cell.cell_contents for cell in getattr(function, "__closure__", None) or () if cell != _EMPTY_CELL)
+
+
+def _may_be_swapped(owner: Any) -> bool:
+    """Whether an object's attributes may be exchanged for copies: PyTorch's own hooks hold the state of ranks."""
+    foreign = type(owner).__module__.partition(".")[0] == "torch"
+    return hasattr(owner, "__dict__") and not foreign and not isinstance(owner, _NO_OWNERS)
+
+
+def _copied(value: Any, memo: dict[int, Any]) -> Any:
+    """A deep copy as far as one can be had; data stay shared, as trials only read them."""
+    if isinstance(value, (Dataset, DataLoader)):
+        return value
+    known = len(memo)
+    try:
+        return copy.deepcopy(value, memo)
+    except Exception:  # locks, files, tensors with a graph: whatever a module may hold
+        while len(memo) > known:  # what a failed attempt left half done
+            memo.popitem()
+    cls = type(value)
+    memo[id(value)] = copied = cls() if cls in (dict, list) else object.__new__(cls) if _is_plain(cls) else value
+    if copied is value:
+        return value
+    if isinstance(copied, list):
+        copied.extend(_copied(inner, memo) for inner in value)
+    else:
+        inner = value if isinstance(value, dict) else vars(value)
+        (copied if copied.__class__ is dict else vars(copied)).update({k: _copied(v, memo) for k, v in inner.items()})
+    return copied
+
+
+def _is_plain(cls: type) -> bool:
+    """Whether objects of a class are their attributes and nothing else: they may be copied one by one."""
+    root = cls.__module__.partition(".")[0]
+    usual = all(getattr(cls, name) is getattr(object, name) for name in ("__new__", "__reduce_ex__", "__getstate__"))
+    special = any(hasattr(cls, name) for name in ("__del__", "__deepcopy__", "__setstate__", "__slots__"))
+    known = root in sys.stdlib_module_names or issubclass(cls, (torch.Tensor, torch.nn.Module))
+    return usual and not special and not known and cls.__base__ is object

@@ -1,0 +1,90 @@
+from dataclasses import replace
+
+import pytest
+from matplotlib.figure import Figure
+
+from lightning_ga.app.plots import draw_memory, draw_timings, plot_losses, plot_probe, read_curves
+from lightning_ga.plan.records import ProbeResult, Timing, Trial
+
+MIB, GIB = 2**20, 2**30
+TRIALS = (Trial(4, 20 * MIB, True, 0.1), Trial(8, 30 * MIB, True, 0.1), Trial(31, 90 * MIB, False, 0.1))
+CURVE = ((1, 12 * MIB), (30, 85 * MIB), (31, 88 * MIB), (37, 103 * MIB))
+FOUND = ProbeResult(30, 86 * MIB, 85 * MIB, TRIALS, 4, 0.5, "replay", curve=CURVE)
+
+
+def drawn(draw, probe: ProbeResult):
+    """Axes with the probe on them."""
+    axes = Figure().subplots()
+    draw(axes, probe)
+    return axes
+
+
+def names(axes) -> list[str]:
+    return axes.get_legend_handles_labels()[1]
+
+
+def words(axes) -> list[str]:
+    return [text.get_text() for text in axes.texts]
+
+
+def test_curves_are_read_by_step_and_drawn(tmp_path):
+    """Empty cells are skipped; a log without losses draws nothing."""
+    log = tmp_path / "metrics.csv"
+    log.write_text("epoch,step,train/loss,val/loss\n0,4,1.5,\n0,9,,1.0\n1,14,0.5,\n")
+    curves = read_curves(log)
+    assert curves == {"train/loss": [(4, 1.5), (14, 0.5)], "val/loss": [(9, 1.0)]}
+    assert plot_losses(tmp_path / "loss.png", curves)
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert not plot_losses(tmp_path / "none.png", {})
+
+
+@pytest.mark.parametrize("method", ["replay", "bracket", "cache", "checkpoint", "estimate"])
+def test_a_picture_of_the_probe_is_made_of_whatever_there_is(tmp_path, method):
+    """With or without a curve, trials and timings."""
+    timed = replace(FOUND, method=method, timings=(Timing(8, 4, 1.0),), fastest=8)
+    for probe in (timed, replace(timed, curve=(), trials=()), replace(timed, timings=(), fastest=None)):
+        plot_probe(tmp_path / "probe.png", probe)
+        assert (tmp_path / "probe.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_picture_shows_curve_trials_budget_and_limit():
+    """Each once, in MiB, and by name."""
+    axes = drawn(draw_memory, FOUND)
+    assert names(axes) == ["predicted peak", "measured, fits", "does not fit", "limit: 30, 85.0 MiB"]
+    curve, budget = axes.get_lines()
+    assert [list(values) for values in curve.get_data()] == [[1, 30, 31, 37], [12, 85, 88, 103]]
+    assert list(budget.get_ydata()) == [86, 86]
+    fits, refused, limit = (points.get_offsets().tolist() for points in axes.collections)
+    assert (fits, refused, limit) == ([[4, 20], [8, 30]], [[31, 90]], [[30, 85]])
+    assert words(axes) == ["budget 86.0 MiB"]
+    assert axes.get_ylabel() == "peak memory, MiB"
+    assert axes.get_xlim()[1] > 37
+    assert axes.get_ylim()[1] > 103
+
+
+def test_a_large_device_is_drawn_in_gib():
+    """As soon as the picture reaches one."""
+    axes = drawn(draw_memory, replace(FOUND, budget_bytes=2 * GIB, peak_bytes=GIB))
+    assert axes.get_ylabel() == "peak memory, GiB"
+
+
+def test_a_budget_far_above_all_else_is_told_and_not_drawn():
+    """It would press the curve flat."""
+    axes = drawn(draw_memory, replace(FOUND, budget_bytes=80 * GIB))
+    assert words(axes) == ["budget 80.0 GiB, far above"]
+    assert axes.get_ylim()[1] < 200
+
+
+def test_what_was_worked_out_is_not_called_measured():
+    """Steps for a device that is not here took no memory."""
+    assert {"worked out", "too large"} < set(names(drawn(draw_memory, replace(FOUND, method="estimate"))))
+
+
+def test_timed_windows_are_drawn_with_the_size_that_was_chosen():
+    """Seconds by micro-batch; the choice is marked if it was timed."""
+    timings = (Timing(8, 4, 1.01), Timing(16, 2, 1.0))
+    axes = drawn(draw_timings, replace(FOUND, timings=timings, fastest=8))
+    assert [list(values) for values in axes.get_lines()[0].get_data()] == [[8, 16], [1.01, 1.0]]
+    assert names(axes) == ["chosen: 8"]
+    assert axes.collections[0].get_offsets().tolist() == [[8, 1.01]]
+    assert names(drawn(draw_timings, replace(FOUND, timings=timings, fastest=7))) == []

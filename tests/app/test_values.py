@@ -1,0 +1,80 @@
+import pytest
+from hydra import compose, initialize_config_dir
+
+from lightning_ga import UserError
+from lightning_ga.app.values import RULES, check_values
+from lightning_ga.train import config_folder
+
+
+def check(*overrides: str) -> None:
+    """Compose as the command line does, and look at the values."""
+    with initialize_config_dir(str(config_folder()), version_base="1.3"):
+        check_values(compose("train", ["model=mlp", *overrides, "paths.output_dir=run"]))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "seed=abc", "seed=-1", "seed=1.5", "seed=true", "dry_run=maybe", "test=1", "accumulate.verify=maybe",
+        "trainer.max_epochs=abc", "trainer.max_epochs=", "trainer.max_epochs=-2", "trainer.accumulate_grad_batches=0",
+        "trainer.log_every_n_steps=abc",
+        "device_memory=much", "device_memory=0", "device_memory=0.5",
+        "trainer.gradient_clip_val=-1", "data.num_workers=-1", "data.num_workers=abc",
+        "data.batch_size=abc", "data.batch_size=null", "data.val_fraction=2", "data.val_fraction=0",
+        "data.image_size=0", "data.channels=2", "data.mean=[]", "data.std=0", "data.split_seed=-1",
+        "precision.float32_matmul=most", "lr_scheduler.warmup=2",
+    ],
+)  # fmt: skip
+def test_a_wrong_value_is_refused(wrong: str):
+    """The sentence begins with what was typed, and ends with what could be."""
+    key = wrong.partition("=")[0]
+    with pytest.raises(UserError, match=rf"^{key}=.+ must be .+; for example {key}=.+\.$"):
+        check(wrong)
+
+
+@pytest.mark.parametrize("samples", ["0", "abc"])
+def test_generated_pictures_are_counted(samples: str):
+    """A key that only one set has."""
+    with pytest.raises(UserError, match=f"data.samples={samples} must be"):
+        check("data=synthetic", f"data.samples={samples}")
+
+
+@pytest.mark.parametrize(
+    "right",
+    ["seed=null", "trainer.max_epochs=-1", "data.mean=[0.1,0.2]", "data.num_classes=null", "optimized_metric=val/loss"],
+)
+def test_a_right_value_is_taken(right: str):
+    """Null and -1 mean something in some places."""
+    check(right)
+
+
+@pytest.mark.parametrize("key", RULES)
+def test_every_example_obeys_its_rule(key: str):
+    """What a message proposes works."""
+    example = RULES[key].example
+    assert RULES[key].holds(example == "true" or example)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["dry_run=true", "task=test"], "task=test has none"),
+        (["device_memory=16GiB"], "nothing can be trained on it: add dry_run=true"),
+        (["device_memory=16GiB", "dry_run=true", "accumulate=off"], "needs a callback that plans"),
+        (["model.in_channels=3"], "model.in_channels=3 does not fit data.channels=1"),
+        (["model.image_size=9"], "model.image_size=9 does not fit data.image_size=32"),
+        (["optimized_metric=nope"], "optimized_metric=nope is not measured"),
+        (["optimized_metric=test/acc"], "callbacks.best cannot watch test/acc"),
+    ],
+)
+def test_keys_that_contradict_each_other(overrides: list[str], words: str):
+    """Found before anything is built."""
+    with pytest.raises(UserError, match=words):
+        check(*overrides)
+
+
+def test_a_class_of_the_users_own_may_use_the_keys_otherwise():
+    """The table is about the classes that it was written for."""
+    check("data._target_=mine.Data", "+data.samples=many")
+    check("optimized_metric=test/acc", "callbacks=none")
+    check("optimized_metric=mine", "model._target_=mine.Model")

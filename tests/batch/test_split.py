@@ -1,0 +1,655 @@
+import copy
+from collections import OrderedDict, UserDict, defaultdict, namedtuple
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, islice, pairwise
+from types import MappingProxyType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence, unpack_sequence
+
+from lightning_ga.batch import pytree as structures
+from lightning_ga.batch.layout import Layout, LayoutError, Role, SampleAxis, SampleCount, Slice
+from lightning_ga.batch.merge import merge_outputs
+from lightning_ga.batch.pytree import extents, is_constant, is_plain_sequence, open_container
+from lightning_ga.batch.split import cut, join, register_splitter, split_batch, split_by_hook
+from lightning_ga.errors import UserError
+
+Pair = namedtuple("Pair", "inputs labels")
+
+
+class BatchEncoding(UserDict[str, Any]):
+    """As in transformers: a mapping, with encodings by sample beside it and attributes for its keys."""
+
+    def __init__(self, data: dict[str, Any], encoding: list[Any], n_sequences: int) -> None:
+        super().__init__(data)
+        self._encodings = encoding
+        self._n_sequences = n_sequences
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.__dict__["data"][name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+@dataclass
+class ModelOutput(OrderedDict[str, Any]):
+    """As in transformers: a dataclass that is a mapping of its fields that are not None."""
+
+    loss: Any = None
+    logits: Any = None
+
+    def __post_init__(self) -> None:
+        for name in ("loss", "logits"):
+            if getattr(self, name) is not None:
+                self[name] = getattr(self, name)
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, value)
+        super().__setattr__(key, value)
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    inputs: torch.Tensor
+    scale: float
+    length: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        if len(self.inputs) != 5:
+            raise ValueError("only whole batches")
+        object.__setattr__(self, "length", 5)
+
+
+class Rows(list[Any]):
+    name = "rows"
+
+
+def rows(length: int = 5) -> torch.Tensor:
+    return torch.arange(length * 2.0).reshape(length, 2)
+
+
+def layout_of(batch: Any, samples: int = 5) -> Layout:
+    """The layout of a batch of these tests, in which only what is by sample has so many entries."""
+    roles: dict[str, Role] = {}
+
+    def read(path: str, node: Any) -> None:
+        shape, children = extents(node), open_container(node)
+        inner = [extents(child) for _, child in children or ()] if is_plain_sequence(node) else []
+        if shape is not None and shape[0] == samples and not (inner and all(i and i[0] == samples for i in inner)):
+            roles[path] = SampleAxis(0)
+        elif is_constant(node):
+            roles[path] = "constant"
+        elif (shape is None or is_plain_sequence(node)) and children is not None:
+            roles[path] = "fields"
+            for name, child in children:
+                read(path + name, child)
+        else:
+            roles[path] = "shared"
+
+    read("batch", batch)
+    return Layout(roles)
+
+
+def split(batch: Any, sizes: Sequence[int]) -> Iterator[Any]:
+    return split_batch(batch, sizes, layout=layout_of(batch))
+
+
+def test_structure_and_types_are_kept() -> None:
+    """Every container comes back as what it was, with all that it holds beside the samples."""
+    named = Pair(rows(), [rows(), None])
+    batch = defaultdict(
+        list, named=named, ordered=OrderedDict(b=rows(), a="text"), proxy=MappingProxyType({"x": rows()})
+    )
+    chunk = list(split(batch, [2, 3]))[1]
+    assert type(chunk) is defaultdict
+    assert chunk.default_factory is list
+    assert list(chunk) == list(batch)
+    assert type(chunk["named"]) is Pair
+    assert type(chunk["ordered"]) is OrderedDict
+    assert type(chunk["proxy"]) is MappingProxyType
+    assert list(chunk["ordered"]) == ["b", "a"]
+    assert chunk["named"].labels[1] is None
+    for part in (chunk["named"].inputs, chunk["named"].labels[0], chunk["ordered"]["b"], chunk["proxy"]["x"]):
+        assert torch.equal(part, rows()[2:])
+    assert torch.equal(batch["named"].inputs, rows())
+
+
+def test_a_batch_encoding_is_cut_with_its_encodings() -> None:
+    """Without calling a constructor, which asks for other things."""
+    batch = BatchEncoding({"input_ids": rows(), "length": torch.zeros(5)}, ["a", "b", "c", "d", "e"], n_sequences=1)
+    first, second = split(batch, [2, 3])
+    assert type(first) is BatchEncoding
+    assert torch.equal(second["input_ids"], rows()[2:])
+    assert torch.equal(second.input_ids, rows()[2:])
+    assert (first._encodings, second._encodings, first._n_sequences) == (["a", "b"], ["c", "d", "e"], 1)
+    assert batch["input_ids"].shape == (5, 2)
+
+
+def test_a_dataclass_that_is_a_mapping_stays_both() -> None:
+    """Attributes and keys say the same."""
+    (first, _) = split(ModelOutput(logits=rows()), [2, 3])
+    assert type(first) is ModelOutput
+    assert torch.equal(first["logits"], rows()[:2])
+    assert first.logits is first["logits"]
+    assert first.loss is None
+
+
+def test_a_frozen_dataclass_is_not_validated_anew() -> None:
+    """Its fields are exchanged in a copy; those that it computes for itself stay."""
+    batch = Frozen(rows(), 0.5)
+    first, second = split(batch, [2, 3])
+    assert (type(first), first.scale, first.length) == (Frozen, 0.5, 5)
+    assert torch.equal(second.inputs, rows()[2:])
+    assert len(batch.inputs) == 5
+
+
+def test_lists_of_samples_are_cut_as_lists() -> None:
+    """Of texts, of tensors of unequal sizes, of targets; subclasses stay what they are."""
+    images = tuple(torch.zeros(3, width) for width in (4, 6, 5, 7, 4))
+    targets = Rows({"boxes": torch.zeros(number, 4)} for number in (0, 2, 1, 7, 3))
+    first, second = split((images, targets, list("abcde")), [2, 3])
+    assert first[0] == images[:2]
+    assert [len(target["boxes"]) for target in second[1]] == [1, 7, 3]
+    assert type(second[1]) is Rows
+    assert second[2] == ["c", "d", "e"]
+
+
+def test_what_belongs_to_all_samples_is_shared() -> None:
+    """The same object in all chunks."""
+    batch = {"x": rows(), "y": rows(), "weights": torch.zeros(10), "size": (224, 224), "t": torch.tensor(2.0), "n": 3}
+    for chunk in split(batch, [2, 3]):
+        assert chunk["weights"] is batch["weights"]
+        assert chunk["t"] is batch["t"]
+        assert (chunk["size"], chunk["n"]) == ((224, 224), 3)
+
+
+def test_tensors_and_arrays_are_views() -> None:
+    """A chunk costs nothing, and memory format, gradient and subclass are kept."""
+    images = torch.zeros(5, 3, 4, 4).to(memory_format=torch.channels_last)
+    leaf = rows().requires_grad_()
+    array = np.zeros((5, 2))
+    _, (image, part, cut) = split((images, leaf, array), [2, 3])
+    assert image.untyped_storage().data_ptr() == images.untyped_storage().data_ptr()
+    assert image.is_contiguous(memory_format=torch.channels_last)
+    assert np.shares_memory(cut, array)
+    part.sum().backward()
+    assert leaf.grad is not None
+    assert leaf.grad.sum(1).tolist() == [0, 0, 2, 2, 2]
+
+
+class Boxes(torch.Tensor):
+    """As in torchvision: operations return plain tensors."""
+
+    canvas: tuple[int, int]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+def test_a_tensor_of_a_subclass_stays_one_with_its_attributes() -> None:
+    """What is drawn on which canvas, for example; a parameter becomes a view, as anywhere in torch."""
+    boxes = rows().as_subclass(Boxes)
+    boxes.canvas = (3, 4)
+    first, _ = split({"boxes": boxes}, [2, 3])
+    assert type(first["boxes"]) is Boxes
+    assert first["boxes"].canvas == (3, 4)
+    assert type(next(split(torch.nn.Parameter(rows()), [2, 3]))) is torch.Tensor
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
+def test_sparse_tensors_stay_sparse(layout: torch.layout) -> None:
+    """In their layout."""
+    whole = torch.eye(5).to_sparse(layout=layout)
+    chunks = list(split([whole], [2, 0, 3]))
+    assert all(chunk[0].layout == layout for chunk in chunks)
+    assert torch.equal(torch.cat([chunk[0].to_dense() for chunk in chunks]), torch.eye(5))
+
+
+SEQUENCES = [torch.randn(length, 2) for length in (2, 5, 3, 1, 5)]
+
+
+@pytest.mark.parametrize("sizes", [[5], [2, 3], [1, 1, 1, 1, 1], [0, 4, 0, 1]])
+def test_packed_sequences_are_cut_in_the_users_order(sizes: list[int]) -> None:
+    """Each chunk is what packing its own sequences gives, sorted indices included."""
+    packed = pack_sequence(SEQUENCES, enforce_sorted=False)
+    assert layout_of(packed).samples(packed) == 5
+    for chunk, size, end in zip(split(packed, sizes), sizes, accumulate(sizes)):
+        if not size:
+            assert len(chunk.data) == len(chunk.batch_sizes) == 0
+            continue
+        same_packed(chunk, pack_sequence(SEQUENCES[end - size : end], enforce_sorted=False))
+
+
+def test_sorted_packed_sequences_have_no_indices() -> None:
+    """As from ``enforce_sorted=True``; they work in a recurrent network, with the gradients of the whole."""
+    ordered = sorted(SEQUENCES, key=len, reverse=True)
+    network = torch.nn.GRU(2, 3)
+    whole = network(pack_sequence(ordered))[1]
+    chunks = list(split(pack_sequence(ordered), [2, 3]))
+    for chunk, expected in zip(chunks, (ordered[:2], ordered[2:])):
+        same_packed(chunk, pack_sequence(expected))
+    torch.testing.assert_close(torch.cat([network(chunk)[1] for chunk in chunks], 1), whole)
+
+
+def test_packed_sequences_go_with_tensors_beside_them() -> None:
+    """In one batch, as text classification has it; equally long sequences keep their order."""
+    lengths = torch.tensor([3, 3, 5, 1, 3])
+    packed = pack_padded_sequence(torch.arange(25).reshape(5, 5), lengths, batch_first=True, enforce_sorted=False)
+    for (chunk, labels), places in zip(split((packed, torch.arange(5)), [3, 2]), ([0, 1, 2], [3, 4])):
+        assert labels.tolist() == places
+        assert [sequence[0].item() for sequence in unpack_sequence(chunk)] == [5 * place for place in places]
+
+
+def same_packed(one: PackedSequence, other: PackedSequence) -> None:
+    for mine, theirs in zip(unpack_sequence(one), unpack_sequence(other), strict=True):
+        assert torch.equal(mine, theirs)
+    assert one.batch_sizes.tolist() == other.batch_sizes.tolist()
+    for mine, theirs in ((one.sorted_indices, other.sorted_indices), (one.unsorted_indices, other.unsorted_indices)):
+        assert (mine is None) == (theirs is None)
+    if one.sorted_indices is not None and one.unsorted_indices is not None:
+        assert one.sorted_indices[one.unsorted_indices].tolist() == list(range(len(one.sorted_indices)))
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+def test_nested_tensors_are_cut_by_sample(layout: torch.layout) -> None:
+    """And merged again."""
+    whole = torch.nested.nested_tensor(SEQUENCES, layout=layout)
+    assert layout_of({"x": whole}).samples({"x": whole}) == 5
+    chunks = list(split({"x": whole}, [2, 0, 3]))
+    assert [chunk["x"].size(0) for chunk in chunks] == [2, 0, 3]
+    assert {chunk["x"].layout for chunk in chunks} == {layout}
+    parts = [part for chunk in chunks for part in chunk["x"].unbind()]
+    merged = merge_outputs(chunks, [2, 0, 3])["x"]
+    assert merged.layout == layout
+    for mine, again, expected in zip(parts, merged.unbind(), SEQUENCES, strict=True):
+        assert torch.equal(mine, expected)
+        assert torch.equal(again, expected)
+
+
+def test_jagged_tensors_of_one_raggedness_keep_it() -> None:
+    """Torch adds only tensors that share their offsets; values are views."""
+    values, offsets = torch.randn(16, 2), torch.tensor([0, 2, 7, 10, 11, 16])
+    x = torch.nested.nested_tensor_from_jagged(values, offsets)
+    batch = {"x": x, "y": x * 2, "turned": x.transpose(1, 2)}
+    for chunk, size, end in zip(split(batch, [2, 3]), (2, 3), (2, 5)):
+        assert torch.equal((chunk["x"] + chunk["y"]).values(), 3 * values[offsets[end - size] : offsets[end]])
+        assert chunk["x"].values().untyped_storage().data_ptr() == values.untyped_storage().data_ptr()
+        for mine, expected in zip(chunk["turned"].unbind(), batch["turned"].unbind()[end - size : end], strict=True):
+            assert torch.equal(mine, expected)
+
+
+def test_jagged_tensors_with_holes_are_cut_too() -> None:
+    """Their lengths are their own."""
+    starts, lengths = torch.tensor([0, 1, 2]), torch.tensor([3, 2, 1])
+    whole = torch.nested.narrow(torch.arange(24.0).reshape(3, 8), 1, starts, lengths, layout=torch.jagged)
+    chunks = split_batch(whole, [1, 2], layout=layout_of(whole, 3))
+    parts = [part.tolist() for chunk in chunks for part in chunk.unbind()]
+    assert parts == [part.tolist() for part in whole.unbind()]
+
+
+class Graphs:
+    """As in torch_geometric: graphs joined to one, with a vector that says which node is whose."""
+
+    def __init__(self, graphs: list[torch.Tensor]) -> None:
+        self.x = torch.cat(graphs)
+        self.ptr = [0, *accumulate(map(len, graphs))]
+
+    @classmethod
+    def from_data_list(cls, graphs: list[torch.Tensor]) -> "Graphs":
+        return cls(graphs)
+
+    def to_data_list(self) -> list[torch.Tensor]:
+        return [self.x[start:stop] for start, stop in zip(self.ptr, self.ptr[1:])]
+
+    def to(self, device: object) -> "Graphs":
+        return self
+
+
+GRAPHS = [torch.full((size, 2), float(size)) for size in (3, 1, 4, 2, 5)]
+
+
+@pytest.fixture
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs are known."""
+    monkeypatch.setattr(structures, "_SPLITTERS", {})
+    register_splitter(
+        Graphs,
+        count=lambda batch: len(batch.ptr) - 1,
+        take=lambda batch, start, stop: type(batch).from_data_list(batch.to_data_list()[start:stop]),
+    )
+
+
+@pytest.mark.usefixtures("registered")
+def test_a_registered_type_is_cut_anywhere_in_a_batch() -> None:
+    """Its subclasses too."""
+
+    class Molecules(Graphs):
+        pass
+
+    batch = {"graphs": Molecules(GRAPHS), "y": torch.zeros(5)}
+    assert layout_of(batch).samples(batch) == 5
+    first, second = split(batch, [2, 3])
+    assert (len(first["graphs"].x), len(second["graphs"].x), len(second["y"])) == (4, 11, 3)
+    assert type(first["graphs"]) is Molecules
+
+
+def by_graph(batch: Graphs, sizes: Sequence[int]) -> Iterator[Graphs]:
+    graphs = iter(batch.to_data_list())
+    return (Graphs.from_data_list(list(islice(graphs, size))) for size in sizes)
+
+
+def test_a_hook_cuts_what_cannot_be_read() -> None:
+    """It need not be registered, and is asked for a chunk at a time."""
+    chunks = split_by_hook(by_graph, Graphs(GRAPHS), [2, 3])
+    assert isinstance(chunks, Iterator)
+    assert [len(chunk.x) for chunk in chunks] == [4, 11]
+    with pytest.raises(UserError, match="batch is of another kind"):
+        split_batch(object(), [2, 3], layout=Layout({"batch": SampleAxis(0)}))
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_a_hook_must_return_one_chunk_for_each_size(number: int) -> None:
+    """Otherwise samples would be lost or trained twice."""
+    chunks = [*split(rows(), [2, 3]), rows()][:number]
+    with pytest.raises(UserError, match=rf"split_batch returned {number} chunks for sizes=\[2, 3\]"):
+        list(split_by_hook(lambda batch, sizes: chunks, rows(), [2, 3]))
+
+
+def test_a_hook_must_cut_chunks_of_the_sizes_that_are_asked_for() -> None:
+    """Where the samples of a chunk can be counted."""
+    whole, count = rows(), layout_of(rows()).samples
+
+    def in_ones(batch: Any, sizes: Sequence[int]) -> list[Any]:
+        return list(split(batch, [1] * 5))[:2]
+
+    with pytest.raises(UserError, match=r"does not hold 2 samples for sizes=\[2, 3\] \(chunk 1\)"):
+        list(split_by_hook(in_ones, whole, [2, 3], count=count))
+    assert len(list(split_by_hook(in_ones, whole, [2, 3]))) == 2
+    assert len(list(split_by_hook(lambda batch, sizes: ["a", "b"], whole, [2, 3], count=count))) == 2
+    with pytest.raises(UserError, match=r"hook=5 must be a method, split_batch\(self, batch, sizes\)"):
+        split_by_hook(5, whole, [2, 3])
+    with pytest.raises(UserError, match="split_batch returned None"):
+        split_by_hook(lambda batch, sizes: None, whole, [2, 3])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ([2, 2], r"sizes=\[2, 2\] add up to 4, and the batch holds 5 samples"),
+        ([6], r"add up to 6"),
+        ([], r"add up to 0"),
+        ([6, -1], r"sizes=\[6, -1\] must not be negative"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused_at_once(sizes: list[int], message: str) -> None:
+    """Before anything is cut."""
+    with pytest.raises(ValueError, match=message):
+        split({"x": rows()}, sizes)
+
+
+def test_chunks_are_cut_when_they_are_asked_for() -> None:
+    """So that each may be moved to a device, used and freed before the next."""
+    taken = []
+
+    class Lazy(torch.Tensor):
+        def narrow(self, *args: Any) -> Any:  # type: ignore[override]
+            taken.append(args)
+            return super().narrow(*args)
+
+    chunks = split(rows().as_subclass(Lazy), [2, 3])
+    assert taken == []
+    next(chunks)
+    assert taken == [(0, 0, 2)]
+
+
+def test_a_last_batch_is_cut_like_a_full_one() -> None:
+    """A matrix of all samples stays whole where a batch has as many samples by chance."""
+    matrix = torch.eye(3)
+    layout = layout_of({"x": torch.zeros(8, 2), "matrix": matrix}, 8)
+    chunks = list(split_batch({"x": torch.zeros(3, 2), "matrix": matrix}, [2, 1], layout=layout))
+    assert [len(chunk["x"]) for chunk in chunks] == [2, 1]
+    assert all(chunk["matrix"] is matrix for chunk in chunks)
+
+
+def test_a_batch_of_no_samples_is_cut_into_empty_ones() -> None:
+    """As one that a collate function has dropped all samples of."""
+    batch = {"x": rows(0), "names": list[str]()}
+    layout = Layout({"batch": "fields", "batch['x']": SampleAxis(0), "batch['names']": SampleAxis(0)})
+    assert [len(chunk["x"]) for chunk in split_batch(batch, [0, 0], layout=layout)] == [0, 0]
+
+
+def test_samples_are_cut_along_their_axis() -> None:
+    """Time first, crops of each sample next to one another, a number that counts them."""
+    layout = Layout(
+        {
+            "batch": "fields",
+            "batch['x']": SampleAxis(1),
+            "batch['crops']": SampleAxis(0, per=2),
+            "batch['n']": SampleCount(),
+            "batch['count']": SampleCount(),
+        }
+    )
+    batch = {"x": rows().T, "crops": torch.arange(10), "n": 5, "count": torch.tensor(5)}
+    _, part, _ = split_batch(batch, [1, 2, 2], layout=layout)
+    assert torch.equal(part["x"], rows()[1:3].T)
+    assert part["crops"].tolist() == [2, 3, 4, 5]
+    assert (part["n"], type(part["n"]), part["count"].item(), part["count"].dtype) == (2, int, 2, torch.int64)
+
+
+TWO = Layout(
+    {
+        "batch": "fields",
+        "batch[0]": SampleAxis(0),
+        "batch[1]": SampleAxis(0, loader=1),
+        "batch[2]": SampleCount(loader=1),
+    },
+    loaders=2,
+)
+
+
+def test_batches_of_two_loaders_are_cut_in_proportion() -> None:
+    """4 and 12 samples are 4 of one and three; the number of the second's counts them by threes."""
+    batch = [torch.arange(4), torch.arange(12), 12]
+    chunks = list(split_batch(batch, [1, 3], layout=TWO))
+    assert [[part.tolist() for part in chunk[:2]] for chunk in chunks] == [
+        [[0], [0, 1, 2]],
+        [[1, 2, 3], [3, 4, 5, 6, 7, 8, 9, 10, 11]],
+    ]
+    assert [chunk[2] for chunk in chunks] == [3, 9]
+    with pytest.raises(UserError, match=r"sizes=\[4, 12\] add up to 16, and the batch holds 4 samples"):
+        split_batch(batch, [4, 12], layout=TWO)
+
+
+def test_one_slice_is_cut_without_the_others() -> None:
+    """``cut`` is what ``split_batch`` yields."""
+    batch = (rows(), list("abcde"), "text")
+    ours = cut(batch, layout_of(batch), Slice(2, 4, 5, {0: 5}))
+    assert torch.equal(ours[0], rows()[2:4])
+    assert ours[1:] == (["c", "d"], "text")
+
+
+def test_a_batch_that_lost_a_part_is_cut_without_it() -> None:
+    """``None`` belongs to nobody."""
+    layout = layout_of({"x": rows(), "mask": rows()})
+    assert [chunk["mask"] for chunk in split_batch({"x": rows(), "mask": None}, [2, 3], layout=layout)] == [None, None]
+
+
+def test_batches_are_joined() -> None:
+    """Samples one after the other along their axis; numbers of them are added, and the rest is that of the first."""
+    layout = Layout(
+        {
+            "batch": "fields",
+            "batch['x']": SampleAxis(1),
+            "batch['array']": SampleAxis(0),
+            "batch['names']": SampleAxis(0),
+            "batch['n']": SampleCount(),
+            "batch['weights']": "shared",
+            "batch['mask']": SampleAxis(0),
+        }
+    )
+    one, two = (
+        {
+            "x": torch.full((3, count), count),
+            "array": np.full(count, count),
+            "names": ["a"] * count,
+            "n": count,
+            "weights": torch.ones(4),
+            "mask": None,
+        }
+        for count in (1, 2)
+    )
+    ours = join([one, two], layout)
+    assert ours["x"].tolist() == [[1, 2, 2]] * 3
+    assert ours["array"].tolist() == [1, 2, 2]
+    assert (ours["names"], ours["n"], ours["mask"]) == (["a"] * 3, 3, None)
+    assert ours["weights"] is one["weights"]
+    assert layout.samples(ours) == 3
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+def test_what_cannot_be_joined_is_refused() -> None:
+    """Rather than guessed at."""
+    for whole in (
+        torch.eye(5).to_sparse(),
+        pack_sequence(SEQUENCES, enforce_sorted=False),
+        torch.nested.nested_tensor(SEQUENCES, layout=torch.jagged),
+    ):
+        with pytest.raises(
+            LayoutError, match=rf"batch is of the type {type(whole).__name__}, which cannot be made longer"
+        ):
+            join([whole, whole], layout_of(whole))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+def test_batches_on_a_device_stay_there() -> None:
+    """And pinned memory stays pinned."""
+    packed = pack_sequence(SEQUENCES, enforce_sorted=False)
+    nested = torch.nested.nested_tensor(SEQUENCES, layout=torch.jagged, device="cuda")
+    batch = {"x": rows().cuda(), "packed": packed.to("cuda"), "pinned": rows().pin_memory(), "nested": nested}
+    chunks = list(split(batch, [2, 3]))
+    for chunk in chunks:
+        assert chunk["x"].is_cuda
+        assert chunk["packed"].is_cuda
+        assert chunk["nested"].is_cuda
+        assert chunk["pinned"].is_pinned()
+    for chunk, expected in zip(chunks, (SEQUENCES[:2], SEQUENCES[2:])):
+        same_packed(chunk["packed"].to("cpu"), pack_sequence(expected, enforce_sorted=False))
+    merged = merge_outputs(chunks, [2, 3])
+    assert torch.equal(merged["x"], batch["x"])
+    assert all(torch.equal(one, two.cuda()) for one, two in zip(unpack_sequence(merged["packed"]), SEQUENCES))
+
+
+COUNT = 9
+
+
+def leaves() -> st.SearchStrategy[Any]:
+    dtypes = st.sampled_from([torch.float32, torch.float64, torch.int64, torch.bool, torch.bfloat16])
+    by_sample = st.builds(
+        lambda dtype, shape: (torch.rand(COUNT, *shape) * 50).to(dtype), dtypes, st.lists(st.integers(0, 3), max_size=2)
+    )
+    lists = st.sampled_from(
+        [
+            list("abcdefghi"),
+            tuple("abcdefghi"),
+            [torch.rand(20 + length) for length in range(COUNT)],
+            [{"boxes": torch.rand(length, 4)} for length in range(COUNT)],
+            list(range(100, 100 + COUNT)),
+        ]
+    )
+    shared = st.sampled_from([None, "text", 3.5, 1234, True, torch.tensor(2.5), torch.zeros(20, 2), (224, 224, 3), []])
+    arrays = st.builds(lambda: np.random.default_rng(0).random((COUNT, 2)))
+    return by_sample | lists | shared | arrays
+
+
+@dataclass
+class Record:
+    one: Any
+    two: Any
+
+
+def containers(children: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    few = st.lists(children, min_size=1, max_size=4)
+    named = st.dictionaries(st.sampled_from("abcd"), children, max_size=4)
+    return st.one_of(
+        few,
+        few.map(tuple),
+        named,
+        named.map(lambda data: OrderedDict(sorted(data.items(), reverse=True))),
+        named.map(lambda data: BatchEncoding(data, list("abcdefghi"), 1)),
+        named.map(lambda data: SimpleNamespace(**data)),
+        st.builds(Pair, children, children),
+        st.builds(Record, children, children),
+    )
+
+
+# The first chunk is longer than any list of fields, and than what is left in the others.
+SIZES = st.lists(st.integers(0, 4), max_size=4).map(lambda cuts: [b - a for a, b in pairwise([0, *sorted(cuts), 4])])
+
+
+@settings(deadline=None)
+@given(st.recursive(leaves(), containers, max_leaves=8), SIZES)
+def test_merging_what_was_split_gives_the_batch_again(batch: Any, rest: list[int]) -> None:
+    """Whatever its structure, and without touching it."""
+    batch = {"x": torch.arange(COUNT), "batch": batch}
+    before, sizes, layout = copy.deepcopy(batch), [5, *rest], layout_of(batch, COUNT)
+    assert layout.samples(batch) == COUNT
+    chunks = list(split_batch(batch, sizes, layout=layout))
+    for chunk, size in zip(chunks, sizes, strict=True):
+        assert layout.samples(chunk) == size
+    assert_same(merge_outputs(chunks, sizes), before)
+    assert_same(batch, before)
+
+
+@settings(deadline=None)
+@given(st.recursive(leaves(), containers, max_leaves=8), SIZES)
+def test_joining_what_was_split_gives_the_batch_again(batch: Any, rest: list[int]) -> None:
+    """As merging does."""
+    batch = {"x": torch.arange(COUNT), "batch": batch}
+    layout = layout_of(batch, COUNT)
+    assert_same(join(list(split_batch(batch, [5, *rest], layout=layout)), layout), batch)
+
+
+@settings(deadline=None)
+@given(st.recursive(leaves(), containers, max_leaves=8), SIZES)
+def test_tensors_of_chunks_are_views_of_those_of_the_batch(batch: Any, rest: list[int]) -> None:
+    """No sample is copied."""
+    batch = {"x": torch.arange(COUNT), "batch": batch}
+    owned = {tensor.untyped_storage().data_ptr() for tensor in tensors(batch)}
+    for chunk in split_batch(batch, [5, *rest], layout=layout_of(batch, COUNT)):
+        assert {tensor.untyped_storage().data_ptr() for tensor in tensors(chunk)} <= owned
+
+
+def tensors(node: Any) -> Iterator[torch.Tensor]:
+    if isinstance(node, torch.Tensor):
+        yield node
+    for _, child in open_container(node) or ():
+        yield from tensors(child)
+
+
+def assert_same(one: Any, other: Any) -> None:
+    assert type(one) is type(other)
+    if isinstance(one, torch.Tensor):
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other)
+    elif isinstance(one, np.ndarray):
+        np.testing.assert_array_equal(one, other)
+    elif (mine := open_container(one)) is not None:
+        theirs = open_container(other) or []
+        assert [name for name, _ in mine] == [name for name, _ in theirs]
+        for (_, left), (_, right) in zip(mine, theirs):
+            assert_same(left, right)
+    else:
+        assert one == other

@@ -1,0 +1,161 @@
+"""The benchmarks' tables, records and targets; what they time and train is left to them."""
+
+import doctest
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT))  # benchmarks are not installed
+
+from benchmarks import cuda_dispatch, fidelity, output, overhead, planning, quote, training, turns  # noqa: E402
+from benchmarks.cases import CASES, Case  # noqa: E402
+from benchmarks.measure import Measured, measure  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def _quiet_and_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results go to a folder of the test's own, and logging and warnings stay as pytest has them."""
+    monkeypatch.setattr(output, "RESULTS", tmp_path)
+    for program in (fidelity, overhead, planning, training):
+        monkeypatch.setattr(program, "quiet", lambda: None)
+    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):  # seed_everything leaves them behind
+        monkeypatch.setenv(name, "0")
+
+
+@pytest.mark.parametrize("name", ["fidelity", "output", "overhead"])
+def test_doctests(name: str) -> None:
+    """Examples in docstrings hold."""
+    assert doctest.testmod(importlib.import_module(f"benchmarks.{name}")).failed == 0
+
+
+def test_the_fidelity_table_is_80_columns_wide_and_its_json_complete(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Run for real on three rows, a peer that refuses among them."""
+    chosen = [case for case in CASES if case.name.startswith(("ragged: 2", "fp16", "LBFGS strong"))]
+    monkeypatch.setattr(fidelity, "CASES", chosen)
+    assert fidelity.main(["--draws", "1"]) == 0
+    printed = capsys.readouterr().out
+    assert max(map(len, printed.splitlines())) <= output.WIDTH
+    ragged, half, _ = json.loads((tmp_path / "fidelity.json").read_text())["rows"]
+    assert ragged["met"]
+    assert ragged["worst"]["stock_lightning"] == pytest.approx(0.5)
+    assert half["worst"]["ours_fp64"] is None
+    assert set(half["reasons"]) == {"accelerate", "ours_fp64"}
+
+
+def test_every_case_has_its_window_last() -> None:
+    """Windows cover all samples but skipped ones."""
+    for case in CASES:
+        windows = case.windows()
+        assert sum(map(len, windows)) == case.samples - len(case.skip) * case.micro
+        assert -(-case.effective // case.ranks // case.micro) == case.factor
+
+
+def test_a_missed_target_is_said_and_exits_with_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the value and what was asked; NaN is a miss."""
+    wrong = Measured({"ours": [1e-3], "ours_fp64": [float("nan")], "whole": [1e-7]})
+    monkeypatch.setattr(fidelity, "CASES", [Case("wrong")])
+    monkeypatch.setattr(fidelity, "measure", lambda case, draws: wrong)
+    assert fidelity.main([]) == 1
+    printed = capsys.readouterr().out
+    assert "MISSED wrong: ours in fp64 is nan, at most 1e-12 was asked." in printed
+    assert printed.count("MISSED") == 3
+
+
+def test_a_peer_that_is_not_installed_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the way to install it."""
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    measured = measure(CASES[0], draws=1)
+    assert measured.worst("accelerate") is None
+    assert "lightning_ga[bench]" in measured.reasons["accelerate"]
+
+
+def test_planning_compares_with_a_probe_and_with_cuda(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """One row is equal to the byte; what CPU operators keep is more than what CUDA's do, and known."""
+    chosen = [case for case in planning.CASES if case.name == "convolutions, BatchNorm, dropout"]
+    monkeypatch.setattr(planning, "CASES", chosen)
+    monkeypatch.setattr(cuda_dispatch, "FORWARD", {chosen[0].name: cuda_dispatch.FORWARD[chosen[0].name]})
+    assert planning.main([]) == 0
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= output.WIDTH
+    record = json.loads((tmp_path / "planning.json").read_text())
+    assert record["rows"][0]["error"] == 0
+    for row in record["forward"]:
+        assert row["estimate"] == pytest.approx(row["cuda"], rel=1e-3)
+        assert row["cpu"] > 1.1 * row["cuda"]
+
+
+def test_training_compares_with_the_whole_batch(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """One epoch of ours is exact, and one of stock Lightning is not."""
+    monkeypatch.setattr(training, "GROUPS", [training.GROUPS[0][:3]])
+    assert training.main(["--epochs", "1", "--seeds", "1"]) == 0
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= output.WIDTH
+    whole, stock, ours = json.loads((tmp_path / "training.json").read_text())["groups"][0]
+    assert whole["weights"] == [0.0]
+    assert ours["weights"][0] < 1e-4 < stock["weights"][0]
+
+
+@pytest.mark.parametrize(("slower", "code"), [(1.0, 0), (1.015, 1), (1.03, 1)])
+def test_overhead_is_judged_by_the_median_ratio(
+    slower: float, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of wall-clock times; one slow window does not matter."""
+
+    def bout(model: str, rounds: int, order: list[str]) -> dict[str, Any]:
+        assert sorted(order) == sorted([overhead.STOCK, *overhead.TARGETS])
+        ours, stock = [slower, slower, 9.0], [1.0, 1.0, 1.0]
+        return {name: dict.fromkeys(("wall", "cpu"), ours if "ours" in name else stock) for name in order}
+
+    monkeypatch.setattr(overhead, "bout", bout)
+    monkeypatch.setattr(overhead, "scaling_seconds", lambda model: 0.0)
+    assert overhead.main(["--bouts", "2"]) == code
+    assert max(map(len, capsys.readouterr().out.split("\r")[-1].splitlines())) <= output.WIDTH
+
+
+def test_trainers_take_turns_window_by_window() -> None:
+    """In order, and those that are left go on when one ends."""
+    seen: list[str] = []
+
+    def player(name: str, windows: int) -> Any:
+        def fit(watch: turns.Stopwatch) -> None:
+            for index in range(2 * windows):
+                seen.append(name)
+                watch.on_train_batch_end(None, None, None, None, index)
+
+        return fit
+
+    watches = turns.take_turns([player("a", 2), player("b", 1), player("c", 2)], factor=2)
+    assert "".join(seen) == "aabbccaacc"
+    assert [len(watch.wall) for watch in watches] == [2, 1, 2]
+
+
+def test_a_trainer_that_fails_ends_all() -> None:
+    """Rather than leaving the others to wait for ever."""
+
+    def waits(watch: turns.Stopwatch) -> None:
+        watch.on_train_batch_end(None, None, None, None, 0)
+
+    def fails(watch: turns.Stopwatch) -> None:
+        raise ValueError("broken")
+
+    with pytest.raises(RuntimeError, match="a trainer failed") as caught:
+        turns.take_turns([waits, fails], factor=1)
+    assert isinstance(caught.value.__cause__, ValueError)
+
+
+def test_the_documentation_quotes_the_last_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``python -m benchmarks.quote`` has been run after each benchmark."""
+    monkeypatch.setattr(output, "RESULTS", ROOT / "benchmarks" / "results")
+    for page in quote.PAGES:
+        assert page.read_text() == quote.quoted(page.read_text())

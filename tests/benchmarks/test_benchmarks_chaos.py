@@ -1,0 +1,123 @@
+"""The benchmark of everything at once: what it draws, what it tells, and how it judges."""
+
+import doctest
+import importlib
+import json
+import math
+import random
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from forks import forked
+
+ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT))  # benchmarks are not installed
+
+from benchmarks import chaos, output  # noqa: E402
+from benchmarks.disasters import telling  # noqa: E402
+from benchmarks.disasters.stories import CELLS, MOMENTS, PLACES, draw, undisturbed  # noqa: E402
+from benchmarks.disasters.telling import Told, judged, that_count  # noqa: E402
+
+
+def test_doctests() -> None:
+    """Examples in docstrings hold."""
+    assert doctest.testmod(importlib.import_module("benchmarks.disasters.telling")).failed == 0
+
+
+def test_a_seed_tells_the_same_stories() -> None:
+    """Of every model, mode and number of ranks in turn; together they come to every place."""
+    first, again, other = ([draw(random.Random(seed), n) for n in range(40)] for seed in (1, 1, 2))
+    assert first == again != other
+    rng = random.Random(0)
+    stories = [draw(rng, number) for number in range(64)]
+    assert [(story.model, story.mode, story.ranks) for story in stories[: len(CELLS)]] == list(CELLS)
+    lives = [life for story in stories for life in story.lives]
+    assert {fault.place for life in lives for fault in life.faults} == set(PLACES)
+    assert {life.end.place for life in lives if life.end} == set(MOMENTS)
+    assert all(story.lives[-1].end is None for story in stories)
+
+
+def test_a_step_that_was_run_again_counts_once() -> None:
+    """As the last life ran it, on all of its ranks."""
+    lines = [
+        {"kind": "step", "step": 1, "life": 0, "used": [1]},
+        {"kind": "step", "step": 2, "life": 0, "used": [2]},
+        {"kind": "kill", "place": "forward", "life": 0},
+        {"kind": "step", "step": 2, "life": 1, "used": [3]},
+        {"kind": "step", "step": 2, "life": 1, "used": [4]},
+    ]
+    counted = that_count(lines)
+    assert [[line["used"] for line in counted[step]] for step in counted] == [[[1]], [[3], [4]]]
+
+
+def some_chaos(results: Path) -> int:
+    """Run the benchmark with few faults; its exit code."""
+    output.RESULTS = results
+    return chaos.main(["--faults", "5", "--seed", "3"])
+
+
+def test_faults_and_kills_are_survived(tmp_path: Path) -> None:
+    """One run for real, on one rank."""
+    done = forked(some_chaos, tmp_path, folder=tmp_path)
+    assert done.code == 0, done.output
+    record = json.loads((tmp_path / "chaos.json").read_text())
+    alone = record["columns"]["loader, 1 rank"]
+    assert sum(alone["faults"].values()) >= 5
+    assert alone["worst"] <= telling.WORST
+    assert max(map(len, chaos.text(record).splitlines())) <= output.WIDTH
+
+
+def test_a_broken_promise_is_told_and_exits_with_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the number of the run and where it was."""
+
+    def tell(story, folder, other=None):
+        wrong = () if other is None else ("weights differ by 1.0e-02",)
+        return Told(story, Counter(forward=2), Counter(), 0.01, wrong)
+
+    monkeypatch.setattr(chaos, "tell", tell)
+    monkeypatch.setattr(chaos, "quiet", lambda: None)
+    monkeypatch.setattr(output, "RESULTS", tmp_path)
+    assert chaos.main(["--faults", "3"]) == 1
+    printed = capsys.readouterr().out
+    assert "BROKEN PROMISES:" in printed
+    assert "run 0, transformer, loader, 1 rank: weights differ by 1.0e-02" in printed
+    assert "run 1, transformer, loader, 2 ranks: weights differ by 1.0e-02" in printed
+
+
+def test_a_difference_is_judged(tmp_path: Path) -> None:
+    """Weights, validation loss, steps, rates and samples, each in a sentence."""
+    import torch
+
+    for name, weight, loss, rates, used in (("a", 1.0, 1.0, 0.1, range(200)), ("b", 1.1, 2.0, 0.2, range(199))):
+        folder = tmp_path / name
+        folder.mkdir()
+        torch.save({"weights": torch.tensor([weight]), "loss": loss, "steps": 1}, folder / "end0.pt")
+        line = {"kind": "step", "life": 0, "step": 1, "epoch": 0, "rate": rates, "used": list(used)}
+        (folder / "rank0.jsonl").write_text(json.dumps(line) + "\n")
+    story = undisturbed("transformer")
+    assert judged(story, tmp_path / "a", tmp_path / "a").broken == ()
+    broken = judged(story, tmp_path / "b", tmp_path / "a").broken
+    assert broken == (
+        "weights differ by 1.0e-01",
+        "validation loss 2.0 instead of 1.0",
+        "other learning rates",
+        "epoch 0: 1 samples missing, 0 more than once",
+    )
+
+
+def test_a_life_that_ends_otherwise_is_a_broken_promise(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """With the last line that it printed, or that it hung."""
+    for ended, sentence in ((1, "life 0 ended with 1: ValueError: a bug"), (None, "life 0 hung")):
+
+        def in_a_process(function, output, ended=ended):
+            output.write_text("Traceback:\nValueError: a bug\n")
+            return ended
+
+        monkeypatch.setattr(telling, "in_a_process", in_a_process)
+        one = telling.tell(undisturbed("transformer"), tmp_path / str(ended))
+        assert one.broken == (sentence,)
+        assert math.isnan(one.difference)

@@ -1,0 +1,134 @@
+"""What is relied on of Lightning's private parts: an upgrade that changes it fails here, by name."""
+
+import inspect
+import re
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import pytorch_lightning
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+from lightning_ga.compat import closures, dataloaders, intervals, patching
+
+
+@pytest.fixture(params=[pl.Trainer, pytorch_lightning.Trainer], ids=["lightning", "pytorch_lightning"])
+def trainer(request: pytest.FixtureRequest) -> Any:
+    """A trainer of either namespace."""
+    return request.param(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "fit_loop._data_source.dataloader",
+        "fit_loop._combined_loader",
+        "fit_loop._data_fetcher",
+        "fit_loop.max_batches",
+        "fit_loop.setup_data",
+        "fit_loop._should_accumulate",
+        "fit_loop.epoch_progress.current.processed",
+        "fit_loop.epoch_loop._results",
+        "fit_loop.epoch_loop._batches_that_stepped",
+        "fit_loop.epoch_loop._should_check_val_fx",
+        "fit_loop.epoch_loop._build_kwargs",
+        "fit_loop.epoch_loop.restarted_on_train_batch_end",
+        "fit_loop.epoch_loop.restarted_on_last",
+        "fit_loop.epoch_loop.batch_progress.is_last_batch",
+        "fit_loop.epoch_loop.automatic_optimization.run",
+        "fit_loop.epoch_loop.automatic_optimization.optim_progress",
+        "fit_loop.epoch_loop.automatic_optimization._skip_backward",
+        "_accelerator_connector.use_distributed_sampler",
+        "_logger_connector._first_loop_iter",
+        "_logger_connector._current_fx",
+        "_logger_connector._progress_bar_metrics",
+        "_logger_connector._logged_metrics",
+        "_logger_connector._callback_metrics",
+        "_loggers",
+    ],
+)
+def test_the_private_name_is_there(trainer: Any, path: str) -> None:
+    """Each is read or set in ``seams``."""
+    for name in path.split("."):
+        assert hasattr(trainer, name), path
+        trainer = getattr(trainer, name)
+
+
+def test_the_loop_asks_the_source_before_it_reads_the_limits() -> None:
+    """``micro_batch_units`` relies on that order."""
+    source = inspect.getsource(pl.loops._FitLoop.setup_data)
+    asked = source.index("_request_dataloader(source)")
+    assert asked < source.index("trainer.limit_train_batches)") < source.index("isinstance(trainer.val_check_interval")
+
+
+def test_windows_end_where_the_weights_expect_it() -> None:
+    """The loss is divided by the factor, and a window ends at a multiple of it or with the epoch."""
+    loop = pl.loops._TrainingEpochLoop
+    assert "current.ready % self.trainer.accumulate_grad_batches == 0" in inspect.getsource(loop)
+    optimization = inspect.getsource(pl.loops.optimization.automatic)
+    assert "closure_loss = closure_loss / normalize" in optimization
+    assert "batch_idx % self.trainer.accumulate_grad_batches == 0" in optimization
+
+
+def test_validation_is_due_where_the_count_divides() -> None:
+    """``validate_when_due`` sets a number that divides the loop's count, or one that does not."""
+    source = inspect.getsource(pl.loops._TrainingEpochLoop._should_check_val_fx)
+    assert re.search(r"\(current_iteration \+ 1\) % self\.trainer\.val_check_batch == 0", source)
+
+
+def test_hooks_see_gradients_after_unscaling_and_before_clipping() -> None:
+    """Gradients are scaled in ``on_before_optimizer_step``."""
+    source = inspect.getsource(pl.plugins.precision.MixedPrecision.optimizer_step)
+    assert source.index("unscale_") < source.index("_after_closure")
+    after = inspect.getsource(pl.plugins.precision.Precision._after_closure)
+    assert after.index("on_before_optimizer_step") < after.index("_clip_gradients")
+
+
+def test_patches_are_taken_back(trainer: Any) -> None:
+    """The loop answers with its class's methods again."""
+    before = dict(vars(trainer.fit_loop)), dict(vars(trainer.fit_loop._data_source))
+    dataloaders.intercept_loaders(trainer, cut=lambda loader: loader, around=lambda set_up: set_up())
+    assert "setup_data" in vars(trainer.fit_loop)
+    dataloaders.release_loaders(trainer)
+    assert (vars(trainer.fit_loop), vars(trainer.fit_loop._data_source)) == before
+
+
+def test_units_are_the_recipes_again_even_after_an_error(trainer: Any) -> None:
+    """Sharding and limits are set aside only while data are set up."""
+    trainer.limit_train_batches, trainer.val_check_interval = 3, 2
+    with pytest.raises(ZeroDivisionError), dataloaders.micro_batch_units(trainer):
+        assert (trainer.limit_train_batches, trainer.val_check_interval) == (1.0, 1.0)
+        assert not dataloaders.shards_data(trainer)
+        raise ZeroDivisionError
+    assert (trainer.limit_train_batches, trainer.val_check_interval) == (3, 2)
+    assert dataloaders.shards_data(trainer)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "interval", "due"), [(0, 1, 2, False), (1, 2, 2, True), (2, 5, 4, True), (4, 5, 4, False)]
+)
+def test_validation_is_due_when_the_recipes_batches_pass_a_multiple(
+    trainer: Any, before: int, after: int, interval: int, due: bool
+) -> None:
+    """Also when one micro-batch is worth several batches of the recipe."""
+    trainer.val_check_interval = interval
+    trainer.fit_loop.epoch_loop.batch_progress.current.ready = 6
+    intervals.validate_when_due(trainer, before, after, epoch_batches=10)
+    assert (6 % trainer.val_check_batch == 0) == due
+
+
+def test_the_namespace_of_a_trainer_is_found(trainer: Any) -> None:
+    """Classes are taken from where the trainer comes from."""
+    root = type(trainer).__module__.split(".trainer")[0]
+    assert patching.sibling(trainer, "trainer.call").__name__ == f"{root}.trainer.call"
+
+
+def test_steps_that_fetch_their_own_batches_are_known() -> None:
+    """By the name that Lightning looks for."""
+
+    class Fetching(BoringModel):
+        def training_step(self, dataloader_iter: Any) -> Any:
+            return None
+
+    assert closures.takes_an_iterator(Fetching())
+    assert not closures.takes_an_iterator(BoringModel())

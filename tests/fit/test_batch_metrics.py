@@ -1,0 +1,116 @@
+"""Metrics that are given a batch in pieces end as if they had been given the batch."""
+
+from typing import Any
+
+import pytest
+import torch
+import torchmetrics
+
+from lightning_ga.fit.batch_metrics import whole_batch_metrics
+from lightning_ga.snapshot.attempt import metric_state, set_metric_state
+
+
+class Custom(torchmetrics.Metric):
+    """``full_state_update`` is as given, ``None`` where users leave it alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("total", torch.tensor(0.0), dist_reduce_fx="sum")
+        self.add_state("values", [], dist_reduce_fx="cat")
+
+    def update(self, values: torch.Tensor) -> None:
+        self.total += values.sum()  # in place
+        self.values.append(values)
+
+    def compute(self) -> torch.Tensor:
+        return self.total + torch.cat(self.values).median()
+
+
+class Added(Custom):
+    full_state_update = False
+
+
+class Full(Custom):
+    full_state_update = True
+
+
+def batches() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(size, generator=generator) for size in (8, 8, 5)]
+
+
+@pytest.mark.parametrize("kind", [Custom, Added, Full])
+@pytest.mark.parametrize("sizes", [3, 8])
+def test_a_metric_sees_one_batch(kind: Any, sizes: int) -> None:
+    """The value of the batch, that of all so far, and the count of updates; states are copied before each piece."""
+    ours, theirs = kind(), kind()
+    for batch in batches():
+        theirs(batch)
+        with whole_batch_metrics([ours]):
+            for piece in batch.split(sizes):
+                assert ours(piece) == kind()(piece)
+        torch.testing.assert_close(ours._forward_cache, theirs._forward_cache)
+        torch.testing.assert_close(ours.compute(), theirs.compute())
+        assert ours._update_count == theirs._update_count
+        assert "forward" not in vars(ours)
+
+
+@pytest.mark.parametrize("kind", [Custom, Added, Full])
+def test_a_piece_that_failed_is_forgotten(kind: Any) -> None:
+    """The metric is put back as it was before the attempt, whatever the attempt has gathered."""
+    ours, theirs = kind(), kind()
+    for batch in batches():
+        theirs(batch)
+        with whole_batch_metrics([ours]):
+            for piece in batch.split(3):
+                before = metric_state(ours)
+                ours(piece * 100)
+                ours(piece * 10)
+                set_metric_state(ours, before)
+                ours(piece)
+        torch.testing.assert_close(ours._forward_cache, theirs._forward_cache)
+        torch.testing.assert_close(ours.compute(), theirs.compute())
+        assert ours._update_count == theirs._update_count
+
+
+@pytest.mark.parametrize("kind", [Custom, Added, Full])
+def test_a_metric_that_is_only_updated(kind: Any) -> None:
+    """Has no value of a batch, and one update a batch."""
+    ours, theirs = kind(), kind()
+    for batch in batches():
+        theirs.update(batch)
+        with whole_batch_metrics([ours]):
+            for piece in batch.split(3):
+                ours.update(piece)
+        torch.testing.assert_close(ours.compute(), theirs.compute())
+        assert ours._update_count == theirs._update_count
+        assert ours._forward_cache is None
+
+
+def test_what_is_computed_between_pieces_is_the_value_of_all_so_far() -> None:
+    """Of the batches before too, as it is without pieces."""
+    ours = Added()
+    ours(torch.ones(4))
+    with whole_batch_metrics([ours]):
+        ours(torch.ones(2))
+        assert ours.compute() == 4 + 2 + 1
+        ours(torch.ones(3))
+        assert ours.compute() == 4 + 2 + 3 + 1
+
+
+def test_states_keep_no_graph() -> None:
+    """Activations of a piece are released when its backward pass is over."""
+    ours = Added()
+    with whole_batch_metrics([ours]):
+        for _ in range(2):
+            ours(torch.ones(3, requires_grad=True) * 2)
+    assert not ours._forward_cache.requires_grad
+    assert not any(value.requires_grad for value in ours.values)
+
+
+def test_an_error_gives_the_metric_its_forward_back() -> None:
+    """Whatever goes wrong within."""
+    ours = Added()
+    with pytest.raises(ValueError, match="on purpose"), whole_batch_metrics([ours]):
+        raise ValueError("on purpose")
+    assert "forward" not in vars(ours)

@@ -1,0 +1,145 @@
+"""What cannot work is refused by name, with the way out; what works passes."""
+
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import pytorch_lightning
+from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler
+
+from lightning_ga.errors import UserError
+from lightning_ga.fit.checks import check_budget, check_schedule, check_trainer
+from lightning_ga.plan.config import Request, read_request
+
+
+class Plain(pl.LightningModule):
+    """A module as most are."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        """Nothing."""
+
+
+class Manual(Plain):
+    """Steps its optimizers itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class Iterating(pl.LightningModule):
+    """Fetches its batches itself."""
+
+    def training_step(self, dataloader_iter: Any) -> None:
+        """Nothing."""
+
+
+def trainer(**settings: Any) -> pl.Trainer:
+    return pl.Trainer(
+        accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False, **settings
+    )
+
+
+def asked(effective: Any = None, accumulate: Any = None, micro_batch: Any = "auto") -> Request:
+    return read_request(effective, accumulate, micro_batch, None)
+
+
+@pytest.mark.parametrize("budget", [None, 0.5, 1.0, 2**30, "10GiB", "512 MB"])
+def test_amounts_of_memory_pass(budget: Any) -> None:
+    """A share, bytes, or text with a unit."""
+    check_budget(budget)
+
+
+@pytest.mark.parametrize("budget", [0, -1, 1.5, 0.0, "10 gallons", "", True])
+def test_what_is_no_amount_of_memory_is_refused(budget: Any) -> None:
+    """The message holds the value as the user wrote it."""
+    with pytest.raises(UserError, match=f"memory_budget={budget!r}"):
+        check_budget(budget)
+
+
+def test_a_plain_training_passes() -> None:
+    """A recipe with a factor of its own too, and a fixed factor where the recipe has none."""
+    check_trainer(trainer(accumulate_grad_batches=4), Plain(), asked())
+    check_trainer(trainer(accumulate_grad_batches=4), Plain(), asked(effective=32))
+    check_trainer(trainer(), Plain(), asked(accumulate=4))
+
+
+def rivals(namespace: Any) -> list[Any]:
+    return [
+        namespace.callbacks.GradientAccumulationScheduler({0: 2}),
+        namespace.callbacks.BatchSizeFinder(),
+    ]
+
+
+@pytest.mark.parametrize("namespace", [pl, pytorch_lightning])
+@pytest.mark.parametrize("which", [0, 1])
+def test_callbacks_that_set_the_same_things_are_refused(namespace: Any, which: int) -> None:
+    """Those of both namespaces."""
+    rival = rivals(namespace)[which]
+    made = trainer()
+    made.callbacks.append(rival)
+    name = type(rival).__name__
+    assert name in {BatchSizeFinder.__name__, GradientAccumulationScheduler.__name__}
+    with pytest.raises(UserError, match=f"AutoAccumulate and {name}, which set the same things: remove {name}"):
+        check_trainer(made, Plain(), asked())
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        (Manual, r"Manual sets automatic_optimization=False.*lightning_ga\.plan_accumulation"),
+        (Iterating, r"takes a dataloader_iter.*let it take \(batch, batch_idx\)"),
+    ],
+)
+def test_modules_that_run_the_loop_themselves_are_refused(module: type, message: str) -> None:
+    """Their micro-batches are out of reach."""
+    with pytest.raises(UserError, match=message):
+        check_trainer(trainer(), module(), asked())
+
+
+def test_a_factor_is_set_in_one_place_only() -> None:
+    """By the callback or by the Trainer."""
+    with pytest.raises(UserError, match=r"accumulate=3 and Trainer\(accumulate_grad_batches=2\) both set the factor"):
+        check_trainer(trainer(accumulate_grad_batches=2), Plain(), asked(accumulate=3))
+    with pytest.raises(UserError, match=r"accumulate=1 and Trainer\(accumulate_grad_batches=2\)"):
+        check_trainer(trainer(accumulate_grad_batches=2), Plain(), asked(accumulate={4: 3}))
+
+
+class Accumulating:
+    """A strategy such as DeepSpeed's."""
+
+    handles_gradient_accumulation = True
+
+
+class FSDPStrategy:
+    """A strategy of this name shards the model."""
+
+    handles_gradient_accumulation = False
+
+
+def with_strategy(strategy: object) -> Any:
+    made = trainer()
+    made._accelerator_connector.strategy = strategy  # type: ignore[assignment]
+    return made
+
+
+def test_strategies_that_accumulate_on_their_own_are_refused() -> None:
+    """Their factor is fixed when they start."""
+    with pytest.raises(UserError, match="Accumulating accumulates gradients on its own.*ddp"):
+        check_trainer(with_strategy(Accumulating()), Plain(), asked())
+
+
+def test_a_sharded_model_is_trained_and_probed() -> None:
+    """Its limit is approached from below (see ``test_sharded``)."""
+    check_trainer(with_strategy(FSDPStrategy()), Plain(), asked(micro_batch=4))
+    check_trainer(with_strategy(FSDPStrategy()), Plain(), asked())
+
+
+def test_a_schedule_is_checked_for_all_epochs_before_the_first() -> None:
+    """An effective batch below the number of ranks in epoch 7 does not wait until then."""
+    schedule = asked(effective={0: 8, 7: 2})
+    check_schedule(schedule, range(7), world_size=4)
+    check_schedule(schedule, range(20), world_size=2)
+    check_schedule(asked(), range(20), world_size=64)
+    with pytest.raises(UserError, match="effective_batch_size=2 is below the number of ranks, 4"):
+        check_schedule(schedule, range(8), world_size=4)

@@ -1,0 +1,396 @@
+"""Batches are counted and cut by their layout, by the module's hook, or by collating their samples anew."""
+
+from collections import namedtuple
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
+
+from lightning_ga.batch import pytree as structures
+from lightning_ga.batch.layout import Layout, LayoutError, SampleAxis, SampleCount
+from lightning_ga.batch.pytree import register_splitter
+from lightning_ga.compat.transfer import BatchTransfer
+from lightning_ga.loading.reader import (
+    BatchReader,
+    CollatedAgain,
+    CollatedBatches,
+    NoBatches,
+    PreparedBatch,
+    ReadyMadeBatches,
+    gather,
+    indices_of,
+    is_collated,
+    length_of_first,
+)
+
+SIZE = 24
+
+
+class Rows(Dataset[Any]):
+    """Sample i is a vector full of i, and i."""
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return torch.full((3,), float(index)), index
+
+
+class Endless(IterableDataset[Any]):
+    """A stream."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(SIZE))
+
+
+class Plain(pl.LightningModule):
+    """A module without hooks of its own."""
+
+
+class Cutting(Plain):
+    """A module that cuts batches."""
+
+    def split_batch(self, batch: Any, sizes: Sequence[int]) -> list[Any]:
+        return list(torch.split(batch, list(sizes)))
+
+
+class Doubling(Plain):
+    """A module that changes batches on the host, and on the device."""
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return {"x": batch[0].T, "y": batch[1]}
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return batch | {"double": torch.cat([batch["y"], batch["y"]])[None]}
+
+
+def trainer_of(module: pl.LightningModule) -> pl.Trainer:
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.strategy.connect(module)
+    trainer.strategy._lightning_module = module
+    trainer._data_connector.attach_datamodule(module, None)
+    module.trainer = trainer
+    return trainer
+
+
+@pytest.fixture(autouse=True)
+def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(structures, "_SPLITTERS", {})
+
+
+def loader_of(collate: Callable[[list[Any]], Any] = default_collate, dataset: Any = None) -> "DataLoader[Any]":
+    return DataLoader(Rows() if dataset is None else dataset, 8, collate_fn=collate)
+
+
+def collated(*loaders: "DataLoader[Any]", combine: Callable[[list[Any]], Any] | None = None) -> CollatedBatches:
+    indices = [lambda loader=loader: indices_of(loader) for loader in loaders]
+    return CollatedBatches(loaders, indices) if combine is None else CollatedBatches(loaders, indices, combine)
+
+
+def reader(module: pl.LightningModule, source: Any) -> BatchReader:
+    return BatchReader(BatchTransfer(trainer_of(module)), source)
+
+
+def first(loader: Any) -> Any:
+    return next(iter(loader))
+
+
+def samples_of(loader: "DataLoader[Any]", count: int = 8) -> CollatedAgain:
+    return CollatedAgain(loader, [loader.dataset[index] for index in range(count)])
+
+
+def test_batches_are_counted_and_cut_where_samples_lie() -> None:
+    """Every batch of a loader, the last one too; the layout is read once."""
+    loader = loader_of()
+    read = reader(Plain(), collated(loader))
+    assert not read.is_read()
+    assert read.count(first(loader)) == 8
+    assert read.is_read()
+    assert read.layout() is read.layout()
+    slices = read.slices(first(loader), expected=8)
+    assert slices.samples == 8
+    assert slices.take(2, 5)[1].tolist() == [2, 3, 4]
+    assert slices.take(2, 5)[0].shape == (3, 3)
+    assert (read.collates_anew, read.makes_anew) == (False, False)
+    assert read.count([torch.zeros(5, 3), torch.zeros(5)], expected=8) == 5
+
+
+def test_layouts_on_the_host_and_on_the_device_are_two() -> None:
+    """Where hooks of the module change batches on their way; where none does, one is enough."""
+    loader = loader_of()
+    read = reader(Doubling(), collated(loader))
+    host = read.layout(on_host=True)
+    assert host.roles == {"batch": "fields", "batch['x']": SampleAxis(1), "batch['y']": SampleAxis(0)}
+    with pytest.raises(LayoutError, match=r"batch\['double'\]"):
+        read.layout()
+    with pytest.raises(LayoutError, match=r"batch\['double'\]"):
+        read.layout()
+    plain = reader(Plain(), collated(loader))
+    assert plain.layout(on_host=True) is plain.layout()
+
+
+def test_no_more_samples_are_counted_than_were_fetched() -> None:
+    """What expects fewer is believed; where the batch does not tell, it is the answer."""
+    read = reader(Plain(), collated(loader_of()))
+    assert read.count([torch.zeros(8, 3), torch.zeros(8)], expected=6) == 6
+    assert read.count(object(), expected=6) == 6
+    assert read.count(object(), otherwise=4) == 4
+    with pytest.raises(LayoutError, match="another kind"):
+        read.count(object())
+    with pytest.raises(LayoutError, match=r"seems to hold 8 where the loader was asked for 6.*split_batch"):
+        read.slices([torch.zeros(8, 3), torch.zeros(8)], expected=6)
+
+
+def test_a_collate_function_that_drops_samples_is_believed() -> None:
+    """A broken sample among those that are looked at too."""
+
+    def collate(batch: list[Any]) -> Any:
+        return default_collate([each for each in batch if each[1] % 5])
+
+    loader = loader_of(collate)
+    read = reader(Plain(), collated(loader))
+    assert read.count(first(loader), expected=8) == 6
+    assert read.slices(first(loader), expected=8).take(3, 5)[1].tolist() == [4, 6]
+
+
+def packed(batch: list[Any]) -> dict[str, Any]:
+    """Rows of all samples and where they end."""
+    rows = [torch.full((index % 3 + 1, 2), float(index)) for _, index in batch]
+    return {"rows": torch.cat(rows), "ends": torch.tensor([len(each) for each in rows]).cumsum(0)}
+
+
+def test_packed_batches_are_cut_by_collating_their_samples_anew() -> None:
+    """Each slice is what the collate function makes of its samples; from then on all batches are cut so."""
+    loader = loader_of(packed)
+    read = reader(Plain(), collated(loader))
+    batch, again = first(loader), samples_of(loader)
+    with pytest.raises(LayoutError, match="split_batch"):
+        read.slices(batch, expected=8)
+    slices = read.slices(batch, expected=8, samples=lambda: again)
+    assert slices.samples == 8
+    assert structures.same_values(slices.take(3, 6), packed([(None, 3), (None, 4), (None, 5)]))
+    assert (read.collates_anew, read.makes_anew) == (True, True)
+    read.check(lambda: again)
+    with pytest.raises(LayoutError, match="split_batch"):
+        read.check(lambda: None)
+
+
+def test_batches_that_are_not_the_same_again_cannot_be_collated_anew() -> None:
+    """Random augmentation in the dataset, for example: samples were other ones; noise of the collate function."""
+    loader = loader_of(packed)
+    read = reader(Plain(), collated(loader))
+    others = CollatedAgain(loader, [loader.dataset[index + 1] for index in range(8)])
+    with pytest.raises(LayoutError, match="not the same when its samples are read and collated again.*split_batch"):
+        read.slices(first(loader), expected=8, samples=lambda: others)
+    assert not read.makes_anew
+
+    def noisy(batch: list[Any]) -> Any:
+        made = packed(batch)
+        return made | {"rows": made["rows"] + torch.rand(())}
+
+    loader = loader_of(noisy)
+    with pytest.raises(LayoutError, match="random augmentation"):
+        reader(Plain(), collated(loader)).check(lambda: samples_of(loader))
+
+
+def test_a_module_that_cuts_batches_is_asked() -> None:
+    """Before anything is read; each slice is checked where it can be counted."""
+    loader = loader_of(lambda batch: torch.stack([row for row, _ in batch]))
+    read = reader(Cutting(), collated(loader))
+    read.check(lambda: None)
+    assert read.is_read()
+    assert (read.collates_anew, read.makes_anew) == (True, False)
+    slices = read.slices(first(loader), expected=8)
+    assert slices.samples == 8
+    assert [slices.take(*edges)[:, 0].tolist() for edges in ((0, 3), (3, 8), (0, 8), (2, 4))] == [
+        [0, 1, 2],
+        [3, 4, 5, 6, 7],
+        [0, 1, 2, 3, 4, 5, 6, 7],
+        [2, 3],
+    ]
+
+
+def test_a_module_that_cuts_batches_of_unknown_size_is_told_the_length_of_the_first_tensor() -> None:
+    """Where no layout can be read."""
+    read = reader(Cutting(), NoBatches())
+    assert read.count({"x": torch.zeros(8, 3), "y": torch.zeros(2)}) == 8
+    assert read.slices(torch.arange(8)).take(2, 4).tolist() == [2, 3]
+    assert read.count(torch.zeros(8), expected=6) == 6
+
+
+def test_a_loader_without_samples_or_of_unknown_kind_is_refused() -> None:
+    """With the way out."""
+    with pytest.raises(LayoutError, match=r"its loader has none: define split_batch"):
+        reader(Plain(), collated(loader_of(dataset=TensorDataset(torch.zeros(0, 3))))).layout()
+    with pytest.raises(LayoutError, match=r"nothing is known of its loader: define split_batch"):
+        reader(Plain(), NoBatches()).layout()
+
+
+def test_a_collate_function_that_fails_on_a_few_samples_is_named() -> None:
+    """With its error and the way out; an error of memory stays what it is."""
+
+    def collate(batch: list[Any]) -> Any:
+        raise KeyError("image")
+
+    with pytest.raises(LayoutError, match=r"collating a few of them apart ended in KeyError: 'image'.*split_batch"):
+        reader(Plain(), collated(loader_of(collate))).layout()
+
+    def full(batch: list[Any]) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        reader(Plain(), collated(loader_of(full))).layout()
+
+
+def test_batches_of_two_loaders_are_cut_in_proportion() -> None:
+    """8 samples of one and 4 of the other are four times 2 and 1."""
+    both = [loader_of(), DataLoader(Rows(), 4)]
+    read = reader(Plain(), collated(*both, combine=list))
+    slices = read.slices([first(loader) for loader in both])
+    assert slices.samples == 4
+    ours = slices.take(1, 3)
+    assert [part[1].tolist() for part in ours] == [[2, 3, 4, 5], [1, 2]]
+
+
+def test_ready_made_batches_are_read_off_themselves() -> None:
+    """After what the trainer does with them."""
+    sizes = [torch.zeros(8, 3), torch.zeros(4, 3)]
+    batches = ReadyMadeBatches(lambda: [[x, torch.zeros(len(x))] for x in sizes])
+    assert reader(Doubling(), batches).layout(on_host=True).roles["batch['x']"] == SampleAxis(1)
+    read = reader(Plain(), batches)
+    assert read.slices([torch.zeros(6, 3), torch.arange(6)]).take(1, 3)[1].tolist() == [1, 2]
+    prepared = reader(Doubling(), PreparedBatch(lambda: [torch.zeros(8, 3), torch.zeros(8)]))
+    assert prepared.layout().roles["batch[0]"] == SampleAxis(0)
+
+
+def test_samples_are_at_hand_where_batches_are_collated() -> None:
+    """Not of batches that come ready-made."""
+    loader = loader_of()
+    samples = [loader.dataset[index] for index in range(3)]
+    again = reader(Plain(), collated(loader)).samples_again(loader, samples)
+    assert again is not None
+    assert again.count == 3
+    assert again.collate(1, 3)[1].tolist() == [1, 2]
+    assert reader(Plain(), ReadyMadeBatches(lambda: [])).samples_again(loader, samples) is None
+
+
+def test_different_samples_are_looked_at() -> None:
+    """Ragged ones are among them, so that what is padded is told from what is stacked."""
+
+    class Ragged(Rows):
+        def __getitem__(self, index: int) -> Any:
+            return torch.ones(2 if index == 20 else 1), index
+
+    def flat(batch: list[Any]) -> Any:
+        return {"flat": torch.cat([row for row, _ in batch])}
+
+    with pytest.raises(LayoutError, match=r"batch\['flat'\] holds different numbers of entries for different samples"):
+        reader(Plain(), collated(loader_of(flat, Ragged()))).layout()
+
+
+def test_indices_are_from_all_over_the_dataset() -> None:
+    """Of a stream there are none, and of a dataset without a length those of the first batch."""
+    assert indices_of(loader_of()) == [0, 14, 5, 20, 11, 2, 16, 7]
+    assert indices_of(loader_of(), most=2) == [0, 14]
+    assert indices_of(loader_of(dataset=[(0, 0)] * 3)) == [0, 1, 2]
+    assert indices_of(DataLoader(Endless(), 4)) == [None] * 8
+
+    class Lookup(Dataset[Any]):
+        def __getitem__(self, index: str) -> str:
+            return index
+
+    assert indices_of(DataLoader(Lookup(), batch_sampler=[["a", "b"], ["c"]])) == ["a", "b"]  # type: ignore[arg-type]
+
+
+def test_loaders_that_collate_samples_are_known() -> None:
+    """Others yield batches that are ready-made."""
+    assert is_collated(loader_of())
+    assert is_collated(DataLoader(Endless(), 4))
+    assert not is_collated(DataLoader(Endless(), batch_size=None))
+    assert not is_collated([torch.zeros(8)])
+
+
+Pair = namedtuple("Pair", "size inputs")
+
+
+class Bag:
+    """A type of one's own."""
+
+    def __init__(self, items: list[Any]) -> None:
+        self.items = items
+
+
+class Graphs(Bag):
+    """As in torch_geometric, but it does not say how many graphs it holds."""
+
+    def to_data_list(self) -> list[Any]:
+        return self.items
+
+    @classmethod
+    def from_data_list(cls, items: list[Any]) -> "Graphs":
+        return cls(items)
+
+
+@pytest.mark.parametrize(
+    ("batch", "length"),
+    [
+        (torch.zeros(8, 3), 8),
+        ({"scale": 0.5, "x": [torch.zeros(8, 3), torch.zeros(2)]}, 8),
+        (Pair((224, 224), torch.zeros(8)), 8),
+        (SimpleNamespace(t=torch.tensor(1.0), x=torch.zeros(8)), 8),
+        (["a", "b", "c"], 3),
+        (SimpleNamespace(num_graphs=4, x=torch.zeros(8)), 4),
+    ],
+)
+def test_the_first_tensor_tells_how_long_a_batch_is(batch: Any, length: int) -> None:
+    """Wherever it is; or a list of texts, and what says how many graphs it holds."""
+    assert length_of_first(batch) == length
+
+
+@pytest.mark.parametrize("kind", [Bag, Graphs])
+def test_a_batch_of_an_unknown_type_is_refused_until_it_is_registered(kind: type[Bag]) -> None:
+    """With its type and the way out."""
+    message = rf"How many samples a {kind.__name__} holds is not known.*register_splitter\({kind.__name__}, count=…"
+    with pytest.raises(LayoutError, match=message):
+        length_of_first(kind([1, 2]))
+    register_splitter(kind, count=lambda bag: len(bag.items), take=lambda bag, a, b: kind(bag.items[a:b]))
+    assert length_of_first(kind([1, 2])) == 2
+
+
+LAYOUT = Layout({"batch": "fields", "batch['x']": SampleAxis(0), "batch['n']": SampleCount(), "batch['w']": "shared"})
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 7])
+def test_a_batch_of_any_size_is_gathered_from_another(count: int) -> None:
+    """Its samples in turn, in memory of its own if there is more than one round."""
+    batch = {"x": torch.arange(3), "n": 3, "w": torch.ones(3)}
+    ours = gather(batch, LAYOUT, count)
+    assert ours["x"].tolist() == [place % 3 for place in range(count)]
+    assert (ours["n"], LAYOUT.samples(ours)) == (count, count)
+    assert ours["w"] is batch["w"]
+    assert ours["x"].untyped_storage().data_ptr() != batch["x"].untyped_storage().data_ptr()
+
+
+def test_what_cannot_be_made_longer_is_gathered_as_far_as_it_goes() -> None:
+    """A sparse tensor of three samples gives at most three."""
+    layout, whole = Layout({"batch": SampleAxis(0)}), torch.eye(3).to_sparse()
+    assert torch.equal(gather(whole, layout, 2).to_dense(), torch.eye(3)[:2])
+    assert gather(whole, layout, 3) is whole
+    with pytest.raises(LayoutError, match="cannot be made longer"):
+        gather(whole, layout, 4)
+
+
+def test_an_empty_batch_gives_no_samples() -> None:
+    """Which is said, rather than divided by."""
+    with pytest.raises(LayoutError):
+        gather(torch.zeros(0), Layout({"batch": SampleAxis(0)}), 2)

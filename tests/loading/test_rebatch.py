@@ -1,0 +1,389 @@
+"""A loader of any make is read and copied with other batches, and is itself left alone."""
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+from torch.utils.data.distributed import DistributedSampler
+
+from lightning_ga.errors import UserError
+from lightning_ga.loading.rebatch import copy_loader, read_loader, rebatch
+from lightning_ga.loading.sampler import (
+    FromBatches,
+    FromSampler,
+    Sequential,
+    Shuffled,
+    Stream,
+    WindowBatchSampler,
+    draws_a_seed,
+)
+from lightning_ga.loading.samples import collate_samples, collect_samples, peekable
+from lightning_ga.plan.windows import EpochPlan, RegularWindows
+
+SIZE = 11
+
+
+class Numbers(Dataset[int]):
+    """Sample i is i; counts what is fetched."""
+
+    def __init__(self) -> None:
+        self.fetched: list[int] = []
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitem__(self, index: int) -> int:
+        self.fetched.append(index)
+        return index
+
+
+class AtOnce(Numbers):
+    """Fetches all samples of a batch in one call."""
+
+    def __getitems__(self, indices: list[int]) -> list[int]:
+        return list(indices)
+
+
+class Counting(IterableDataset[int]):
+    """A stream that starts anew on every pass."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(SIZE))
+
+
+class SizedCounting(Counting):
+    """The same with a length."""
+
+    def __len__(self) -> int:
+        return SIZE
+
+
+class OnceOnly(IterableDataset[int]):
+    """A stream that is its own iterator and cannot be copied: a socket, a generator."""
+
+    def __init__(self) -> None:
+        self.source = iter_numbers()
+
+    def __iter__(self) -> Iterator[int]:
+        return self
+
+    def __next__(self) -> int:
+        return next(self.source)
+
+
+class Reopened(Counting):
+    """A stream that cannot be copied but starts anew on every pass."""
+
+    def __init__(self) -> None:
+        self.handle = iter_numbers()
+
+
+class FixedArguments(DataLoader[int]):
+    """A constructor that takes nothing of what DataLoader takes."""
+
+    def __init__(self, flavour: str) -> None:
+        super().__init__(Numbers(), batch_size=3, shuffle=False)
+        self.flavour = flavour
+
+
+class Doubling(DataLoader[int]):
+    """Changes what it yields, and computes its length in its own way."""
+
+    def __iter__(self) -> Any:
+        return (batch * 2 for batch in super().__iter__())
+
+    def __len__(self) -> int:
+        return 1000
+
+
+class OwnBatches(BatchSampler):
+    """A batch sampler of the user's own."""
+
+
+def iter_numbers() -> Iterator[int]:
+    yield from range(SIZE)
+
+
+def collate(samples: list[int]) -> dict[str, torch.Tensor]:
+    return {"n": torch.tensor(samples)}
+
+
+LOADERS: dict[str, Callable[[], DataLoader[Any]]] = {
+    "keywords": lambda: DataLoader(Numbers(), batch_size=3),
+    "positions": lambda: DataLoader(Numbers(), 3, False, None, None, 0, collate),
+    "collated by the user": lambda: DataLoader(Numbers(), 3, collate_fn=collate),
+    "fetched at once": lambda: DataLoader(AtOnce(), 3),
+    "drop_last": lambda: DataLoader(Numbers(), 3, drop_last=True),
+    "subclass with arguments of its own": lambda: FixedArguments("sour"),
+    "subclass that changes its batches": lambda: Doubling(Numbers(), 3),
+    "custom batch sampler": lambda: DataLoader(
+        Numbers(), batch_sampler=OwnBatches(SequentialSampler(range(SIZE)), 3, False)
+    ),
+    "list of batches": lambda: DataLoader(Numbers(), batch_sampler=[[0, 1, 2], [3, 4], [5, 6, 7, 8], [9, 10]]),
+    "sampler": lambda: DataLoader(Numbers(), 3, sampler=list(range(SIZE))),
+    "workers": lambda: DataLoader(Numbers(), 3, num_workers=1),
+    "persistent workers": lambda: DataLoader(Numbers(), 3, num_workers=1, persistent_workers=True, prefetch_factor=4),
+    "stream": lambda: DataLoader(Counting(), 3),
+    "stream with a length": lambda: DataLoader(SizedCounting(), 3),
+}
+
+
+def armed(loader: DataLoader[Any], *, size: int = 4, limit: int = 2, total: int | None = SIZE) -> WindowBatchSampler:
+    """Windows of 4 in micro-batches of 2, of the order that was read off the loader."""
+    order = read_loader(loader, world_size=1).order
+    if isinstance(order, FromBatches):
+        order.batches(0, 1)
+    cut = WindowBatchSampler(order, share=0, seed=1)
+    cut.plan, cut.armed = EpochPlan(RegularWindows(total, size), limit, -(-size // limit), 1), True
+    return cut
+
+
+def numbers(batches: Any) -> list[list[int]]:
+    return [(batch["n"] if isinstance(batch, dict) else batch).tolist() for batch in batches]
+
+
+@pytest.mark.parametrize("way", LOADERS)
+def test_any_loader_is_cut_anew_and_left_alone(way: str) -> None:
+    """Its copy yields the micro-batches, made in its own way; the user's loader is what it was."""
+    loader = LOADERS[way]()
+    before, kind = dict(vars(loader)), type(loader)
+    whole = numbers(LOADERS[way]())
+    copied = rebatch(loader, armed(loader))
+    scale = 2 if isinstance(loader, Doubling) else 1
+    ours = numbers(copied)
+    assert ours == [[scale * i for i in part] for part in ([0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10])]
+    assert len(copied) == len(ours)
+    assert isinstance(copied, kind)
+    assert type(loader) is kind
+    assert vars(loader).keys() == before.keys()
+    assert [name for name, value in before.items() if vars(loader)[name] is not value] == []
+    assert numbers(loader) == whole
+    changed = {"batch_sampler", "generator", "drop_last", "_iterator", "_IterableDataset_len_called"}
+    assert {name for name, value in before.items() if vars(copied)[name] is not value} <= changed
+
+
+def test_a_loader_that_is_being_iterated_shares_nothing_with_its_copy() -> None:
+    """Persistent workers of the user's loader keep working for the user alone, those of the copy over epochs."""
+    loader = LOADERS["persistent workers"]()
+    first = numbers(loader)
+    workers = loader._iterator
+    cut = armed(loader)
+    copied = rebatch(loader, cut)
+    assert copied._iterator is None
+    assert numbers(copied)[0] == [0, 1]
+    own = copied._iterator
+    assert own is not None
+    assert own is not workers
+    cut.plan = EpochPlan(RegularWindows(SIZE, 4), 4, 1, 1)
+    assert numbers(copied) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10]]
+    assert copied._iterator is own
+    assert loader._iterator is workers
+    assert numbers(loader) == first
+
+
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator is found")
+def test_settings_of_the_loader_hold_for_its_copy() -> None:
+    """Pinned memory, time-outs, worker initialisation: whatever is set."""
+
+    def begin(_worker: int) -> None:
+        """Nothing."""
+
+    loader = DataLoader(
+        Numbers(), 3, num_workers=1, pin_memory=True, timeout=50, worker_init_fn=begin, prefetch_factor=3
+    )
+    copied = rebatch(loader, armed(loader))
+    for name in ("num_workers", "pin_memory", "timeout", "worker_init_fn", "prefetch_factor", "collate_fn", "dataset"):
+        assert getattr(copied, name) is getattr(loader, name)
+    assert numbers(copied)[0] == [0, 1]
+
+
+def test_a_stream_without_a_length_has_none_when_copied() -> None:
+    """``len`` of the copy fails as that of the loader does."""
+    loader = LOADERS["stream"]()
+    copied = rebatch(loader, armed(loader, total=None), sized=False)
+    with pytest.raises(TypeError):
+        len(copied)
+    assert numbers(copied) == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10]]
+
+
+def test_attributes_that_the_loader_refuses_to_have_set_are_exchanged_on_the_copy() -> None:
+    """``DataLoader`` refuses a batch sampler once it is made."""
+    loader = DataLoader(Numbers(), 3)
+    with pytest.raises(ValueError, match="batch_sampler attribute should not be set"):
+        loader.batch_sampler = None
+    assert numbers(copy_loader(loader, batch_sampler=[[4, 2]])) == [[4, 2]]
+
+
+SUBSET = SubsetRandomSampler(range(4))
+WEIGHTED = WeightedRandomSampler([1.0] * SIZE, 7)
+
+
+class OwnSequential(SequentialSampler):
+    """A subclass may yield anything."""
+
+
+class OwnDistributed(DistributedSampler[int]):
+    """So may this one."""
+
+
+@pytest.mark.parametrize(
+    ("settings", "order", "size"),
+    [
+        ({}, Sequential, SIZE),
+        ({"shuffle": True}, Shuffled, SIZE),
+        ({"sampler": RandomSampler(range(SIZE), replacement=True)}, FromSampler, SIZE),
+        ({"sampler": RandomSampler(range(SIZE), num_samples=5)}, FromSampler, 5),
+        ({"sampler": RandomSampler(range(SIZE), num_samples=25)}, FromSampler, 25),
+        ({"sampler": OwnSequential(range(SIZE))}, FromSampler, SIZE),
+        ({"sampler": SUBSET}, FromSampler, 4),
+        ({"sampler": WEIGHTED}, FromSampler, 7),
+    ],
+)
+def test_the_order_is_read_off_the_sampler(settings: dict[str, Any], order: type, size: int) -> None:
+    """Only what is certain is replaced by an order of our own; any other sampler is asked."""
+    recipe = read_loader(DataLoader(Numbers(), 3, drop_last=True, **settings), world_size=2)
+    assert type(recipe.order) is order
+    assert (recipe.order.size, recipe.batch_size, recipe.drop_last, recipe.shared) == (size, 3, True, True)
+    assert len(recipe.order.draw(0, 1)) == size
+
+
+def test_ranks_share_an_order_unless_it_is_their_own() -> None:
+    """Streams, foreign distributed samplers and ``use_distributed_sampler=False`` leave each rank its own."""
+
+    def distributed(kind: type, replicas: int) -> DataLoader[int]:
+        return DataLoader(Numbers(), 3, sampler=kind(Numbers(), replicas, 0))
+
+    own_batches: Callable[[Sampler[int]], DataLoader[int]] = lambda sampler: DataLoader(  # noqa: E731
+        Numbers(), batch_sampler=OwnBatches(sampler, 3, False)
+    )
+    plain = DataLoader(Numbers(), 3, shuffle=True)
+    assert read_loader(plain, world_size=2).shared
+    assert not read_loader(plain, world_size=2, shard=False).shared
+    assert read_loader(plain, world_size=1, shard=False).shared
+    assert read_loader(distributed(DistributedSampler, 2), world_size=2, shard=False).shared
+    assert not read_loader(distributed(DistributedSampler, 3), world_size=2).shared
+    assert not read_loader(distributed(OwnDistributed, 2), world_size=2).shared
+    assert not read_loader(LOADERS["stream"](), world_size=2).shared
+    assert read_loader(LOADERS["stream"](), world_size=1).shared
+    assert read_loader(own_batches(SequentialSampler(range(SIZE))), world_size=2).shared
+    assert not read_loader(own_batches(DistributedSampler(Numbers(), 2, 0)), world_size=2).shared
+
+
+def test_a_stream_and_a_batch_sampler_say_what_they_know() -> None:
+    """A stream its batch size and perhaps a length, a batch sampler of the user's own neither."""
+    stream, sized, own = (
+        read_loader(LOADERS[way](), world_size=1) for way in ("stream", "stream with a length", "list of batches")
+    )
+    assert isinstance(stream.order, Stream)
+    assert (stream.order.size, sized.order.size, stream.batch_size) == (None, SIZE, 3)
+    assert isinstance(own.order, FromBatches)
+    assert own.batch_size is None
+
+
+def test_overfitting_reads_the_order_of_the_dataset() -> None:
+    """``shuffle=False`` overrides a sampler, but no batch sampler of the user's own."""
+    assert isinstance(
+        read_loader(DataLoader(Numbers(), 3, shuffle=True), world_size=1, shuffle=False).order, Sequential
+    )
+    assert isinstance(read_loader(LOADERS["list of batches"](), world_size=1, shuffle=False).order, FromBatches)
+
+
+class Endless:
+    """A sampler of indices, or of batches, without a length."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield [0]
+
+
+@pytest.mark.parametrize(
+    ("loader", "message"),
+    [
+        ([1, 2], "training data is a list and not one torch.utils.data.DataLoader"),
+        ({"a": DataLoader(Numbers())}, "training data is a dict and not one torch.utils.data.DataLoader"),
+        (DataLoader(Numbers(), batch_size=None), "has batch_size=None, so that its dataset yields whole batches"),
+        (DataLoader(Counting(), batch_size=None), "has batch_size=None, so that its dataset yields whole batches"),
+        (DataLoader(Numbers(), batch_sampler=Endless()), "batch sampler Endless has no len.*give it a __len__"),  # type: ignore[arg-type]
+        (DataLoader(Numbers(), 3, sampler=Endless()), "sampler Endless has no len.*give it a __len__"),  # type: ignore[arg-type]
+    ],
+)
+def test_a_loader_that_cannot_be_cut_is_refused(loader: object, message: str) -> None:
+    """With what it is and why it will not do; batches of the first four are cut as they come (``uncut``)."""
+    with pytest.raises(UserError, match=message):
+        read_loader(loader, world_size=1)
+
+
+@pytest.mark.parametrize("way", [way for way in LOADERS if not way.startswith("stream")])
+def test_samples_are_fetched_raw_and_collated_in_the_loaders_own_way(way: str) -> None:
+    """In this process, whatever the workers; a batch may hold more samples than there are, in turn."""
+    loader = LOADERS[way]()
+    samples = collect_samples(loader, [7, 2])
+    assert samples == [7, 2]
+    scale = 2 if isinstance(loader, Doubling) else 1
+    assert numbers([collate_samples(loader, samples, 5)]) == [[7 * scale, 2 * scale, 7 * scale, 2 * scale, 7 * scale]]
+    assert loader._iterator is None
+
+
+def test_of_a_view_only_what_it_shows_is_copied() -> None:
+    """Not the whole dataset behind it, once for every sample of a trial."""
+    whole, given = torch.zeros(1000, 3), list[Any]()
+    samples = [(view, {"again": view, "box": SimpleNamespace(view=view[:2])}) for view in whole]
+
+    def keep(batch: list[Any]) -> int:
+        given.extend(batch)
+        return len(batch)
+
+    collate_samples(DataLoader(samples, collate_fn=keep), samples[:2], 2)  # type: ignore[arg-type]
+    for view, others in given:
+        assert view.untyped_storage().nbytes() == 12
+        assert others["again"] is view
+        assert others["box"].view.untyped_storage().nbytes() == 8
+        assert view.data_ptr() != whole.data_ptr()
+
+
+@pytest.mark.parametrize("dataset", [Counting, SizedCounting, Reopened])
+def test_samples_of_a_stream_are_looked_at_without_losing_them(dataset: type) -> None:
+    """From a copy, or from what is kept for the next pass where the stream cannot be copied."""
+    loader = peekable(DataLoader(dataset(), 3))
+    assert collect_samples(loader, [None] * 4) == [0, 1, 2, 3]
+    assert collect_samples(loader, [None] * 4) == [0, 1, 2, 3]
+    assert numbers(loader) == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10]]
+
+
+def test_a_stream_that_can_be_read_only_once_is_left_alone() -> None:
+    """Rather than lose samples the probe refuses and says what to do."""
+    loader = DataLoader(OnceOnly(), 3)
+    with pytest.raises(UserError, match=r"OnceOnly can be read only once.*give micro_batch_size="):
+        collect_samples(loader, [None] * 4)
+    assert numbers(loader) == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10]]
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_looking_at_samples_uses_up_no_random_numbers(shuffle: bool) -> None:
+    """A pass over the copy uses up as many as one over the user's loader: seeds of workers and of the order."""
+    loader = DataLoader(TensorDataset(torch.arange(SIZE)), 3, shuffle=shuffle)
+    with torch.random.fork_rng():
+        assert len(list(loader)) == 4
+        after = torch.get_rng_state()
+    before = torch.get_rng_state()
+    collate_samples(loader, collect_samples(loader, [1, 2]), 2)
+    assert torch.equal(torch.get_rng_state(), before)
+    order = read_loader(loader, world_size=1).order
+    cut = WindowBatchSampler(order, share=0, seed=1, draws=draws_a_seed(order))
+    cut.plan, cut.armed = EpochPlan(RegularWindows(SIZE, 4), 2, 2, 1), True
+    with torch.random.fork_rng():
+        assert len(list(rebatch(loader, cut))) == 6
+        assert torch.equal(torch.get_rng_state(), after)

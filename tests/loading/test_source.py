@@ -1,0 +1,469 @@
+"""What every rank is fed with, against the recipe's own loaders and a plain walk over the order."""
+
+from collections.abc import Callable, Iterator
+from itertools import accumulate, groupby, pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
+
+from lightning_ga.errors import UserError
+from lightning_ga.loading.source import Feed
+
+SEED = 11
+TOTALS = st.integers(1, 80)
+BATCHES = st.integers(1, 12)
+FACTORS = st.integers(1, 4)
+WORLD_SIZES = st.integers(1, 4)
+LIMITS = st.integers(1, 9)
+TRAINER_LIMITS = st.just(1.0) | st.integers(1, 20) | st.sampled_from([0.25, 0.5, 0.9])
+
+
+class Numbers(Dataset[int]):
+    """Sample i is i."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class Counting(IterableDataset[int]):
+    """A stream of numbers that does not say how long it is."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.size))
+
+
+class SizedCounting(Counting):
+    """The same, which does."""
+
+    def __len__(self) -> int:
+        return self.size
+
+
+class Growing(BatchSampler):
+    """Batches of 1, 2, 3, 1, 2, 3 … samples in order."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(SequentialSampler(range(size)), 1, drop_last=False)
+        self.batches: list[list[int]] = []
+        done = 0
+        while done < size:
+            count = min(len(self.batches) % 3 + 1, size - done)
+            self.batches.append(list(range(done, done + count)))
+            done += count
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self.batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+
+def feeds(make: Callable[[int], DataLoader[Any]], world_size: int, factor: int = 1, **settings: Any) -> list[Feed]:
+    """One feed per rank, each with a loader of its own."""
+    return [
+        Feed(make(rank), recipe_factor=factor, world_size=world_size, rank=rank, seed=SEED, **settings)
+        for rank in range(world_size)
+    ]
+
+
+def trained_on(ranks: list[Feed]) -> list[list[int]]:
+    """Samples behind each optimizer step: what the loaders really yield, stand-ins of weight 0 left out."""
+    windows: dict[int, list[int]] = {}
+    steps = set()
+    for feed in ranks:
+        assert feed.loader is not None
+        first = feed.epoch_plan.done
+        index = first - 1
+        for index, batch in enumerate(feed.loader, start=first):
+            chunk = feed.chunk(index)
+            assert len(batch) == max(1, chunk.count)
+            windows.setdefault(chunk.window, []).extend(batch.tolist() if chunk.count else [])
+        assert feed.length is None or feed.length == index + 1 == len(feed.loader)
+        steps.add(index)
+    assert len(steps) == 1, "ranks that reduce gradients together do not run the same number of micro-batches"
+    return [sorted(samples) for _window, samples in sorted(windows.items())]
+
+
+def assert_fit(ranks: list[Feed], limit: int) -> None:
+    """Assert that no micro-batch to come is larger than fits."""
+    counts = [feed.chunk(index).count for feed in ranks for index in range(feed.done, feed.length or 0)]
+    assert max(counts, default=0) <= limit
+
+
+def mixed(feed: Feed, batches: list[list[int]]) -> list[list[int]]:
+    """Micro-batches with samples of more than one of the user's batches."""
+    assert feed.loader is not None
+    groups = [set(batch) for batch in batches]
+    return [part.tolist() for part in feed.loader if not any(group >= set(part.tolist()) for group in groups)]
+
+
+def cut(order: list[int], size: int, *, drop_last: bool = False) -> list[list[int]]:
+    windows = [sorted(order[start : start + size]) for start in range(0, len(order), size)]
+    return windows[:-1] if drop_last and len(windows[-1]) < size else windows
+
+
+def permutation(size: int, epoch: int) -> list[int]:
+    return torch.randperm(size, generator=torch.Generator().manual_seed(SEED + epoch)).tolist()
+
+
+def recipe_length(size: int, batch: int, world_size: int, limit: int | float, *, drop_last: bool = False) -> int:
+    """Batches that stock Lightning trains on, on one rank: torch's own loader and sampler asked for their length."""
+    dataset = Numbers(size)
+    sampler = DistributedSampler(dataset, num_replicas=world_size, rank=0)
+    length = len(DataLoader(dataset, batch, sampler=sampler, drop_last=drop_last))
+    return min(length, limit) if isinstance(limit, int) else int(length * limit)
+
+
+@settings(deadline=None)
+@given(TOTALS, BATCHES, FACTORS, WORLD_SIZES, LIMITS, st.integers(0, 3))
+def test_windows_are_slices_of_one_order_on_any_hardware(
+    total: int, batch: int, factor: int, world_size: int, limit: int, epoch: int
+) -> None:
+    """The order is a permutation of seed + epoch; ranks and limit change nothing in what a window holds."""
+    ranks = feeds(lambda rank: DataLoader(Numbers(total), batch, shuffle=True), world_size, factor)
+    for feed in ranks:
+        plan = feed.arrange(epoch, None, limit)
+        assert plan.effective_batch_size == batch * factor * world_size == feed.recipe_effective(epoch)
+    assert trained_on(ranks) == cut(permutation(total, epoch), batch * factor * world_size)
+
+
+@settings(deadline=None)
+@given(TOTALS, BATCHES, WORLD_SIZES, LIMITS, TRAINER_LIMITS, st.integers(4, 60), st.booleans())
+def test_the_trainers_limit_counts_batches_of_the_recipe(
+    total: int, batch: int, world_size: int, limit: int, trainer_limit: int | float, effective: int, drop_last: bool
+) -> None:
+    """Training uses the samples that stock Lightning's batches would hold, whatever they are cut into."""
+    batches = recipe_length(total, batch, world_size, trainer_limit, drop_last=drop_last)
+    unlimited = recipe_length(total, batch, world_size, 1.0, drop_last=drop_last)
+    ranks = feeds(
+        lambda rank: DataLoader(Numbers(total), batch, drop_last=drop_last),
+        world_size,
+        limit_batches=trainer_limit,
+    )
+    whole = batches == unlimited
+    used = total if whole else min(total, batches * batch * world_size)
+    if not batches and unlimited:
+        with pytest.raises(UserError, match=f"limit_train_batches={trainer_limit} of {unlimited} batches leaves none"):
+            ranks[0].total(0)
+        return
+    assert ranks[0].total(0) == used
+    if drop_last and whole and used < effective:
+        with pytest.raises(UserError, match="drop_last"):
+            ranks[0].arrange(0, effective, limit)
+        return
+    for feed in ranks:
+        feed.arrange(0, effective, limit)
+        assert feed.steps(0, effective) == len(cut(list(range(used)), effective, drop_last=drop_last and whole))
+    assert trained_on(ranks) == cut(list(range(used)), effective, drop_last=drop_last and whole)
+
+
+@settings(deadline=None)
+@given(TOTALS, BATCHES, WORLD_SIZES, LIMITS, TRAINER_LIMITS, st.integers(4, 60), st.booleans())
+def test_batches_of_the_recipe_are_counted_while_training(
+    total: int, batch: int, world_size: int, limit: int, trainer_limit: int | float, effective: int, drop_last: bool
+) -> None:
+    """After each micro-batch as many as its samples complete; the last one of the epoch completes all of them."""
+    batches = recipe_length(total, batch, world_size, trainer_limit, drop_last=drop_last)
+    (feed, *_) = feeds(
+        lambda rank: DataLoader(Numbers(total), batch, drop_last=drop_last), world_size, limit_batches=trainer_limit
+    )
+    if not batches or (drop_last and total < effective):
+        return
+    feed.arrange(0, effective, limit)
+    counts = [feed.recipe_batches(feed.epoch_plan.samples_after(index)) for index in range(feed.length or 0)]
+    ends = list(accumulate([batch * world_size] * batches))
+    for index, count in enumerate(counts[:-1]):
+        assert count == sum(end <= feed.epoch_plan.samples_after(index) for end in ends)
+    assert counts[-1] == batches == feed.recipe_batches(feed.total(0) or 0)
+
+
+@settings(deadline=None)
+@given(TOTALS, FACTORS, WORLD_SIZES, LIMITS, TRAINER_LIMITS)
+def test_batches_of_a_custom_batch_sampler_are_joined(
+    total: int, factor: int, world_size: int, limit: int, trainer_limit: int | float
+) -> None:
+    """A window is the next factor × ranks of the user's batches, cut anew into micro-batches that fit.
+
+    On one rank no micro-batch holds samples of two batches, which may belong together.
+    """
+    batches = Growing(total).batches
+    length = -(-len(batches) // world_size)
+    used = min(length, trainer_limit) if isinstance(trainer_limit, int) else int(length * trainer_limit)
+    batches = batches[: used * world_size]
+    per_window = factor * world_size
+    windows = [sum(batches[k : k + per_window], []) for k in range(0, len(batches), per_window)]
+    ranks = feeds(
+        lambda rank: DataLoader(Numbers(total), batch_sampler=Growing(total)),
+        world_size,
+        factor,
+        limit_batches=trainer_limit,
+    )
+    if not used or max(map(len, windows)) < world_size:
+        with pytest.raises(UserError, match=r"leaves none|below the number of ranks"):
+            ranks[0].arrange(0, None, limit)
+        return
+    for feed in ranks:
+        plan = feed.arrange(0, None, limit)
+        assert plan.effective_batch_size == feed.recipe_effective(0) == max(map(len, windows))
+        assert feed.total(0) == sum(map(len, batches))
+    assert trained_on(ranks) == windows
+    assert_fit(ranks, limit)
+    assert world_size > 1 or not mixed(ranks[0], batches)
+    counts = [feed.recipe_batches(feed.epoch_plan.samples_after(index)) for index in range(feed.length or 0)]
+    ends = list(accumulate(map(len, batches)))[world_size - 1 :: world_size]
+    for index, count in enumerate(counts[:-1]):
+        assert count == sum(end <= feed.epoch_plan.samples_after(index) for end in ends)
+    assert counts[-1] == used
+
+
+@settings(deadline=None)
+@given(TOTALS, WORLD_SIZES, LIMITS, WORLD_SIZES, LIMITS, st.integers(4, 30), st.booleans(), st.data())
+def test_an_interrupted_epoch_goes_on_anywhere(
+    total: int, before: int, limit: int, after: int, other: int, effective: int, custom: bool, data: st.DataObject
+) -> None:
+    """Interrupted after any window and resumed on other ranks with another limit, every sample comes once."""
+
+    def make(rank: int) -> DataLoader[Any]:
+        if custom:
+            return DataLoader(Numbers(total), batch_sampler=Growing(total))
+        return DataLoader(Numbers(total), 3, shuffle=True)
+
+    asked = None if custom else effective  # batches of several sizes make up no given number
+    try:
+        first, second = feeds(make, before, 2), feeds(make, after, 2)
+        for feed in first:
+            feed.arrange(1, asked, limit)
+        windows = trained_on(first)
+        stop = data.draw(st.integers(0, len(windows)))
+        done = sum(map(len, windows[:stop]))
+        for feed in second:
+            plan = feed.arrange(1, asked, other, samples_done=done)
+            assert plan.micro_batch_size <= other
+            assert_fit([feed], other)
+    except UserError as error:
+        assert "below the number of ranks" in str(error)  # noqa: PT017
+        return
+    rest = trained_on(second)
+    assert sorted(sum(windows[:stop] + rest, [])) == list(range(total))
+    if asked:
+        assert windows[:stop] + rest == windows
+
+
+def test_a_resume_never_passes_the_limit_where_given_batches_join_otherwise() -> None:
+    """Windows that start anew in mid-epoch may be larger than any before: the factor follows."""
+    sizes = [1, 5, 5, 1]
+    ends = [0, *accumulate(sizes)]
+    batches = [list(range(a, b)) for a, b in pairwise(ends)]
+    (feed,) = feeds(lambda rank: DataLoader(Numbers(12), batch_sampler=batches), 1, 2)  # type: ignore[arg-type]
+    assert feed.arrange(0, None, 3).factor == 4  # two batches, each in two parts
+    assert_fit([feed], 3)
+    plan = feed.arrange(0, None, 3, samples_done=1)
+    assert (plan.effective_batch_size, plan.factor) == (10, 4)
+    assert trained_on([feed]) == [list(range(1, 11)), [11]]
+
+
+class Own(BatchSampler):
+    """A batch sampler of the user's own."""
+
+
+def grouped(total: int, batch: int, *, drop_last: bool = False) -> DataLoader[int]:
+    return DataLoader(Numbers(total), batch_sampler=Own(SequentialSampler(range(total)), batch, drop_last))
+
+
+@settings(deadline=None)
+@given(TOTALS, BATCHES, FACTORS, LIMITS, st.integers(1, 4))
+def test_an_effective_batch_is_a_whole_number_of_a_batch_samplers_batches(
+    total: int, batch: int, factor: int, limit: int, number: int
+) -> None:
+    """What is asked for replaces the recipe's factor; batches are not mixed, and the last one may be ragged."""
+    batches = [list(range(start, min(start + batch, total))) for start in range(0, total, batch)]
+    (feed,) = feeds(lambda rank: grouped(total, batch), 1, factor)
+    assert feed.keeps_groups
+    effective = number * max(map(len, batches))
+    plan = feed.arrange(0, effective, limit)
+    assert plan.micro_batch_size <= limit
+    assert plan.effective_batch_size == effective or total < effective
+    assert feed.steps(0, effective) == -(-len(batches) // number)
+    assert trained_on([feed]) == cut(list(range(total)), effective)
+    assert_fit([feed], limit)
+    assert not mixed(feed, batches)
+
+
+@pytest.mark.parametrize(
+    ("make", "effective", "message"),
+    [
+        (
+            lambda rank: grouped(20, 4),
+            6,
+            r"=6 is no whole number of batches of 4 samples, .* Own .*use a multiple of 4\.",
+        ),
+        (lambda rank: grouped(20, 4), 3, r"=3 is no whole number of batches of 4 .*use a multiple of 4\."),
+        (
+            lambda rank: DataLoader(Numbers(12), batch_sampler=Growing(12)),
+            6,
+            r"=6 is no whole number of batches of 1 to 3 samples, .* Growing .*Trainer\(accumulate_grad_batches=…\)",
+        ),
+    ],
+)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_an_effective_batch_that_would_mix_batches_of_a_batch_sampler_is_refused(
+    make: Callable[[int], DataLoader[Any]], effective: int, message: str, world_size: int
+) -> None:
+    """They may belong together: pairs, classes in balance, lengths alike."""
+    for feed in feeds(make, world_size):
+        with pytest.raises(UserError, match=rf"effective_batch_size{message}"):
+            feed.arrange(0, effective, 2)
+
+
+def test_windows_of_a_batch_sampler_are_shared_among_ranks() -> None:
+    """There each rank has a part of every batch, or of several: what belongs together is not kept."""
+    ranks = feeds(lambda rank: grouped(20, 4), 2)
+    for feed in ranks:
+        assert not feed.keeps_groups
+        assert feed.arrange(0, 8, 3).effective_batch_size == 8
+    assert trained_on(ranks) == cut(list(range(20)), 8)
+    assert_fit(ranks, 3)
+
+
+def test_the_largest_batch_fits_even_in_a_window_of_few_samples() -> None:
+    """Batches of 5 and 5 make up the largest window, and one of 8 is in another."""
+    sizes = [5, 5, 1, 8]
+    batches = [list(range(a, b)) for a, b in pairwise([0, *accumulate(sizes)])]
+    (feed,) = feeds(lambda rank: DataLoader(Numbers(19), batch_sampler=batches), 1, 2)  # type: ignore[arg-type]
+    assert feed.arrange(0, None, 5).effective_batch_size == 10
+    assert trained_on([feed]) == [list(range(10)), list(range(10, 19))]
+    assert_fit([feed], 5)
+
+
+@pytest.mark.parametrize("shard", [True, False])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_distributed_sampler_is_never_sharded_twice(world_size: int, shard: bool) -> None:
+    """Its ranks share its one order, whether or not the Trainer may add a sampler of its own."""
+
+    def make(rank: int) -> DataLoader[int]:
+        dataset = Numbers(23)
+        sampler: DistributedSampler[int] = DistributedSampler(dataset, world_size, rank, shuffle=True, seed=3)
+        return DataLoader(dataset, 2, sampler=sampler)
+
+    ranks = feeds(make, world_size, 2, shard=shard)
+    for feed in ranks:
+        feed.arrange(4, None, 2)
+    order = torch.randperm(23, generator=torch.Generator().manual_seed(3 + 4)).tolist()
+    assert trained_on(ranks) == cut(order, 4 * world_size)
+
+
+@pytest.mark.parametrize("shard", [True, False])
+def test_a_batch_sampler_over_a_distributed_sampler_is_each_ranks_own(shard: bool) -> None:
+    """Every rank's batches are already its share: all samples come, none twice."""
+
+    def make(rank: int) -> DataLoader[int]:
+        sampler: DistributedSampler[int] = DistributedSampler(Numbers(24), 2, rank, shuffle=False)
+        return DataLoader(Numbers(24), batch_sampler=Own(sampler, 4, drop_last=False))
+
+    ranks = feeds(make, 2, shard=shard)
+    for feed in ranks:
+        assert feed.arrange(0, None, 3).effective_batch_size == 8
+        assert feed.ranks_apart == 2
+    assert trained_on(ranks) == cut(list(range(24)), 8)
+
+
+def test_ranks_with_orders_of_their_own_share_windows_evenly() -> None:
+    """Without sharding each rank goes through the whole order; an effective batch that leaves a rest is refused."""
+    ranks = feeds(lambda rank: DataLoader(Numbers(10), 2), 2, shard=False)
+    for feed in ranks:
+        feed.arrange(0, 8, 3)
+    assert trained_on(ranks) == [sorted(window * 2) for window in cut(list(range(10)), 4)]
+    with pytest.raises(UserError, match=r"effective_batch_size=9 is not a multiple of the 2 ranks.*use 8\."):
+        ranks[0].arrange(0, 9, 3)
+
+
+@settings(deadline=None)
+@given(TOTALS, BATCHES, FACTORS, LIMITS, st.booleans(), st.none() | st.integers(1, 12))
+def test_streams_are_cut_as_they_come(
+    total: int, batch: int, factor: int, limit: int, sized: bool, trainer_limit: int | None
+) -> None:
+    """A stream yields its samples in its order; with a length the epoch's end is known, otherwise not."""
+    dataset = SizedCounting(total) if sized else Counting(total)
+    (feed,) = feeds(
+        lambda rank: DataLoader(dataset, batch),
+        1,
+        factor,
+        limit_batches=1.0 if trainer_limit is None else trainer_limit,
+    )
+    feed.arrange(0, None, limit)
+    assert feed.counted_later
+    assert (feed.length is None) == (not sized)
+    used = total if trainer_limit is None else min(total, trainer_limit * batch)
+    assert feed.total(0) == (used if sized else None if trainer_limit is None else trainer_limit * batch)
+    assert feed.loader is not None
+    batches = [part.tolist() for part in feed.loader]
+    assert sum(batches, []) == list(range(used))
+    windows = [
+        sum((batches[index] for index in indices), [])
+        for _, indices in groupby(range(len(batches)), key=lambda index: feed.chunk(index).window)
+    ]
+    assert windows == cut(list(range(used)), batch * factor)
+    assert max(map(len, batches)) <= limit
+
+
+def test_a_fraction_of_a_stream_without_a_length_is_refused() -> None:
+    """As by Lightning: a share of what is not known."""
+    (feed,) = feeds(lambda rank: DataLoader(Counting(9), 2), 1, limit_batches=0.5)
+    with pytest.raises(UserError, match=r"limit_train_batches=0.5 is a fraction.*whole number of batches"):
+        feed.arrange(0, None, 2)
+
+
+def test_nothing_is_fetched_before_the_micro_batch_is_known() -> None:
+    """Until it is armed the loader yields nothing, but it has the epoch's length already."""
+    (feed,) = feeds(lambda rank: DataLoader(Numbers(10), 2), 1, 2)
+    feed.arrange(0, None, 4, armed=False)
+    assert feed.loader is not None
+    assert (list(feed.loader), len(feed.loader), feed.epoch) == ([], 3, None)
+    feed.arrange(0, None, 1)
+    assert (len(list(feed.loader)), len(feed.loader), feed.epoch) == (10, 10, 0)
+
+
+def test_drop_last_drops_the_ragged_window() -> None:
+    """Not the ragged batch: three windows of eight of the thirty samples. One that drops all is refused."""
+    (feed,) = feeds(lambda rank: DataLoader(Numbers(30), 4, drop_last=True), 1, 2)
+    feed.arrange(0, None, 3)
+    assert trained_on([feed]) == cut(list(range(24)), 8)
+    with pytest.raises(UserError, match=r"effective_batch_size=31.*30 samples.*drop_last=False"):
+        feed.arrange(0, 31, 3)
+
+
+def test_samples_are_looked_at_from_all_over_the_dataset() -> None:
+    """For a probe: spread over a dataset that has indices, the first of an order that has not."""
+    (feed,) = feeds(lambda rank: DataLoader(Numbers(1000), 2, shuffle=True), 1)
+    indices = feed.sample_indices(0, most=10)
+    edges = [0, *sorted(indices), 1000]
+    assert len(set(indices)) == 10
+    assert max(later - earlier for earlier, later in pairwise(edges)) < 200
+    (custom,) = feeds(lambda rank: DataLoader(Numbers(9), batch_sampler=Growing(9)), 1)
+    assert custom.sample_indices(0, most=4) == [0, 1, 2, 3]
+    (stream,) = feeds(lambda rank: DataLoader(Counting(9), 2), 1)
+    assert len(stream.sample_indices(0, most=4)) == 4
+
+
+def test_overfitting_keeps_the_order_of_the_dataset() -> None:
+    """``overfit_batches`` turns shuffling off; a batch sampler of the user's own stays, as in Lightning."""
+    (feed,) = feeds(lambda rank: DataLoader(Numbers(10), 2, shuffle=True), 1, limit_batches=2, shuffle=False)
+    feed.arrange(5, None, 1)
+    assert trained_on([feed]) == [[0, 1], [2, 3]]
+    (custom,) = feeds(lambda rank: DataLoader(Numbers(9), batch_sampler=Growing(9)), 1, limit_batches=2, shuffle=False)
+    custom.arrange(0, None, 1)
+    assert trained_on([custom]) == [[0], [1, 2]]

@@ -1,0 +1,99 @@
+"""The allocator's own events, read as the stream of a step; its statistics are in ``test_memory``."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_ga.memory.allocator import AllocatorMeter, RetryWatch, events_as_trace
+from lightning_ga.probe.prediction import extrapolate
+
+
+def alloc(address: int, size: int) -> dict[str, Any]:
+    return {"action": "alloc", "addr": address, "size": size, "stream": 0}
+
+
+def free(address: int, size: int) -> list[dict[str, Any]]:
+    """The allocator notes when a release is asked for and when it is done."""
+    event = {"addr": address, "size": size, "stream": 0}
+    return [{"action": "free_requested", **event}, {"action": "free_completed", **event}]
+
+
+def step(samples: int) -> list[dict[str, Any]]:
+    """A gradient from before is released, activations and a workspace come and go, a new gradient stays."""
+    return [
+        {"action": "segment_alloc", "addr": 0, "size": 2 << 20},
+        alloc(10, 1000 * samples),
+        alloc(20, 8_519_680),
+        *free(20, 8_519_680),
+        *free(5, 700),
+        alloc(20, 4000 * samples),
+        *free(20, 4000 * samples),
+        *free(10, 1000 * samples),
+        alloc(30, 700),
+    ]
+
+
+def test_blocks_of_the_allocator_are_the_storages_of_a_step() -> None:
+    trace = events_as_trace(step(4), samples=4, alive=10_240)
+    assert trace.sizes == (10_240 - 1024, 4000, 8_519_680, 700, 16_000, 700)
+    assert trace.events == (0, 3, 1, 2, ~3, ~2, 4, ~4, ~1, 5)
+    assert trace.peak(512) == 10_240 + 4096 + 8_519_680
+
+
+def test_an_address_may_be_used_again_and_again() -> None:
+    events = [alloc(1, 512), *free(1, 512), alloc(1, 1024), *free(1, 1024)]
+    assert events_as_trace(events, samples=2, alive=0).sizes == (0, 512, 1024)
+
+
+def test_two_histories_predict_a_third() -> None:
+    """A workspace that no tensor holds leads for small batches, and is part of the prediction."""
+    prediction = extrapolate(*(events_as_trace(step(samples), samples, 10_240) for samples in (4, 8)), rounding=512)
+    assert prediction is not None
+    for samples in (2, 100, 5000):
+        assert prediction(samples) == events_as_trace(step(samples), samples, 10_240).peak(512)
+
+
+def test_segments_before_a_step_are_kept_with_it() -> None:
+    """A hole, what stays, and a block that the step releases, by its address."""
+    blocks = [("active_allocated", 2048), ("inactive", 512), ("active_allocated", 1024)]
+    segment = {
+        "address": 4096,
+        "segment_type": "small",
+        "blocks": [{"state": state, "size": size} for state, size in blocks],
+    }
+    trace = events_as_trace([*free(4096 + 2560, 1000), alloc(1, 512)], samples=2, alive=3072, segments=[segment])
+    assert trace.layout == ((True, ((2048, 0), (512, -1), (1024, 1))),)
+    assert trace.sizes == (2048, 1000, 512)
+    assert trace.events == (0, 1, ~1, 2)
+
+
+def test_an_allocator_that_begins_to_struggle_is_noticed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What happened before the first window was over is warming up."""
+    stats = {"num_ooms": 1, "num_alloc_retries": 4}
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
+    watch = RetryWatch(torch.device("cuda", 0))
+    assert not watch.struggles()
+    assert not watch.struggles()
+    stats["num_alloc_retries"] += 1
+    assert watch.struggles()
+    stats["num_alloc_retries"] += 1
+    assert not watch.struggles()
+    assert not RetryWatch(torch.device("cpu")).struggles()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_history_has_the_peak_of_the_statistics() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    meter = AllocatorMeter(device)
+    layer = torch.nn.Linear(512, 512, device=device)
+    for samples in (64, 128):
+        meter.start(record=True)
+        layer(torch.randn(samples, 512, device=device)).square().sum().backward()
+        peak, undisturbed = meter.finish()
+        trace = meter.trace(samples)
+        assert undisturbed
+        assert trace is not None
+        assert trace.peak(512) == peak
+        layer.zero_grad()

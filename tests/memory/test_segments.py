@@ -1,0 +1,218 @@
+"""What a caching allocator reserves for a stream, and a search for what fits into that."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from lightning_ga.memory.segments import KIB, MIB, Segments, replay_segments
+from lightning_ga.memory.trace import Segment, Trace
+from lightning_ga.plan.records import ProbeResult, Trial, outdated
+from lightning_ga.probe.search import Search, trace_sizes
+
+Action = tuple[int, int]  # a size to allocate and which of the blocks held to release; one of them is 0
+
+ACTIONS = st.lists(
+    st.one_of(
+        st.tuples(st.one_of(st.integers(1, 3 * MIB), st.integers(1, 64 * MIB), st.integers(1, 2000)), st.just(-1)),
+        st.tuples(st.just(0), st.integers(0, 50)),
+    ),
+    max_size=80,
+)
+
+
+def play(actions: Iterable[Action]) -> tuple[Segments, list[int]]:
+    """Allocate and release; the books, and the sizes that are still held."""
+    segments = Segments()
+    held = []
+    for size, place in actions:
+        if size:
+            held.append((size, segments.allocate(size)))
+        elif held:
+            segments.release(held.pop(place % len(held))[1])
+    return segments, [size for size, _ in held]
+
+
+@given(ACTIONS)
+def test_books_balance(actions: list[Action]) -> None:
+    """Blocks hold what was asked for, segments hold the blocks, and all comes back."""
+    segments, held = play(actions)
+    assert segments.allocated >= sum(held)
+    assert segments.reserved >= segments.allocated
+    assert segments.allocated <= sum(held) + len(held) * MIB
+    reserved = segments.reserved
+    segments, _ = play([*actions, *((0, 0) for _ in held)])
+    assert (segments.allocated, segments.reserved) == (0, reserved)
+    sizes = sorted(size for free in segments._free.values() for size, _ in free)
+    assert sum(sizes) == reserved
+    assert all(size % (2 * MIB) == 0 for size in sizes)  # every segment is whole again
+
+
+@pytest.mark.parametrize(
+    ("sizes", "allocated", "reserved"),
+    [
+        ([1], 512, 2 * MIB),
+        ([513], 1024, 2 * MIB),
+        ([MIB], MIB, 2 * MIB),
+        ([MIB + 1], MIB + 512, 20 * MIB),
+        ([MIB] * 3, 3 * MIB, 4 * MIB),
+        ([10 * MIB - 512] * 2, 20 * MIB, 20 * MIB),  # the rest of 10 MiB and 512 bytes is handed out whole
+        ([10 * MIB], 10 * MIB, 10 * MIB),
+        ([10 * MIB + 1], 10 * MIB + 512, 12 * MIB),
+        ([11 * MIB + 512 * KIB], 12 * MIB, 12 * MIB),  # less than 1 MiB is not cut off
+    ],
+)
+def test_the_rules_of_the_native_allocator(sizes: list[int], allocated: int, reserved: int) -> None:
+    segments, _ = play([(size, -1) for size in sizes])
+    assert (segments.allocated, segments.reserved) == (allocated, reserved)
+
+
+def test_a_hole_is_used_before_a_segment_is_added() -> None:
+    """The smallest that is large enough."""
+    actions = [(12 * MIB, -1), (30 * MIB, -1), (0, 0), (0, 0), (11 * MIB, -1), (29 * MIB, -1)]
+    assert play(actions)[0].reserved == 42 * MIB
+    assert play([(30 * MIB, -1), (0, 0), (12 * MIB, -1), (18 * MIB, -1), (1, -1)])[0].reserved == 32 * MIB
+
+
+def layout_of(held: list[Any], numbers: dict[int, int]) -> tuple[Segment, ...]:
+    """The segments of all blocks that are held, with the numbers of those that have one."""
+    heads: dict[int, Any] = {}
+    for block in held:
+        while block.before is not None:
+            block = block.before
+        heads[id(block)] = block
+    found = []
+    for head in heads.values():
+        parts, block = [], head
+        while block is not None:
+            parts.append((block.size, -1 if block.free else numbers.get(id(block), 0)))
+            block = block.after
+        found.append((head.small, tuple(parts)))
+    return tuple(found)
+
+
+@given(ACTIONS, ACTIONS)
+def test_holes_between_what_was_there_before_are_used(before: list[Action], during: list[Action]) -> None:
+    """A replay goes on where the allocator is: the same peaks, whatever is released on the way."""
+    kept = Segments()
+    there: list[tuple[int, Any]] = [(10_000, kept.allocate(10_000))]
+    for size, place in before:
+        if size:
+            there.append((size, kept.allocate(size)))
+        elif len(there) > 1:
+            kept.release(there.pop(place % len(there))[1])
+    initial = there[1::2]  # these are released in the step
+    layout = layout_of([block for _, block in there], {id(block): n for n, (_, block) in enumerate(initial, 1)})
+    device = Segments()
+    blocks: dict[int, Any] = {}
+    for small, parts in layout:
+        adopted = device.adopt(small, [(size, number >= 0) for size, number in parts])
+        blocks |= {number: block for (_, number), block in zip(parts, adopted) if number > 0}
+    alive = device.allocated
+    peak, sizes, events = alive, [size for size, _ in initial], list(range(len(initial) + 1))
+    for size, place in during:
+        if size:
+            sizes.append(size)
+            blocks[len(sizes)] = device.allocate(size)
+            events.append(len(sizes))
+            peak = max(peak, device.allocated)
+        elif blocks:
+            number = sorted(blocks)[place % len(blocks)]
+            device.release(blocks.pop(number))
+            events.append(~number)
+    trace = Trace(1, (alive - sum(size for size, _ in initial), *sizes), tuple(events), layout=layout)
+    assert replay_segments(trace.sizes, trace) == (peak, device.reserved)
+
+
+def stream(samples: int) -> Trace:
+    """A step of many layers, with temporaries of odd sizes: holes that later blocks do not fill."""
+    sizes, events = [200 * MIB], [0]
+    for layer in range(40):
+        kept = len(sizes)
+        sizes += [samples * (90_000 + 7_919 * layer), samples * 41_113 + 1024 * layer]
+        events += [kept, kept + 1, ~(kept + 1)]
+    for layer in range(40):
+        gradient = len(sizes)
+        sizes.append(samples * (61_000 + 5_003 * (40 - layer)))
+        events += [gradient, ~(2 * (39 - layer) + 1), ~gradient]
+    return Trace(samples, tuple(sizes), tuple(events))
+
+
+class Device:
+    """A device whose allocator reserves as the native one does."""
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+
+    def fits(self, samples: int) -> bool:
+        trace = stream(samples)
+        return replay_segments(trace.sizes, trace).reserved <= self.budget
+
+    def run(self, samples: int) -> tuple[Trial, Trace]:
+        trace = stream(samples)
+        peak = replay_segments(trace.sizes, trace).allocated
+        return Trial(samples, peak, self.fits(samples), 0.0), trace
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(500, 20_000))
+@example(536)  # the first prediction is a little low
+@example(582)  # 35 samples need more segments than 36
+def test_a_search_foresees_what_will_be_reserved(budget_mib: int) -> None:
+    """Two traces and one trial, seldom two, and none runs out; a search that counts blocks alone runs out at once."""
+    budget = budget_mib * MIB
+    device = Device(budget)
+    for segmented in (True, False):
+        search = Search(
+            high=100_000, budget=budget, sizes=trace_sizes(100_000, budget), rounding=512, segmented=segmented
+        )
+        trials = []
+        while (size := search.propose()) != search.limit:
+            trial, trace = device.run(size)
+            trials.append(trial)
+            search.record(trial, trace)
+        assert device.fits(search.limit)
+        found = ProbeResult(
+            search.limit, budget, 1, tuple(trials), len(trials), 0.1, search.method, curve=search.curve(search.limit)
+        )
+        if segmented:
+            assert outdated(found, budget, high=100_000) is None  # a cache is of use
+            assert all(trial.fits for trial in trials)
+            assert len(trials) <= 4
+            assert search.method == "replay"
+            assert not all(map(device.fits, range(search.limit + 1, search.limit + max(2, search.limit // 50) + 1)))
+        else:
+            assert search.limit >= 0.9 * max(1, search.ceiling - 1)
+
+
+def compare_with_cuda() -> None:
+    """The books and the device's statistics, over a thousand blocks of random sizes."""
+    generator = torch.Generator().manual_seed(0)
+    segments, held = Segments(), []
+    for _ in range(1000):
+        choice, place, scale = torch.randint(1 << 30, (3,), generator=generator).tolist()
+        if held and choice % 2:
+            segments.release(held.pop(place % len(held))[1])
+        else:
+            size = 1 + place % (2000, 3 * MIB, 64 * MIB)[scale % 3]
+            held.append((torch.empty(size, dtype=torch.uint8, device="cuda"), segments.allocate(size)))
+        assert (torch.cuda.memory_allocated(), torch.cuda.memory_reserved()) == (segments.allocated, segments.reserved)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_books_are_those_of_cuda() -> None:
+    """To the byte, in a process of its own: blocks of earlier tests would have holes."""
+    code = "import test_segments; test_segments.compare_with_cuda()"
+    kept = {name: value for name, value in os.environ.items() if "ALLOC_CONF" not in name}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=Path(__file__).parent, env=kept, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,120 @@
+"""What the arguments together ask for."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_ga.errors import UserError
+from lightning_ga.plan.accumulation import plan_accumulation
+from lightning_ga.plan.config import Request, read_request, refuse_unfinished, require_choice
+
+COUNTS = st.integers(1, 300)
+STEPS = st.dictionaries(st.integers(0, 5), COUNTS, min_size=1)
+
+
+def request(
+    effective: Any = None, accumulate: Any = None, micro_batch: Any = "auto", most: int | None = None
+) -> Request:
+    return read_request(effective, accumulate, micro_batch, most)
+
+
+def test_with_no_argument_the_recipe_is_kept() -> None:
+    """Nothing is fixed: no effective batch, no factor, no micro-batch."""
+    asked = request()
+    assert asked.effective_batch(0, micro_batch=7, world_size=2) is None
+    assert (asked.factor(0), asked.micro_batch, asked.most) == (None, None, None)
+
+
+@settings(deadline=None)
+@given(STEPS, st.integers(0, 9), COUNTS, st.integers(1, 8))
+def test_a_factor_makes_the_effective_batch(steps: dict[int, int], epoch: int, limit: int, world_size: int) -> None:
+    """It is factor × micro-batch × ranks, and planning it gives the factor back; before the first entry it is 1."""
+    asked = request(accumulate=steps)
+    factor = next((steps[e] for e in range(epoch, -1, -1) if e in steps), 1)
+    effective = asked.effective_batch(epoch, limit, world_size)
+    assert effective == factor * limit * world_size
+    assert plan_accumulation(effective, micro_batch=limit, world_size=world_size).factor == factor
+
+
+@settings(deadline=None)
+@given(STEPS, st.integers(0, 9))
+def test_an_effective_batch_is_left_to_the_recipe_before_its_first_epoch(steps: dict[int, int], epoch: int) -> None:
+    """The mapping says nothing of the epochs before."""
+    expected = next((steps[e] for e in range(epoch, -1, -1) if e in steps), None)
+    assert request(effective=steps).effective_batch(epoch, micro_batch=4, world_size=2) == expected
+
+
+@settings(deadline=None)
+@given(COUNTS, st.none() | COUNTS, st.none() | COUNTS)
+def test_what_the_user_fixed_is_obeyed(found: int, fixed: int | None, most: int | None) -> None:
+    """A fixed micro-batch is taken whatever was found, and neither passes the most."""
+    bounds = [bound for bound in (most,) if bound is not None]
+    assert request(micro_batch=fixed or "auto", most=most).capped(found) == min([fixed or found, *bounds])
+
+
+@settings(deadline=None)
+@given(STEPS, COUNTS, st.none() | COUNTS, st.integers(1, 6), st.integers(0, 4), st.integers(1, 4))
+def test_no_larger_micro_batch_is_probed_than_an_epoch_can_use(
+    steps: dict[int, int], recipe: int, total: int | None, world_size: int, first: int, epochs: int
+) -> None:
+    """It is the largest chunk of any of these epochs if memory were no limit."""
+    asked = request(effective=steps)
+    shares = []
+    for epoch in range(first, first + epochs):
+        effective = asked.effective(epoch) or recipe
+        window = effective if total is None else min(effective, total)
+        shares.append(-(-window // world_size))
+    assert asked.useful_limit(range(first, first + epochs), recipe=recipe, total=total, world_size=world_size) == max(
+        shares
+    )
+
+
+@settings(deadline=None)
+@given(STEPS, COUNTS, st.integers(1, 2000), st.integers(1, 6))
+def test_a_fixed_factor_leaves_a_full_window_an_epoch(
+    steps: dict[int, int], recipe: int, total: int, world_size: int
+) -> None:
+    """A larger micro-batch than the useful limit would not fill one window in some epoch."""
+    asked = request(accumulate=steps)
+    limit = asked.useful_limit(range(8), recipe=recipe, total=total, world_size=world_size)
+    largest = max(asked.effective_batch(epoch, limit, world_size) or 0 for epoch in range(8))
+    one_more = max(asked.effective_batch(epoch, limit + 1, world_size) or 0 for epoch in range(8))
+    assert one_more > total
+    assert largest <= total or limit == 1
+
+
+def test_a_fixed_factor_on_a_stream_tries_up_to_the_recipe() -> None:
+    """Without a length there is nothing else to go by; a cap still holds."""
+    assert request(accumulate=4).useful_limit(range(1), recipe=32, total=None, world_size=2) == 32
+    assert request(accumulate=4, most=5).useful_limit(range(1), recipe=32, total=None, world_size=2) == 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"effective": 8, "accumulate": 2}, "effective_batch_size=8 and accumulate=2 exclude each other.*Give one"),
+        ({"effective": -8}, "effective_batch_size=-8 must be at least 1"),
+        ({"effective": {1: 0}}, r"effective_batch_size\[1\]=0 must be at least 1"),
+        ({"accumulate": 1.5}, "accumulate=1.5 must be a whole number"),
+        ({"micro_batch": "large"}, """micro_batch_size='large' must be a whole number of at least 1, or "auto"."""),
+        ({"micro_batch": 0}, "micro_batch_size=0 must be at least 1"),
+        ({"micro_batch": None}, "micro_batch_size=None must be a whole number"),
+        ({"most": 0}, "max_micro_batch_size=0 must be at least 1"),
+    ],
+)
+def test_a_wrong_argument_is_refused(arguments: dict[str, Any], message: str) -> None:
+    """One sentence with the name as the user typed it, the value and the rule."""
+    with pytest.raises(UserError, match=message):
+        request(**arguments)
+
+
+def test_choices_and_unfinished_arguments_are_named() -> None:
+    """What is right passes, what is not is said with the choices or with what to do instead."""
+    require_choice(colour=("red", ("red", "blue")))
+    refuse_unfinished(colour=("red", "red", "paint"))
+    with pytest.raises(UserError, match=r"^colour='green' must be one of 'red', 'blue'\.$"):
+        require_choice(shape=(1, (1, 2)), colour=("green", ("red", "blue")))
+    with pytest.raises(UserError, match=r"^colour='blue' is not available in this version, only 'red': paint\.$"):
+        refuse_unfinished(colour=("blue", "red", "paint"))

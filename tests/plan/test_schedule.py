@@ -1,0 +1,91 @@
+"""A number, a mapping or a callable: each becomes the same function of the epoch."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_ga.errors import UserError
+from lightning_ga.plan.schedule import as_schedule, largest
+
+COUNTS = st.integers(1, 10_000)
+STEPS = st.dictionaries(st.integers(0, 30), COUNTS, min_size=1)
+
+
+@settings(deadline=None)
+@given(STEPS)
+def test_a_mapping_holds_from_its_epoch_on(steps: dict[int, int]) -> None:
+    """At each epoch the last entry that has begun counts; before the first there is none."""
+    schedule = as_schedule(steps, name="n")
+    current = None
+    for epoch in range(40):
+        current = steps.get(epoch, current)
+        assert schedule(epoch) == current
+
+
+@settings(deadline=None)
+@given(STEPS)
+def test_the_order_of_a_mapping_does_not_matter(steps: dict[int, int]) -> None:
+    """Entries may be written in any order, and epochs as YAML or JSON keys, which are text."""
+    turned = as_schedule({str(epoch): steps[epoch] for epoch in reversed(steps)}, name="n")  # type: ignore[misc]
+    assert [turned(epoch) for epoch in range(40)] == [as_schedule(steps, name="n")(epoch) for epoch in range(40)]
+
+
+def test_the_callers_mapping_is_neither_changed_nor_watched() -> None:
+    """A mapping changed afterwards changes nothing."""
+    steps = {0: 4}
+    schedule = as_schedule(steps, name="n")
+    assert schedule(9) == 4
+    steps[0] = 8
+    assert schedule(9) == 4
+    assert steps == {0: 8}
+
+
+@settings(deadline=None)
+@given(COUNTS, st.integers(0, 1000))
+def test_a_number_holds_for_every_epoch(count: int, epoch: int) -> None:
+    """A number, a mapping that starts at 0 and a callable that returns it are the same schedule."""
+    for value in (count, {0: count}, lambda _epoch: count):
+        assert as_schedule(value, name="n")(epoch) == count
+
+
+def test_nothing_said_is_nothing_known() -> None:
+    """``None`` leaves every epoch to the recipe."""
+    assert as_schedule(None, name="n")(3) is None
+    assert largest(as_schedule(None, name="n"), range(3)) is None
+
+
+@settings(deadline=None)
+@given(STEPS, st.integers(0, 20), st.integers(0, 20))
+def test_the_largest_count_is_that_of_a_loop_over_the_epochs(steps: dict[int, int], first: int, epochs: int) -> None:
+    """It is not known where one epoch is left open, or where there is none."""
+    schedule = as_schedule(steps, name="n")
+    counts = [schedule(epoch) for epoch in range(first, first + epochs)]
+    expected = None if None in counts or not counts else max(c for c in counts if c is not None)
+    assert largest(schedule, range(first, first + epochs)) == expected
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (0, "^n=0 must be at least 1"),
+        (True, "^n=True must be a whole number"),
+        (2.0, "^n=2.0 must be a whole number"),
+        ("8", "^n='8' must be a whole number"),
+        ({}, r"^n=\{\} is empty: give at least one epoch, for example \{0: 32\}"),
+        ({0: 8, 3: 0}, r"^n\[3\]=0 must be at least 1"),
+        ({-1: 8}, "^n has the epoch -1; epochs are whole numbers and start at 0"),
+        ({"first": 8}, "^n has the epoch 'first'"),
+        ({True: 8}, "^n has the epoch True"),
+    ],
+)
+def test_a_wrong_schedule_is_refused_at_once(value: object, message: str) -> None:
+    """The message names the argument, the epoch and the rule."""
+    with pytest.raises(UserError, match=message):
+        as_schedule(value, name="n")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("returned", [0, 1.5, None])
+def test_a_callable_is_checked_when_it_answers(returned: object) -> None:
+    """A wrong count is refused with the epoch it was returned for."""
+    with pytest.raises(UserError, match=rf"n\(epoch=7\)={returned} must be"):
+        as_schedule(lambda _epoch: returned, name="n")(7)  # type: ignore[arg-type, return-value]

@@ -1,0 +1,113 @@
+"""Remembered limits: written whole, read back equal, and never a reason to fail."""
+
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_ga.plan.records import ProbeResult, Timing, Trial
+from lightning_ga.probe.cache import LimitCache, cache_folder
+
+STEP = {"model": "abc", "budget": 1000}
+FOUND = ProbeResult(
+    limit=8,
+    budget_bytes=1000,
+    peak_bytes=990,
+    trials=(Trial(4, 600, True, 0.1), Trial(8, 990, True, 0.2)),
+    steps=4,
+    seconds=0.5,
+    method="replay",
+    curve=((1, 300), (8, 990), (9, 1090)),
+    timings=(Timing(8, 2, 0.25),),
+    fastest=8,
+)
+
+
+def test_what_is_written_is_read_back(tmp_path: Path) -> None:
+    cache = LimitCache(tmp_path / "made" / "on the way")
+    assert cache.read(STEP) is None
+    cache.write(STEP, FOUND)
+    assert cache.read(STEP) == FOUND
+    assert cache.read({**STEP, "budget": 1001}) is None
+    assert [path.suffix for path in cache.folder.iterdir()] == [".json"]
+
+
+def test_order_of_the_description_does_not_matter(tmp_path: Path) -> None:
+    LimitCache(tmp_path).write(STEP, FOUND)
+    assert LimitCache(tmp_path).read(dict(reversed(STEP.items()))) == FOUND
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "{", "[]", "3", '{"probe": null}', '{"probe": {"limit": 3}}', "\x00\xff", '{"probe": {"trials": 1}}'],
+)
+def test_a_corrupt_file_is_ignored_with_a_warning_and_mended(tmp_path: Path, content: str) -> None:
+    cache = LimitCache(tmp_path)
+    cache.write(STEP, FOUND)
+    (file,) = tmp_path.iterdir()
+    file.write_text(content, encoding="latin-1")
+    with pytest.warns(UserWarning, match=f"{file.name} cannot be read .*so the limit is looked for again"):
+        assert cache.read(STEP) is None
+    cache.write(STEP, FOUND)
+    assert cache.read(STEP) == FOUND
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"limit": None},
+        {"limit": 0},
+        {"limit": True},
+        {"limit": 8.0},
+        {"peak_bytes": "990"},
+        {"fastest": -1},
+        {"fastest": 9},
+        {"method": 3},
+        {"curve": [[1, "x"]]},
+        {"trials": [{"micro_batch_size": None, "peak_bytes": 1, "fits": True, "seconds": 1}]},
+        {"timings": [{"micro_batch_size": 8, "factor": 0, "seconds": 1}]},
+    ],
+    ids=str,
+)
+def test_values_of_another_kind_are_no_result(tmp_path: Path, change: dict[str, Any]) -> None:
+    cache = LimitCache(tmp_path)
+    cache.write(STEP, FOUND)
+    (file,) = tmp_path.iterdir()
+    content = json.loads(file.read_text())
+    content["probe"] |= change
+    file.write_text(json.dumps(content))
+    with pytest.warns(UserWarning, match="cannot be read"):
+        assert cache.read(STEP) is None
+
+
+def test_an_unwritable_folder_is_a_warning(tmp_path: Path) -> None:
+    """A file stands where the folder should be: not even root can write there."""
+    (tmp_path / "taken").write_text("")
+    cache = LimitCache(tmp_path / "taken" / "cache")
+    with pytest.warns(UserWarning, match="cannot be written .*so the limit is not remembered"):
+        cache.write(STEP, FOUND)
+    assert cache.read(STEP) is None
+
+
+def test_a_write_that_fails_half_way_leaves_the_old_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = LimitCache(tmp_path)
+    cache.write(STEP, FOUND)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.warns(UserWarning, match="No space left"):
+        cache.write(STEP, ProbeResult(**{**asdict(FOUND), "limit": 9}))
+    assert cache.read(STEP) == FOUND
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_the_users_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert cache_folder() == Path(os.environ["XDG_CACHE_HOME"]) / "lightning_ga"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cache_folder() == tmp_path / ".cache" / "lightning_ga"

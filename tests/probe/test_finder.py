@@ -1,0 +1,465 @@
+"""``find_micro_batch`` on real training steps: the truth is an exhaustive check under ``limit_memory``."""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+
+import pytest
+import timm
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+from torch.utils.checkpoint import checkpoint
+
+from lightning_ga.errors import UserError
+from lightning_ga.memory.live_tensors import LiveMemory
+from lightning_ga.plan.records import ProbeResult
+from lightning_ga.probe.finder import find_micro_batch
+from lightning_ga.testing import limit_memory
+
+Step = Callable[[int], object]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def plain_loop(
+    model: nn.Module,
+    inputs: Tensor,
+    *,
+    loss: Callable[[Tensor], Tensor] = lambda out: out.float().square().mean(),
+    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.Adam,
+    precision: torch.dtype | None = None,
+) -> Step:
+    steps = optimizer(model.parameters(), lr=1e-3)
+
+    def step(samples: int) -> None:
+        with torch.autocast("cpu", precision) if precision else nullcontext():
+            value = loss(model(inputs[:samples]))
+        value.backward()
+        steps.step()
+        steps.zero_grad()
+
+    return step
+
+
+def pictures(name: str, size: int) -> Step:
+    model = timm.create_model(name, num_classes=10)
+    targets = torch.randint(0, 10, (512,))
+    return plain_loop(
+        model, torch.randn(512, 3, size, size), loss=lambda out: F.cross_entropy(out, targets[: len(out)])
+    )
+
+
+def mlp(**options: object) -> Step:
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 128), nn.ReLU(), nn.Linear(128, 10))
+    return plain_loop(model, torch.randn(4096, 64), **options)  # type: ignore[arg-type]
+
+
+def transformer() -> Step:
+    layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.1, batch_first=True)
+    return plain_loop(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), torch.randn(256, 24, 32))
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        for block in self.blocks:
+            hidden = checkpoint(block, hidden, use_reentrant=False)
+        return hidden
+
+
+def contrastive(out: Tensor) -> Tensor:
+    """A similarity matrix of b × b."""
+    out = F.normalize(out)
+    return F.cross_entropy(out @ out.t() / 0.1, torch.arange(len(out)))
+
+
+class Alone(nn.Module):
+    """One sample at a time: the stream's length depends on the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 32)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return torch.stack([self.layer(sample).tanh() for sample in inputs])
+
+
+LOOPS: dict[str, tuple[Callable[[], Step], int, str]] = {
+    "mlp": (mlp, 700, "replay"),
+    "mlp, sgd": (lambda: mlp(optimizer=torch.optim.SGD), 701, "replay"),
+    "bf16 autocast": (lambda: mlp(precision=torch.bfloat16), 333, "replay"),
+    "checkpointing": (lambda: plain_loop(Checkpointed(), torch.randn(512, 64)), 123, "replay"),
+    "transformer": (transformer, 37, "replay"),
+    "contrastive": (lambda: mlp(loss=contrastive), 300, "replay"),
+    "not aligned": (lambda: plain_loop(Alone(), torch.randn(512, 64)), 77, "phases"),
+    "mobilenetv3 at 32": (lambda: pictures("mobilenetv3_small_050", 32), 80, "replay"),
+    "resnet34d at 64": (lambda: pictures("resnet34d", 64), 33, "replay"),
+}
+
+
+def fits(make: Callable[[], Step], samples: int, budget: int | str) -> int | None:
+    """Peak bytes of a steady step; ``None`` if it runs out of the budget."""
+    step = make()
+    with limit_memory(budget) as memory:
+        step(2)
+        try:
+            step(samples)
+        except torch.OutOfMemoryError:
+            return None
+    return memory.peak_bytes
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_the_limit_itself_is_found(name: str) -> None:
+    """Budgets: just enough for the limit, and one byte less than one sample more takes."""
+    make, limit, method = LOOPS[name]
+    enough = fits(make, limit, "1TiB")
+    more = fits(make, limit + 1, "1TiB")
+    assert enough is not None
+    assert more is not None
+    assert enough < more
+    for budget in (enough, more - 1):
+        found = find_micro_batch(make(), high=1000 if "mlp" in name else 400, budget=budget, device="cpu")
+        assert (found.limit, found.method, found.budget_bytes) == (limit, method, budget)
+        assert found.peak_bytes == enough
+        assert found.steps <= (5 if method == "replay" else 12)
+        assert all(trial.fits for trial in found.trials) or method != "replay"
+
+
+def test_the_limit_on_an_emulated_device_needs_no_budget() -> None:
+    """Inside ``limit_memory`` its budget is the device, real running out of memory included."""
+    budget = fits(mlp, 500, "1TiB")
+    assert budget is not None
+    step = mlp()
+    with limit_memory(budget):
+        found = find_micro_batch(step, high=1000, device="cpu")
+        assert (found.limit, found.method) == (500, "replay")
+        step(found.limit)
+        with pytest.raises(torch.OutOfMemoryError):
+            step(found.limit + 1)
+
+
+def tried(found: ProbeResult) -> list[int]:
+    return [trial.micro_batch_size for trial in found.trials]
+
+
+def test_four_steps_and_nothing_that_does_not_fit_is_run() -> None:
+    sizes: list[int] = []
+    step = mlp()
+
+    def noted(samples: int) -> None:
+        sizes.append(samples)
+        step(samples)
+
+    found = find_micro_batch(noted, high=4096, budget="4 MiB", device="cpu")
+    assert sizes == [2, 4, 8, found.limit]
+    assert tried(found) == sizes[1:]
+    assert found.steps == 4
+    assert found.seconds > sum(trial.seconds for trial in found.trials) > 0
+
+
+def test_a_cpu_without_a_budget_is_only_predicted() -> None:
+    """Two traces after the warm-up: nothing comes near the memory of the machine."""
+    found = find_micro_batch(mlp(), high=4096, device="cpu")
+    assert (found.limit, found.method, found.steps, tried(found)) == (4096, "prediction", 3, [4, 8])
+    assert found.peak_bytes == fits(mlp, 4096, "1TiB")
+
+
+def test_a_prediction_ends_at_a_share_of_the_memory_available(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_ga.probe.prober.available_memory", lambda device: 10 * 2**20)
+    found = find_micro_batch(mlp(), high=10**6, device="cpu")
+    model = 4 * sum(
+        p.numel() for p in nn.ModuleList([nn.Linear(64, 256), nn.Linear(256, 128), nn.Linear(128, 10)]).parameters()
+    )
+    assert 0 <= found.budget_bytes - int(0.8 * 10 * 2**20) - 3 * model < 1000
+    assert found.method == "prediction"
+    assert fits(mlp, found.limit, found.budget_bytes) == found.peak_bytes
+
+
+def test_a_budget_above_the_memory_available_is_only_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_ga.probe.prober.available_memory", lambda device: 10 * 2**20)
+    found = find_micro_batch(mlp(), high=10**6, budget="1TiB", device="cpu")
+    assert (found.method, tried(found)) == ("prediction", [4, 8])
+
+
+@pytest.mark.parametrize("high", [1, 2, 3, 4, 8])
+def test_small_batches_are_tried(high: int) -> None:
+    found = find_micro_batch(mlp(), high=high, budget="1GiB", device="cpu")
+    assert found.limit == high == tried(found)[-1]
+    assert found.steps <= 3
+
+
+def batch_norm() -> Step:
+    model = nn.Sequential(nn.Linear(64, 4000), nn.BatchNorm1d(4000), nn.Linear(4000, 1))
+    return plain_loop(model, torch.randn(64, 64), optimizer=torch.optim.SGD)
+
+
+def test_batch_norm_needs_two_samples() -> None:
+    budget = fits(batch_norm, 2, "1TiB")
+    assert budget is not None
+    assert find_micro_batch(batch_norm(), high=64, budget=budget, device="cpu").limit == 2
+    with pytest.raises(UserError, match=r"micro_batch_size=2, the smallest that runs.*raise memory_budget"):
+        find_micro_batch(batch_norm(), high=64, budget=budget - 1, device="cpu")
+
+
+def test_one_sample_with_batch_norm_is_the_users_error() -> None:
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        find_micro_batch(batch_norm(), high=1, device="cpu")
+
+
+def test_one_sample_may_be_the_limit() -> None:
+    def wide() -> Step:
+        model = nn.Sequential(nn.Linear(8, 50_000), nn.Tanh(), nn.Linear(50_000, 1))
+        return plain_loop(model, torch.randn(64, 8), optimizer=torch.optim.SGD)
+
+    step = wide()
+    with limit_memory("1TiB") as memory:
+        step(1)
+    found = find_micro_batch(wide(), high=64, budget=memory.peak_bytes, device="cpu")
+    assert (found.limit, found.steps, tried(found)) == (1, 3, [2, 1])
+
+
+def test_a_budget_that_no_step_fits_in_says_how_much_it_takes() -> None:
+    with pytest.raises(UserError, match=r"micro_batch_size=1, .* takes at least [\d,]+ bytes, and"):
+        find_micro_batch(mlp(), high=64, budget=300_000, device="cpu")
+
+
+def test_a_budget_that_not_even_the_model_fits_in_is_found_before_any_step() -> None:
+    model = nn.Linear(1000, 1000)
+
+    def step(samples: int) -> None:
+        raise AssertionError("no step may run")
+
+    with pytest.raises(UserError, match=r"model and its optimizer alone take 4,004,000 bytes, .* leaves 1,000,000"):
+        find_micro_batch(step, high=8, budget="1MB", device="cpu", resident=model.parameters)
+
+
+@pytest.mark.parametrize("high", [0, -1, 1.5, True])
+def test_high_must_be_a_count(high: int) -> None:
+    with pytest.raises(UserError, match="high="):
+        find_micro_batch(mlp(), high=high)
+
+
+def test_other_errors_propagate_after_a_reset() -> None:
+    calls: list[str] = []
+
+    def step(samples: int) -> None:
+        calls.append(f"step {samples}")
+        if samples == 8:
+            raise KeyError("a bug")
+
+    with pytest.raises(KeyError, match="a bug"):
+        find_micro_batch(step, high=64, device="cpu", reset=lambda: calls.append("reset"))
+    assert calls == ["step 2", "reset", "step 4", "reset", "step 8", "reset"]
+
+
+def test_an_ambiguous_error_counts_only_if_a_smaller_size_passed() -> None:
+    def engine(limit: int) -> Step:
+        def step(samples: int) -> None:
+            if samples > limit:
+                raise RuntimeError("FIND was unable to find an engine to execute this computation")
+            torch.zeros(samples)
+
+        return step
+
+    found = find_micro_batch(engine(20), high=64, budget="1GiB", device="cpu")
+    assert found.limit == 20
+    assert find_micro_batch(engine(3), high=64, budget="1GiB", device="cpu").limit == 3
+    assert find_micro_batch(engine(9), high=64, budget="1GiB", device="cpu", known=found).limit == 9
+    with pytest.raises(RuntimeError, match="unable to find an engine"):
+        find_micro_batch(engine(0), high=64, budget="1GiB", device="cpu")
+
+
+def test_a_reset_to_the_very_start_does_not_make_every_trial_a_first_step() -> None:
+    """Without the optimizer's state a step takes less; the state is lent to trials and taken back at the end."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    inputs = torch.randn(4096, 64)
+    optimizer = torch.optim.Adam(model.parameters())
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+
+    def step(samples: int) -> None:
+        model(inputs[:samples]).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def reset() -> None:
+        optimizer.state.clear()
+        for parameter, value in zip(model.parameters(), before):
+            parameter.data.copy_(value)
+            parameter.grad = None
+
+    def make() -> Step:
+        return plain_loop(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), inputs)
+
+    budget = fits(make, 600, "1TiB")
+    assert budget is not None
+    found = find_micro_batch(step, high=4096, budget=budget, device="cpu", reset=reset)
+    assert (found.limit, found.method) == (600, "replay")
+    assert not optimizer.state
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters()))
+
+
+def test_an_optimizer_that_already_has_state_counts_whole() -> None:
+    """In the middle of a training its state is older than the meter, and is found by a hook."""
+    budget = fits(mlp, 500, "1TiB")
+    assert budget is not None
+    step = mlp()
+    step(2)
+    assert find_micro_batch(step, high=1000, budget=budget, device="cpu").limit == 500
+
+
+def test_resident_tensors_take_their_part_of_the_budget() -> None:
+    buffer = torch.zeros(1000)
+    budget = fits(mlp, 500, "1TiB")
+    assert budget is not None
+    found = find_micro_batch(mlp(), high=1000, budget=budget + buffer.nbytes, device="cpu", resident=lambda: [buffer])
+    assert (found.limit, found.peak_bytes) == (500, budget + buffer.nbytes)
+
+
+def test_a_trial_far_beyond_the_budget_is_stopped_early() -> None:
+    """The emulated device refuses the first operation that passes the budget."""
+    operations: list[int] = []
+
+    def step(samples: int) -> None:
+        for _ in range(1 if samples <= 10 else 100):
+            operations.append(samples)
+            torch.zeros(1000 * samples if samples > 10 else 10)
+
+    found = find_micro_batch(step, high=400, budget=20_000, device="cpu")
+    assert found.limit == 10
+    assert all(operations.count(size) == 1 for size in set(operations) if size not in (2, 4, 8, 9, 10))
+
+
+class Ranks:
+    """Threads that stand for ranks: ``agree`` waits for all of them."""
+
+    def __init__(self, count: int) -> None:
+        self.answers = [False] * count
+        self.barrier = threading.Barrier(count, timeout=60)
+
+    def agree(self, rank: int) -> Callable[[bool], bool]:
+        def vote(value: bool) -> bool:
+            self.answers[rank] = value
+            self.barrier.wait()
+            every = all(self.answers)
+            self.barrier.wait()
+            return every
+
+        return vote
+
+
+def test_ranks_run_the_same_sizes_and_find_the_smallest_limit() -> None:
+    """One rank has less memory, and another runs out of memory at one size that the meter knows nothing of."""
+    budgets, ranks, found, sizes = [40_000, 20_000, 60_000], Ranks(3), {}, {0: [], 1: [], 2: []}
+
+    def work(rank: int) -> None:
+        def step(samples: int) -> None:
+            sizes[rank].append(samples)
+            if rank == 2 and samples > 30:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            torch.zeros(100, samples)
+
+        found[rank] = find_micro_batch(
+            step, high=90 + rank, budget=budgets[rank], device="cpu", agree=ranks.agree(rank)
+        )
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sizes[0] == sizes[1] == sizes[2]
+    assert {result.limit for result in found.values()} == {30}
+
+
+class FakeCuda:
+    """Statistics of an allocator with a workspace that no tensor holds, over the live tensors of a CPU."""
+
+    memory: LiveMemory
+    segmented = False
+
+    def __init__(self, device: torch.device) -> None:
+        assert device.type == "cuda"
+
+    def allocated(self) -> int:
+        return self.memory.live_bytes
+
+    def start(self, *, record: bool = False) -> None:
+        self.memory.start()
+
+    def trace(self, samples: int) -> None:
+        return None
+
+    def stop(self) -> None:
+        pass
+
+    def finish(self) -> tuple[int, bool]:
+        return self.memory.peak_bytes + 10_000, self.memory.peak_bytes < 500_000
+
+
+class Elsewhere(FakeCuda):
+    """The device of a step that runs on another one."""
+
+    recordings = 0
+
+    def allocated(self) -> int:
+        return 0
+
+    def start(self, *, record: bool = False) -> None:
+        Elsewhere.recordings += record
+
+    def finish(self) -> tuple[int, bool]:
+        return 0, True
+
+    def stop(self) -> None:
+        Elsewhere.recordings = 0
+
+
+def test_a_step_that_takes_nothing_of_the_device_runs_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything would fit there."""
+    monkeypatch.setattr("lightning_ga.probe.prober.AllocatorMeter", Elsewhere)
+    monkeypatch.setattr("lightning_ga.probe.prober.available_memory", lambda device: 10**6)
+    with pytest.raises(UserError, match="takes no memory on device 'cuda': give find_micro_batch the device="):
+        find_micro_batch(lambda samples: torch.zeros(samples), high=64, device="cuda")
+
+
+def test_an_interrupted_probe_records_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_ga.probe.prober.AllocatorMeter", Elsewhere)
+    monkeypatch.setattr("lightning_ga.probe.prober.available_memory", lambda device: 10**6)
+
+    def step(samples: int) -> None:
+        assert Elsewhere.recordings
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        find_micro_batch(step, high=64, device="cuda")
+    assert not Elsewhere.recordings
+
+
+def test_on_cuda_the_statistics_of_the_allocator_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that ran, but only after the allocator emptied its cache, does not fit."""
+    FakeCuda.memory = LiveMemory()
+    monkeypatch.setattr("lightning_ga.probe.prober.AllocatorMeter", FakeCuda)
+    monkeypatch.setattr("lightning_ga.probe.prober.available_memory", lambda device: 10**6)
+    sizes: list[int] = []
+
+    def step(samples: int) -> None:
+        sizes.append(samples)
+        torch.zeros(1000, samples)
+
+    with FakeCuda.memory:
+        found = find_micro_batch(step, high=4096, device="cuda")
+    assert found.limit == 124
+    assert 125 in sizes
+    assert found.peak_bytes == 4000 * 124 + 10_000
+    assert sizes[:4] == [2, 4, 8, 247]

@@ -1,0 +1,55 @@
+"""State of optimizers that are only seen to step."""
+
+import torch
+from torch import nn
+
+from lightning_ga.probe.optimizers import SteppingOptimizers
+
+
+def stepped() -> tuple[nn.Module, torch.optim.Optimizer, SteppingOptimizers]:
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    seen = SteppingOptimizers()
+    seen.note(optimizer)
+    return model, optimizer, seen
+
+
+def test_state_that_a_reset_dropped_is_lent_and_nothing_is_kept() -> None:
+    model, optimizer, seen = stepped()
+    averages = optimizer.state[model.weight]["exp_avg"]
+    seen.borrow()
+    optimizer.state.clear()
+    seen.lend()
+    assert optimizer.state[model.weight]["exp_avg"] is averages
+    optimizer.state.clear()
+    seen.lend()
+    assert not optimizer.state
+
+
+def test_state_that_a_reset_left_stays() -> None:
+    model, optimizer, seen = stepped()
+    seen.borrow()
+    optimizer.state[model.weight] = {"mine": 1}
+    seen.lend()
+    assert optimizer.state[model.weight] == {"mine": 1}
+
+
+def test_tensors_are_parameters_gradients_and_state() -> None:
+    _, _, seen = stepped()
+    sizes = sorted(tensor.numel() for tensor in seen.tensors() if tensor is not None)
+    assert sizes == sorted([8, 8, 8, 8, 1, 2, 2, 2, 2, 1])
+
+
+def test_gradients_are_there_after_a_failed_step_as_they_were_before() -> None:
+    model, optimizer, seen = stepped()
+    graded = seen.graded()
+    optimizer.zero_grad()
+    seen.regrade(graded)
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    optimizer.zero_grad()
+    empty = seen.graded()
+    model(torch.ones(1, 4)).sum().backward()
+    seen.regrade(empty)
+    assert all(parameter.grad is None for parameter in model.parameters())

@@ -1,0 +1,296 @@
+"""The search, on fake devices whose limit is known."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from streams import CONSTANT_OR_GROWING, SQUARES, UNFORESEEN, FakeDevice, Size, linear, streams
+
+from lightning_ga.memory.trace import Trace, canonical
+from lightning_ga.plan.records import ProbeResult, Trial, lowered, outdated
+from lightning_ga.probe.search import Search, trace_sizes
+
+
+def run(device: Callable[[int], tuple[Trial, Trace | None]], search: Search) -> Search:
+    while (size := search.propose()) != search.limit:
+        assert size < search.ceiling
+        search.record(*device(size))
+    return search
+
+
+@settings(deadline=None, max_examples=300)
+@given(streams(CONSTANT_OR_GROWING), st.integers(8, 400), st.data())
+def test_aligned_streams_take_three_steps(stream: tuple[list[Size], list[int]], high: int, data: st.DataObject) -> None:
+    """Two traces and one trial, which is the limit; nothing that does not fit is ever run."""
+    device = FakeDevice(stream, 0)
+    device.budget = data.draw(st.integers(device.trace(8).peak(), device.trace(high + 20).peak() + 1))
+    search = run(device, Search(high=high, budget=device.budget))
+    assert search.limit == device.limit(high)
+    assert device.tried[:2] == [4, 8]
+    assert len(device.tried) <= 3
+    assert search.ceiling == high + 1
+
+
+@settings(deadline=None, max_examples=400)
+@given(
+    streams(st.one_of(CONSTANT_OR_GROWING, SQUARES, UNFORESEEN)),
+    st.integers(1, 600),
+    st.booleans(),
+    st.sampled_from([(4, 8), (2, 4), (2, 3)]),
+    st.data(),
+)
+def test_the_limit_is_always_found(
+    stream: tuple[list[Size], list[int]],
+    high: int,
+    traced: bool,
+    sizes: tuple[int, int],
+    data: st.DataObject,
+) -> None:
+    """Aligned or not, foreseen or not: the limit was tried and fits, and one more sample does not fit."""
+    device = FakeDevice(stream, 0, traced=traced)
+    device.budget = data.draw(st.integers(0, device.trace(high + 20).peak() + 1))
+    search = run(device, Search(high=high, budget=device.budget, sizes=sizes if high > 3 else trace_sizes(high, 10**9)))
+    assert search.limit == device.limit(high)
+    assert not search.limit or search.limit in device.tried
+    assert len(device.tried) == len(set(device.tried)) <= 25
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 10**6), min_size=1, max_size=400), st.integers(0, 10**6))
+def test_any_rising_peaks_without_traces(peaks: list[int], budget: int) -> None:
+    peaks = sorted(peaks)
+    tried = []
+
+    def device(samples: int) -> tuple[Trial, None]:
+        tried.append(samples)
+        return Trial(samples, peaks[samples - 1], peaks[samples - 1] <= budget, 0.0), None
+
+    search = run(device, Search(high=len(peaks), budget=budget, sizes=trace_sizes(len(peaks), 10**9)))
+    assert search.limit == sum(peak <= budget for peak in peaks)
+    assert search.method == "bracket"
+
+
+@pytest.mark.parametrize(
+    ("slope", "budget", "traced", "high", "tried", "limit", "method"),
+    [
+        pytest.param(10, 1005, True, 512, [4, 8, 90], 90, "replay", id="aligned"),
+        pytest.param(10, 1005, True, 64, [4, 8, 64], 64, "replay", id="all fits"),
+        pytest.param(10, 185, True, 512, [4, 8, 6], 8, "replay", id="limit is a traced size"),
+        pytest.param(10, 1005, False, 512, [4, 8, 90, 91], 90, "bracket", id="not aligned"),
+        pytest.param(10, 165, True, 512, [4, 8, 6, 5], 6, "replay", id="second trace too large"),
+        pytest.param(10, 135, True, 512, [4, 2, 3], 3, "bracket", id="first trace too large"),
+        pytest.param(10, 115, True, 512, [4, 2, 1], 1, "bracket", id="one sample"),
+        pytest.param(10, 105, True, 512, [4, 2, 1], 0, "bracket", id="nothing fits"),
+    ],
+)
+def test_sequence_of_trials(
+    slope: int, budget: int, traced: bool, high: int, tried: list[int], limit: int, method: str
+) -> None:
+    device = FakeDevice(linear(100, slope), budget, traced=traced)
+    search = run(device, Search(high=high, budget=budget))
+    assert (device.tried, search.limit, search.method) == (tried, limit, method)
+
+
+def test_a_device_that_holds_back_memory_is_approached_from_above_in_small_steps() -> None:
+    """Fragmentation: the allocator gives out 5 % less than the budget that the prediction aims at."""
+    device = FakeDevice(linear(0, 10), 9500)
+    search = run(device, Search(high=5000, budget=10_000))
+    assert search.limit == 950
+    assert device.tried[:5] == [4, 8, 1000, 980, 960]
+    assert len(device.tried) <= 11
+
+
+def test_memory_that_the_traces_do_not_see_is_added() -> None:
+    """A workspace outside tensors: the measured peaks are above the replayed ones."""
+    inner = FakeDevice(linear(100, 10), 10**9)
+
+    def device(samples: int) -> tuple[Trial, Trace | None]:
+        trial, trace = inner(samples)
+        peak = trial.peak_bytes + 50 + 2 * samples
+        return Trial(samples, peak, peak <= 1350, 0.0), trace if peak <= 1350 else None
+
+    search = run(device, Search(high=512, budget=1350))
+    assert (inner.tried, search.limit, search.method) == ([4, 8, 100], 100, "replay")
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    st.lists(streams(st.one_of(CONSTANT_OR_GROWING, UNFORESEEN)), min_size=2, max_size=3),
+    st.integers(4, 300),
+    st.data(),
+)
+def test_ranks_run_the_same_sizes_and_end_at_the_smallest_limit(
+    ranks: list[tuple[list[Size], list[int]]], high: int, data: st.DataObject
+) -> None:
+    devices = [FakeDevice(stream, 0) for stream in ranks]
+    for device in devices:
+        device.budget = data.draw(st.integers(device.trace(1).peak(), device.trace(high).peak() + 1))
+    searches = [
+        Search(high=high, budget=device.budget, sizes=data.draw(st.sampled_from([(4, 8), (2, 3)])))
+        for device in devices
+    ]
+    while (size := min(search.propose() for search in searches)) != searches[0].limit:
+        outcomes = [device(size) for device in devices]
+        fits = all(trial.fits for trial, _ in outcomes)
+        for search, (trial, trace) in zip(searches, outcomes):
+            search.record(Trial(size, trial.peak_bytes, fits, 0.0), trace if fits else None)
+    assert {search.limit for search in searches} == {min(device.limit(high) for device in devices)}
+
+
+def test_predict_only_tries_the_two_small_sizes_and_nothing_else() -> None:
+    device = FakeDevice(linear(100, 10), 1005)
+    search = run(device, Search(high=512, budget=1005, predict_only=True))
+    assert (device.tried, search.predicted, search.predict(90), search.method) == ([4, 8], 90, 1000, "prediction")
+
+
+def test_predict_only_checks_a_quadratic_prediction_with_a_third_trace() -> None:
+    device = FakeDevice(([lambda b: b * b], [0]), 10_050)
+    search = run(device, Search(high=512, budget=10_050, predict_only=True))
+    assert (device.tried, search.predicted) == ([4, 8, 16], 100)
+
+
+def test_squares_are_checked_with_a_third_trace_before_the_limit_is_tried() -> None:
+    """Two traces cannot tell a similarity matrix from sizes that vary."""
+    squares = FakeDevice(([lambda b: b * b], [0]), 10_050)
+    assert run(squares, Search(high=512, budget=10_050)).limit == 100
+    assert squares.tried == [4, 8, 16, 100]
+    varying = FakeDevice(([lambda b: 16 if b < 8 else 40 * b - 256], [0]), 10_050)  # at 4 and 8 also b * b
+    search = run(varying, Search(high=5000, budget=10_050))
+    assert (search.limit, search.ceiling) == (257, 258)
+    assert varying.tried[:3] == [4, 8, 16]
+
+
+def test_a_trial_of_which_nothing_was_recorded_is_confirmed_by_its_peak() -> None:
+    """A device whose record of events has room for two small steps only."""
+
+    class Forgetful(FakeDevice):
+        def __call__(self, samples: int) -> tuple[Trial, Trace | None]:
+            trial, trace = super().__call__(samples)
+            return trial, trace if len(self.tried) <= 2 else None
+
+    device = Forgetful(linear(100, 10), 1005)
+    search = run(device, Search(high=512, budget=1005))
+    assert (search.limit, search.method) == (90, "replay")
+    assert device.tried == [4, 8, 90]
+
+
+def test_the_curve_is_predicted_beyond_the_limit() -> None:
+    """For a plot: rising, with the limit and one more, below and above the budget."""
+    search = run(FakeDevice(linear(100, 10), 1005), Search(high=512, budget=1005))
+    curve = search.curve(search.limit)
+    assert curve[0] == (1, 110)
+    assert {(90, 1000), (91, 1010)} < set(curve)
+    assert curve[-1][0] == 112
+    assert list(curve) == sorted(set(curve))
+    assert run(FakeDevice(linear(100, 10), 1005, traced=False), Search(high=512, budget=1005)).curve(90) == ()
+
+
+@pytest.mark.parametrize(
+    ("budget", "high", "reason"),
+    [
+        pytest.param(1005, 512, None, id="the same"),
+        pytest.param(1009, 512, None, id="a little more, not enough for one sample"),
+        pytest.param(1025, 512, None, id="two percent more"),
+        pytest.param(1030, 512, "more memory is free now", id="more"),
+        pytest.param(999, 512, "its peak of 1,000 bytes is above the budget", id="less"),
+        pytest.param(5000, 60, None, id="more than is asked for"),
+    ],
+)
+def test_an_earlier_result_holds_while_its_limit_does(budget: int, high: int, reason: str | None) -> None:
+    device = FakeDevice(linear(100, 10), 1005)
+    search = run(device, Search(high=512, budget=1005))
+    found = ProbeResult(90, 1005, 1000, (), 3, 0.0, search.method, curve=search.curve(90))
+    assert outdated(found, budget, high) == reason
+    refused = replace(found, curve=(), trials=(Trial(91, 1010, False, 0.0),))
+    assert outdated(refused, budget, high) == reason
+
+
+def test_a_curve_that_falls_again_beyond_the_limit_was_searched() -> None:
+    """What an allocator reserves may: one sample more does not fit, two more would."""
+    found = ProbeResult(90, 1005, 1000, (), 3, 0.0, "replay", curve=((90, 1000), (91, 1010), (92, 1004)))
+    assert outdated(found, 1005, 512) is None
+    refused = replace(found, curve=((90, 1000), (91, 1004)), trials=(Trial(92, 1006, False, 0.0),))
+    assert outdated(refused, 1005, 512) is None, "a trial failed in spite of the prediction"
+    assert outdated(found, 1100, 512) == outdated(refused, 1100, 512) == "more memory is free now"
+
+
+def test_a_result_is_lowered_where_training_proved_it_wrong() -> None:
+    """It holds for the same budget, and shows what the smaller limit takes."""
+    device = FakeDevice(linear(100, 10), 1005)
+    search = run(device, Search(high=512, budget=1005))
+    found = ProbeResult(90, 1005, 1000, (), 3, 0.0, search.method, curve=search.curve(90))
+    lower = lowered(found, 45)
+    assert lower.limit == 45
+    assert 550 <= lower.peak_bytes <= 590
+    assert outdated(lower, 1005, 512) is None
+    assert outdated(lower, 2000, 512) == "more memory is free now"
+    assert lowered(lower, 20).limit == 20
+
+
+def test_a_result_that_was_bounded_by_what_was_asked_for_says_nothing_about_more() -> None:
+    bounded = ProbeResult(64, 1005, 740, (Trial(64, 740, True, 0.0),), 3, 0.0, "replay", curve=((64, 740), (80, 900)))
+    assert outdated(bounded, 1005, 64) is None
+    assert outdated(bounded, 1005, 65) == "nothing larger was asked for then"
+
+
+def test_predict_only_without_alignment_stays_far_below_the_budget() -> None:
+    """Twice the samples could take four times the memory, so steps become smaller and smaller."""
+    device = FakeDevice(linear(0, 10), 10_000, traced=False)
+    search = run(device, Search(high=5000, budget=10_000, predict_only=True))
+    assert device.tried[:7] == [4, 8, 16, 32, 64, 128, 256]
+    assert (search.predicted, search.method) == (device.tried[-1], "below")
+    assert 900 <= search.predicted <= 1000
+    assert len(device.tried) <= 12
+    careful = FakeDevice(linear(0, 10), 10_000, traced=False)
+    search = run(careful, Search(high=5000, budget=10_000, predict_only=True, closest=0.25))
+    assert 220 <= search.predicted <= 250
+
+
+@settings(deadline=None, max_examples=300)
+@given(streams(st.one_of(CONSTANT_OR_GROWING, SQUARES)), st.integers(8, 400), st.data())
+def test_what_is_approached_from_below_never_runs_out_of_memory(
+    stream: tuple[list[Size], list[int]], high: int, data: st.DataObject
+) -> None:
+    """Streams that never align: every step is safe as long as nothing grows faster than the square."""
+
+    class Unaligned(FakeDevice):
+        def trace(self, samples: int) -> Trace:
+            plain = super().trace(samples)
+            return Trace(
+                samples,
+                (*plain.sizes, *[0] * samples),
+                (*plain.events, *range(len(plain.sizes), len(plain.sizes) + samples)),
+            )
+
+    device = Unaligned(stream, 0)
+    device.budget = data.draw(st.integers(device.trace(8).peak(), device.trace(high + 20).peak() + 1))
+    search = run(device, Search(high=high, budget=device.budget, predict_only=True))
+    assert search.ceiling == high + 1
+    assert search.predicted <= device.limit(high)
+
+
+@pytest.mark.parametrize("high", range(1, 12))
+def test_trace_sizes_are_useful_sizes(high: int) -> None:
+    sizes = trace_sizes(high, 10**9)
+    assert sizes[-1] <= high
+    assert all(small < large for small, large in pairwise(sizes))
+    assert sizes == (1,) or sizes[0] >= 2
+
+
+def test_peaks_by_phase_where_streams_do_not_align() -> None:
+    """One sample at a time, under an optimizer that leads for small batches: each phase has its own line."""
+    tried = []
+
+    def device(samples: int) -> tuple[Trial, Trace | None]:
+        tried.append(samples)
+        sizes = (100, *[10] * samples, 1000)
+        loop = range(1, samples + 1)
+        events = (0, *loop, *(~n for n in reversed(loop)), samples + 1, ~(samples + 1))
+        trace = Trace(samples, sizes, canonical(events), marks=(2 * samples + 1,))
+        return Trial(samples, trace.peak(), trace.peak() <= 2000, 0.0), trace
+
+    search = run(device, Search(high=1000, budget=2000))
+    assert (tried, search.limit, search.method) == ([4, 8, 190, 191], 190, "phases")

@@ -1,0 +1,367 @@
+"""What an attempt changes is put back, at next to no cost."""
+
+import dataclasses
+import random
+import weakref
+
+import numpy as np
+import pytest
+import torch
+import torchmetrics
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_ga.snapshot.attempt import AttemptState
+from lightning_ga.snapshot.attributes import SMALL, BufferStash
+from lightning_ga.snapshot.gradients import Accumulations, GradientMarks, left_alone
+
+
+def test_statistics_of_batch_norm_are_put_back() -> None:
+    """Their versions do not rise, so nothing but a copy tells."""
+    layer = nn.BatchNorm2d(4)
+    stash = BufferStash(layer)
+    for _ in range(3):
+        stash.keep()
+        before = [buffer.clone() for buffer in layer.buffers()]
+        layer(torch.randn(8, 4, 3, 3))
+        assert not torch.equal(before[0], layer.running_mean)
+        stash.put_back()
+        assert all(torch.equal(a, b) for a, b in zip(before, layer.buffers()))
+        layer(torch.randn(8, 4, 3, 3))
+
+
+class Large(nn.Module):
+    """A mask that never changes and a memory that does, both too large to be copied every time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.ones(SMALL // 4 + 1))
+        self.register_buffer("memory", torch.zeros(SMALL // 4 + 1))
+
+
+def test_large_buffers_are_copied_when_they_change() -> None:
+    module = Large()
+    stash = BufferStash(module)
+    first = list(stash.tensors())
+    stash.keep()
+    assert all(a is b for a, b in zip(first, stash.tensors()))
+    module.memory.add_(1)
+    stash.put_back()
+    assert float(module.memory.sum()) == 0
+    stash.learn()
+    module.memory.add_(1)
+    stash.keep()
+    assert [float(copy.max()) for copy in stash.tensors()] == [1, 1]
+    assert all(a is b for a, b in zip(first, stash.tensors()))
+    module.memory.mul_(5)
+    stash.put_back()
+    assert float(module.memory.max()) == 1
+
+
+def test_large_buffers_that_change_by_their_data() -> None:
+    """As codebooks do; their versions tell nothing, so the first attempt is looked at."""
+    module = Large()
+    stash = BufferStash(module)
+    for value in (1.0, 2.0, 3.0):
+        stash.keep()
+        module.memory.data.add_(10)
+        stash.put_back()
+        stash.keep()
+        module.memory.data.add_(1)
+        stash.learn()
+        assert stash.lost() is None
+        assert float(module.memory.max()) == value
+    module.mask.data.zero_()
+    assert stash.lost() == "a buffer by its .data (mask)"
+
+
+def test_an_expanded_buffer_is_left_alone() -> None:
+    """Nothing can write to it."""
+    module = nn.Module()
+    module.register_buffer("mask", torch.ones(1, 5).expand(4, 5))
+    stash = BufferStash(module)
+    stash.keep()
+    stash.put_back()
+    assert list(stash.tensors()) == []
+
+
+class Follower(nn.Module):
+    """A student, a teacher that follows it, and notes of all kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student, self.teacher = nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False)
+        self.calls, self.sizes, self.losses, self.seen = 0, [4], [], {"last": torch.zeros(1)}
+        self.drop = nn.Dropout()
+        self.generator = torch.Generator().manual_seed(1)
+        self.centre = torch.zeros(2)
+        self.output: torch.Tensor | None = None
+
+    def step(self) -> None:
+        with torch.no_grad():
+            for mine, theirs in zip(self.teacher.parameters(), self.student.parameters()):
+                mine.mul_(0.9).add_(theirs, alpha=0.1)
+        self.student.requires_grad_(False)
+        self.calls += 1
+        self.losses.append(torch.zeros(1))
+        self.sizes.append(3)
+        self.seen["last"] = torch.ones(1)
+        self.drop.eval()
+        self.centre = self.centre + 1
+        torch.rand(1, generator=self.generator)
+        self.output = self.student(torch.ones(1, 2))
+
+
+def test_weights_and_attributes_that_a_step_changes_come_back() -> None:
+    module = Follower()
+    state = AttemptState(module)
+    state.keep(None)
+    module.step()
+    assert state.put_back() == "weights without an optimizer (teacher.weight)"
+    state.keep(None)
+    module.step()
+    state.learn()
+    module.student.requires_grad_(True)
+    module.drop.train()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    for _ in range(3):
+        state.keep(None)
+        drawn = module.generator.get_state()
+        module.step()
+        assert state.put_back() is None
+        assert all(torch.equal(before[name], value) for name, value in module.state_dict().items())
+        assert (len(module.losses), float(module.seen["last"]), module.drop.training) == (1, 1.0, True)
+        assert not module.teacher.weight.requires_grad
+        assert module.student.weight.requires_grad
+        assert torch.equal(module.generator.get_state(), drawn)
+        assert float(module.centre[0]) == 1
+    assert (module.calls, module.sizes) == (5, [4, 3, 3, 3, 3, 3])  # attempts
+
+
+def test_outputs_of_the_step_before_are_not_kept_alive() -> None:
+    module = Follower()
+    state = AttemptState(module)
+    module.output = torch.zeros(2**20)
+    module.losses.append(torch.zeros(2**20))
+    kept = [weakref.ref(module.output), weakref.ref(module.losses[0])]
+    state.keep(None)
+    module.output = None
+    module.losses.clear()
+    assert [held() for held in kept] == [None, None]
+    state.put_back()
+
+
+def test_a_tensor_that_is_no_buffer_and_changes_in_place_comes_back() -> None:
+    """By its data too; one that is trained stays what it is, and an expanded one cannot be written to."""
+    module = Follower()
+    module.trained = torch.ones(2, requires_grad=True)
+    module.wide = torch.ones(1).expand(3)
+    state = AttemptState(module)
+    state.keep(None)
+    module.centre.add_(1)
+    module.trained.data.mul_(5)
+    assert state.put_back() is None
+    assert [float(module.centre.sum()), float(module.trained.detach().sum())] == [0, 2]
+    assert module.trained.requires_grad
+
+
+def test_elements_of_a_list_that_change_in_place_come_back() -> None:
+    """Or are told, where the list is long: copies of all would take too much time."""
+    module = Follower()
+    module.means = {"a": torch.zeros(2), "b": torch.zeros(2)}
+    module.history = [torch.zeros(()) for _ in range(100)]
+    module.counts = torch.eye(2).to_sparse()
+    state = AttemptState(module)
+    state.keep(None)
+    module.means["a"].add_(1)
+    module.means["b"].data.add_(1)
+    module.history.append(torch.ones(()))
+    assert state.put_back() is None
+    assert [float(module.means[name].sum()) for name in "ab"] == [0, 0]
+    assert len(module.history) == 100
+    state.keep(None)
+    module.history[7].add_(1)
+    assert state.put_back() == "a tensor in place that is no buffer (history)"
+    state.keep(None)
+    module.counts.mul_(2)
+    assert state.put_back() == "a tensor in place that is no buffer (counts)"
+
+
+class Graph(nn.Module):
+    """A module of one's own."""
+
+
+ODD = {
+    "coo": lambda: torch.eye(3).to_sparse(),
+    "csr": lambda: torch.eye(3).to_sparse_csr(),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+    "conjugate": lambda: torch.ones(2, dtype=torch.complex64).conj(),
+    "expanded": lambda: torch.ones(1).expand(3),
+    "meta": lambda: torch.ones(3, device="meta"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.parametrize("place", ["attribute", "list", "buffer"])
+@pytest.mark.parametrize("kind", ODD)
+def test_tensors_of_any_kind_may_lie_in_a_module(kind: str, place: str) -> None:
+    """The adjacency of a graph, say; where values cannot be copied back a change is told."""
+    module, tensor = Graph(), ODD[kind]()
+    if place == "buffer":
+        module.register_buffer("adjacency", tensor)
+    else:
+        module.adjacency = [tensor] if place == "list" else tensor
+    state = AttemptState(module)
+    for _ in range(2):
+        state.keep(None)
+        state.learn()
+        assert state.put_back() is None
+    if kind in ("coo", "csr", "conjugate"):
+        tensor.mul_(2)
+        assert "(adjacency)" in str(state.put_back())
+
+
+@dataclasses.dataclass
+class Sample:
+    """A batch of a kind of one's own."""
+
+    inputs: torch.Tensor
+    names: list[str]
+
+
+def test_containers_of_a_batch_get_their_contents_back() -> None:
+    """What a step pops and assigns; what it writes into a tensor is noticed."""
+    state = AttemptState(nn.Module())
+    batch = {"x": torch.zeros(3), "more": [torch.zeros(3), Sample(torch.ones(3), ["a"])]}
+    inside = batch["more"][1]
+    for _ in range(2):
+        state.keep(batch)
+        batch["x"] = batch["x"] / 2
+        inside.names.append("b")
+        inside.inputs = None
+        batch.pop("more").pop()
+        assert state.put_back() is None
+        assert batch["more"][1] is inside
+        assert inside.names == ["a"]
+        assert torch.equal(inside.inputs, torch.ones(3))
+    state.keep(batch)
+    inside.inputs.div_(2)
+    assert state.put_back() == "its batch in place (batch['more'][1].inputs)"
+
+
+def test_random_numbers_and_metrics_are_put_back() -> None:
+    module = nn.Module()
+    module.mean, module.cat = torchmetrics.MeanMetric(), torchmetrics.CatMetric()
+    state = AttemptState(module)
+    module.mean(1.0)
+    module.cat(torch.ones(2))
+    state.keep(None)
+    drawn = [torch.rand(3), random.random(), np.random.rand()]
+    module.mean(9.0)
+    module.cat(torch.zeros(3))
+    for _ in range(2):  # as often as attempts fail
+        state.put_back()
+        assert module.mean.compute() == 1.0
+        assert module.mean._update_count == 1
+        assert module.cat.compute().tolist() == [1.0, 1.0]
+        assert torch.equal(torch.rand(3), drawn[0])
+        assert [random.random(), np.random.rand()] == drawn[1:]
+        module.mean(7.0)
+
+
+@pytest.mark.parametrize("fails_after", [0, 1, 2])
+def test_gradients_that_a_failed_pass_touched_are_complete(fails_after: int) -> None:
+    """Autograd goes from the last layer to the first; the retry adds to those that it did not reach."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 1)).double()
+    inputs = torch.randn(6, 3, dtype=torch.float64)
+    layers(inputs[:2]).mean().backward()  # an earlier micro-batch
+    before = [parameter.grad.clone() for parameter in layers.parameters()]
+    marks = GradientMarks(layers.parameters())
+    stopper = list(layers.parameters())[::-2][fails_after]
+
+    def stop(_: torch.Tensor) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    hook = stopper.register_hook(stop)
+    with pytest.raises(torch.OutOfMemoryError):
+        layers(inputs).mean().backward()
+    hook.remove()
+    touched = marks.put_back()
+    assert (fails_after > 0) == bool(touched)
+    for part in (inputs[:3], inputs[3:]):
+        with left_alone(touched):
+            (layers(part).mean() / 2).backward()
+    whole = torch.autograd.grad(layers(inputs).mean(), list(layers.parameters()))
+    for parameter, old, new in zip(layers.parameters(), before, whole):
+        torch.testing.assert_close(parameter.grad, old + new, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("fails_at", [1, 2, 3])
+def test_gradients_that_are_added_to_more_than_once_come_back(fails_at: int) -> None:
+    """Reentrant checkpoints add what a shared layer gets one by one: a failed pass leaves it half done."""
+    torch.manual_seed(0)
+    shared = nn.Linear(3, 3).double()
+    inputs = torch.randn(6, 3, dtype=torch.float64, requires_grad=True)
+    calls = 0
+
+    def count(gradient: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == fails_at:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return gradient
+
+    def run(part: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
+            part = checkpoint(lambda x: torch.tanh(shared(x)), part, use_reentrant=True)
+        return part.mean()
+
+    accumulations = Accumulations(shared.parameters())
+    with accumulations.counted():
+        run(inputs).backward()
+    assert accumulations.repeated() == list(shared.parameters())
+    before = [parameter.grad.clone() for parameter in shared.parameters()]
+    marks = GradientMarks(shared.parameters(), accumulations.repeated())
+    hook = shared.bias.register_hook(count)
+    with pytest.raises(torch.OutOfMemoryError):
+        run(inputs).backward()
+    hook.remove()
+    assert marks.put_back() == []
+    assert all(torch.equal(p.grad, old) for p, old in zip(shared.parameters(), before))
+
+
+def test_gradients_that_are_added_to_once_are_not_copied() -> None:
+    """However often a parameter is used, on top of an earlier gradient or after that was zeroed."""
+    torch.manual_seed(0)
+    shared = nn.Linear(3, 3).double()
+    inputs = torch.randn(6, 3, dtype=torch.float64)
+
+    def repeated(zero: bool) -> list[torch.Tensor]:
+        accumulations = Accumulations(shared.parameters())
+        with accumulations.counted():
+            found = checkpoint(shared, shared(shared(inputs)), use_reentrant=False).sum()
+            if zero:
+                shared.zero_grad()
+            found.backward()
+        return accumulations.repeated()
+
+    assert [repeated(zero) for zero in (False, False, True)] == [[], [], []]
+
+
+def test_buffers_that_are_exchanged_come_back() -> None:
+    """``self.mean = 0.9 * self.mean + …`` is as usual as a change in place."""
+    layer = nn.BatchNorm1d(2)
+    layer.register_buffer("large", torch.zeros(SMALL // 4 + 1))
+    stash = BufferStash(layer)
+    large = layer.large
+    for step in (1.0, 2.0):
+        layer.running_mean = torch.full((2,), step)  # a step that went through
+        stash.keep()
+        layer.running_mean = layer.running_mean + 10  # and one that fails
+        layer.large = layer.large + 1
+        layer.register_buffer(f"new{step:.0f}", torch.zeros(1))
+        stash.put_back()
+        assert layer.running_mean.tolist() == [step, step]
+        assert layer.large is large
+        assert not hasattr(layer, f"new{step:.0f}")
