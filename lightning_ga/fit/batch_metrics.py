@@ -34,7 +34,7 @@ class _BatchOf:
     """Takes the place of a metric's ``forward`` while one batch runs.
 
     The states of the batch are kept by the number of updates after which they were: an attempt that
-    fails has the metric put back (``undo``), its number of updates too, and so is forgotten here.
+    fails has the metric put back (``snapshot.attempt``), its number of updates too, and so is forgotten here.
     """
 
     def __init__(self, metric: Metric) -> None:

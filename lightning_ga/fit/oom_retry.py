@@ -1,9 +1,9 @@
 """Run the batches of a Trainer so that memory running out costs a retry: whole if they fit, else in pieces.
 
 A batch is tried whole, or, where it is known to be too large, in near-equal pieces. What runs out of
-memory is undone (``undo``) and tried again in halves (``attempts``); what it logs is logged once
-(``ledger``). Here is what training and evaluation share; what is special to training is in
-``optimization``.
+memory is undone (``snapshot.attempt``) and tried again in halves (``attempts``); what it logs is logged once
+(``log_buffer``). Here is what training and evaluation share; what is special to training is in
+``closure``.
 """
 
 from collections.abc import Callable, Iterator

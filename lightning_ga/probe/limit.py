@@ -2,7 +2,7 @@
 
 A trial is the worst micro-batch of an accumulated window, its last: the gradients of the others are
 alive, then forward, backward, clipping and the optimizer step, through the strategy and the
-precision plugin (``trials``). Afterwards everything that a step changes is put back (``traceless``).
+precision plugin (``trials``). Afterwards everything that a step changes is put back (``isolation``).
 """
 
 import time

@@ -1,7 +1,7 @@
 """Find the largest micro-batch that fits in a memory budget, in as few training steps as possible.
 
 ``Search`` is pure: it says which size to try next and takes what came of it. Two traces of small
-steps predict the peak at every size (see ``replay``), and one step at the predicted limit verifies
+steps predict the peak at every size (see ``prediction``), and one step at the predicted limit verifies
 it. Where the prediction misses, or the streams do not align, measured peaks and halving close in on
 the limit from both sides. The limit was always tried, or, where nothing may be tried, predicted.
 """

@@ -48,7 +48,7 @@ def trainer(request: pytest.FixtureRequest) -> Any:
     ],
 )
 def test_the_private_name_is_there(trainer: Any, path: str) -> None:
-    """Each is read or set in ``seams``."""
+    """Each is read or set in ``compat``."""
     for name in path.split("."):
         assert hasattr(trainer, name), path
         trainer = getattr(trainer, name)

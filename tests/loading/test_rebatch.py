@@ -321,7 +321,7 @@ class Endless:
     ],
 )
 def test_a_loader_that_cannot_be_cut_is_refused(loader: object, message: str) -> None:
-    """With what it is and why it will not do; batches of the first four are cut as they come (``uncut``)."""
+    """With what it is and why it will not do; batches of the first four are cut as they come (``prebatched``)."""
     with pytest.raises(UserError, match=message):
         read_loader(loader, world_size=1)
 
