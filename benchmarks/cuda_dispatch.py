@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from benchmarks.planning_cases import CLASSES, TOKENS, Convolutions, Transformer
-from lightning_ga.memory.live_tensors import LiveMemory
+from lightning_ga.memory.live_tensors import LiveTensorMeter
 from lightning_ga.probe.planned.like_cuda import LikeCuda
 
 SAMPLES = 16
@@ -82,7 +82,7 @@ def alive_after_forward(make: Make, device: str, *, half: bool, like_cuda: bool)
     """Bytes, by CUDA's rounding, that are alive before the backward pass."""
     net, batch = make()
     modes = LikeCuda() if like_cuda else FusedAttention() if device == "cuda" else nullcontext()
-    meter = LiveMemory(device=device, rounding=512)
+    meter = LiveTensorMeter(device=device, rounding=512)
     with FakeTensorMode(), modes, meter:
         inputs = torch.empty(batch.shape, dtype=batch.dtype, device=device)
         move(net, device)

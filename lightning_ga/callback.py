@@ -12,8 +12,8 @@ from lightning_ga.compat import dataloaders, loops, trainer_settings
 from lightning_ga.errors import ExactnessWarning, UserError
 from lightning_ga.fit import checks as guards
 from lightning_ga.fit.exactness import Exactness
-from lightning_ga.fit.fit import Run
-from lightning_ga.fit.oom_handler import Protection, Witness
+from lightning_ga.fit.fit import Fit
+from lightning_ga.fit.oom_handler import OomHandler, OomReporter
 from lightning_ga.plan.accumulation import AccumulationPlan
 from lightning_ga.plan.checkpoint import RunState
 from lightning_ga.plan.config import Options, read_request, refuse_unfinished, require_choice
@@ -98,9 +98,9 @@ class AutoAccumulate(Callback, LegacyCallback):  # type: ignore[misc]
         guards.check_budget(memory_budget)
         self._request = read_request(effective_batch_size, accumulate, micro_batch_size, max_micro_batch_size)
         self._options = Options(memory_budget, normalize, batch_norm, verify, objective, cache, on_oom, micro_batching)
-        self._run: Run | None = None
-        self._evaluation: Protection | None = None  # of a stage on its own
-        self._witness: Witness | None = None
+        self._run: Fit | None = None
+        self._evaluation: OomHandler | None = None  # of a stage on its own
+        self._witness: OomReporter | None = None
         self._place: int | None = None  # among the callbacks, where the user put it
 
     @property
@@ -130,16 +130,16 @@ class AutoAccumulate(Callback, LegacyCallback):  # type: ignore[misc]
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Put the run between the user's loader and the fit loop, and between batches and the errors they may meet."""
         if stage != "fit":
-            self._witness = self._witness or Witness(trainer)
-            self._evaluation = Protection(trainer, retries=self._options.on_oom == "split", report=self._witness)
+            self._witness = self._witness or OomReporter(trainer)
+            self._evaluation = OomHandler(trainer, retries=self._options.on_oom == "split", report=self._witness)
             self._evaluation.watch_batches()
             return
         trainer_settings.take_factor_back(trainer)
         guards.check_trainer(trainer, pl_module, self._request)
         guards.check_schedule(self._request, loops.training_epochs(trainer), trainer.world_size)
         self._place = trainer_settings.run_first(trainer, self)
-        self._witness = Witness(trainer)
-        self._run = Run(trainer, self._request, self._options, self._witness, active=lambda: self in trainer.callbacks)
+        self._witness = OomReporter(trainer)
+        self._run = Fit(trainer, self._request, self._options, self._witness, active=lambda: self in trainer.callbacks)
         dataloaders.intercept_loaders(trainer, cut=self._run.cut, around=self._run.set_up_data)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -191,9 +191,9 @@ class AutoAccumulate(Callback, LegacyCallback):  # type: ignore[misc]
         self._take_back(trainer)
 
     def _take_back(self, trainer: Any) -> None:
-        for protection in (self._run.protection if self._run else None, self._evaluation):
-            if protection is not None:
-                protection.stop()
+        for oom_handler in (self._run.oom_handler if self._run else None, self._evaluation):
+            if oom_handler is not None:
+                oom_handler.stop()
         self._evaluation = None
         dataloaders.release_loaders(trainer)
         if self._place is not None:
@@ -224,6 +224,6 @@ class AutoAccumulate(Callback, LegacyCallback):  # type: ignore[misc]
         return {**self.__dict__, "_run": None, "_evaluation": None, "_witness": None}
 
     @property
-    def _running(self) -> Run:
+    def _running(self) -> Fit:
         assert self._run is not None, "hooks of training run after setup"
         return self._run

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_ga.memory.device import parse_budget
-from lightning_ga.memory.live_tensors import LiveMemory
+from lightning_ga.memory.live_tensors import LiveTensorMeter
 
 
 @contextmanager
@@ -18,7 +18,7 @@ def limit_memory(
     *,
     device: torch.device | str | None = None,
     resident: Iterable[Tensor | None] = (),
-) -> Iterator[LiveMemory]:
+) -> Iterator[LiveTensorMeter]:
     """A context in which PyTorch raises ``torch.OutOfMemoryError`` once the live tensor bytes pass the budget.
 
     The same to the byte on every machine and every run: a budget equal to the peak passes, one
@@ -49,14 +49,14 @@ def limit_memory(
         Traceback (most recent call last):
         torch.OutOfMemoryError: Live tensors out of memory. Tried to allocate 4,194,304 bytes: ...
     """
-    meter = LiveMemory(budget=parse_budget(budget), device=device)
+    meter = LiveTensorMeter(budget=parse_budget(budget), device=device)
     meter.add(resident)
-    LiveMemory.active.append(meter)
+    LiveTensorMeter.active.append(meter)
     try:
         with meter:
             yield meter
     finally:
-        LiveMemory.active.remove(meter)
+        LiveTensorMeter.active.remove(meter)
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from torch import nn
 
 from lightning_ga.errors import UserError
 from lightning_ga.memory.device import available_memory
-from lightning_ga.memory.live_tensors import LiveMemory
+from lightning_ga.memory.live_tensors import LiveTensorMeter
 from lightning_ga.memory.oom import is_out_of_memory, release
 from lightning_ga.testing import limit_memory, out_of_memory_at
 
@@ -59,7 +59,7 @@ def test_after_a_released_error_the_live_bytes_are_back_to_the_byte() -> None:
 def test_the_limit_ends_with_the_context_also_after_an_error() -> None:
     with pytest.raises(torch.OutOfMemoryError), limit_memory(10):
         torch.zeros(100)
-    assert LiveMemory.active == []
+    assert LiveTensorMeter.active == []
     torch.zeros(100)
 
 

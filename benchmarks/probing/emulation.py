@@ -7,7 +7,7 @@ from typing import Any
 from benchmarks.probing.cells import SMALL
 from benchmarks.probing.models import MODELS
 from benchmarks.probing.training import Training
-from lightning_ga.memory.live_tensors import LiveMemory
+from lightning_ga.memory.live_tensors import LiveTensorMeter
 from lightning_ga.testing import limit_memory, out_of_memory_at
 
 MODEL = "GPT, SDPA"
@@ -19,7 +19,7 @@ def emulation_cost(rounds: int = 50) -> dict[str, Any]:
     training.step(SMALL)
     with out_of_memory_at(0) as counter:
         training.step(SMALL)
-    meter = LiveMemory()
+    meter = LiveTensorMeter()
     plain, limited, recorded = [], [], []
     for _ in range(rounds):
         plain.append(_seconds(training, nullcontext()))

@@ -33,7 +33,7 @@ HALF_PRECISION = ("16-mixed", "16-true", "16")
 TRIAL_STEPS = 100  # of a schedule that is only tried
 
 
-class Run(NamedTuple):
+class Fit(NamedTuple):
     """Everything that a task needs.
 
     Attributes:
@@ -51,7 +51,7 @@ class Run(NamedTuple):
     trainer: Trainer
 
 
-def build(cfg: DictConfig) -> Run:
+def build(cfg: DictConfig) -> Fit:
     """Check the configuration, seed, and build data, model and Trainer.
 
     Raises:
@@ -71,7 +71,7 @@ def build(cfg: DictConfig) -> Run:
     config = OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))
     assert isinstance(config, DictConfig)
     check_classes(config, data)
-    return Run(config, folder, make(config.model), data, trainer)
+    return Fit(config, folder, make(config.model), data, trainer)
 
 
 def build_trainer(cfg: DictConfig, folder: Path) -> Trainer:

@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_ga.app.build import Run, build
+from lightning_ga.app.build import Fit, build
 from lightning_ga.app.checkpoints import find_checkpoint
 from lightning_ga.app.plots import plot_losses, read_curves
 from lightning_ga.app.progress import survived_errors
@@ -45,7 +45,7 @@ def run_task(cfg: DictConfig) -> float | None:
     return metrics.get(cfg.optimized_metric)
 
 
-def wanted_checkpoint(run: Run) -> Path | None:
+def wanted_checkpoint(run: Fit) -> Path | None:
     """The file behind ``ckpt_path``; only a fit and published weights can do without."""
     config = run.config
     if config.ckpt_path is not None:
@@ -58,7 +58,7 @@ def wanted_checkpoint(run: Run) -> Path | None:
     return None
 
 
-def fit(run: Run, checkpoint: Path | None) -> Metrics:
+def fit(run: Fit, checkpoint: Path | None) -> Metrics:
     """Train, from a checkpoint if there is one; then test the best weights."""
     memory = run.config.device_memory
     with nullcontext() if memory is None else planned_device(memory):
@@ -77,7 +77,7 @@ def fit(run: Run, checkpoint: Path | None) -> Metrics:
     return metrics
 
 
-def tell_if_complete(run: Run) -> None:
+def tell_if_complete(run: Fit) -> None:
     """Say that a fit had nothing left to do: Lightning returns from it without a word."""
     trainer = run.trainer
     started = any(getattr(callback, "started", False) for callback in trainer.callbacks)  # type: ignore[attr-defined]
@@ -91,13 +91,13 @@ def tell_if_complete(run: Run) -> None:
     )
 
 
-def validate(run: Run, checkpoint: Path | None) -> Metrics:
+def validate(run: Fit, checkpoint: Path | None) -> Metrics:
     """Measure on the validation set."""
     safely(run.trainer.validate)(run.model, datamodule=run.data, ckpt_path=checkpoint, verbose=False)
     return measured(run)
 
 
-def test(run: Run, checkpoint: Path | None) -> Metrics:
+def test(run: Fit, checkpoint: Path | None) -> Metrics:
     """Measure on the test set, with a report per class."""
     safely(run.trainer.test)(run.model, datamodule=run.data, ckpt_path=checkpoint, verbose=False)
     metrics = measured(run)
@@ -112,7 +112,7 @@ def test(run: Run, checkpoint: Path | None) -> Metrics:
     return metrics
 
 
-def predict(run: Run, checkpoint: Path | None) -> Metrics:
+def predict(run: Fit, checkpoint: Path | None) -> Metrics:
     """Write the predicted class of every test sample to ``predictions.csv``."""
     if run.trainer.world_size > 1:
         raise UserError("task=predict runs on one device: use trainer.devices=1.")
@@ -124,7 +124,7 @@ def predict(run: Run, checkpoint: Path | None) -> Metrics:
     return {}
 
 
-TASKS: Mapping[str, Callable[[Run, Path | None], Metrics]] = {
+TASKS: Mapping[str, Callable[[Fit, Path | None], Metrics]] = {
     "fit": fit,
     "validate": validate,
     "test": test,
@@ -142,18 +142,18 @@ def safely(method: Callable[..., Any]) -> Callable[..., Any]:
     return method
 
 
-def measured(run: Run) -> Metrics:
+def measured(run: Fit) -> Metrics:
     """The metrics of the last stage as plain numbers."""
     return {name: float(value) for name, value in run.trainer.callback_metrics.items()}
 
 
-def best_checkpoint(run: Run) -> ModelCheckpoint | None:
+def best_checkpoint(run: Fit) -> ModelCheckpoint | None:
     """The callback that keeps the best weights, if the run has one."""
     kept = [callback for callback in run.trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
     return next((callback for callback in kept if callback.monitor is not None), None)
 
 
-def save_curves(run: Run) -> None:
+def save_curves(run: Fit) -> None:
     """Draw the loss curves from the CSV log."""
     for logger in run.trainer.loggers:
         if isinstance(logger, CSVLogger) and run.trainer.is_global_zero:
@@ -163,7 +163,7 @@ def save_curves(run: Run) -> None:
                 plot_losses(run.folder / "loss_curves.png", read_curves(path))
 
 
-def summarize(run: Run, metrics: Metrics, seconds: float) -> None:
+def summarize(run: Fit, metrics: Metrics, seconds: float) -> None:
     """The result, on the screen as the last lines and in ``result.json``."""
     survived = survived_errors(run.trainer)
     events = {"oom_events": survived} if survived else {}

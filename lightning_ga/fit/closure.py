@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from lightning_ga.batch.merge import merge_outputs
 from lightning_ga.compat import closures, loops, ranks
 from lightning_ga.fit.attempts import Piece
-from lightning_ga.fit.oom_retry import Done, Job, Survivor
+from lightning_ga.fit.oom_retry import BatchResult, BatchTask, OomRetrier
 from lightning_ga.fit.window_gradients import WindowGradients
 from lightning_ga.loading.reader import CollatedAgain
 from lightning_ga.snapshot.gradients import Accumulations, GradientMarks, left_alone
@@ -19,12 +19,12 @@ from lightning_ga.snapshot.gradients import Accumulations, GradientMarks, left_a
 MakeClosure = Callable[[Any, Optimizer, int], Any]
 
 
-class SurvivingSteps:
+class MicroBatchClosures:
     """Gives the loop closures that run a micro-batch whole or in pieces.
 
     Args:
         trainer: The Trainer.
-        survivor: Runs batches in pieces.
+        retrier: Runs batches in pieces.
         gradients: The weights of the window.
         by_hand: Whether gradients are averaged over ranks here, after all backward passes of a window.
         samples_again: Fetches the samples of the micro-batch again, where they are at hand.
@@ -33,28 +33,28 @@ class SurvivingSteps:
     def __init__(
         self,
         trainer: Any,
-        survivor: Survivor,
+        retrier: OomRetrier,
         gradients: WindowGradients,
         *,
         by_hand: bool,
         samples_again: Callable[[], CollatedAgain | None],
     ) -> None:
-        self.trainer, self.survivor, self.gradients = trainer, survivor, gradients
+        self.trainer, self.retrier, self.gradients = trainer, retrier, gradients
         self.by_hand, self.samples_again = by_hand, samples_again
         self.expected: int | None = None  # samples of the next micro-batch, where that is known
         self.parameters: list[Tensor] = []  # as a window finds them: walking through a module takes its time
         self.repeated: list[Tensor] | None = None  # added to more than once a pass; known once one went through
 
-    def closure(self, make: MakeClosure, kwargs: Any, optimizer: Optimizer, batch_idx: int) -> "PiecewiseClosure":
+    def closure(self, make: MakeClosure, kwargs: Any, optimizer: Optimizer, batch_idx: int) -> "MicroBatchClosure":
         """The closure of one micro-batch."""
-        return PiecewiseClosure(self, make, kwargs, optimizer, batch_idx)
+        return MicroBatchClosure(self, make, kwargs, optimizer, batch_idx)
 
 
-class PiecewiseClosure:
+class MicroBatchClosure:
     """Forward, zeroing of gradients and backward of one micro-batch."""
 
     def __init__(
-        self, steps: SurvivingSteps, make: MakeClosure, kwargs: Any, optimizer: Optimizer, batch_idx: int
+        self, steps: MicroBatchClosures, make: MakeClosure, kwargs: Any, optimizer: Optimizer, batch_idx: int
     ) -> None:
         self._steps, self._make, self._kwargs = steps, make, kwargs
         self._optimizer, self._batch_idx = optimizer, batch_idx
@@ -68,7 +68,7 @@ class PiecewiseClosure:
         """Run the micro-batch; its loss as the loop divides it."""
         steps, batch = self._steps, self._kwargs["batch"]
         self._zeroed, self._complete = False, {}
-        job = Job(
+        job = BatchTask(
             batch,
             "training",
             self._run,
@@ -77,7 +77,7 @@ class PiecewiseClosure:
             failed=self._failed,
             again=steps.samples_again,
         )
-        done = steps.survivor.run(job)
+        done = steps.retrier.run(job)
         self._result = _as_result(done)
         if steps.by_hand and loops.window_is_over(steps.trainer):
             ranks.average_over_ranks(steps.trainer)
@@ -147,7 +147,7 @@ class _Result:
         return {"loss": self.loss, **self.extra}
 
 
-def _as_result(done: Done) -> _Result:
+def _as_result(done: BatchResult) -> _Result:
     """One result for the micro-batch; pieces for which ``training_step`` returned nothing are passed over."""
     if done.sizes:
         ran = [part for part in zip(done.results, done.sizes, done.weights) if part[0] is not None]

@@ -19,13 +19,13 @@ from lightning_ga.fit.batch_norm import Momenta
 from lightning_ga.fit.exactness import INEXACT, Exactness, uncuttable
 from lightning_ga.fit.lbfgs import evaluates_again
 from lightning_ga.fit.messages import SAME_RESULT
-from lightning_ga.fit.oom_handler import Protection, Witness
+from lightning_ga.fit.oom_handler import OomHandler, OomReporter
 from lightning_ga.fit.verify import SAMPLES, Verdicts, measure_exactness, rounding
 from lightning_ga.fit.window_gradients import WindowGradients
-from lightning_ga.loading.largest_samples import Looks
-from lightning_ga.loading.prebatched import Batches, UncutFeed
+from lightning_ga.loading.largest_samples import ScanOrder
+from lightning_ga.loading.prebatched import Batches, PrebatchedSource
 from lightning_ga.loading.reader import CollatedAgain, length_of_first
-from lightning_ga.loading.source import Feed
+from lightning_ga.loading.source import MicroBatchSource
 from lightning_ga.loading.stateful import load_states, states_of
 from lightning_ga.memory.device import enforced_budget, parse_budget, total_memory
 from lightning_ga.memory.oom import is_ambiguous_out_of_memory, is_out_of_memory
@@ -44,7 +44,7 @@ from lightning_ga.probe.planned.estimate import estimate
 _NO_LIMIT = 2**31
 
 
-class Run:
+class Fit:
     """What lives from ``setup`` to ``teardown`` of one fit.
 
     Args:
@@ -57,7 +57,7 @@ class Run:
     """
 
     def __init__(
-        self, trainer: Any, request: Request, options: Options, witness: Witness, active: Callable[[], bool]
+        self, trainer: Any, request: Request, options: Options, reporter: OomReporter, active: Callable[[], bool]
     ) -> None:
         self.trainer = trainer
         self.request = request
@@ -70,13 +70,13 @@ class Run:
         self._splitting: Exactness | None = None  # of batches that are cut in the step, be it after an error
         self.gradients = WindowGradients(trainer, options.normalize)
         self._momenta: Momenta | None = None
-        self._begun: tuple[Feed | UncutFeed, int] | None = None  # what the loops were told of last
+        self._begun: tuple[MicroBatchSource | PrebatchedSource, int] | None = None  # what the loops were told of last
         self._frequencies: dict[int, int] = {}
         self._position = Position(agreement.shared_seed(trainer), loops.training_epoch(trainer), 0, 0)
         self._restored: RunState | None = None
         self._loader_states: list[Any] = []
         self._passed = 0, 0  # batches of the recipe after the last micro-batch: of its epoch, and before that
-        self._feed: Feed | UncutFeed | None = None
+        self._feed: MicroBatchSource | PrebatchedSource | None = None
         self._micro_batch: int | None = None  # known once training starts
         self._in_midst = False  # of a batch of the recipe, after the last micro-batch
         self._given: Any = None  # the training data as the user gave them
@@ -84,17 +84,17 @@ class Run:
         self._fed_at_most = 1  # samples of a batch as the loader yields it
         self._held = ExitStack()
         self._kind: Mapping[str, Any] | None = None  # of training step, as the cache knows it
-        self.witness = witness
-        self.protection = Protection(
+        self.reporter = reporter
+        self.oom_handler = OomHandler(
             trainer,
             retries=options.on_oom == "split",
-            report=witness,
+            report=reporter,
             source=lambda: self.feed.source,
             verdict=self._verdict,
             samples_again=self._samples_again,
         )
-        self.protection.survivor.coming = self._samples_of_next
-        self.protection.watch_batches()
+        self.oom_handler.retrier.coming = self._samples_of_next
+        self.oom_handler.watch_batches()
 
     # --- data ----------------------------------------------------------------------------------
 
@@ -116,13 +116,13 @@ class Run:
         }
         dataloaders.warn_of_overfitting(trainer, loader)
         try:
-            self._feed = Feed(loader, **settings)
+            self._feed = MicroBatchSource(loader, **settings)
         except UserError as why:
             hook = getattr(trainer.lightning_module, "split_batch", None)
             batches = Batches(*dataloaders.batches_of(trainer, loader))
             if self._loader_states:
                 load_states(batches.loaders, self._loader_states)
-            self._feed = UncutFeed(batches, hook=hook, **settings)
+            self._feed = PrebatchedSource(batches, hook=hook, **settings)
             self._why_in_step = str(why)
             if not any(isinstance(getattr(part, "dataset", None), IterableDataset) for part in self._feed.loaders):
                 warnings.filterwarnings("ignore", "Your `IterableDataset` has `__len__` defined")  # it is ours
@@ -164,8 +164,8 @@ class Run:
         same_epoch = (self._restored is not None or self._position.samples_done > 0) and self._position.epoch == epoch
         self._enter(epoch)
         self._hold_to_budget()
-        self.protection.survivor.read_module()
-        with self.protection.aside():
+        self.oom_handler.retrier.read_module()
+        with self.oom_handler.aside():
             self._read_streams()
             if self.in_step:  # what is learnt of cutting batches is of use to the probe
                 self._verify(epoch, self._recipe_batch(epoch))
@@ -181,7 +181,7 @@ class Run:
             self._momenta = Momenta(trainer.lightning_module)
         self._begin(epoch)
         self._frequencies = self._frequencies_in_steps()
-        self.protection.watch_training(self.gradients, in_step=self.in_step)
+        self.oom_handler.watch_training(self.gradients, in_step=self.in_step)
         self._held.callback(intervals.stop_only_unless(trainer, lambda: self._in_midst))
         if loops.restarts_in_epoch(trainer):
             done = self.feed.done
@@ -200,7 +200,7 @@ class Run:
     def _take_over(self, epoch: int) -> None:
         """Go on from a checkpoint of stock Lightning: its loop tells the place, in batches of the recipe."""
         done, before = loops.batches_done(self.trainer)
-        samples = self.feed.samples_of(done - done % self.recipe_factor) * self.feed.ranks_apart
+        samples = self.feed.samples_of(done - done % self.recipe_factor) * self.feed.sharded_ranks
         self._position = replace(self._position, epoch=epoch, samples_done=samples, batches_before=before)
 
     def start_epoch(self) -> None:
@@ -223,7 +223,7 @@ class Run:
             self._momenta.restore()
         intervals.restore_frequencies(self.trainer, self._frequencies)
         loops.expect_nothing_of_positions()
-        self.protection.stop_training()
+        self.oom_handler.stop_training()
 
     def abandon(self) -> None:
         """After an error: count the recipe's batches again, as with its factor."""
@@ -237,11 +237,11 @@ class Run:
         """Before each micro-batch: its weight, and whether schedules of the learning rate are due after it."""
         chunk = self.feed.chunk(loops.micro_batch_index(self.trainer))
         if self.gradients.counts_samples:
-            samples = self._count(batch, chunk, on_host=self.protection.survivor.on_host)
-            self.gradients.weigh(batch, chunk, ranks_apart=self.feed.ranks_apart, samples=samples)
-            self.protection.expect(samples)
+            samples = self._count(batch, chunk, on_host=self.oom_handler.retrier.on_host)
+            self.gradients.weigh(batch, chunk, sharded_ranks=self.feed.sharded_ranks, samples=samples)
+            self.oom_handler.expect(samples)
         else:
-            self.protection.expect(self.feed.expected(chunk))
+            self.oom_handler.expect(self.feed.expected(chunk))
         intervals.step_schedulers_when_due(self.trainer, self._frequencies, chunk.window)
 
     def _samples_of_next(self, batch: Any) -> int | None:
@@ -257,7 +257,7 @@ class Run:
             return chunk.count
         if not self.feed.may_drop:  # stacked: every part is as long as the batch
             return min(chunk.count, length_of_first(batch))
-        reader = self.protection.survivor.reader("training")
+        reader = self.oom_handler.retrier.reader("training")
         return reader.count(batch, expected=expected, otherwise=chunk.count, on_host=on_host)
 
     def _samples_again(self) -> CollatedAgain | None:
@@ -279,9 +279,9 @@ class Run:
         """After each micro-batch: keep the position, and let validation run when the recipe says."""
         index = loops.micro_batch_index(self.trainer)
         if loops.window_is_over(self.trainer):
-            done = self.feed.chunk(index).window_end * self.feed.ranks_apart
+            done = self.feed.chunk(index).window_end * self.feed.sharded_ranks
             self._position = replace(self._position, samples_done=done)
-            self.protection.after_window(self._micro_batch or 1)
+            self.oom_handler.after_window(self._micro_batch or 1)
         done = self.feed.batches_after(index)
         self._passed = done, self._position.batches_before
         self._in_midst = done == self.feed.batches_after(index - 1)
@@ -291,15 +291,15 @@ class Run:
 
     def state(self) -> RunState:
         """What a checkpoint keeps."""
-        lowest = self.protection.limit if self.witness.events else None
+        lowest = self.oom_handler.limit if self.reporter.events else None
         kind = hardware(self.trainer, self.options.budget)
-        return RunState(self._position, kind, self.probe, lowest, self.witness.events)
+        return RunState(self._position, kind, self.probe, lowest, self.reporter.events)
 
     def save_loop(self, checkpoint: dict[str, Any], key: str) -> None:
         """Let a checkpoint count the recipe's batches, and keep the place of data that have one."""
         done, before = self._passed
         loop_state.count_recipe_batches(checkpoint, key, done=done, before=before)
-        if isinstance(self._feed, UncutFeed):
+        if isinstance(self._feed, PrebatchedSource):
             loop_state.save_loaders(checkpoint, states_of(self._feed.loaders))
 
     def load_loop(self, checkpoint: dict[str, Any], key: str) -> None:
@@ -309,7 +309,7 @@ class Run:
 
     def restore(self, state: RunState) -> None:
         """Go on where a checkpoint was written."""
-        self._restored, self._position, self.witness.events = state, state.position, state.oom_events
+        self._restored, self._position, self.reporter.events = state, state.position, state.oom_events
 
     def optimizer_steps(self) -> int | None:
         """Optimizer steps of the whole training; ``None`` where the data or the epochs have no end."""
@@ -355,10 +355,10 @@ class Run:
     @property
     def in_step(self) -> bool:
         """Whether the loader yields the recipe's batches, and they are cut in the step."""
-        return self.options.micro_batching == "step" or isinstance(self._feed, UncutFeed)
+        return self.options.micro_batching == "step" or isinstance(self._feed, PrebatchedSource)
 
     @property
-    def feed(self) -> Feed | UncutFeed:
+    def feed(self) -> MicroBatchSource | PrebatchedSource:
         """The loader as it is cut."""
         assert self._feed is not None, "the training data are not set up yet"
         return self._feed
@@ -373,7 +373,7 @@ class Run:
         assert self._micro_batch is not None
         # Ranks count their pieces together where one of them has a limit, so all have one.
         if self.in_step and (self.feed.may_grow or self._cuts(epoch) or self.trainer.world_size > 1):
-            self.protection.limit = self._micro_batch
+            self.oom_handler.limit = self._micro_batch
         if self._momenta is not None:
             self._momenta.rescale(self.plan.factor)
         dataloaders.resize_epoch(self.trainer, self.feed.length, at_most=self.feed.at_most)
@@ -384,7 +384,7 @@ class Run:
             return
         passed = self._epoch_batches()
         if passed is None:  # a stream: as many as it turned out to hold
-            passed = self.feed.recipe_batches(self._position.samples_done // self.feed.ranks_apart)
+            passed = self.feed.recipe_batches(self._position.samples_done // self.feed.sharded_ranks)
         before = self._position.batches_before + passed * (epoch - self._position.epoch)
         self._position = replace(self._position, epoch=epoch, samples_done=0, batches_before=before)
 
@@ -398,7 +398,7 @@ class Run:
             epoch,
             effective,
             cut or ((effective or self.feed.recipe_effective(epoch)) if whole else self._guess(epoch)),
-            samples_done=done // self.feed.ranks_apart,
+            samples_done=done // self.feed.sharded_ranks,
             armed=known is not None,
         )
         self.trainer.accumulate_grad_batches = fed.factor
@@ -426,7 +426,7 @@ class Run:
     def _read_streams(self) -> None:
         """Look at what comes as it comes before training reads it: later there is nothing to look at."""
         if self.feed.streams and (self.in_step or self.options.on_oom == "split"):
-            reader = self.protection.survivor.reader("training")
+            reader = self.oom_handler.retrier.reader("training")
             with hooks_apart(self.trainer):
                 for on_host in (True, False):
                     reader.look(on_host=on_host)
@@ -440,7 +440,7 @@ class Run:
                 self.trainer,
                 self.feed.user_loader,
                 self.feed.sample_indices(epoch)[: SAMPLES if self.feed.keeps_groups else None],
-                reader=self.protection.survivor.reader("training"),
+                reader=self.oom_handler.retrier.reader("training"),
                 count=self.options.normalize if callable(self.options.normalize) else None,
                 limit=limit,
                 in_step=self.in_step,
@@ -456,7 +456,7 @@ class Run:
             return
         self.feed.check_cut()
         with hooks_apart(self.trainer):
-            self.protection.survivor.reader("training").check(lambda: self.feed.samples_at(0), on_host=True)
+            self.oom_handler.retrier.reader("training").check(lambda: self.feed.samples_at(0), on_host=True)
         if self._why_in_step:
             rank_zero_info(
                 f"AutoAccumulate cuts batches in the training step, where they are too large. {self._why_in_step}"
@@ -485,7 +485,7 @@ class Run:
             return self.request.capped(self.request.micro_batch)
         trainer, feed = self.trainer, self.feed
         total = feed.total(epoch)
-        total = None if total is None else total * feed.ranks_apart
+        total = None if total is None else total * feed.sharded_ranks
         high = self.request.useful_limit(
             loops.training_epochs(trainer),
             recipe=feed.recipe_effective(epoch),
@@ -503,7 +503,7 @@ class Run:
             return _NO_LIMIT
         looks, budget = feed.looks(epoch), self.options.budget
         if device is not None:
-            beside = self.protection.memory
+            beside = self.oom_handler.memory
             self.probe = estimate(
                 trainer, feed.user_loader, looks, device, high=high, share=share, budget=budget, beside=beside
             )
@@ -519,7 +519,7 @@ class Run:
         # No batch is larger than the epoch, whatever the window may hold.
         return self.request.capped(max(found, min(share, self._recipe_batch(epoch)) if self.in_step else share))
 
-    def _probe(self, looks: Looks, *, high: int, share: int, whole: int | None) -> None:
+    def _probe(self, looks: ScanOrder, *, high: int, share: int, whole: int | None) -> None:
         """Look for the limit; there is none of data that are empty, or of steps that fail before training begins.
 
         What a step needs may be made ready by hooks that run later, and must not cost the run.
@@ -532,9 +532,9 @@ class Run:
                 high=high,
                 share=share,
                 options=self.options,
-                beside=self.protection.memory,
+                beside=self.oom_handler.memory,
                 whole=whole,
-                reader=self.protection.survivor.reader("training"),
+                reader=self.oom_handler.retrier.reader("training"),
             )
         except Exception as error:
             memory = is_out_of_memory(error) or is_ambiguous_out_of_memory(error)
@@ -555,7 +555,7 @@ class Run:
         Raises:
             LayoutError: If they have to be cut all the same.
         """
-        if not isinstance(self._feed, UncutFeed):
+        if not isinstance(self._feed, PrebatchedSource):
             return False
         try:
             _ = self._feed.user_loader
@@ -585,11 +585,11 @@ class Run:
 
     def _lower(self) -> None:
         """Between two epochs: what proved too much on any rank is not planned any more."""
-        limit = agreement.smallest_over_ranks(self.trainer, self.protection.limit or _NO_LIMIT)
+        limit = agreement.smallest_over_ranks(self.trainer, self.oom_handler.limit or _NO_LIMIT)
         if self._micro_batch is None or limit >= self._micro_batch:
             return
         self._micro_batch = limit
-        self.protection.limit = limit
+        self.oom_handler.limit = limit
         if self.probe is not None:
             self.probe = lowered(self.probe, limit)
             if self._kind is not None and self.options.cache:

@@ -32,7 +32,7 @@ class _Part:
     loss: float = 0.0
 
 
-class ReplayedWindow:
+class LbfgsWindow:
     """Keeps the micro-batches of a window and gives the loop closures that run them again.
 
     Args:
@@ -96,7 +96,7 @@ class _Noting:
 class _WindowClosure:
     """The closure of a window's last micro-batch."""
 
-    def __init__(self, window: ReplayedWindow, closure: Any, make: Callable[[_Part], Any]) -> None:
+    def __init__(self, window: LbfgsWindow, closure: Any, make: Callable[[_Part], Any]) -> None:
         self._window, self._closure, self._make = window, closure, make
         self._evaluated = False
 

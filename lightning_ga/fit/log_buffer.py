@@ -48,7 +48,7 @@ class _Part:
     piece: _Piece
 
 
-class Ledger:
+class LogBuffer:
     """The entries of one batch, piece by piece."""
 
     def __init__(self) -> None:

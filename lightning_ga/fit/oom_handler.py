@@ -12,11 +12,11 @@ from torch.utils.data import IterableDataset
 
 from lightning_ga.batch.merge import merge_outputs
 from lightning_ga.compat import agreement, closures, dataloaders, evaluation, loops, ranks
-from lightning_ga.fit.closure import MakeClosure, SurvivingSteps
-from lightning_ga.fit.lbfgs import ReplayedWindow, evaluates_again
+from lightning_ga.fit.closure import MakeClosure, MicroBatchClosures
+from lightning_ga.fit.lbfgs import LbfgsWindow, evaluates_again
 from lightning_ga.fit.messages import OomEvent
-from lightning_ga.fit.oom_retry import Job, Survivor, why_no_retries
-from lightning_ga.fit.optimizer_retry import RepeatableStep
+from lightning_ga.fit.oom_retry import BatchTask, OomRetrier, why_no_retries
+from lightning_ga.fit.optimizer_retry import OptimizerRetry
 from lightning_ga.fit.window_gradients import WindowGradients
 from lightning_ga.loading.reader import (
     BatchSource,
@@ -31,7 +31,7 @@ from lightning_ga.loading.samples import collect_samples
 from lightning_ga.memory.allocator import RetryWatch
 
 
-class Witness:
+class OomReporter:
     """Counts what was survived, and tells of it: a warning, and a value in the loggers.
 
     Args:
@@ -51,7 +51,7 @@ class Witness:
             logger.log_metrics({"oom_events": self.events}, step=self._trainer.global_step)
 
 
-class Protection:
+class OomHandler:
     """Lets batches of all stages run in pieces where they do not fit.
 
     Args:
@@ -78,7 +78,7 @@ class Protection:
         self._told = report
         self._source, self._verdict, self._samples_again = source, verdict, samples_again
         self._evaluated: Any = None  # the batch of an evaluation loop
-        self.survivor = Survivor(
+        self.retrier = OomRetrier(
             trainer,
             retries=retries and not agreement.is_sharded(trainer),
             report=self._report,
@@ -86,37 +86,37 @@ class Protection:
             verdict=lambda stage: verdict() if stage == "training" else "What they log and return is put together.",
         )
         if retries and agreement.is_sharded(trainer):
-            self.survivor.refusal = why_no_retries(trainer)
-        self._steps: SurvivingSteps | None = None
+            self.retrier.refusal = why_no_retries(trainer)
+        self._steps: MicroBatchClosures | None = None
         self._retries = RetryWatch(trainer.strategy.root_device)
         self._release_step: Callable[[], None] = lambda: None
 
     @property
     def limit(self) -> int | None:
         """Most samples of a pass in training, where that is less than a batch."""
-        return self.survivor.limits.get("training")
+        return self.retrier.limits.get("training")
 
     @limit.setter
     def limit(self, samples: int) -> None:
-        self.survivor.limits["training"] = samples
+        self.retrier.limits["training"] = samples
 
     def watch_batches(self) -> None:
         """Guard evaluation, and the way of every batch to the device."""
-        evaluation.intercept_evaluation(self._trainer, self._evaluate, self.survivor.move)
+        evaluation.intercept_evaluation(self._trainer, self._evaluate, self.retrier.move)
 
     def memory(self) -> Iterator[torch.Tensor]:
         """What it holds on the device while training runs."""
-        if self.survivor.retries:
-            yield from self.survivor.state.tensors()
+        if self.retrier.retries:
+            yield from self.retrier.state.tensors()
 
     def watch_training(self, gradients: WindowGradients, *, in_step: bool) -> None:
         """Guard training from here on; ``in_step``: batches are cut there even if nothing fails."""
         trainer = self._trainer
-        survivor = self.survivor
-        survivor.read_module()
+        retrier = self.retrier
+        retrier.read_module()
         reason = why_no_retries(trainer)
-        survivor.refusal = reason if self._wanted else None
-        survivor.retries = self._wanted and reason is None
+        retrier.refusal = reason if self._wanted else None
+        retrier.retries = self._wanted and reason is None
         wrap: Callable[..., Any] | None = None
         if self._wanted or in_step or ranks.needs_averaging_by_hand(trainer):
             by_hand = agreement.is_distributed(trainer) and reason is None
@@ -125,16 +125,16 @@ class Protection:
             elif agreement.is_distributed(trainer) and (
                 agreement.is_sharded(trainer) or ranks.waits_in_forward(trainer)
             ):
-                survivor.waiting.add("training")
-            survivor.unknown = {"training"} if in_step and agreement.is_distributed(trainer) else set()
-            self._steps = SurvivingSteps(
-                trainer, survivor, gradients, by_hand=by_hand, samples_again=self._samples_again
+                retrier.waiting.add("training")
+            retrier.unknown = {"training"} if in_step and agreement.is_distributed(trainer) else set()
+            self._steps = MicroBatchClosures(
+                trainer, retrier, gradients, by_hand=by_hand, samples_again=self._samples_again
             )
             wrap = self._steps.closure
         if evaluates_again(trainer.optimizers[0]):
-            wrap = _chained(ReplayedWindow(trainer, gradients).closure, wrap)
-        elif self.survivor.retries:
-            repeatable = RepeatableStep(trainer, self._report)
+            wrap = _chained(LbfgsWindow(trainer, gradients).closure, wrap)
+        elif self.retrier.retries:
+            repeatable = OptimizerRetry(trainer, self._report)
             self._release_step = closures.intercept_optimizer_step(trainer, repeatable, repeatable.gradients_are_ready)
         if wrap is not None:
             closures.intercept_closures(trainer, wrap)
@@ -151,7 +151,7 @@ class Protection:
 
     def after_window(self, micro_batch: int) -> None:
         """Between two windows: where the allocator struggles with passes of this size, smaller ones from here on."""
-        if not self.survivor.retries or not self._retries.struggles() or micro_batch == 1:
+        if not self.retrier.retries or not self._retries.struggles() or micro_batch == 1:
             return
         self.limit = min(self.limit or micro_batch, max(1, micro_batch * 15 // 16))
         warnings.warn(
@@ -163,11 +163,11 @@ class Protection:
     @contextmanager
     def aside(self) -> Iterator[None]:
         """Within, nothing is caught: a probe wants to see its own errors."""
-        self.survivor.active = False
+        self.retrier.active = False
         try:
             yield
         finally:
-            self.survivor.active = True
+            self.retrier.active = True
 
     def stop_training(self) -> None:
         """Give the training loop its own ways back."""
@@ -181,24 +181,24 @@ class Protection:
 
     def _evaluate(self, name: str, step: Callable[..., Any], *arguments: Any) -> Any:
         """A step of an evaluation loop."""
-        survivor = self.survivor
+        retrier = self.retrier
         self._retries.begin_again()  # evaluation has a limit of its own
-        guarded = survivor.active and (survivor.retries or survivor.refusal is not None)
+        guarded = retrier.active and (retrier.retries or retrier.refusal is not None)
         if not guarded or closures.takes_an_iterator(self._trainer.lightning_module, name):
             return step(*arguments)
-        if survivor.retries:
+        if retrier.retries:
             ranks.share_buffers_before_forward(self._trainer)
         batch, *rest = arguments  # the number of the batch, and that of its loader where there are several
         loader = rest[1] if len(rest) > 1 else 0
         self._evaluated = batch
-        job = Job(
+        job = BatchTask(
             batch,
             loops.stage(self._trainer),
             lambda part, _: step(part, *rest),
             loader=loader,
             again=lambda: self._evaluated_again(rest[0], loader),
         )
-        done = survivor.run(job)
+        done = retrier.run(job)
         self._evaluated = None
         return merge_outputs(done.results, done.sizes) if done.sizes else done.results[0]
 

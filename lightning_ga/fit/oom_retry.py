@@ -17,7 +17,7 @@ from lightning_ga.compat import agreement, log_capture, loops, ranks, transfer
 from lightning_ga.errors import UserError
 from lightning_ga.fit.attempts import Outcome, Piece, even_pieces, run_pieces
 from lightning_ga.fit.batch_metrics import whole_batch_metrics
-from lightning_ga.fit.log_buffer import Ledger
+from lightning_ga.fit.log_buffer import LogBuffer
 from lightning_ga.fit.messages import (
     OomEvent,
     a_piece_failed,
@@ -39,7 +39,7 @@ from lightning_ga.snapshot.state import RandomState
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class BatchTask:
     """One batch and how it is run.
 
     Attributes:
@@ -64,7 +64,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class BatchResult:
     """What came of a batch.
 
     Attributes:
@@ -78,7 +78,7 @@ class Done:
     weights: tuple[float, ...] = ()
 
 
-class Survivor:
+class OomRetrier:
     """Runs batches, whole or in pieces.
 
     Args:
@@ -141,13 +141,13 @@ class Survivor:
         """Buffers and metrics may be other objects than before: the module has been moved."""
         self._state = AttemptState(self._trainer.lightning_module)
 
-    def run(self, job: Job) -> Done:
+    def run(self, job: BatchTask) -> BatchResult:
         """Run a batch, whole if that is not known to be too much.
 
         Raises:
             UserError: If one sample alone does not fit, or the batch cannot be split.
         """
-        ledger = Ledger()
+        ledger = LogBuffer()
         with log_capture.logs_held_back(self._trainer, ledger.note) as log:
             together = self._pieces_of_all_ranks(job)
             done = self._whole(job, ledger) if self._may_fit(job, together) else None
@@ -183,7 +183,7 @@ class Survivor:
         self._on_host = True
         return batch
 
-    def _pieces_of_all_ranks(self, job: Job) -> int | None:
+    def _pieces_of_all_ranks(self, job: BatchTask) -> int | None:
         """How many pieces every rank runs of its batch, where they wait for each other; ``None``: each as it likes."""
         limit = self.limits.get(job.stage)
         if limit is None or job.stage not in self.waiting | self.unknown:
@@ -196,7 +196,7 @@ class Survivor:
             raise self._error(fewer_samples_than_ranks(pieces, samples))
         return pieces
 
-    def _may_fit(self, job: Job, together: int | None) -> bool:
+    def _may_fit(self, job: BatchTask, together: int | None) -> bool:
         if together is not None:
             return together == 1
         limit = self.limits.get(job.stage)
@@ -204,19 +204,19 @@ class Survivor:
             limit is None or self.samples(job.batch, job.stage, job.expected, job.loader) <= limit
         )
 
-    def _whole(self, job: Job, ledger: Ledger) -> Done | None:
+    def _whole(self, job: BatchTask, ledger: LogBuffer) -> BatchResult | None:
         """The batch as it is; ``None`` if it does not fit."""
         self._keep(job.batch)
         went_through, result = self._attempt(job.stage, lambda: job.run(job.batch, None))
         if went_through:
             self._learn()
             ledger.keep(1.0)
-            return Done((result,))
+            return BatchResult((result,))
         ledger.drop()
         self._undo(job, None)
         return None
 
-    def _in_pieces(self, job: Job, ledger: Ledger, together: int | None) -> Done:
+    def _in_pieces(self, job: BatchTask, ledger: LogBuffer, together: int | None) -> BatchResult:
         slices = self._slices(job)
         if self._failure is not None:
             self._refuse(slices.samples, job, job.batch)
@@ -252,7 +252,7 @@ class Survivor:
             outcome = run_pieces(even_pieces(sizes), attempt)
         return self._settle(job.stage, outcome)
 
-    def _run_piece(self, job: Job, part: Any, piece: Piece) -> Any:
+    def _run_piece(self, job: BatchTask, part: Any, piece: Piece) -> Any:
         try:
             return job.run(self._on_device(part), piece)
         except Exception as error:
@@ -266,7 +266,7 @@ class Survivor:
         self._keep(part)
         return part
 
-    def _slices(self, job: Job) -> BatchSlices:
+    def _slices(self, job: BatchTask) -> BatchSlices:
         """The batch, ready to be cut.
 
         Raises:
@@ -282,7 +282,7 @@ class Survivor:
             self._forget_attempts()
             raise self._error(cannot_be_cut(job.stage, str(why), self._memory())) from failure
 
-    def _slices_after(self, error: Exception, job: Job, ledger: Ledger, piece: Piece) -> BatchSlices:
+    def _slices_after(self, error: Exception, job: BatchTask, ledger: LogBuffer, piece: Piece) -> BatchSlices:
         """The batch cut in another way, after a piece has failed where nothing but its being a piece may be the cause.
 
         Raises:
@@ -325,7 +325,7 @@ class Survivor:
     def _forget_attempts(self) -> None:
         self._refused, self._failure = [], None
 
-    def _settle(self, stage: str, outcome: Outcome[Any]) -> Done:
+    def _settle(self, stage: str, outcome: Outcome[Any]) -> BatchResult:
         """What came of the pieces; where memory ran out, the largest that fits is the limit from now on."""
         sizes = tuple(piece.samples for piece in outcome.pieces)
         if self._refused:
@@ -338,7 +338,7 @@ class Survivor:
             self._report(event)
         self._forget_attempts()
         results, weights = zip(*outcome.results)
-        return Done(results, sizes, weights)
+        return BatchResult(results, sizes, weights)
 
     def _keep(self, batch: Any) -> None:
         if self.retries:
@@ -348,7 +348,7 @@ class Survivor:
         if self.retries:
             self.state.learn()
 
-    def _undo(self, job: Job, piece: Piece | None) -> None:
+    def _undo(self, job: BatchTask, piece: Piece | None) -> None:
         lost = self.state.put_back()
         job.failed(piece)
         failure = self._failure
@@ -390,7 +390,7 @@ class Survivor:
             raise failure
         raise self._error(cannot_run_again(stage, why, self._memory())) from failure
 
-    def _refuse(self, samples: int, job: Job, part: Any) -> None:
+    def _refuse(self, samples: int, job: BatchTask, part: Any) -> None:
         """Note that so many samples do not fit."""
         failure, self._refused = self._failure, [*self._refused, samples]
         if samples > 1 or failure is None:

@@ -13,7 +13,7 @@ from lightning_ga.memory.device import describe_memory
 from lightning_ga.memory.oom import is_out_of_memory, release
 
 
-class RepeatableStep:
+class OptimizerRetry:
     """Takes the place of ``optimizer.step``, wherever it is called from.
 
     Args:

@@ -32,7 +32,7 @@ from lightning_ga.loading.samples import collate_samples, fetch
 from lightning_ga.memory.live_tensors import uncounted
 from lightning_ga.memory.oom import is_out_of_memory, release
 from lightning_ga.plan.weights import count_items
-from lightning_ga.probe.isolation import traceless
+from lightning_ga.probe.isolation import isolated
 from lightning_ga.snapshot.state import RandomState, generators_of, reseed
 
 SAMPLES = 5  # parts of three and two: BatchNorm refuses one sample, and unequal parts show wrong weights
@@ -132,7 +132,7 @@ def _measured(
         return _both(Exactness(None, tolerance, "batch_norm", layers=layers))
     failure = None
     try:
-        with traceless(trainer) as prepare, _exact_arithmetic(trainer, plain=plain), without_dropout():
+        with isolated(trainer) as prepare, _exact_arithmetic(trainer, plain=plain), without_dropout():
             check = _Check(trainer, loader, reader, prepare, count, tolerance)
             samples = telling_samples(loader, indices, size)
             if len(samples) < 2:

@@ -49,7 +49,7 @@ class WindowGradients:
         """Whether the samples of each micro-batch have to be known."""
         return self._weights is not None
 
-    def weigh(self, batch: Any, chunk: Chunk, *, ranks_apart: int, samples: int) -> None:
+    def weigh(self, batch: Any, chunk: Chunk, *, sharded_ranks: int, samples: int) -> None:
         """Before each micro-batch of so many samples: find its weight."""
         if self._weights is None:
             return
@@ -57,7 +57,7 @@ class WindowGradients:
         self.weight = self._weights.weigh(
             (count_items(self._normalize, batch) if callable(self._normalize) else samples) if chunk.count else 0,
             planned=chunk.count,
-            window=chunk.window_samples * ranks_apart,
+            window=chunk.window_samples * sharded_ranks,
             factor=factor,
             first=loops.micro_batch_index(self._trainer) % factor == 0,
         )

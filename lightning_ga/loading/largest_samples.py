@@ -25,7 +25,7 @@ LOOK_SECONDS = 5.0  # for samples that are slow to read, or more than can be rea
 _FIELDS = 32  # more are no structure but data: a dictionary by name, say
 
 
-class Looks:
+class ScanOrder:
     """Which samples to look at: some from all over the data set first, then ever more from between them.
 
     The first look holds the first and the last sample, so that sorting a data set is enough to have
@@ -78,7 +78,7 @@ def _coprime(stride: int) -> int:
     return step
 
 
-class Heaviest:
+class Largest:
     """Of all samples seen: those with the most elements, and the largest of every field in every direction.
 
     Args:
@@ -163,11 +163,11 @@ class Heaviest:
         return max(extents, default=-1)
 
 
-class Look:
+class WorkerScan:
     """Fetches nothing but the samples worth keeping: where data workers read, only these are sent."""
 
     def __init__(self, *, text: bool) -> None:
-        self._kept = Heaviest(text=text)
+        self._kept = Largest(text=text)
 
     def __call__(self, samples: list[Any]) -> tuple[int, list[Any]]:
         """How many samples there were, and those to keep."""
@@ -175,7 +175,7 @@ class Look:
 
 
 @dataclass(frozen=True, slots=True)
-class Worst:
+class LargestSamples:
     """Samples to make the largest batches of.
 
     Attributes:
@@ -202,7 +202,7 @@ class Worst:
         return collate_samples(loader, chosen, count)
 
 
-def heaviest_samples(loader: "DataLoader[Any]", looks: Looks) -> Worst:
+def largest_samples(loader: "DataLoader[Any]", looks: ScanOrder) -> LargestSamples:
     """The heaviest samples behind a loader: of a few if these are of one size, otherwise of all.
 
     Args:
@@ -210,25 +210,25 @@ def heaviest_samples(loader: "DataLoader[Any]", looks: Looks) -> Worst:
         looks: Which samples to look at; none is begun after ``LOOK_SECONDS``.
     """
     with uncounted():  # samples lie on the host
-        return _heaviest_samples(loader, looks)
+        return _largest_samples(loader, looks)
 
 
-def _heaviest_samples(loader: "DataLoader[Any]", looks: Looks) -> Worst:
+def _largest_samples(loader: "DataLoader[Any]", looks: ScanOrder) -> LargestSamples:
     started = time.monotonic()
     text = loader.collate_fn is not default_collate  # that one leaves text as it is
-    kept, first = Heaviest(text=text), collect_samples(loader, looks.first())
+    kept, first = Largest(text=text), collect_samples(loader, looks.first())
     kept.see(first)
     seen, complete = len(first), True
     if not kept.uniform and (looks.total is None or looks.total > seen):
         seen, workers = (0, 1) if looks.streams else (seen, loader.num_workers)
-        with closing(fetch(loader, looks.rest(), Look(text=text), workers=workers)) as reports:
+        with closing(fetch(loader, looks.rest(), WorkerScan(text=text), workers=workers)) as reports:
             for count, newcomers in reports:
                 seen += count
                 kept.see(newcomers)
                 complete = seen == looks.total or time.monotonic() - started <= LOOK_SECONDS
                 if not complete:
                     break
-    return Worst(kept.by_field, kept.by_weight, seen, complete)
+    return LargestSamples(kept.by_field, kept.by_weight, seen, complete)
 
 
 def _extents(shapes: dict[Field, tuple[int, ...]]) -> Iterator[tuple[Field, int, int]]:

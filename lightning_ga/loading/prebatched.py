@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_ga.batch.layout import Layout, LayoutError, Slice
 from lightning_ga.batch.split import SplitBatch, cut, split_by_hook
 from lightning_ga.errors import UserError
-from lightning_ga.loading.largest_samples import Looks
+from lightning_ga.loading.largest_samples import ScanOrder
 from lightning_ga.loading.peekable import peekable_stream
 from lightning_ga.loading.reader import (
     BatchSource,
@@ -31,7 +31,7 @@ from lightning_ga.loading.reader import (
     largest_extent,
     length_of_first,
 )
-from lightning_ga.loading.source import Feed
+from lightning_ga.loading.source import MicroBatchSource
 from lightning_ga.loading.stateful import keeps_place
 from lightning_ga.plan.accumulation import AccumulationPlan
 from lightning_ga.plan.windows import Chunk
@@ -56,8 +56,8 @@ class Batches:
     length: int | None
 
 
-class UncutFeed:
-    """The feed of such data: what a ``Feed`` is to samples, in windows of whole batches.
+class PrebatchedSource:
+    """The feed of such data: what a ``MicroBatchSource`` is to samples, in windows of whole batches.
 
     Samples are counted in each batch; where a number of them is needed in advance, all batches are
     taken to be as large as the first. Where samples cannot be told apart, a batch counts as one.
@@ -75,7 +75,7 @@ class UncutFeed:
     def __init__(self, batches: Batches, *, hook: SplitBatch | None = None, **settings: Any) -> None:
         self._data, self._hook = batches, hook
         self._stream = peekable_stream(batches.start, batches.length)
-        self._feed = Feed(
+        self._feed = MicroBatchSource(
             DataLoader(self._stream, batch_size=1, collate_fn=_only), own_seed=torch.Generator(), **settings
         )
         self._user_loader: DataLoader[Any] | None = None
@@ -178,9 +178,9 @@ class UncutFeed:
             self._user_loader = DataLoader(trial, batch_size=len(trial), collate_fn=trial.together)
         return self._user_loader
 
-    def looks(self, epoch: int) -> Looks:
+    def looks(self, epoch: int) -> ScanOrder:
         """The samples of the first batch."""
-        return Looks(range(self._each), self._each)
+        return ScanOrder(range(self._each), self._each)
 
     def sample_indices(self, epoch: int, most: int = 64) -> list[int]:
         """Indices of samples of the first batch."""
@@ -233,9 +233,9 @@ class UncutFeed:
         return self._feed.done
 
     @property
-    def ranks_apart(self) -> int:
+    def sharded_ranks(self) -> int:
         """Ranks with data of their own."""
-        return self._feed.ranks_apart
+        return self._feed.sharded_ranks
 
     def seeded_as_before(self) -> AbstractContextManager[None]:
         """The user's loaders are iterated once, whatever the loop does."""

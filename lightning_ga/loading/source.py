@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, RandomSampler, WeightedRandomSampler, default_collate
 
 from lightning_ga.errors import UserError
-from lightning_ga.loading.largest_samples import Looks
+from lightning_ga.loading.largest_samples import ScanOrder
 from lightning_ga.loading.reader import BatchSource, CollatedAgain, CollatedBatches, spread
 from lightning_ga.loading.rebatch import read_loader, rebatch
 from lightning_ga.loading.sampler import (
@@ -27,7 +27,7 @@ from lightning_ga.plan.accumulation import AccumulationPlan, in_groups, plan_acc
 from lightning_ga.plan.windows import Chunk, EpochPlan, GivenWindows, RegularWindows, Windows
 
 
-class Feed:
+class MicroBatchSource:
     """One user's loader and the micro-batches it is cut into.
 
     Samples are counted in the order that the ranks share; where every rank has an order of its own
@@ -74,7 +74,7 @@ class Feed:
         self._shuffle = shuffle
         self._largest_over_ranks = largest_over_ranks
         self._keeps_batches = keep_batches and world_size == 1  # ranks share windows out evenly
-        self.sharers = world_size if self.recipe.shared else 1
+        self.ranks_per_order = world_size if self.recipe.shared else 1
         self.sampler = WindowBatchSampler(
             self.recipe.order,
             share=rank if self.recipe.shared else 0,
@@ -89,7 +89,7 @@ class Feed:
     @property
     def counted_later(self) -> bool:
         """Whether a window's samples are known only as they come: streams end where they please, other ranks too."""
-        return isinstance(self.recipe.order, Stream) or self.ranks_apart > 1
+        return isinstance(self.recipe.order, Stream) or self.sharded_ranks > 1
 
     @property
     def streams(self) -> bool:
@@ -105,8 +105,10 @@ class Feed:
         """Effective batch of the recipe: batch size × factor × ranks; the largest where batches vary."""
         if self.recipe.batch_size is not None:
             return self.recipe.batch_size * self.recipe_factor * self.world_size
-        largest = GivenWindows.of(self._batch_sizes(epoch), per_window=self.recipe_factor * self.sharers).largest
-        return largest * self.ranks_apart
+        largest = GivenWindows.of(
+            self._batch_sizes(epoch), per_window=self.recipe_factor * self.ranks_per_order
+        ).largest
+        return largest * self.sharded_ranks
 
     def total(self, epoch: int) -> int | None:
         """Samples of an epoch that training uses; ``None`` for a stream of unknown length."""
@@ -115,7 +117,7 @@ class Feed:
         size, batches = self.recipe.order.size, self._batches_used()
         if batches is None or batches == self._batches():
             return size
-        used = batches * self.recipe.batch_size * self.sharers
+        used = batches * self.recipe.batch_size * self.ranks_per_order
         return used if size is None else min(size, used)
 
     def check_effective(self, effective: int) -> None:
@@ -139,13 +141,13 @@ class Feed:
         """
         windows = self._windows(epoch, effective, samples_done)
         if isinstance(windows, GivenWindows):  # windows that start anew in mid-epoch may be larger than any before
-            size = self._largest_over_ranks(windows.largest) * self.ranks_apart
+            size = self._largest_over_ranks(windows.largest) * self.sharded_ranks
         else:
             size = effective or self.recipe_effective(epoch)
             total = self.total(epoch)
             if effective is not None and total and windows.count == 0 and samples_done == 0:
                 raise UserError(
-                    f"effective_batch_size={size} is more than the {total * self.ranks_apart} samples of an epoch, "
+                    f"effective_batch_size={size} is more than the {total * self.sharded_ranks} samples of an epoch, "
                     "and drop_last=True drops the only window: use drop_last=False or a smaller effective batch."
                 )
         plan = plan_accumulation(size, micro_batch=micro_batch, world_size=self.world_size)
@@ -166,8 +168,8 @@ class Feed:
             windows,
             micro_batch,
             plan.factor,
-            self.sharers,
-            whole=self.ranks_apart > 1,
+            self.ranks_per_order,
+            whole=self.sharded_ranks > 1,
             batches=batches,
             pieces=pieces,
         )
@@ -224,11 +226,11 @@ class Feed:
             return spread(order.size, most)
         return list(order.draw(epoch, self.sampler.seed)[0:most])
 
-    def looks(self, epoch: int) -> Looks:
+    def looks(self, epoch: int) -> ScanOrder:
         """Looks at all samples that training may meet, as far as that is known."""
         order, total = self.recipe.order, self.total(epoch)
         if isinstance(order, Stream):
-            return Looks(None, order.size)
+            return ScanOrder(None, order.size)
         sampler = order.sampler if isinstance(order, FromSampler) else None
         if isinstance(order, Sequential):
             met: Sequence[Any] = range(order.size if total is None else total)
@@ -240,12 +242,12 @@ class Feed:
             met = sampler.weights.nonzero().flatten().tolist()
         else:
             met = order.draw(epoch, self.sampler.seed)
-        return Looks(met, len(met))
+        return ScanOrder(met, len(met))
 
     @property
-    def ranks_apart(self) -> int:
+    def sharded_ranks(self) -> int:
         """Ranks with an order of their own: samples of all ranks for one of the order."""
-        return self.world_size // self.sharers
+        return self.world_size // self.ranks_per_order
 
     def recipe_batches(self, samples: int) -> int:
         """Batches of the recipe, on one rank, that so many samples of the arranged epoch make up.
@@ -256,16 +258,20 @@ class Feed:
         over = windows.count is not None and (not windows.count or samples >= sum(windows.span(windows.count - 1)))
         if self.recipe.batch_size is None:
             ends = self._batch_ends(epoch)
-            return -(-(len(ends) - 1) // self.sharers) if over else (bisect_right(ends, samples) - 1) // self.sharers
+            return (
+                -(-(len(ends) - 1) // self.ranks_per_order)
+                if over
+                else (bisect_right(ends, samples) - 1) // self.ranks_per_order
+            )
         batches = self._batches_used() if over else None
-        return samples // (self.recipe.batch_size * self.sharers) if batches is None else batches
+        return samples // (self.recipe.batch_size * self.ranks_per_order) if batches is None else batches
 
     def samples_of(self, batches: int) -> int:
         """Samples of an epoch that so many batches of the recipe on each rank hold."""
         if self.recipe.batch_size is None:
             ends = self._batch_ends(self.sampler.epoch)
-            return ends[min(batches * self.sharers, len(ends) - 1)]
-        samples, total = batches * self.recipe.batch_size * self.sharers, self.total(self.sampler.epoch)
+            return ends[min(batches * self.ranks_per_order, len(ends) - 1)]
+        samples, total = batches * self.recipe.batch_size * self.ranks_per_order, self.total(self.sampler.epoch)
         return samples if total is None else min(samples, total)
 
     def batches_after(self, index: int) -> int:
@@ -322,7 +328,7 @@ class Feed:
         size, batch = self.recipe.order.size, self.recipe.batch_size
         if size is None or batch is None:
             return None
-        share = -(-size // self.sharers)
+        share = -(-size // self.ranks_per_order)
         return share // batch if self.recipe.drop_last else -(-share // batch)
 
     def _batches_used(self) -> int | None:
@@ -353,10 +359,10 @@ class Feed:
         assert isinstance(self.recipe.order, FromBatches)
         sizes = [len(batch) for batch in self.recipe.order.batches(epoch, self.sampler.seed)]
         if isinstance(self.limit_batches, int):
-            return sizes[: self.limit_batches * self.sharers]
+            return sizes[: self.limit_batches * self.ranks_per_order]
         if self.limit_batches == 1.0:
             return sizes
-        return sizes[: self._fraction(-(-len(sizes) // self.sharers)) * self.sharers]
+        return sizes[: self._fraction(-(-len(sizes) // self.ranks_per_order)) * self.ranks_per_order]
 
     def _batch_ends(self, epoch: int) -> list[int]:
         """Samples before each of these batches, and after the last: asked for at every micro-batch."""
@@ -371,17 +377,17 @@ class Feed:
             UserError: If no whole number of them makes up the effective batch.
         """
         if effective is None:
-            return self.recipe_factor * self.sharers
+            return self.recipe_factor * self.ranks_per_order
         sizes = self._batch_sizes(epoch)
         largest = max(sizes, default=1)
-        number, left = divmod(effective * self.sharers, largest * self.world_size)
+        number, left = divmod(effective * self.ranks_per_order, largest * self.world_size)
         if left or not number or any(size != largest for size in sizes[:-1]):
             of = f"{largest}" if min(sizes[:-1], default=largest) == largest else f"{min(sizes)} to {max(sizes)}"
             raise UserError(
                 f"effective_batch_size={effective} is no whole number of batches of {of} samples, as the batch sampler "
                 f"{type(self.user_loader.batch_sampler).__name__} makes them, and these are not mixed: "
                 + (
-                    f"use a multiple of {largest * self.ranks_apart}."
+                    f"use a multiple of {largest * self.sharded_ranks}."
                     if of == f"{largest}"
                     else "say with Trainer(accumulate_grad_batches=…) how many batches make up a step."
                 )
@@ -394,7 +400,7 @@ class Feed:
             return GivenWindows.of(self._batch_sizes(epoch), per_window=per_window, samples_done=samples_done)
         effective = effective or self.recipe_effective(epoch)
         require_effective_batch(effective, self.world_size)
-        size, left = divmod(effective * self.sharers, self.world_size)
+        size, left = divmod(effective * self.ranks_per_order, self.world_size)
         if left:
             raise UserError(
                 f"effective_batch_size={effective} is not a multiple of the {self.world_size} ranks, and every rank "

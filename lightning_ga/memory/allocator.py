@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 
 from lightning_ga.memory.segments import ROUNDING
-from lightning_ga.memory.trace import Segment, Trace, canonical
+from lightning_ga.memory.trace import MemoryTrace, Segment, canonical
 
 WITH_STATISTICS = ("cuda", "xpu")
 _MOST_EVENTS = 2_000_000
@@ -57,7 +57,7 @@ class AllocatorMeter:
         self._backend.synchronize(self.device)
         return int(self._backend.max_memory_allocated(self.device)), self.troubles() == self._before
 
-    def trace(self, samples: int) -> Trace | None:
+    def trace(self, samples: int) -> MemoryTrace | None:
         """The recorded step in the allocator's own events; ``None`` where it keeps no history."""
         return None if self._history is None else self._history.trace(samples)
 
@@ -120,7 +120,7 @@ class History:
             self._segments = [segment for segment in every if segment["device"] == index]
             self._switch("all", context=None, max_entries=_MOST_EVENTS, clear_history=True)
 
-    def trace(self, samples: int) -> Trace | None:
+    def trace(self, samples: int) -> MemoryTrace | None:
         """What was recorded, as a step of ``samples`` samples; ends the recording."""
         if self._alive is None:
             return None
@@ -164,7 +164,7 @@ def _cuts_segments(device: torch.device) -> bool:
 
 def events_as_trace(
     events: Iterable[Mapping[str, Any]], samples: int, alive: int, segments: Iterable[Mapping[str, Any]] = ()
-) -> Trace:
+) -> MemoryTrace:
     """The stream of one step from an allocator's events.
 
     A block is released when its release is requested: that is when the allocator's count of bytes
@@ -200,7 +200,7 @@ def events_as_trace(
                 initial[address] = number
             stream.append(~number)
     layout = tuple(_layout(segment, initial) for segment in segments)
-    return Trace(samples, tuple(sizes), canonical([0, *initial.values(), *stream]), layout=layout)
+    return MemoryTrace(samples, tuple(sizes), canonical([0, *initial.values(), *stream]), layout=layout)
 
 
 def _layout(segment: Mapping[str, Any], initial: Mapping[int, int]) -> Segment:

@@ -14,7 +14,7 @@ import psutil
 import torch
 
 from lightning_ga.errors import UserError
-from lightning_ga.memory.live_tensors import LiveMemory
+from lightning_ga.memory.live_tensors import LiveTensorMeter
 
 _UNITS = {
     "": 1,
@@ -112,8 +112,8 @@ def is_emulated(device: torch.device | str) -> bool:
     return bool(_active_limits(torch.device(device)))
 
 
-def _active_limits(device: torch.device) -> list[LiveMemory]:
-    return [limit for limit in LiveMemory.active if limit.device is None or limit.device.type == device.type]
+def _active_limits(device: torch.device) -> list[LiveTensorMeter]:
+    return [limit for limit in LiveTensorMeter.active if limit.device is None or limit.device.type == device.type]
 
 
 def _is_cuda(device: torch.device) -> bool:

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
-from lightning_ga.memory.trace import Trace, canonical
+from lightning_ga.memory.trace import MemoryTrace, canonical
 
 _LEAVES: tuple[type, ...] = (Tensor, int, float, bool, type(None), torch.dtype, torch.device)
 # Operations whose output was made just now, although it is their own argument.
@@ -59,7 +59,7 @@ def uncounted() -> Iterator[None]:
         _uncounted.reset(token)
 
 
-class LiveMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class LiveTensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Meter of live tensor bytes; with a budget, a device that runs out of memory.
 
     The same object may be entered many times: storages that survive one step are known in the
@@ -77,7 +77,7 @@ class LiveMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     supports_higher_order_operators = True
-    active: ClassVar[list["LiveMemory"]] = []
+    active: ClassVar[list["LiveTensorMeter"]] = []
 
     def __init__(
         self, *, budget: int | None = None, device: torch.device | str | None = None, rounding: int = 1
@@ -133,7 +133,7 @@ class LiveMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._events is not None:
             self._marks.append(len(self._events))
 
-    def trace(self, samples: int) -> Trace:
+    def trace(self, samples: int) -> MemoryTrace:
         """What was recorded since ``start(record=True)``, as a step of ``samples`` samples. Ends the recording."""
         events, self._events = self._events, None
         if events is None:
@@ -141,7 +141,7 @@ class LiveMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
         old = [n + 1 for n in self._initial]
         stream = [0, *old, *(event + 1 if event >= 0 else event - 1 for event in events)]
         marks = tuple(mark + 1 + len(old) for mark in self._marks)
-        return Trace(samples, (self._floor, *self._sizes), canonical(stream), marks)
+        return MemoryTrace(samples, (self._floor, *self._sizes), canonical(stream), marks)
 
     def _rounded(self, size: int) -> int:
         return -(-size // self.rounding) * self.rounding

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from lightning_ga.memory.trace import Trace
+from lightning_ga.memory.trace import MemoryTrace
 
 KIB, MIB = 2**10, 2**20
 ROUNDING = 512  # bytes that every block is rounded up to
@@ -133,7 +133,7 @@ class Segments:
         block.free = False
 
 
-def replay_segments(sizes: Iterable[int], trace: Trace) -> Peaks:
+def replay_segments(sizes: Iterable[int], trace: MemoryTrace) -> Peaks:
     """Peaks of a stream with storages of these sizes, from an empty cache.
 
     Args:

@@ -8,7 +8,7 @@ Segment = tuple[bool, tuple[tuple[int, int], ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class Trace:
+class MemoryTrace:
     """The stream of allocations and releases of one training step.
 
     Attributes:

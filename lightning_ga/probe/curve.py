@@ -3,13 +3,13 @@
 from dataclasses import dataclass, replace
 
 from lightning_ga.memory.segments import replay_segments
-from lightning_ga.memory.trace import Trace
+from lightning_ga.memory.trace import MemoryTrace
 from lightning_ga.plan.records import Trial
-from lightning_ga.probe.prediction import Replay, extrapolate
+from lightning_ga.probe.prediction import PeakPredictor, extrapolate
 
 # A caching allocator hands out somewhat more than is asked for, and kernels choose their workspaces by size.
 TOLERANCE = 0.016  # of a measured peak
-Step = tuple[Trial, tuple[Trace, ...]]  # one that fits, and what was recorded of it
+Step = tuple[Trial, tuple[MemoryTrace, ...]]  # one that fits, and what was recorded of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Curve:
         segmented: Whether the allocator cuts its blocks out of segments.
     """
 
-    replay: Replay | None
+    replay: PeakPredictor | None
     samples: tuple[int, int]
     lines: tuple[tuple[int, int], ...]
     rounding: int = 1
@@ -51,7 +51,7 @@ class Curve:
         """Bytes that a budget must leave: with segments, what the allocator reserves for that peak."""
         return self._unseen(samples) + self._seen(samples)[1]
 
-    def confirms(self, trial: Trial, traces: tuple[Trace, ...]) -> bool:
+    def confirms(self, trial: Trial, traces: tuple[MemoryTrace, ...]) -> bool:
         """Whether a further trial has the predicted peak, and the stream of one of its traces.
 
         To the byte where sizes are exact, else as closely as an allocator's word can be predicted.

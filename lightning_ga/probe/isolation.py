@@ -21,7 +21,7 @@ from lightning_ga.snapshot.state import (
 
 
 @contextmanager
-def traceless(trainer: Any, stand_ins: Mapping[int, Any] | None = None) -> Iterator[Callable[[], None]]:
+def isolated(trainer: Any, stand_ins: Mapping[int, Any] | None = None) -> Iterator[Callable[[], None]]:
     """Within, trial steps may run, and the yielded function puts back all they changed; so does the end.
 
     Args:

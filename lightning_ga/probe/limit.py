@@ -17,7 +17,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader
 
 from lightning_ga.compat import agreement, transfer
-from lightning_ga.loading.largest_samples import Looks, heaviest_samples
+from lightning_ga.loading.largest_samples import ScanOrder, largest_samples
 from lightning_ga.loading.reader import BatchReader
 from lightning_ga.memory.live_tensors import uncounted
 from lightning_ga.plan.config import Options
@@ -26,7 +26,7 @@ from lightning_ga.probe.announce import probe_line
 from lightning_ga.probe.cache import LimitCache
 from lightning_ga.probe.finder import find_micro_batch
 from lightning_ga.probe.fingerprint import describe_step
-from lightning_ga.probe.isolation import traceless
+from lightning_ga.probe.isolation import isolated
 from lightning_ga.probe.throughput import fastest
 from lightning_ga.probe.trials import (
     TrialStep,
@@ -40,7 +40,7 @@ from lightning_ga.probe.trials import (
 def probe(
     trainer: Any,
     loader: "DataLoader[Any]",
-    looks: Looks,
+    looks: ScanOrder,
     *,
     high: int,
     share: int,
@@ -69,8 +69,8 @@ def probe(
         UserError: If not even the smallest micro-batch fits.
     """
     started = time.perf_counter()
-    with probe_line(trainer) as line, traceless(trainer) as restore:
-        samples = heaviest_samples(loader, looks)
+    with probe_line(trainer) as line, isolated(trainer) as restore:
+        samples = largest_samples(loader, looks)
         if not samples.by_weight:
             return None
         if not samples.complete:

@@ -10,11 +10,11 @@ with those sizes, and the maximum is taken.
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from lightning_ga.memory.trace import Trace, replay
+from lightning_ga.memory.trace import MemoryTrace, replay
 
 
 @dataclass(frozen=True, slots=True)
-class Replay:
+class PeakPredictor:
     """Peak bytes as a function of the micro-batch size, from two traces of the same stream.
 
     A storage of equal size in both is constant. A line with an intercept of zero or more is
@@ -22,8 +22,8 @@ class Replay:
     read as α·b² + β·b (a similarity matrix is b × b). One that shrinks keeps its larger size.
     """
 
-    first: Trace
-    second: Trace
+    first: MemoryTrace
+    second: MemoryTrace
     rounding: int = 1
     _fixed: tuple[int, ...] = field(init=False, repr=False, compare=False)
     _affine: tuple[int, ...] = field(init=False, repr=False, compare=False)
@@ -61,12 +61,14 @@ class Replay:
         """Predicted peak in bytes at a micro-batch of ``samples``."""
         return replay(self.sizes(samples), self.second.events, self.rounding)
 
-    def confirms(self, trace: Trace) -> bool:
+    def confirms(self, trace: MemoryTrace) -> bool:
         """Whether a further trace has the same stream and exactly the predicted peak."""
         return trace.events == self.second.events and self(trace.samples) == trace.peak(self.rounding)
 
 
-def extrapolate(first: Trace, second: Trace, *, check: Trace | None = None, rounding: int = 1) -> Replay | None:
+def extrapolate(
+    first: MemoryTrace, second: MemoryTrace, *, check: MemoryTrace | None = None, rounding: int = 1
+) -> PeakPredictor | None:
     """Read the whole memory curve off two traces; ``None`` where the streams do not align.
 
     Args:
@@ -84,7 +86,7 @@ def extrapolate(first: Trace, second: Trace, *, check: Trace | None = None, roun
     if first.samples == second.samples or first.events != second.events:
         return None
     small, large = sorted((first, second), key=lambda trace: trace.samples)
-    prediction = Replay(small, large, rounding)
+    prediction = PeakPredictor(small, large, rounding)
     return prediction if check is None or prediction.confirms(check) else None
 
 

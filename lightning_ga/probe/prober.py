@@ -15,10 +15,10 @@ from torch.optim import Optimizer
 from lightning_ga.errors import UserError
 from lightning_ga.memory.allocator import WITH_STATISTICS, AllocatorMeter
 from lightning_ga.memory.device import available_memory, is_emulated
-from lightning_ga.memory.live_tensors import LiveMemory
+from lightning_ga.memory.live_tensors import LiveTensorMeter
 from lightning_ga.memory.oom import is_ambiguous_out_of_memory, is_out_of_memory, release
 from lightning_ga.memory.segments import ROUNDING
-from lightning_ga.memory.trace import Trace
+from lightning_ga.memory.trace import MemoryTrace
 from lightning_ga.plan.records import ProbeResult, Trial, outdated
 from lightning_ga.probe.optimizers import SteppingOptimizers
 from lightning_ga.probe.search import Search, trace_sizes
@@ -67,7 +67,7 @@ class Prober:
         self.device = device
         self.asked = budget
         self.allocator = AllocatorMeter(device) if device.type in WITH_STATISTICS else None
-        self.meter = LiveMemory(device=device, rounding=ROUNDING if self.allocator else 1)
+        self.meter = LiveTensorMeter(device=device, rounding=ROUNDING if self.allocator else 1)
         self.optimizers = SteppingOptimizers()
         self.trials: list[Trial] = []
         self.steps = 0
@@ -183,7 +183,7 @@ class Prober:
             return False
         return self.asked is None or self.asked > self.meter.live_bytes + self._room()
 
-    def _try(self, size: int, *, record: bool) -> tuple[Trial, tuple[Trace, ...]]:
+    def _try(self, size: int, *, record: bool) -> tuple[Trial, tuple[MemoryTrace, ...]]:
         """One step from a clean start, and the state put back after it, whatever came of it."""
         if self.on_step is not None:
             self.on_step(size)
@@ -225,7 +225,7 @@ class Prober:
         peak, undisturbed = self.allocator.finish() if self.allocator else (self.meter.peak_bytes, True)
         return failure, Trial(size, peak, failure is None, time.perf_counter() - started), undisturbed
 
-    def _traces(self, size: int) -> tuple[Trace, ...]:
+    def _traces(self, size: int) -> tuple[MemoryTrace, ...]:
         """The recorded step, seen by the allocator where it keeps a history, and by its tensors."""
         seen = self.allocator.trace(size) if self.allocator else None
         return (*(() if seen is None else (seen,)), self.meter.trace(size))

@@ -8,7 +8,7 @@ the limit from both sides. The limit was always tried, or, where nothing may be 
 
 from math import isqrt, sqrt
 
-from lightning_ga.memory.trace import Trace
+from lightning_ga.memory.trace import MemoryTrace
 from lightning_ga.plan.records import Trial
 from lightning_ga.probe.curve import Curve, Step, fit_curve
 from lightning_ga.probe.prediction import largest_fitting
@@ -112,7 +112,7 @@ class Search:
             return self._unused_between_traces() or self.limit + 1
         return guess
 
-    def record(self, trial: Trial, *recorded: Trace | None) -> None:
+    def record(self, trial: Trial, *recorded: MemoryTrace | None) -> None:
         """Take the outcome of one step, with its traces if it fits and was recorded, the best first."""
         size, traces = trial.micro_batch_size, tuple(trace for trace in recorded if trace is not None)
         if self._curve is not None:

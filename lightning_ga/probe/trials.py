@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from lightning_ga.batch.layout import LayoutError
 from lightning_ga.compat import agreement, transfer, trial_steps
-from lightning_ga.loading.largest_samples import Worst
+from lightning_ga.loading.largest_samples import LargestSamples
 from lightning_ga.loading.reader import BatchReader
 from lightning_ga.memory.device import synchronize
 from lightning_ga.memory.oom import is_out_of_memory, release
@@ -37,7 +37,7 @@ class TrialStep:
         self,
         trainer: Any,
         loader: "DataLoader[Any]",
-        samples: Worst,
+        samples: LargestSamples,
         *,
         whole: int | None = None,
         reader: BatchReader | None = None,

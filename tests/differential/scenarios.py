@@ -1294,13 +1294,10 @@ WRONG: dict[str, Callable[[Run], Any]] = {
 """Trainings that stock Lightning refuses."""
 
 _NAMES = """
-sgd sgd_with_momentum schedule_by_step schedule_of_one_cycle gradient_clipping_by_norm own_optimizer_step
-gradients_read_by_hooks less_than_a_batch one_sample_left_over batch_is_a_dict stream stream_that_drops_the_last
-ready_batches own_sampler shuffled_by_a_sampler_of_weights a_worker combined_max_size_cycle a_dict_of_loaders
-datamodule own_transfer checkpoint_of_the_best early_stopping averaging_stochastically averaging_exponentially
-frozen_at_first outputs_read_by_callbacks simple_profiler random_numbers_in_the_step dropout batch_norm
-step_skips_batches metrics_as_objects logged_in_every_hook stopped_by_the_step precision_bf16_mixed precision_16_mixed
-fitted_twice resumed_after_an_epoch_of_us_by_us validated_tested_and_predicted_after_the_fit
+sgd schedule_of_one_cycle less_than_a_batch batch_is_a_dict stream stream_that_drops_the_last ready_batches a_worker
+a_dict_of_loaders own_transfer checkpoint_of_the_best averaging_stochastically frozen_at_first
+random_numbers_in_the_step batch_norm step_skips_batches metrics_as_objects precision_16_mixed
+fitted_twice resumed_after_an_epoch_of_us_by_us
 """
 WITH_DEFAULTS = tuple(_NAMES.split())
 """Scenarios that are also run with nothing set, so with probe and check of exactness, which take their time."""

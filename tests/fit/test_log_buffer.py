@@ -5,12 +5,12 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_ga.fit.log_buffer import Ledger
+from lightning_ga.fit.log_buffer import LogBuffer
 
 
 def logged(*pieces: tuple[float, int, list[tuple[str, Any, dict[str, Any]]]]) -> list[tuple[str, Any, dict[str, Any]]]:
     """Calls of ``log`` after these pieces: weight, samples, and what each logged."""
-    ledger, calls = Ledger(), []
+    ledger, calls = LogBuffer(), []
     for weight, samples, entries in pieces:
         for name, value, settings in entries:
             ledger.note("training_step", name, torch.tensor(value), **settings)
@@ -74,7 +74,7 @@ def test_names_stay_apart_and_in_order() -> None:
 
 def test_a_piece_that_failed_has_logged_nothing() -> None:
     """What it noted is dropped."""
-    ledger, calls = Ledger(), []
+    ledger, calls = LogBuffer(), []
     ledger.note("training_step", "a", torch.tensor(1.0))
     ledger.drop()
     ledger.note("training_step", "a", torch.tensor(2.0))

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_ga import AutoAccumulate, UserError
 from lightning_ga.memory import device as memory
-from lightning_ga.memory.live_tensors import LiveMemory
+from lightning_ga.memory.live_tensors import LiveTensorMeter
 from lightning_ga.probe.trials import TrialStep
 from lightning_ga.testing import limit_memory
 
@@ -76,7 +76,7 @@ class Failing(Small):
         return (self.net[2](hidden) - targets).square().mean()
 
 
-def trials(monkeypatch: pytest.MonkeyPatch, meter: LiveMemory) -> list[tuple[int, int]]:
+def trials(monkeypatch: pytest.MonkeyPatch, meter: LiveTensorMeter) -> list[tuple[int, int]]:
     """Size of every trial, and the bytes alive when it starts."""
     seen: list[tuple[int, int]] = []
     run = TrialStep.__call__
@@ -186,7 +186,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, int]]]
     """Size of every trial, and the most bytes that it took beside what was alive."""
     peaks: list[tuple[int, int]] = []
     run = TrialStep.__call__
-    with LiveMemory() as meter:
+    with LiveTensorMeter() as meter:
 
         def noted(step: TrialStep, size: int) -> None:
             meter.start()

@@ -11,13 +11,20 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
 from lightning_ga.batch.sizes import elements
-from lightning_ga.loading.largest_samples import SAMPLES_AT_ONCE, SAMPLES_KEPT, Heaviest, Looks, Worst, heaviest_samples
+from lightning_ga.loading.largest_samples import (
+    SAMPLES_AT_ONCE,
+    SAMPLES_KEPT,
+    Largest,
+    LargestSamples,
+    ScanOrder,
+    largest_samples,
+)
 
 
 @given(st.integers(1, 5000))
 def test_all_samples_are_looked_at_once(size: int) -> None:
     """The first look is small, and holds the first and the last."""
-    looks = Looks(range(size), size)
+    looks = ScanOrder(range(size), size)
     first = looks.first()
     assert {0, size - 1} <= set(first)
     assert len(first) <= SAMPLES_AT_ONCE + 1
@@ -26,7 +33,7 @@ def test_all_samples_are_looked_at_once(size: int) -> None:
 
 def test_looks_that_are_cut_short_are_spread_over_all_samples() -> None:
     """A few of them leave no large gap, wherever they end."""
-    looks = Looks(range(100_000), 100_000)
+    looks = ScanOrder(range(100_000), 100_000)
     rest = looks.rest()
     seen = sorted([*looks.first(), *(index for _ in range(20) for index in next(rest))])
     assert max(b - a for a, b in pairwise(seen)) < 300
@@ -39,7 +46,7 @@ def tensors(*sizes: int) -> list[torch.Tensor]:
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=200))
 def test_the_most_elements_are_kept(sizes: list[int]) -> None:
     """Whatever order they come in; of equal ones the first."""
-    kept = Heaviest()
+    kept = Largest()
     samples = tensors(*sizes)
     for start in range(0, len(samples), 7):
         kept.see(samples[start : start + 7])
@@ -52,7 +59,7 @@ def test_the_largest_of_every_field_comes_first() -> None:
     """As few samples as hold them all: one that is largest in two fields stands for both."""
     source, both = {"a": torch.ones(9), "b": torch.ones(1), "c": 1}, {"a": torch.ones(2), "b": torch.ones(5, 2), "c": 1}
     middle = [{"a": torch.ones(7), "b": torch.ones(4, 1), "c": n} for n in range(SAMPLES_KEPT)]
-    kept = Heaviest()
+    kept = Largest()
     assert kept.see([source, *middle, both])[-1] is both
     assert {id(sample) for sample in kept.by_field[:2]} == {id(source), id(both)}
     assert len(kept.by_field) == len(kept.by_weight) == SAMPLES_KEPT + 1
@@ -61,7 +68,7 @@ def test_the_largest_of_every_field_comes_first() -> None:
 def test_an_image_may_be_widest_and_another_highest() -> None:
     """Pictures padded to a common size need both."""
     wide, high, large = torch.ones(3, 2, 90), torch.ones(3, 90, 2), torch.ones(3, 40, 40)
-    kept = Heaviest()
+    kept = Largest()
     kept.see([large, wide, high])
     assert {id(sample) for sample in kept.by_field[:2]} == {id(wide), id(high)}
     assert kept.by_weight[0] is large
@@ -79,7 +86,7 @@ def test_a_batch_is_the_larger_of_both_kinds() -> None:
 
     for collate, one, two in ((padded, 18, 40), (packed, 18, 34)):
         loader = DataLoader(samples, collate_fn=collate)  # type: ignore[arg-type]
-        worst = heaviest_samples(loader, Looks(range(4), 4))
+        worst = largest_samples(loader, ScanOrder(range(4), 4))
         assert (elements(worst.batch(loader, 1)), elements(worst.batch(loader, 2))) == (one, two)
 
 
@@ -88,7 +95,7 @@ def test_all_samples_are_looked_at_where_they_vary(workers: int) -> None:
     """In this process or in workers, which send only what is worth keeping."""
     samples = tensors(*range(1, 1001))
     loader = DataLoader(samples, num_workers=workers)  # type: ignore[arg-type]
-    worst = heaviest_samples(loader, Looks(range(1000), 1000))
+    worst = largest_samples(loader, ScanOrder(range(1000), 1000))
     assert [len(sample) for sample in worst.by_weight] == list(range(1000, 1000 - SAMPLES_KEPT, -1))
     assert (worst.seen, worst.complete) == (1000, True)
 
@@ -96,14 +103,14 @@ def test_all_samples_are_looked_at_where_they_vary(workers: int) -> None:
 def test_text_counts_only_where_it_is_made_into_tensors() -> None:
     """The path of a picture is no reason to read all pictures."""
     samples = [(torch.ones(3), "x" * (n % 7)) for n in range(500)]
-    looks = Looks(range(500), 500)
-    assert heaviest_samples(DataLoader(samples), looks).seen == len(looks.first())  # type: ignore[arg-type]
+    looks = ScanOrder(range(500), 500)
+    assert largest_samples(DataLoader(samples), looks).seen == len(looks.first())  # type: ignore[arg-type]
     own = DataLoader(samples, collate_fn=lambda batch: [text for _, text in batch])  # type: ignore[arg-type]
-    assert heaviest_samples(own, looks).seen == 500
+    assert largest_samples(own, looks).seen == 500
 
 
 def test_batches_are_filled_in_turn() -> None:
     """A batch may hold more samples than were kept."""
     loader = DataLoader(tensors(2, 2))  # type: ignore[arg-type]
-    worst = Worst(tensors(2, 2), tensors(2, 2), 2, complete=True)
+    worst = LargestSamples(tensors(2, 2), tensors(2, 2), 2, complete=True)
     assert worst.batch(loader, 5).shape == (5, 2)

@@ -12,7 +12,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_ga.errors import UserError
-from lightning_ga.loading.source import Feed
+from lightning_ga.loading.source import MicroBatchSource
 
 SEED = 11
 TOTALS = st.integers(1, 80)
@@ -72,15 +72,17 @@ class Growing(BatchSampler):
         return len(self.batches)
 
 
-def feeds(make: Callable[[int], DataLoader[Any]], world_size: int, factor: int = 1, **settings: Any) -> list[Feed]:
+def feeds(
+    make: Callable[[int], DataLoader[Any]], world_size: int, factor: int = 1, **settings: Any
+) -> list[MicroBatchSource]:
     """One feed per rank, each with a loader of its own."""
     return [
-        Feed(make(rank), recipe_factor=factor, world_size=world_size, rank=rank, seed=SEED, **settings)
+        MicroBatchSource(make(rank), recipe_factor=factor, world_size=world_size, rank=rank, seed=SEED, **settings)
         for rank in range(world_size)
     ]
 
 
-def trained_on(ranks: list[Feed]) -> list[list[int]]:
+def trained_on(ranks: list[MicroBatchSource]) -> list[list[int]]:
     """Samples behind each optimizer step: what the loaders really yield, stand-ins of weight 0 left out."""
     windows: dict[int, list[int]] = {}
     steps = set()
@@ -98,13 +100,13 @@ def trained_on(ranks: list[Feed]) -> list[list[int]]:
     return [sorted(samples) for _window, samples in sorted(windows.items())]
 
 
-def assert_fit(ranks: list[Feed], limit: int) -> None:
+def assert_fit(ranks: list[MicroBatchSource], limit: int) -> None:
     """Assert that no micro-batch to come is larger than fits."""
     counts = [feed.chunk(index).count for feed in ranks for index in range(feed.done, feed.length or 0)]
     assert max(counts, default=0) <= limit
 
 
-def mixed(feed: Feed, batches: list[list[int]]) -> list[list[int]]:
+def mixed(feed: MicroBatchSource, batches: list[list[int]]) -> list[list[int]]:
     """Micro-batches with samples of more than one of the user's batches."""
     assert feed.loader is not None
     groups = [set(batch) for batch in batches]
@@ -377,7 +379,7 @@ def test_a_batch_sampler_over_a_distributed_sampler_is_each_ranks_own(shard: boo
     ranks = feeds(make, 2, shard=shard)
     for feed in ranks:
         assert feed.arrange(0, None, 3).effective_batch_size == 8
-        assert feed.ranks_apart == 2
+        assert feed.sharded_ranks == 2
     assert trained_on(ranks) == cut(list(range(24)), 8)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_ga.errors import UserError
-from lightning_ga.fit.fit import Run
+from lightning_ga.fit.fit import Fit
 from lightning_ga.memory.allocator import AllocatorMeter
 from lightning_ga.memory.device import (
     available_memory,
@@ -182,7 +182,7 @@ def test_a_run_holds_a_cuda_device_to_its_budget(
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, device: fractions.append(share))
     trainer = SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("cuda", 0)))
     run: Any = SimpleNamespace(trainer=trainer, options=Options(budget), _held=ExitStack())
-    Run._hold_to_budget(run)
+    Fit._hold_to_budget(run)
     assert fractions == during
     run._held.close()
     assert fractions[-1] == 1.0

@@ -8,12 +8,12 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_ga.memory.live_tensors import LiveMemory, uncounted
+from lightning_ga.memory.live_tensors import LiveTensorMeter, uncounted
 from lightning_ga.probe.prediction import extrapolate
 
 
 def test_a_storage_counts_from_creation_until_it_dies() -> None:
-    with LiveMemory() as memory:
+    with LiveTensorMeter() as memory:
         first = torch.zeros(100)
         assert memory.live_bytes == 400
         second = first + 1
@@ -23,7 +23,7 @@ def test_a_storage_counts_from_creation_until_it_dies() -> None:
 
 
 def test_views_count_once_and_keep_their_base_alive() -> None:
-    with LiveMemory() as memory:
+    with LiveTensorMeter() as memory:
         base = torch.zeros(10, 10)
         row, turned = base[3], base.t()
         assert memory.live_bytes == 400
@@ -36,7 +36,7 @@ def test_views_count_once_and_keep_their_base_alive() -> None:
 def test_older_data_and_views_of_it_never_count() -> None:
     """On a real device the data set would lie on the host."""
     data = torch.zeros(1000, 10)
-    with LiveMemory() as memory:
+    with LiveTensorMeter() as memory:
         batch = data[:100].view(10, 100).detach()
         data.add_(1)
         assert memory.live_bytes == 0
@@ -47,7 +47,7 @@ def test_older_data_and_views_of_it_never_count() -> None:
 def test_parameters_and_their_gradients_count_from_their_first_use() -> None:
     layer = nn.Linear(10, 5, bias=False)
     layer.weight.grad = torch.zeros(5, 10)
-    with LiveMemory() as memory:
+    with LiveTensorMeter() as memory:
         assert memory.live_bytes == 0
         layer(torch.zeros(2, 10))
         assert memory.live_bytes == 2 * 200
@@ -57,14 +57,14 @@ def test_parameters_and_their_gradients_count_from_their_first_use() -> None:
 
 def test_frozen_parameters_count_too() -> None:
     layer = nn.Linear(10, 5, bias=False).requires_grad_(False)
-    with LiveMemory() as memory:
+    with LiveTensorMeter() as memory:
         torch._foreach_norm([layer.weight])
     assert memory.live_bytes == 200
 
 
 def test_resident_tensors_count_once_until_they_die() -> None:
     tensor = torch.zeros(100)
-    memory = LiveMemory()
+    memory = LiveTensorMeter()
     memory.add([tensor, None, tensor[:10], torch.zeros(5, device="meta")])
     memory.add([tensor])
     assert (memory.live_bytes, memory.peak_bytes) == (400, 400)
@@ -74,14 +74,14 @@ def test_resident_tensors_count_once_until_they_die() -> None:
 
 def test_an_older_tensor_that_was_seen_becomes_resident_on_request() -> None:
     data = torch.zeros(100)
-    with LiveMemory() as memory:
+    with LiveTensorMeter() as memory:
         data.add_(1)
     memory.add([data])
     assert memory.live_bytes == 400
 
 
 def test_a_resize_in_place_replaces_the_storage() -> None:
-    with LiveMemory() as memory:
+    with LiveTensorMeter() as memory:
         tensor = torch.zeros(10)
         out = torch.empty(0)
         tensor.resize_(100)
@@ -93,20 +93,20 @@ def test_a_resize_in_place_replaces_the_storage() -> None:
 
 
 def test_tensors_made_from_python_values_count() -> None:
-    with LiveMemory() as memory:
+    with LiveTensorMeter() as memory:
         tensor = torch.tensor([1.0, 2.0, 3.0])
         assert memory.live_bytes == tensor.nbytes == 12
 
 
 def test_only_the_device_that_was_asked_for_counts() -> None:
-    with LiveMemory(device="cpu") as host, LiveMemory(device="cuda") as other, LiveMemory() as every:
+    with LiveTensorMeter(device="cpu") as host, LiveTensorMeter(device="cuda") as other, LiveTensorMeter() as every:
         kept = [torch.zeros(10), torch.zeros(10, device="meta")]
     assert (host.live_bytes, other.live_bytes, every.live_bytes) == (40, 0, 40)
     del kept
 
 
 def test_storages_are_rounded_up() -> None:
-    with LiveMemory(rounding=512) as memory:
+    with LiveTensorMeter(rounding=512) as memory:
         kept = [torch.zeros(1), torch.zeros(129), torch.zeros(0)]
         assert memory.live_bytes == 512 + 1024
         assert len(kept) == 3
@@ -115,7 +115,7 @@ def test_storages_are_rounded_up() -> None:
 @pytest.mark.parametrize("passes", [1, 2, 5])
 def test_sparse_gradients_that_accumulate_count_in_full(passes: int) -> None:
     embedding = nn.Embedding(1000, 4, sparse=True)
-    with LiveMemory() as memory:
+    with LiveTensorMeter() as memory:
         for step in range(passes):
             embedding(torch.arange(10 * step, 10 * step + 10)).sum().backward()
         assert memory.live_bytes == embedding.weight.nbytes + passes * 10 * (8 + 4 * 4)
@@ -125,7 +125,7 @@ def test_sparse_gradients_that_accumulate_count_in_full(passes: int) -> None:
 @pytest.mark.filterwarnings("ignore:torch.*quantize:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 def test_tensors_without_a_storage_of_their_own_do_not_break_it() -> None:
-    with LiveMemory() as memory:
+    with LiveTensorMeter() as memory:
         dense = torch.eye(20)
         coo = dense.to_sparse()
         assert memory.live_bytes == 1600 + 20 * (2 * 8 + 4)
@@ -144,7 +144,7 @@ def test_tensors_without_a_storage_of_their_own_do_not_break_it() -> None:
 
 
 def test_a_meter_keeps_what_survives_from_one_step_to_the_next() -> None:
-    memory = LiveMemory()
+    memory = LiveTensorMeter()
     with memory:
         kept = torch.zeros(100)
     memory.start()
@@ -155,7 +155,7 @@ def test_a_meter_keeps_what_survives_from_one_step_to_the_next() -> None:
 
 
 def test_a_budget_is_exact_to_the_byte_and_the_refused_bytes_are_freed() -> None:
-    with LiveMemory(budget=800) as memory:
+    with LiveTensorMeter(budget=800) as memory:
         first = torch.zeros(100)
         second = torch.zeros(100)
         with pytest.raises(torch.OutOfMemoryError, match=r"allocate 1 bytes: 801 bytes would be alive.* 800 bytes"):
@@ -166,7 +166,7 @@ def test_a_budget_is_exact_to_the_byte_and_the_refused_bytes_are_freed() -> None
 
 def test_the_trace_is_the_stream_with_resident_storages_first() -> None:
     resident, dying = torch.zeros(100), torch.zeros(10)
-    memory = LiveMemory()
+    memory = LiveTensorMeter()
     memory.add([resident, dying])
     memory.start(record=True)
     with memory:
@@ -183,7 +183,7 @@ def test_the_trace_is_the_stream_with_resident_storages_first() -> None:
 
 def test_a_trace_needs_a_recording() -> None:
     with pytest.raises(RuntimeError, match="record=True"):
-        LiveMemory().trace(2)
+        LiveTensorMeter().trace(2)
 
 
 class Residual(nn.Module):
@@ -219,7 +219,7 @@ def test_training_is_bitwise_the_same_under_the_meter() -> None:
     plain, metered = Residual(), Residual()
     metered.load_state_dict(copy.deepcopy(plain.state_dict()))
     expected = train(plain, 4, 3)
-    with LiveMemory():
+    with LiveTensorMeter():
         found = train(metered, 4, 3)
     assert all(torch.equal(a, b) for a, b in zip(expected, found))
 
@@ -228,7 +228,7 @@ def test_replayed_peaks_are_measured_peaks() -> None:
     """Whole loops at three sizes, warm-up included: the third is predicted to the byte."""
     traces, peaks = [], []
     for samples in (4, 8, 50):
-        model, memory = Residual(), LiveMemory()
+        model, memory = Residual(), LiveTensorMeter()
         memory.start(record=True)
         with memory:
             train(model, samples, 2)
@@ -242,7 +242,7 @@ def test_replayed_peaks_are_measured_peaks() -> None:
 
 def test_what_is_made_on_the_host_never_counts() -> None:
     """Snapshots are kept beside the device that the meter stands for."""
-    with LiveMemory() as memory:
+    with LiveTensorMeter() as memory:
         with uncounted():
             snapshot = torch.zeros(100).clone()
         copied = snapshot * 1

@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lightning_ga.memory.segments import KIB, MIB, Segments, replay_segments
-from lightning_ga.memory.trace import Segment, Trace
+from lightning_ga.memory.trace import MemoryTrace, Segment
 from lightning_ga.plan.records import ProbeResult, Trial, outdated
 from lightning_ga.probe.search import Search, trace_sizes
 
@@ -127,11 +127,11 @@ def test_holes_between_what_was_there_before_are_used(before: list[Action], duri
             number = sorted(blocks)[place % len(blocks)]
             device.release(blocks.pop(number))
             events.append(~number)
-    trace = Trace(1, (alive - sum(size for size, _ in initial), *sizes), tuple(events), layout=layout)
+    trace = MemoryTrace(1, (alive - sum(size for size, _ in initial), *sizes), tuple(events), layout=layout)
     assert replay_segments(trace.sizes, trace) == (peak, device.reserved)
 
 
-def stream(samples: int) -> Trace:
+def stream(samples: int) -> MemoryTrace:
     """A step of many layers, with temporaries of odd sizes: holes that later blocks do not fill."""
     sizes, events = [200 * MIB], [0]
     for layer in range(40):
@@ -142,7 +142,7 @@ def stream(samples: int) -> Trace:
         gradient = len(sizes)
         sizes.append(samples * (61_000 + 5_003 * (40 - layer)))
         events += [gradient, ~(2 * (39 - layer) + 1), ~gradient]
-    return Trace(samples, tuple(sizes), tuple(events))
+    return MemoryTrace(samples, tuple(sizes), tuple(events))
 
 
 class Device:
@@ -155,7 +155,7 @@ class Device:
         trace = stream(samples)
         return replay_segments(trace.sizes, trace).reserved <= self.budget
 
-    def run(self, samples: int) -> tuple[Trial, Trace]:
+    def run(self, samples: int) -> tuple[Trial, MemoryTrace]:
         trace = stream(samples)
         peak = replay_segments(trace.sizes, trace).allocated
         return Trial(samples, peak, self.fits(samples), 0.0), trace

@@ -12,7 +12,7 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
 from lightning_ga.errors import UserError
-from lightning_ga.memory.live_tensors import LiveMemory
+from lightning_ga.memory.live_tensors import LiveTensorMeter
 from lightning_ga.plan.records import ProbeResult
 from lightning_ga.probe.finder import find_micro_batch
 from lightning_ga.testing import limit_memory
@@ -385,7 +385,7 @@ def test_ranks_run_the_same_sizes_and_find_the_smallest_limit() -> None:
 class FakeCuda:
     """Statistics of an allocator with a workspace that no tensor holds, over the live tensors of a CPU."""
 
-    memory: LiveMemory
+    memory: LiveTensorMeter
     segmented = False
 
     def __init__(self, device: torch.device) -> None:
@@ -448,7 +448,7 @@ def test_an_interrupted_probe_records_no_more(monkeypatch: pytest.MonkeyPatch) -
 
 def test_on_cuda_the_statistics_of_the_allocator_decide(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step that ran, but only after the allocator emptied its cache, does not fit."""
-    FakeCuda.memory = LiveMemory()
+    FakeCuda.memory = LiveTensorMeter()
     monkeypatch.setattr("lightning_ga.probe.prober.AllocatorMeter", FakeCuda)
     monkeypatch.setattr("lightning_ga.probe.prober.available_memory", lambda device: 10**6)
     sizes: list[int] = []

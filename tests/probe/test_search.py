@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from streams import CONSTANT_OR_GROWING, SQUARES, UNFORESEEN, FakeDevice, Size, linear, streams
 
-from lightning_ga.memory.trace import Trace, canonical
+from lightning_ga.memory.trace import MemoryTrace, canonical
 from lightning_ga.plan.records import ProbeResult, Trial, lowered, outdated
 from lightning_ga.probe.search import Search, trace_sizes
 
 
-def run(device: Callable[[int], tuple[Trial, Trace | None]], search: Search) -> Search:
+def run(device: Callable[[int], tuple[Trial, MemoryTrace | None]], search: Search) -> Search:
     while (size := search.propose()) != search.limit:
         assert size < search.ceiling
         search.record(*device(size))
@@ -107,7 +107,7 @@ def test_memory_that_the_traces_do_not_see_is_added() -> None:
     """A workspace outside tensors: the measured peaks are above the replayed ones."""
     inner = FakeDevice(linear(100, 10), 10**9)
 
-    def device(samples: int) -> tuple[Trial, Trace | None]:
+    def device(samples: int) -> tuple[Trial, MemoryTrace | None]:
         trial, trace = inner(samples)
         peak = trial.peak_bytes + 50 + 2 * samples
         return Trial(samples, peak, peak <= 1350, 0.0), trace if peak <= 1350 else None
@@ -167,7 +167,7 @@ def test_a_trial_of_which_nothing_was_recorded_is_confirmed_by_its_peak() -> Non
     """A device whose record of events has room for two small steps only."""
 
     class Forgetful(FakeDevice):
-        def __call__(self, samples: int) -> tuple[Trial, Trace | None]:
+        def __call__(self, samples: int) -> tuple[Trial, MemoryTrace | None]:
             trial, trace = super().__call__(samples)
             return trial, trace if len(self.tried) <= 2 else None
 
@@ -257,9 +257,9 @@ def test_what_is_approached_from_below_never_runs_out_of_memory(
     """Streams that never align: every step is safe as long as nothing grows faster than the square."""
 
     class Unaligned(FakeDevice):
-        def trace(self, samples: int) -> Trace:
+        def trace(self, samples: int) -> MemoryTrace:
             plain = super().trace(samples)
-            return Trace(
+            return MemoryTrace(
                 samples,
                 (*plain.sizes, *[0] * samples),
                 (*plain.events, *range(len(plain.sizes), len(plain.sizes) + samples)),
@@ -284,12 +284,12 @@ def test_peaks_by_phase_where_streams_do_not_align() -> None:
     """One sample at a time, under an optimizer that leads for small batches: each phase has its own line."""
     tried = []
 
-    def device(samples: int) -> tuple[Trial, Trace | None]:
+    def device(samples: int) -> tuple[Trial, MemoryTrace | None]:
         tried.append(samples)
         sizes = (100, *[10] * samples, 1000)
         loop = range(1, samples + 1)
         events = (0, *loop, *(~n for n in reversed(loop)), samples + 1, ~(samples + 1))
-        trace = Trace(samples, sizes, canonical(events), marks=(2 * samples + 1,))
+        trace = MemoryTrace(samples, sizes, canonical(events), marks=(2 * samples + 1,))
         return Trial(samples, trace.peak(), trace.peak() <= 2000, 0.0), trace
 
     search = run(device, Search(high=1000, budget=2000))

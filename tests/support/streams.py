@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from hypothesis import strategies as st
 
-from lightning_ga.memory.trace import Trace, canonical
+from lightning_ga.memory.trace import MemoryTrace, canonical
 from lightning_ga.plan.records import Trial
 
 Size = Callable[[int], int]
@@ -40,10 +40,10 @@ class FakeDevice:
         self.traced = traced
         self.tried: list[int] = []
 
-    def trace(self, samples: int) -> Trace:
-        return Trace(samples, tuple(size(samples) for size in self.storages), canonical(self.events))
+    def trace(self, samples: int) -> MemoryTrace:
+        return MemoryTrace(samples, tuple(size(samples) for size in self.storages), canonical(self.events))
 
-    def __call__(self, samples: int) -> tuple[Trial, Trace | None]:
+    def __call__(self, samples: int) -> tuple[Trial, MemoryTrace | None]:
         self.tried.append(samples)
         trace = self.trace(samples)
         fits = trace.peak() <= self.budget

@@ -19,11 +19,11 @@ from torch.utils.data import DataLoader
 
 from lightning_ga.compat import agreement, transfer
 from lightning_ga.errors import UserError
-from lightning_ga.loading.largest_samples import Looks, Worst, heaviest_samples
-from lightning_ga.memory.live_tensors import LiveMemory
+from lightning_ga.loading.largest_samples import LargestSamples, ScanOrder, largest_samples
+from lightning_ga.memory.live_tensors import LiveTensorMeter
 from lightning_ga.memory.oom import is_out_of_memory
 from lightning_ga.plan.records import ProbeResult
-from lightning_ga.probe.isolation import traceless
+from lightning_ga.probe.isolation import isolated
 from lightning_ga.probe.planned.device import PlannedDevice
 from lightning_ga.probe.planned.fakes import Answers, PlainCopies
 from lightning_ga.probe.planned.like_cuda import LikeCuda
@@ -35,7 +35,7 @@ from lightning_ga.probe.trials import TrialStep, WindowGradientsAlive, resident_
 def estimate(
     trainer: Any,
     loader: "DataLoader[Any]",
-    looks: Looks,
+    looks: ScanOrder,
     device: PlannedDevice,
     *,
     high: int,
@@ -61,7 +61,7 @@ def estimate(
     Raises:
         UserError: If the step needs values that are not there, or if not even the smallest micro-batch fits.
     """
-    samples = heaviest_samples(loader, looks)
+    samples = largest_samples(loader, looks)
     with steps_without_values(trainer, loader, samples, device, share=share) as (step, reset):
         allowed = device.budget(budget, buckets=_bucket_bytes(trainer))
         prober = EstimatingProber(step, budget=allowed, reset=reset, trainer=trainer, device=device, beside=beside)
@@ -78,7 +78,7 @@ def estimate(
 
 @contextmanager
 def steps_without_values(
-    trainer: Any, loader: "DataLoader[Any]", samples: Worst, device: PlannedDevice, *, share: int
+    trainer: Any, loader: "DataLoader[Any]", samples: LargestSamples, device: PlannedDevice, *, share: int
 ) -> Iterator[tuple["StepWithoutValues", Callable[[], None]]]:
     """Within, training steps run on tensors without values; afterwards all is as it was.
 
@@ -90,7 +90,7 @@ def steps_without_values(
         device.doubt(reason)
     with ExitStack() as stack:
         mode, stand_ins = stack.enter_context(without_values(module, trainer.optimizers, foreach=device.like_cuda))
-        prepare = stack.enter_context(traceless(trainer, stand_ins))
+        prepare = stack.enter_context(isolated(trainer, stand_ins))
         step = StepWithoutValues(trainer, loader, samples)
         stack.enter_context(_quiet_and_eager())
         stack.enter_context(mode)
@@ -121,7 +121,7 @@ class StepWithoutValues(TrialStep):
         samples: Samples to fill batches with.
     """
 
-    def __init__(self, trainer: Any, loader: "DataLoader[Any]", samples: Worst) -> None:
+    def __init__(self, trainer: Any, loader: "DataLoader[Any]", samples: LargestSamples) -> None:
         super().__init__(trainer, loader, samples)
         self._period = len(samples.by_field)
 
@@ -179,7 +179,7 @@ class EstimatingProber(Prober):
         )
         self._budget = budget
         self._planned = device
-        self.meter = LiveMemory(device="cpu", rounding=device.rounding)
+        self.meter = LiveTensorMeter(device="cpu", rounding=device.rounding)
 
     def _room(self) -> int:
         """All of the budget: the memory of this machine is no bound."""
