@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -22,11 +23,13 @@ PUBLIC = ("__init__", "schedule", "split", "testing", "weights")
 HEAVY = {"hydra", "omegaconf", "timm", "matplotlib", "sklearn", "rich"}
 
 
+@cache
 def modules() -> list[str]:
     files = (path.relative_to(PACKAGE).with_suffix("") for path in PACKAGE.rglob("*.py"))
     return sorted(".".join(path.parts) for path in files)
 
 
+@cache
 def imports(module: str) -> set[str]:
     """Everything that a module imports at its top level, as full names."""
     tree = ast.parse((PACKAGE / Path(*module.split("."))).with_suffix(".py").read_text(encoding="utf-8"))
@@ -39,6 +42,7 @@ def imports(module: str) -> set[str]:
     return found
 
 
+@cache
 def own(module: str) -> set[str]:
     """The modules of this package that a module imports."""
     known = set(modules())
@@ -82,7 +86,7 @@ def test_the_callback_needs_nothing_of_the_command_line(module: str) -> None:
 @pytest.mark.parametrize("module", modules())
 def test_imports_make_no_circle(module: str) -> None:
     """Going down from a module never leads back to it."""
-    below, todo = set(), own(module)
+    below, todo = set(), set(own(module))
     while todo:
         name = todo.pop()
         if name not in below:

@@ -36,7 +36,7 @@ class ScanOrder:
         total: How many samples there are; ``None`` if that is not known.
 
     Examples:
-        >>> looks = Looks(range(200), total=200)
+        >>> looks = ScanOrder(range(200), total=200)
         >>> looks.first()[:3], looks.first()[-1], [look[0] for look in looks.rest()]
         ([0, 4, 8], 199, [3, 2, 1])
     """
@@ -89,7 +89,7 @@ class Largest:
 
     Examples:
         >>> import torch
-        >>> kept = Heaviest()
+        >>> kept = Largest()
         >>> _ = kept.see([torch.zeros(2, 2), torch.zeros(3, 3), torch.zeros(1, 9), torch.zeros(7, 1)])
         >>> [tuple(sample.shape) for sample in kept.by_field]
         [(1, 9), (7, 1), (3, 3), (2, 2)]

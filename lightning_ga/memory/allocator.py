@@ -179,7 +179,7 @@ def events_as_trace(
     Examples:
         >>> step = [{"action": "alloc", "addr": 1, "size": 8}, {"action": "free_requested", "addr": 1, "size": 8}]
         >>> events_as_trace(step, samples=2, alive=100)
-        Trace(samples=2, sizes=(100, 8), events=(0, 1, -2), marks=(), layout=())
+        MemoryTrace(samples=2, sizes=(100, 8), events=(0, 1, -2), marks=(), layout=())
     """
     sizes, stream = [alive], []
     initial: dict[int, int] = {}  # by address
@@ -204,7 +204,7 @@ def events_as_trace(
 
 
 def _layout(segment: Mapping[str, Any], initial: Mapping[int, int]) -> Segment:
-    """A segment as ``Trace.layout`` has it."""
+    """A segment as ``MemoryTrace.layout`` has it."""
     blocks, address = [], segment["address"]
     shared = tuple(segment.get("segment_pool_id", (0, 0))) == (0, 0)  # pools of graphs keep their holes to themselves
     for block in segment["blocks"]:

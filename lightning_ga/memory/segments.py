@@ -142,7 +142,7 @@ def replay_segments(sizes: Iterable[int], trace: MemoryTrace) -> Peaks:
             has segments of its own without holes.
 
     Examples:
-        >>> replay_segments([0, 3 * MIB, 3 * MIB], Trace(1, (0, 1, 1), (0, 1, 2, ~1, ~2)))
+        >>> replay_segments([0, 3 * MIB, 3 * MIB], MemoryTrace(1, (0, 1, 1), (0, 1, 2, ~1, ~2)))
         Peaks(allocated=6291456, reserved=20971520)
     """
     held = list(sizes)

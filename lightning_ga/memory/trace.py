@@ -23,7 +23,7 @@ class MemoryTrace:
             the step and -1 for a hole.
 
     Examples:
-        >>> Trace(samples=2, sizes=(100, 8, 16), events=(0, 1, 2, ~1, ~2)).peak()
+        >>> MemoryTrace(samples=2, sizes=(100, 8, 16), events=(0, 1, 2, ~1, ~2)).peak()
         124
     """
 
@@ -41,7 +41,7 @@ class MemoryTrace:
         """Most bytes alive at once in each phase: one more than there are marks.
 
         Examples:
-            >>> Trace(2, sizes=(100, 8, 16), events=(0, 1, ~1, 2, ~2), marks=(3,)).phase_peaks()
+            >>> MemoryTrace(2, sizes=(100, 8, 16), events=(0, 1, ~1, 2, ~2), marks=(3,)).phase_peaks()
             (108, 116)
         """
         alive = _running(self.sizes, self.events, rounding)

@@ -78,8 +78,8 @@ def extrapolate(
         rounding: Bytes that the allocator rounds up to: 1 on a CPU, 512 on CUDA.
 
     Examples:
-        >>> small = Trace(2, (100, 8, 16), (0, 1, 2, ~1, ~2))
-        >>> large = Trace(4, (100, 16, 16), (0, 1, 2, ~1, ~2))
+        >>> small = MemoryTrace(2, (100, 8, 16), (0, 1, 2, ~1, ~2))
+        >>> large = MemoryTrace(4, (100, 16, 16), (0, 1, 2, ~1, ~2))
         >>> extrapolate(small, large)(64)
         372
     """

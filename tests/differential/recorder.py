@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -406,10 +407,15 @@ def _counts(each: warnings.WarningMessage) -> bool:
 
 def _forget_warnings() -> None:
     """Let Lightning say again what it says once a process."""
-    for module in [module for name, module in sys.modules.items() if name.startswith(("lightning.", "lightning_ga"))]:
-        for owner in [module, *(each for each in vars(module).values() if isinstance(each, type))]:
-            for cache in [each for each in vars(owner).values() if isinstance(each, WarningCache)]:
-                cache.clear()
+    for each in _caches():
+        each.clear()
+
+
+@cache
+def _caches() -> list[WarningCache]:
+    modules = [module for name, module in sys.modules.items() if name.startswith(("lightning.", "lightning_ga"))]
+    owners = [each for m in modules for each in (m, *(value for value in vars(m).values() if isinstance(value, type)))]
+    return [each for owner in owners for each in vars(owner).values() if isinstance(each, WarningCache)]
 
 
 class _Heard(logging.Handler):
