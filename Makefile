@@ -10,6 +10,9 @@ IS_SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 
 CANDIDATES := python3 python3.13 python3.12 python3.11
 PYTHON ?= $(shell for p in $(CANDIDATES); do $$p -c '$(IS_SUPPORTED)' 2>/dev/null && echo $$p && break; done)
 
+# Python compiles what is imported; compiling all of PyTorch while it is installed takes a minute.
+INSTALL = $(VENV)/bin/python -m pip install -q --disable-pip-version-check --no-compile $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
+
 # The model is named unless the arguments choose one.
 MODEL := $(if $(filter model=% experiment=%,$(ARGS)),,model=resnet34d)
 
@@ -43,9 +46,10 @@ $(VENV)/bin/python:
 
 $(VENV)/.installed: pyproject.toml $(CONSTRAINTS) | $(VENV)/bin/python
 	@echo "Installing into $(VENV): about 6 GB with PyTorch, once."
-	$(VENV)/bin/python -m pip install -q --disable-pip-version-check $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) -e .
+	$(INSTALL) -e .
 	@touch $@
 
-$(VENV)/.installed-dev: $(VENV)/.installed
-	$(VENV)/bin/python -m pip install -q --disable-pip-version-check $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) -e '.[dev]'
-	@touch $@
+$(VENV)/.installed-dev: pyproject.toml $(CONSTRAINTS) | $(VENV)/bin/python
+	@echo "Installing into $(VENV): about 6 GB with PyTorch, once."
+	$(INSTALL) -e '.[dev]'
+	@touch $(VENV)/.installed $@

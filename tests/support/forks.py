@@ -168,8 +168,23 @@ def where(alive: list[psutil.Process], output: Path) -> str:
     """The end of an output to which every process has written where it is."""
     for each in alive:
         send(each, signal.SIGUSR1)
-    time.sleep(2)
-    return output.read_text(errors="replace")[-8000:]
+    until, text, grown = time.monotonic() + 60, "", time.monotonic()
+    while time.monotonic() < until:  # a busy machine takes its time
+        before, text = text, output.read_text(errors="replace")
+        grown = grown if text == before else time.monotonic()
+        told = text.count("most recent call first") >= sum(map(is_there, alive))
+        if told and time.monotonic() - grown > 1:
+            break
+        time.sleep(0.1)
+    return text[-8000:]
+
+
+def is_there(process: psutil.Process) -> bool:
+    """Whether a process has not ended."""
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
 
 
 def end(leader: int) -> None:
