@@ -221,7 +221,7 @@ class AutoAccumulate(Callback, LegacyCallback):  # type: ignore[misc]
 
     def __getstate__(self) -> dict[str, Any]:
         """What travels to other processes: what was asked for, not the fit that is running."""
-        return {**self.__dict__, "_run": None, "_evaluation": None, "_witness": None}
+        return {**self.__dict__, "_run": None, "_evaluation": None, "_witness": None, "_place": None}
 
     @property
     def _running(self) -> Fit:

@@ -13,6 +13,11 @@ def training_epoch(trainer: Any) -> int:
     return int(trainer.fit_loop.epoch_progress.current.processed)
 
 
+def batches_processed(trainer: Any) -> int:
+    """Batches that the loop has trained on since it began its epoch."""
+    return int(trainer.fit_loop.epoch_loop.batch_progress.current.processed)
+
+
 def micro_batch_index(trainer: Any) -> int:
     """Index in the epoch of the micro-batch that is being trained on."""
     return int(trainer.fit_loop.epoch_loop.batch_progress.current.ready) - 1
@@ -31,8 +36,8 @@ def restarts_in_epoch(trainer: Any) -> bool:
 def batches_done(trainer: Any) -> tuple[int, int]:
     """Batches of the epoch that a restored loop has trained on (none of one that is over), and those before it."""
     progress, epochs = trainer.fit_loop.epoch_loop.batch_progress, trainer.fit_loop.epoch_progress.current
-    done = int(progress.current.ready) if epochs.started > epochs.processed else 0
-    return done, int(progress.total.ready) - done
+    done = int(progress.current.processed) if epochs.started > epochs.processed else 0
+    return done, int(progress.total.processed) - done
 
 
 def move_to_micro_batch(trainer: Any, done: int, *, same_epoch: bool) -> None:

@@ -297,7 +297,8 @@ class Fit:
 
     def save_loop(self, checkpoint: dict[str, Any], key: str) -> None:
         """Let a checkpoint count the recipe's batches, and keep the place of data that have one."""
-        done, before = self._passed
+        started = loops.batches_processed(self.trainer) > 0  # the loop counts a new epoch only with its first batch
+        done, before = self._passed if started else (0, self._position.batches_before)
         loop_state.count_recipe_batches(checkpoint, key, done=done, before=before)
         if isinstance(self._feed, PrebatchedSource):
             loop_state.save_loaders(checkpoint, states_of(self._feed.loaders))

@@ -76,12 +76,31 @@ class WholeBatches(IterableDataset[Any]):
             yield from batch
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
+        if name.startswith("__") or "_of" not in vars(self):
             raise AttributeError(name)
         return getattr(self._of, name)
 
+    def __reduce__(self) -> Any:
+        return whole_batches, (self._of, self._size)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return type(self._of) if "_of" in vars(self) else WholeBatches
+
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._of, name, value)
+
+
+class _SizedWholeBatches(WholeBatches):
+    """The same of a stream with a length."""
+
+    def __len__(self) -> int:
+        return len(self._of)
+
+
+def whole_batches(dataset: Any, size: int) -> WholeBatches:
+    """A stream without the samples that do not fill a batch of ``size`` at its end."""
+    return (_SizedWholeBatches if isinstance(dataset, Sized) else WholeBatches)(dataset, size)
 
 
 class _Sized(PeekableStream):

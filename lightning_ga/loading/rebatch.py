@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_ga.errors import UserError
-from lightning_ga.loading.peekable import WholeBatches
+from lightning_ga.loading.peekable import whole_batches
 from lightning_ga.loading.sampler import (
     FromBatches,
     FromSampler,
@@ -25,6 +25,7 @@ from lightning_ga.loading.sampler import (
     Stream,
     WindowBatchSampler,
 )
+from lightning_ga.loading.stateful import keeps_place
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,8 @@ def read_loader(loader: object, *, world_size: int, shard: bool = True, shuffle:
         raise UserError(f"The training data is a {type(loader).__name__} and not one torch.utils.data.DataLoader.")
     if loader.batch_sampler is None:
         raise UserError("The training DataLoader has batch_size=None, so that its dataset yields whole batches.")
+    if keeps_place(loader):
+        raise UserError("The training DataLoader saves and restores its place, in batches of its own.")
     if isinstance(loader.dataset, IterableDataset):
         size = len(loader.dataset) if isinstance(loader.dataset, Sized) else None
         return LoaderRecipe(Stream(size), loader.batch_size, loader.drop_last, shared=world_size == 1)
@@ -91,7 +94,7 @@ def rebatch(
         # Lightning makes loaders anew that it takes for shuffled where it was told not to (``overfit_batches``).
         settings["sampler"] = SequentialSampler(range(batch_sampler.order.size or 0))
     if isinstance(loader.dataset, IterableDataset) and loader.drop_last and loader.batch_size:
-        settings["dataset"] = WholeBatches(loader.dataset, loader.batch_size)
+        settings["dataset"] = whole_batches(loader.dataset, loader.batch_size)
     methods: dict[str, Any] = {}
     if loader.num_workers:  # the loop iterates once before there is anything to fetch: no worker is started for that
         started = type(loader).__iter__

@@ -13,6 +13,7 @@ from lightning_ga.errors import UserError
 from lightning_ga.loading.peekable import PeekableStream, length_of, peekable_stream
 from lightning_ga.loading.rebatch import copy_loader
 from lightning_ga.loading.sampler import seeded
+from lightning_ga.loading.stateful import keeps_place
 from lightning_ga.memory.live_tensors import uncounted
 from lightning_ga.snapshot.contents import ObjectState, contained, reachable
 
@@ -58,7 +59,8 @@ def collate_samples(loader: "DataLoader[Any]", samples: list[Any], count: int, *
     with uncounted():  # a collate_fn may change what it is given; on a device samples lie on the host
         copies = [_copied(samples[position % len(samples)]) for position in range(count)]
     with untouched(getattr(loader.collate_fn, "__self__", loader.collate_fn), seed=seed):
-        return next(iter(_apart(loader, [list(range(count))], dataset=copies, _dataset_kind=_MAP_STYLE)))
+        read = DataLoader.__iter__ if keeps_place(loader) else iter  # the place is not that of these samples
+        return next(read(_apart(loader, [list(range(count))], dataset=copies, _dataset_kind=_MAP_STYLE)))
 
 
 def _copied(sample: Any) -> Any:

@@ -209,3 +209,55 @@ def test_states_of_other_loaders_are_refused(tmp_path: Path) -> None:
     path = checkpoints(tmp_path, CUTS[2], {"every_n_train_steps": 1}, data=Remembering())[2]
     with pytest.raises(RuntimeError, match=r"states of 1 data loaders and the training data have 0"):
         run(CUTS[2], data=Shelf(), ckpt_path=path)
+
+
+class Failing(Regression):
+    """Ends the run in the first batch of its second epoch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if self.trainer.current_epoch == 1:
+            raise KeyError("an error of the user's")
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize(("writes", "reads"), [*((cut, None) for cut in CUTS[1:]), (None, CUTS[1]), (None, CUTS[2])])
+def test_a_checkpoint_of_an_error_goes_on_with_the_batch_that_failed(writes: Any, reads: Any, tmp_path: Path) -> None:
+    class Saving(pl.Callback):
+        def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+            trainer.save_checkpoint(tmp_path / "error.ckpt")
+
+    with pytest.raises(KeyError):
+        run(writes, Saving(), module=Failing())
+    module, trainer = run(reads, ckpt_path=tmp_path / "error.ckpt")
+    assert trainer.global_step == 12
+    assert sum(len(indices) for _, indices in module.micro_batches) == 44
+
+
+class StatefulLoader(DataLoader[Any]):
+    """A loader that keeps its place, as torchdata's do."""
+
+    done = skipped = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        skipped, self.skipped = self.skipped, 0
+        for number, batch in enumerate(super().__iter__()):
+            if number >= skipped:
+                self.done = (number + 1) % len(self)
+                yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"done": self.done}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.skipped = state["done"]
+
+
+@pytest.mark.parametrize(("writes", "reads"), [*zip(CUTS, CUTS), *((None, cut) for cut in CUTS[1:]), (CUTS[2], None)])
+def test_the_place_that_a_loader_keeps_is_not_counted_twice(writes: Any, reads: Any, tmp_path: Path) -> None:
+    def data() -> StatefulLoader:
+        return StatefulLoader(Samples(44), batch_size=8)
+
+    path = checkpoints(tmp_path, writes, {"every_n_train_steps": 1}, data=data())[2]
+    module, trainer = run(reads, data=data(), ckpt_path=path)
+    assert [index for _, indices in module.micro_batches for index in indices] == [*range(24, 44), *range(44)]
+    assert trainer.global_step == 12

@@ -166,16 +166,16 @@ def cpu_seconds(process: psutil.Process) -> float:
 
 def where(alive: list[psutil.Process], output: Path) -> str:
     """The end of an output to which every process has written where it is."""
-    for each in alive:
+    text = output.read_text(errors="replace")
+    for each in alive:  # one after the other, as they write to one file
+        told = text.count("most recent call first")
         send(each, signal.SIGUSR1)
-    until, text, grown = time.monotonic() + 60, "", time.monotonic()
-    while time.monotonic() < until:  # a busy machine takes its time
-        before, text = text, output.read_text(errors="replace")
-        grown = grown if text == before else time.monotonic()
-        told = text.count("most recent call first") >= sum(map(is_there, alive))
-        if told and time.monotonic() - grown > 1:
-            break
-        time.sleep(0.1)
+        until = time.monotonic() + 30  # a busy machine takes its time
+        while time.monotonic() < until:
+            time.sleep(0.3)
+            before, text = text, output.read_text(errors="replace")
+            if text == before and (text.count("most recent call first") > told or not is_there(each)):
+                break
     return text[-8000:]
 
 
