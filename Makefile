@@ -10,8 +10,7 @@ IS_SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 
 CANDIDATES := python3 python3.13 python3.12 python3.11
 PYTHON ?= $(shell for p in $(CANDIDATES); do $$p -c '$(IS_SUPPORTED)' 2>/dev/null && echo $$p && break; done)
 
-# Python compiles what is imported; compiling all of PyTorch while it is installed takes a minute.
-INSTALL = $(VENV)/bin/python -m pip install -q --disable-pip-version-check --no-compile $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
+INSTALL = $(VENV)/bin/python -m pip install -q --disable-pip-version-check $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
 
 # The model is named unless the arguments choose one.
 MODEL := $(if $(filter model=% experiment=%,$(ARGS)),,model=resnet34d)
