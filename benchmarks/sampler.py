@@ -34,6 +34,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampl
 from benchmarks.output import as_text, write_json
 from lightning_ga.loading.sampler import LARGEST_WRITTEN_ORDER
 from lightning_ga.loading.source import MicroBatchSource
+from lightning_ga.loading.training_source import SourceSettings
 
 RANKS, RANK, MICRO_BATCH, FACTOR = 64, 63, 32, 2
 SIZES = (10**4, 10**5, 10**6, 10**7, 10**8, LARGEST_WRITTEN_ORDER, 10**9)
@@ -60,7 +61,7 @@ class Counted(Dataset[int]):
 def ours(size: int) -> Batches:
     """What ``AutoAccumulate`` puts in the place of the user's loader, on one of 64 ranks."""
     loader = DataLoader(Counted(size), batch_size=MICRO_BATCH * FACTOR, shuffle=True)
-    feed = MicroBatchSource(loader, recipe_factor=1, world_size=RANKS, rank=RANK, seed=1)
+    feed = MicroBatchSource(loader, SourceSettings(recipe_factor=1, world_size=RANKS, rank=RANK, seed=1))
     feed.arrange(0, None, MICRO_BATCH)
     return iter(feed.sampler)
 

@@ -4,23 +4,22 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch import Callback
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
-from pytorch_lightning import Callback as LegacyCallback
 
 from lightning_ga.compat import dataloaders, loops, trainer_settings
+from lightning_ga.compat.namespaces import Callback
 from lightning_ga.errors import ExactnessWarning, UserError
-from lightning_ga.fit import checks as guards
+from lightning_ga.fit import checks
 from lightning_ga.fit.exactness import Exactness
 from lightning_ga.fit.fit import Fit
 from lightning_ga.fit.oom_handler import OomHandler, OomReporter
 from lightning_ga.plan.accumulation import AccumulationPlan
 from lightning_ga.plan.checkpoint import RunState
-from lightning_ga.plan.config import Options, read_request, refuse_unfinished, require_choice
+from lightning_ga.plan.config import Options, read_request, require_choice
 from lightning_ga.plan.records import ProbeResult
 
 
-class AutoAccumulate(Callback, LegacyCallback):  # type: ignore[misc]
+class AutoAccumulate(Callback):
     """Train with the effective batch you want on the memory you have, with the same gradient.
 
     Put it in the Trainer's callbacks. Alone it keeps the recipe's effective batch (the loader's
@@ -48,7 +47,6 @@ class AutoAccumulate(Callback, LegacyCallback):  # type: ignore[misc]
             each within the training step.
         on_oom: What an out-of-memory error in training, validation, test or prediction does: ``"split"``
             runs the batch again in parts, with the same result; ``"raise"`` ends the run.
-        scale_lr: How the learning rate follows the batch. Only ``"none"``.
         batch_norm: What is done about BatchNorm layers, whose gradients are those of the micro-batch:
             ``"warn"`` says so, with the measured difference; ``"rescale"`` lets their running
             statistics move per window as they would in one pass; ``"ignore"`` does neither.
@@ -76,7 +74,6 @@ class AutoAccumulate(Callback, LegacyCallback):  # type: ignore[misc]
         normalize: Literal["samples"] | Callable[[Any], Any] | None = "samples",
         micro_batching: Literal["loader", "step"] = "loader",
         on_oom: Literal["split", "raise"] = "split",
-        scale_lr: Literal["none", "linear", "sqrt", "adascale"] = "none",
         batch_norm: Literal["warn", "rescale", "ignore"] = "warn",
         verify: bool = True,
         cache: bool = True,
@@ -86,112 +83,109 @@ class AutoAccumulate(Callback, LegacyCallback):  # type: ignore[misc]
             objective=(objective, ("memory", "throughput")),
             micro_batching=(micro_batching, ("loader", "step")),
             on_oom=(on_oom, ("split", "raise")),
-            scale_lr=(scale_lr, ("none", "linear", "sqrt", "adascale")),
             batch_norm=(batch_norm, ("warn", "rescale", "ignore")),
+            verify=(verify, (True, False)),
+            cache=(cache, (True, False)),
         )
-        refuse_unfinished(
-            scale_lr=(scale_lr, "none", "scale the learning rate in configure_optimizers"),
-        )
-        require_choice(verify=(verify, (True, False)), cache=(cache, (True, False)))
         if normalize not in ("samples", None) and not callable(normalize):
             raise UserError(f'{normalize=} must be "samples", None or a callable that counts the items of a batch.')
-        guards.check_budget(memory_budget)
+        checks.check_budget(memory_budget)
         self._request = read_request(effective_batch_size, accumulate, micro_batch_size, max_micro_batch_size)
         self._options = Options(memory_budget, normalize, batch_norm, verify, objective, cache, on_oom, micro_batching)
-        self._run: Fit | None = None
+        self._fit: Fit | None = None
         self._evaluation: OomHandler | None = None  # of a stage on its own
-        self._witness: OomReporter | None = None
+        self._reporter: OomReporter | None = None
         self._place: int | None = None  # among the callbacks, where the user put it
 
     @property
     def plan(self) -> AccumulationPlan | None:
         """How a full window is cut; ``None`` before training."""
-        return self._run.plan if self._run else None
+        return self._fit.plan if self._fit else None
 
     @property
     def probe(self) -> ProbeResult | None:
         """What the probe found; ``None`` before training and where none was needed."""
-        return self._run.probe if self._run else None
+        return self._fit.probe if self._fit else None
 
     @property
     def exactness(self) -> Exactness | None:
         """What the exactness check measured; ``None`` before training and with ``verify=False``."""
-        return self._run.exactness if self._run else None
+        return self._fit.exactness if self._fit else None
 
     def optimizer_steps(self) -> int | None:
         """Optimizer steps of the whole training; see ``lightning_ga.optimizer_steps``."""
-        return self._run.optimizer_steps() if self._run else None
+        return self._fit.optimizer_steps() if self._fit else None
 
     @property
     def oom_events(self) -> int:
         """Out-of-memory errors that were survived since the last fit began, those before a resume too."""
-        return self._witness.events if self._witness else 0
+        return self._reporter.events if self._reporter else 0
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Put the run between the user's loader and the fit loop, and between batches and the errors they may meet."""
         if stage != "fit":
-            self._witness = self._witness or OomReporter(trainer)
-            self._evaluation = OomHandler(trainer, retries=self._options.on_oom == "split", report=self._witness)
+            self._reporter = self._reporter or OomReporter(trainer)
+            self._evaluation = OomHandler(trainer, retries=self._options.on_oom == "split", report=self._reporter)
             self._evaluation.watch_batches()
             return
         trainer_settings.take_factor_back(trainer)
-        guards.check_trainer(trainer, pl_module, self._request)
-        guards.check_schedule(self._request, loops.training_epochs(trainer), trainer.world_size)
+        checks.check_trainer(trainer, pl_module, self._request)
+        checks.check_schedule(self._request, loops.training_epochs(trainer), trainer.world_size)
         self._place = trainer_settings.run_first(trainer, self)
-        self._witness = OomReporter(trainer)
-        self._run = Fit(trainer, self._request, self._options, self._witness, active=lambda: self in trainer.callbacks)
-        dataloaders.intercept_loaders(trainer, cut=self._run.cut, around=self._run.set_up_data)
+        self._reporter = OomReporter(trainer)
+        self._fit = Fit(trainer, self._request, self._options, self._reporter, active=lambda: self in trainer.callbacks)
+        dataloaders.intercept_loaders(trainer, cut=self._fit.cut, around=self._fit.set_up_data)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Find the limit and begin the epoch with it, where a resumed run left off."""
-        self._running.start()
-        rank_zero_info(f"AutoAccumulate: {self._running.summary()}")
-        for message in self._running.warnings():
+        self._started_fit.start()
+        rank_zero_info(f"AutoAccumulate: {self._started_fit.summary()}")
+        for message in self._started_fit.warnings():
             rank_zero_warn(message, category=ExactnessWarning)
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """Cut the epoch as its schedule says."""
-        self._running.start_epoch()
+        self._started_fit.start_epoch()
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Find the weight of the micro-batch."""
-        self._running.prepare(batch)
+        self._started_fit.prepare(batch)
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: torch.Tensor) -> None:
         """Let the micro-batch weigh what its samples weigh in the window."""
-        self._running.gradients.apply_weight(loss)
+        self._started_fit.gradients.apply_weight(loss)
 
     def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
         """Keep gradients as they should be between two backward passes."""
-        self._running.gradients.settle()
+        self._started_fit.gradients.settle()
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: torch.optim.Optimizer) -> None:
         """Bring the window's gradients to the mean over what turned out to be in it."""
-        self._running.gradients.close_window(optimizer)
+        self._started_fit.gradients.close_window(optimizer)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Keep the position, and let validation run when the recipe says."""
-        self._running.advance()
+        self._started_fit.advance()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Give model and schedules back what the user wrote."""
-        self._running.close()
+        self._started_fit.close()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Leave the trainer as it was found."""
-        if self._run and self._evaluation is None:
-            self._run.abandon()
+        if self._fit and self._evaluation is None:
+            self._fit.abandon()
         self._take_back(trainer)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Take the patches back. The factor stays until the next fit, as with Lightning's own scheduler."""
-        if stage == "fit" and self._run:
-            self._run.close()  # again: StochasticWeightAveraging gives momenta back in on_train_end, ours among them
-            trainer_settings.leave_factor(trainer, self._run.recipe_factor)
+        if stage == "fit" and self._fit:
+            self._fit.close()  # again: StochasticWeightAveraging gives momenta back in on_train_end, ours among them
+            trainer_settings.leave_factor(trainer, self._fit.recipe_factor)
         self._take_back(trainer)
 
     def _take_back(self, trainer: Any) -> None:
-        for oom_handler in (self._run.oom_handler if self._run else None, self._evaluation):
+        for oom_handler in (self._fit.oom_handler if self._fit else None, self._evaluation):
             if oom_handler is not None:
                 oom_handler.stop()
         self._evaluation = None
@@ -202,28 +196,28 @@ class AutoAccumulate(Callback, LegacyCallback):  # type: ignore[misc]
 
     def state_dict(self) -> dict[str, Any]:
         """Seed and position of the data and what the probe found, as plain values."""
-        return self._run.state().to_dict() if self._run else {}
+        return self._fit.state().to_dict() if self._fit else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the data's seed and position over; called before the loader is cut."""
-        if self._run and self._evaluation is None:
-            self._run.restore(RunState.from_dict(state_dict))
+        if self._fit and self._evaluation is None:
+            self._fit.restore(RunState.from_dict(state_dict))
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Let the loop's part of a checkpoint say to stock Lightning where this run is."""
-        if self._run and self._evaluation is None:
-            self._run.save_loop(checkpoint, self.state_key)
+        if self._fit and self._evaluation is None:
+            self._fit.save_loop(checkpoint, self.state_key)
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Read the loop's part of a checkpoint in this run's own units."""
-        if self._run and self._evaluation is None:
-            self._run.load_loop(checkpoint, self.state_key)
+        if self._fit and self._evaluation is None:
+            self._fit.load_loop(checkpoint, self.state_key)
 
     def __getstate__(self) -> dict[str, Any]:
         """What travels to other processes: what was asked for, not the fit that is running."""
-        return {**self.__dict__, "_run": None, "_evaluation": None, "_witness": None, "_place": None}
+        return {**self.__dict__, "_fit": None, "_evaluation": None, "_reporter": None, "_place": None}
 
     @property
-    def _running(self) -> Fit:
-        assert self._run is not None, "hooks of training run after setup"
-        return self._run
+    def _started_fit(self) -> Fit:
+        assert self._fit is not None, "hooks of training run after setup"
+        return self._fit

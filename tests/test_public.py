@@ -53,7 +53,6 @@ def test_the_signature_is_the_one_that_others_write_against() -> None:
         "normalize": "samples",
         "micro_batching": "loader",
         "on_oom": "split",
-        "scale_lr": "none",
         "batch_norm": "warn",
         "verify": True,
         "cache": True,
@@ -91,13 +90,6 @@ def test_it_is_a_callback_of_both_namespaces() -> None:
 def test_a_wrong_argument_is_refused_at_once(arguments: dict[str, object], message: str) -> None:
     """One sentence with the value and the rule, when the callback is made."""
     with pytest.raises(UserError, match=message):
-        AutoAccumulate(**arguments)
-
-
-@pytest.mark.parametrize("arguments", [{"scale_lr": "linear"}, {"scale_lr": "sqrt"}, {"scale_lr": "adascale"}])
-def test_what_is_not_finished_is_refused_rather_than_ignored(arguments: dict[str, object]) -> None:
-    """An argument that this version only knows by name does not do nothing silently."""
-    with pytest.raises(UserError, match="is not available in this version"):
         AutoAccumulate(**arguments)
 
 

@@ -1,8 +1,9 @@
 """The closures of automatic optimization, run whole or in pieces."""
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -10,10 +11,12 @@ from torch.optim import Optimizer
 
 from lightning_ga.batch.merge import merge_outputs
 from lightning_ga.compat import closures, loops, ranks
-from lightning_ga.fit.attempts import Piece
-from lightning_ga.fit.oom_retry import BatchResult, BatchTask, OomRetrier
+from lightning_ga.fit.batch_task import BatchResult, BatchTask
+from lightning_ga.fit.oom_retry import OomRetrier
+from lightning_ga.fit.pieces import Piece
 from lightning_ga.fit.window_gradients import WindowGradients
 from lightning_ga.loading.reader import CollatedAgain
+from lightning_ga.plan.window_weights import WindowWeights
 from lightning_ga.snapshot.gradients import Accumulations, GradientMarks, left_alone
 
 MakeClosure = Callable[[Any, Optimizer, int], Any]
@@ -26,7 +29,6 @@ class MicroBatchClosures:
         trainer: The Trainer.
         retrier: Runs batches in pieces.
         gradients: The weights of the window.
-        by_hand: Whether gradients are averaged over ranks here, after all backward passes of a window.
         samples_again: Fetches the samples of the micro-batch again, where they are at hand.
     """
 
@@ -36,104 +38,155 @@ class MicroBatchClosures:
         retrier: OomRetrier,
         gradients: WindowGradients,
         *,
-        by_hand: bool,
         samples_again: Callable[[], CollatedAgain | None],
     ) -> None:
         self.trainer, self.retrier, self.gradients = trainer, retrier, gradients
-        self.by_hand, self.samples_again = by_hand, samples_again
-        self.expected: int | None = None  # samples of the next micro-batch, where that is known
-        self.parameters: list[Tensor] = []  # as a window finds them: walking through a module takes its time
-        self.repeated: list[Tensor] | None = None  # added to more than once a pass; known once one went through
+        self._samples_again = samples_again
+        self._expected: int | None = None
+        self._parameters: list[Tensor] = []  # as a window finds them: walking through a module takes its time
+        self._repeated: list[Tensor] | None = None
+
+    @property
+    def repeated(self) -> list[Tensor] | None:
+        """Parameters that are added to more than once a pass; ``None`` until one went through."""
+        return self._repeated
 
     def closure(self, make: MakeClosure, kwargs: Any, optimizer: Optimizer, batch_idx: int) -> "MicroBatchClosure":
-        """The closure of one micro-batch."""
-        return MicroBatchClosure(self, make, kwargs, optimizer, batch_idx)
+        """Return the closure of one micro-batch."""
+        return MicroBatchClosure(self, lambda batch: make({**kwargs, "batch": batch}, optimizer, batch_idx), kwargs)
+
+    def expect(self, samples: int | None) -> None:
+        """Say how many samples the next micro-batch should hold, if that is known."""
+        self._expected = samples
+
+    def run(self, batch: Any, attempt: Callable[[Piece | None], "_Pass"], weigh: Callable[[Any, Piece], float]) -> Any:
+        """Run the passes of one micro-batch, and average gradients over ranks where that is done by hand."""
+        task = BatchTask(batch, "training", attempt, self._expected, weigh=weigh, again=self._samples_again)
+        done = self.retrier.run(task)
+        if self.retrier.policy.by_hand and loops.window_is_over(self.trainer):
+            ranks.average_over_ranks(self.trainer)
+        return done
+
+    def parameters(self, *, anew: bool) -> list[Tensor]:
+        """Return what may have a gradient; looked for anew where a window starts."""
+        if anew or not self._parameters:
+            self._parameters = closures.parameters(self.trainer)
+        return self._parameters
+
+    def went_through(self, counted: Accumulations | None) -> None:
+        """Learn from the first pass which parameters are added to more than once."""
+        if counted is not None:
+            self._repeated = counted.repeated()
 
 
 class MicroBatchClosure:
-    """Forward, zeroing of gradients and backward of one micro-batch."""
+    """Forward, zeroing of gradients and backward of one micro-batch.
 
-    def __init__(
-        self, steps: MicroBatchClosures, make: MakeClosure, kwargs: Any, optimizer: Optimizer, batch_idx: int
-    ) -> None:
-        self._steps, self._make, self._kwargs = steps, make, kwargs
-        self._optimizer, self._batch_idx = optimizer, batch_idx
+    Args:
+        steps: What all micro-batches share.
+        make: Makes Lightning's closure for a batch, or for a part of one.
+        kwargs: What ``training_step`` gets.
+    """
+
+    def __init__(self, steps: MicroBatchClosures, make: Callable[[Any], Any], kwargs: Any) -> None:
+        self._steps, self._make, self._batch = steps, make, kwargs["batch"]
         self._result = _Result(None)
-        self._marks: GradientMarks | None = None
-        self._begun = False  # an attempt runs; one whose samples do not reach the device has not begun
-        self._zeroed = False  # a piece went through, and had gradients zeroed if it had to
-        self._complete: dict[Piece | None, list[Tensor]] = {}  # gradients that a failed piece left complete
 
     def __call__(self, *_: Any) -> Tensor | None:
         """Run the micro-batch; its loss as the loop divides it."""
-        steps, batch = self._steps, self._kwargs["batch"]
-        self._zeroed, self._complete = False, {}
-        job = BatchTask(
-            batch,
-            "training",
-            self._run,
-            steps.expected,
-            weigh=self._share,
-            failed=self._failed,
-            again=steps.samples_again,
-        )
-        done = steps.retrier.run(job)
-        self._result = _as_result(done)
-        if steps.by_hand and loops.window_is_over(steps.trainer):
-            ranks.average_over_ranks(steps.trainer)
+        passes = _Passes(self._steps, self._make, self._batch)
+        self._result = _as_result(self._steps.run(self._batch, passes.attempt, passes.share))
         return self._result.loss
 
     def consume_result(self) -> "_Result":
-        """What came of the micro-batch; it is let go of here."""
+        """Return what came of the micro-batch; it is let go of here."""
         result, self._result = self._result, _Result(None)
         return result
 
-    def _run(self, part: Any, piece: Piece | None) -> dict[str, Any] | None:
-        """One attempt at some samples; what ``training_step`` returned, the loss without its graph."""
-        steps = self._steps
-        closure = self._make({**self._kwargs, "batch": part}, self._optimizer, self._batch_idx)
+
+class _Passes:
+    """The passes over one micro-batch: what those that failed left complete, and whether one went through."""
+
+    def __init__(self, steps: MicroBatchClosures, make: Callable[[Any], Any], batch: Any) -> None:
+        self.steps = steps
+        self._make, self._batch = make, batch
+        self._zeroed = False
+        self._complete: dict[Piece | None, list[Tensor]] = {}  # gradients that a failed piece left complete
+
+    def attempt(self, piece: Piece | None) -> "_Pass":
+        """Return a pass over the whole micro-batch or a piece of it."""
+        return _Pass(self, piece)
+
+    def share(self, part: Any, piece: Piece) -> float:
+        """Return what a piece weighs in the micro-batch."""
+        return self.steps.gradients.share_of(part, self._batch, samples=piece.samples, whole=piece.of)
+
+    def closure(self, part: Any) -> Any:
+        """Return Lightning's closure for a part; only the first that goes through zeroes gradients."""
+        closure = self._make(part)
         if self._zeroed:
             closures.zero_no_gradients(closure)
+        return closure
+
+    def went_through(self) -> None:
+        """Note that gradients were zeroed if they had to be."""
+        self._zeroed = True
+
+    def failed(self, piece: Piece | None, complete: list[Tensor]) -> None:
+        """Note which gradients hold all that a failed piece adds."""
+        self._complete[piece] = complete
+
+    def complete_for(self, piece: Piece) -> list[Tensor]:
+        """Return parameters whose gradients hold what a piece would add: it is part of one that failed."""
+        around = [failed for failed in self._complete if failed is None or failed.contains(piece)]
+        return list({id(p): p for failed in around for p in self._complete[failed]}.values())
+
+
+class _Pass:
+    """One forward and backward pass over some samples."""
+
+    def __init__(self, passes: _Passes, piece: Piece | None) -> None:
+        self._passes, self._piece = passes, piece
+        self._undo: Callable[[], None] | None = None  # none where samples did not reach the device
+
+    def __call__(self, part: Any) -> dict[str, Any] | None:
+        """Run it; what ``training_step`` returned, the loss without its graph."""
+        passes, steps = self._passes, self._passes.steps
+        closure = passes.closure(part)
         starts_window = closures.zeroes_gradients(closure)
-        if starts_window or not steps.parameters:
-            steps.parameters = closures.parameters(steps.trainer)
-        parameters = steps.parameters
-        self._marks = None if starts_window else GradientMarks(parameters, steps.repeated or ())
-        first_pass = Accumulations(parameters) if steps.repeated is None else None
-        steps.gradients.keep()
-        self._begun = True
-        with ExitStack() as stack:
-            if steps.by_hand or (piece is not None and not piece.is_last):
-                stack.enter_context(closures.accumulating(steps.trainer))
-            if piece is not None:
-                stack.enter_context(steps.gradients.weighing_a_part(self._share(part, piece)))
-                stack.enter_context(left_alone(self._complete_for(piece)))
-            if first_pass is not None:
-                stack.enter_context(first_pass.counted())
+        parameters = steps.parameters(anew=starts_window)
+        marks = None if starts_window else GradientMarks(parameters, steps.repeated or ())
+        counted = Accumulations(parameters) if steps.repeated is None else None
+        self._undo = partial(self._put_back, steps.gradients.weights, marks)
+        with self._context(part), nullcontext() if counted is None else counted.counted():
             closure()
-        if first_pass is not None:
-            steps.repeated = first_pass.repeated()
-        self._begun, self._zeroed = False, True
+        steps.went_through(counted)
+        passes.went_through()
         result = closure.consume_result()
         return None if result.loss is None else dict(result.asdict())
 
-    def _share(self, part: Any, piece: Piece) -> float:
-        """What a piece weighs in the micro-batch."""
-        return self._steps.gradients.share_of(part, self._kwargs["batch"], samples=piece.samples, whole=piece.of)
+    def undo(self) -> None:
+        """Undo a pass that failed."""
+        if self._undo is not None:
+            self._undo()
 
-    def _failed(self, piece: Piece | None) -> None:
-        """Undo an attempt: gradients it touched are complete, unless it began the window: then they are zeroed anew."""
-        begun, self._begun = self._begun, False
-        if not begun:  # what was kept is from before an earlier piece, one that went through
-            return
-        self._steps.gradients.put_back()
-        if self._marks is not None:
-            self._complete[piece] = self._marks.put_back()
+    @contextmanager
+    def _context(self, part: Any) -> Iterator[None]:
+        """Return a context in which the backward pass weighs what it should, and reduces if it should."""
+        steps, piece = self._passes.steps, self._piece
+        with ExitStack() as stack:
+            if steps.retrier.policy.by_hand or (piece is not None and not piece.is_last):
+                stack.enter_context(closures.accumulating(steps.trainer))
+            if piece is not None:
+                stack.enter_context(steps.gradients.weighing_a_part(self._passes.share(part, piece)))
+                stack.enter_context(left_alone(self._passes.complete_for(piece)))
+            yield
 
-    def _complete_for(self, piece: Piece) -> list[Tensor]:
-        """Parameters whose gradients already hold what a piece would add: it is part of one that failed."""
-        around = [failed for failed in self._complete if failed is None or failed.contains(piece)]
-        return list({id(p): p for failed in around for p in self._complete[failed]}.values())
+    def _put_back(self, weights: WindowWeights, marks: GradientMarks | None) -> None:
+        """Gradients it touched are complete, unless it began the window: then they are zeroed anew."""
+        self._passes.steps.gradients.put_back(weights)
+        if marks is not None:
+            self._passes.failed(self._piece, marks.put_back())
 
 
 @dataclass(slots=True)

@@ -11,6 +11,8 @@ from typing import Literal
 
 import torch
 
+from lightning_ga.fit.messages import SAME_RESULT
+
 Cause = Literal["exact", "batch_norm", "sum", "coupled", "weighted", "stateful", "random", "uncuttable", "unmeasured"]
 INEXACT = ("batch_norm", "sum", "coupled", "weighted", "stateful")
 """Causes for which gradients differ from those of one pass, or may in a later window."""
@@ -69,6 +71,21 @@ class Exactness:
         if self.cause == "stateful" and self.layers:
             meaning += f"; besides, BatchNorm layers ({_some(self.layers)}) see each micro-batch by itself"
         return meaning if self.relative_error is None else f"relative error {self.relative_error:.1e}: {meaning}"
+
+
+def splitting_sentence(found: Exactness | None) -> str:
+    """Say whether a batch that is cut in the step has the same gradient.
+
+    Args:
+        found: What was measured of such batches; ``None`` if nothing was.
+    """
+    if found is None:
+        return "Whether its gradient is that of the batch in one pass was not measured (verify=False)."
+    if found.cause == "exact":
+        return SAME_RESULT
+    if found.cause in INEXACT:
+        return f"Its gradient is not that of the batch in one pass, {found}."
+    return f"Whether its gradient is that of the batch in one pass is not known: {found}."
 
 
 def _some(names: Sequence[str]) -> str:

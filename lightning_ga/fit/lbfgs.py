@@ -13,6 +13,7 @@ import torch
 
 from lightning_ga.compat import closures, loops
 from lightning_ga.fit.window_gradients import WindowGradients
+from lightning_ga.plan.window_weights import WindowWeights
 
 MakeClosure = Callable[[Any, torch.optim.Optimizer, int], Any]
 
@@ -22,14 +23,13 @@ def evaluates_again(optimizer: torch.optim.Optimizer) -> bool:
     return isinstance(optimizer, torch.optim.LBFGS)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Part:
-    """One micro-batch of the window: what its step gets, its weight, and the loss Lightning divided."""
+    """One micro-batch of the window: what its step gets, and what it weighs."""
 
     kwargs: Any
     batch_idx: int
-    weight: float
-    loss: float = 0.0
+    weights: WindowWeights
 
 
 class LbfgsWindow:
@@ -44,52 +44,56 @@ class LbfgsWindow:
         self._trainer = trainer
         self._gradients = gradients
         self._parts: list[_Part] = []
+        self._losses: list[float] = []  # of the parts, as Lightning divided them
 
     def closure(self, make: MakeClosure, kwargs: Any, optimizer: torch.optim.Optimizer, batch_idx: int) -> Any:
-        """The closure of a micro-batch; that of the last stands for the window."""
+        """Return the closure of a micro-batch; that of the last stands for the window."""
         if batch_idx % self._trainer.accumulate_grad_batches == 0:
-            self._parts = []
-        self._parts.append(_Part(kwargs, batch_idx, self._gradients.weight))
+            self._parts, self._losses = [], []
+        self._parts.append(_Part(kwargs, batch_idx, self._gradients.weights))
         closure = make(kwargs, optimizer, batch_idx)
         if loops.window_is_over(self._trainer):
             return _WindowClosure(self, closure, lambda part: make(part.kwargs, optimizer, part.batch_idx))
-        return _Noting(closure, self._parts[-1])
+        return _NotingClosure(self, closure)
+
+    def note(self, loss: torch.Tensor | None) -> None:
+        """Keep the loss of the next micro-batch."""
+        self._losses.append(0.0 if loss is None else float(loss))
 
     def run_again(self, make: Callable[[_Part], Any]) -> Any:
-        """Every micro-batch anew, the first one zeroing the gradients; returns the last closure."""
-        with self._gradients.counted_before():
-            for part in self._parts[:-1]:
-                self._gradients.weight = part.weight
-                self._trainer._logger_connector.on_batch_start(part.kwargs["batch"])  # whose size means are weighed by
-                with closures.accumulating(self._trainer):
-                    part.loss = _value(make(part)())
-            self._gradients.weight = self._parts[-1].weight
-            self._trainer._logger_connector.on_batch_start(self._parts[-1].kwargs["batch"])
-            closure = make(self._parts[-1])
-            self.note_last(closure())
+        """Run every micro-batch anew, the first one zeroing the gradients; return the last closure."""
+        self._losses, counted = [], self._gradients.weights
+        for part in self._parts[:-1]:
+            with closures.accumulating(self._trainer):
+                self._run_part(make, part)
+        closure = self._run_part(make, self._parts[-1])
+        self._gradients.put_back(counted)  # what the window holds has been counted before
         return closure
 
-    def note_last(self, loss: torch.Tensor | None) -> None:
-        """Keep the loss of the last micro-batch."""
-        self._parts[-1].loss = _value(loss)
-
     def loss(self) -> torch.Tensor:
-        """Loss of the whole window."""
+        """Return the loss of the whole window."""
         scale = self._gradients.window_scale()
-        total = scale * sum(part.weight * part.loss for part in self._parts)
+        total = scale * sum(part.weights.weight * loss for part, loss in zip(self._parts, self._losses))
         return torch.tensor(total, dtype=torch.float64)
 
+    def _run_part(self, make: Callable[[_Part], Any], part: _Part) -> Any:
+        self._gradients.put_back(part.weights)
+        self._trainer._logger_connector.on_batch_start(part.kwargs["batch"])  # whose size means are weighed by
+        closure = make(part)
+        self.note(closure())
+        return closure
 
-class _Noting:
+
+class _NotingClosure:
     """A closure that notes its loss."""
 
-    def __init__(self, closure: Any, part: _Part) -> None:
-        self._closure, self._part = closure, part
+    def __init__(self, window: LbfgsWindow, closure: Any) -> None:
+        self._window, self._closure = window, closure
         self.consume_result = closure.consume_result
 
     def __call__(self, *arguments: Any) -> torch.Tensor | None:
         loss: torch.Tensor | None = self._closure(*arguments)
-        self._part.loss = _value(loss)
+        self._window.note(loss)
         return loss
 
 
@@ -105,13 +109,9 @@ class _WindowClosure:
             self._closure = self._window.run_again(self._make)
         else:
             self._evaluated = True
-            self._window.note_last(self._closure(*arguments))
+            self._window.note(self._closure(*arguments))
         return self._window.loss()
 
     def consume_result(self) -> Any:
-        """What the loop reports of the last micro-batch."""
+        """Return what the loop reports of the last micro-batch."""
         return self._closure.consume_result()
-
-
-def _value(loss: torch.Tensor | None) -> float:
-    return 0.0 if loss is None else float(loss)

@@ -1,8 +1,9 @@
-"""What stands between a Trainer and an out-of-memory error: where it is put in, and how it is taken out again."""
+"""Install survival of out-of-memory errors in a Trainer, and take it out again."""
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -12,13 +13,16 @@ from torch.utils.data import IterableDataset
 
 from lightning_ga.batch.merge import merge_outputs
 from lightning_ga.compat import agreement, closures, dataloaders, evaluation, loops, ranks
+from lightning_ga.fit.batch_task import BatchTask, Evaluation
 from lightning_ga.fit.closure import MakeClosure, MicroBatchClosures
 from lightning_ga.fit.lbfgs import LbfgsWindow, evaluates_again
 from lightning_ga.fit.messages import OomEvent
-from lightning_ga.fit.oom_retry import BatchTask, OomRetrier, why_no_retries
+from lightning_ga.fit.oom_retry import OomRetrier
 from lightning_ga.fit.optimizer_retry import OptimizerRetry
+from lightning_ga.fit.retry_policy import RankFacts, evaluation_policy, training_policy
 from lightning_ga.fit.window_gradients import WindowGradients
 from lightning_ga.loading.reader import (
+    BatchReader,
     BatchSource,
     CollatedAgain,
     CollatedBatches,
@@ -32,7 +36,7 @@ from lightning_ga.memory.allocator import RetryWatch
 
 
 class OomReporter:
-    """Counts what was survived, and tells of it: a warning, and a value in the loggers.
+    """Counts the errors that were survived, and reports each: a warning, and a value in the loggers.
 
     Args:
         trainer: The Trainer.
@@ -40,27 +44,51 @@ class OomReporter:
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        self.events = 0
+        self._events = 0
+
+    @property
+    def events(self) -> int:
+        """Errors that were survived, those before a resume too."""
+        return self._events
+
+    def count_on(self, events: int) -> None:
+        """Count on from what a checkpoint says."""
+        self._events = events
 
     def __call__(self, event: OomEvent) -> None:
         """An error was survived, on this rank."""
-        self.events += 1
+        self._events += 1
         rank = f"Rank {self._trainer.global_rank}: " if self._trainer.world_size > 1 else ""
         warnings.warn(f"{rank}{event}", stacklevel=2)
         for logger in self._trainer.loggers:
-            logger.log_metrics({"oom_events": self.events}, step=self._trainer.global_step)
+            logger.log_metrics({"oom_events": self._events}, step=self._trainer.global_step)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingBatches:
+    """What is known of the batches of training.
+
+    Attributes:
+        source: How they are made.
+        verdict: Says in a sentence whether a batch in parts has the gradient of the whole.
+        samples_again: Fetches the samples of the batch that is trained on again, where they are at hand.
+        samples_of_next: Says how many samples the next batch should hold, where that is known.
+    """
+
+    source: Callable[[], BatchSource] = NoBatches
+    verdict: Callable[[], str] = str
+    samples_again: Callable[[], CollatedAgain | None] = lambda: None
+    samples_of_next: Callable[[Any], int | None] = lambda _: None
 
 
 class OomHandler:
-    """Lets batches of all stages run in pieces where they do not fit.
+    """Installs what lets batches of all stages run in pieces where they do not fit.
 
     Args:
         trainer: The Trainer.
-        retries: Whether an out-of-memory error leads to a retry.
+        retries: Whether the user wants an out-of-memory error to lead to a retry.
         report: Told of every error that was survived.
-        source: What is known of the batches of training.
-        verdict: Whether a training batch in parts has the gradient of the whole, in a sentence.
-        samples_again: Fetches the samples of the batch that is trained on again, where they are at hand.
+        training: What is known of the batches of training; ``None`` where there is no training.
     """
 
     def __init__(
@@ -69,24 +97,21 @@ class OomHandler:
         *,
         retries: bool,
         report: Callable[[OomEvent], None],
-        source: Callable[[], BatchSource] = NoBatches,
-        verdict: Callable[[], str] = str,
-        samples_again: Callable[[], CollatedAgain | None] = lambda: None,
+        training: TrainingBatches | None = None,
     ) -> None:
         self._trainer = trainer
         self._wanted = retries
         self._told = report
-        self._source, self._verdict, self._samples_again = source, verdict, samples_again
+        self._training = training or TrainingBatches()
         self._evaluated: Any = None  # the batch of an evaluation loop
-        self.retrier = OomRetrier(
+        self._retrier = OomRetrier(
             trainer,
-            retries=retries and not agreement.is_sharded(trainer),
+            evaluation_policy(rank_facts(trainer), wanted=retries),
             report=self._report,
             source=self._source_of,
-            verdict=lambda stage: verdict() if stage == "training" else "What they log and return is put together.",
+            verdict=self._verdict,
+            samples_of_next=self._training.samples_of_next,
         )
-        if retries and agreement.is_sharded(trainer):
-            self.retrier.refusal = why_no_retries(trainer)
         self._steps: MicroBatchClosures | None = None
         self._retries = RetryWatch(trainer.strategy.root_device)
         self._release_step: Callable[[], None] = lambda: None
@@ -94,80 +119,79 @@ class OomHandler:
     @property
     def limit(self) -> int | None:
         """Most samples of a pass in training, where that is less than a batch."""
-        return self.retrier.limits.get("training")
+        return self._retrier.limit("training")
 
-    @limit.setter
-    def limit(self, samples: int) -> None:
-        self.retrier.limits["training"] = samples
+    @property
+    def on_host(self) -> bool:
+        """Whether the current batch stays on the host, to be moved in pieces."""
+        return self._retrier.on_host
+
+    def lower(self, samples: int) -> None:
+        """Run no more samples of training at once from here on."""
+        self._retrier.lower("training", samples)
+
+    def reader(self, stage: str) -> BatchReader:
+        """Return what counts and cuts the batches of a stage."""
+        return self._retrier.reader(stage)
+
+    def memory(self) -> Iterator[torch.Tensor]:
+        """Yield what is kept on the device while training runs."""
+        return self._retrier.memory()
+
+    def read_module(self) -> None:
+        """Look at the module anew, as it has been moved."""
+        self._retrier.attempts.read_module()
+
+    def suspended(self) -> AbstractContextManager[None]:
+        """Return a context in which nothing is caught: a probe wants to see its own errors."""
+        return self._retrier.attempts.suspended()
 
     def watch_batches(self) -> None:
         """Guard evaluation, and the way of every batch to the device."""
-        evaluation.intercept_evaluation(self._trainer, self._evaluate, self.retrier.move)
+        evaluation.intercept_evaluation(self._trainer, self._evaluate, self._retrier.move)
 
-    def memory(self) -> Iterator[torch.Tensor]:
-        """What it holds on the device while training runs."""
-        if self.retrier.retries:
-            yield from self.retrier.state.tensors()
+    def watch_training(self, gradients: WindowGradients, *, cut_in_step: bool) -> None:
+        """Guard training from here on.
 
-    def watch_training(self, gradients: WindowGradients, *, in_step: bool) -> None:
-        """Guard training from here on; ``in_step``: batches are cut there even if nothing fails."""
-        trainer = self._trainer
-        retrier = self.retrier
-        retrier.read_module()
-        reason = why_no_retries(trainer)
-        retrier.refusal = reason if self._wanted else None
-        retrier.retries = self._wanted and reason is None
+        Args:
+            gradients: The weights of the window.
+            cut_in_step: Whether batches are cut in the step even if nothing fails.
+        """
+        trainer, must_average = self._trainer, ranks.needs_averaging_by_hand(self._trainer)
+        policy = training_policy(
+            rank_facts(trainer), wanted=self._wanted, cut_in_step=cut_in_step, must_average=must_average
+        )
+        self._retrier.attempts.begin_training(policy)
+        if policy.by_hand:
+            ranks.take_over(trainer)
         wrap: Callable[..., Any] | None = None
-        if self._wanted or in_step or ranks.needs_averaging_by_hand(trainer):
-            by_hand = agreement.is_distributed(trainer) and reason is None
-            if by_hand:
-                ranks.take_over(trainer)
-            elif agreement.is_distributed(trainer) and (
-                agreement.is_sharded(trainer) or ranks.waits_in_forward(trainer)
-            ):
-                retrier.waiting.add("training")
-            retrier.unknown = {"training"} if in_step and agreement.is_distributed(trainer) else set()
-            self._steps = MicroBatchClosures(
-                trainer, retrier, gradients, by_hand=by_hand, samples_again=self._samples_again
-            )
+        if self._wanted or cut_in_step or must_average:
+            again = self._training.samples_again
+            self._steps = MicroBatchClosures(trainer, self._retrier, gradients, samples_again=again)
             wrap = self._steps.closure
         if evaluates_again(trainer.optimizers[0]):
             wrap = _chained(LbfgsWindow(trainer, gradients).closure, wrap)
-        elif self.retrier.retries:
+        elif policy.retries:
             repeatable = OptimizerRetry(trainer, self._report)
             self._release_step = closures.intercept_optimizer_step(trainer, repeatable, repeatable.gradients_are_ready)
         if wrap is not None:
             closures.intercept_closures(trainer, wrap)
 
-    def _report(self, event: OomEvent) -> None:
-        """Memory ran out, which the allocator's counts show too: that was no struggle."""
-        self._retries.begin_again()
-        self._told(event)
-
     def expect(self, samples: int | None) -> None:
-        """Before each micro-batch: how many samples it should hold, if that is known."""
+        """Say how many samples the next micro-batch should hold, if that is known."""
         if self._steps is not None:
-            self._steps.expected = samples
+            self._steps.expect(samples)
 
     def after_window(self, micro_batch: int) -> None:
-        """Between two windows: where the allocator struggles with passes of this size, smaller ones from here on."""
-        if not self.retrier.retries or not self._retries.struggles() or micro_batch == 1:
+        """Plan smaller passes between two windows where the allocator struggles with passes of this size."""
+        if not self._retrier.policy.retries or not self._retries.struggles() or micro_batch == 1:
             return
-        self.limit = min(self.limit or micro_batch, max(1, micro_batch * 15 // 16))
+        self.lower(min(self.limit or micro_batch, max(1, micro_batch * 15 // 16)))
         warnings.warn(
             f"The allocator had to free its cache to go on with {micro_batch} samples, which is slow and may end in an "
             f"out-of-memory error: from now on no pass has more than {self.limit}.",
             stacklevel=2,
         )
-
-    @contextmanager
-    def aside(self) -> Iterator[None]:
-        """Within, nothing is caught: a probe wants to see its own errors."""
-        self.retrier.active = False
-        try:
-            yield
-        finally:
-            self.retrier.active = True
 
     def stop_training(self) -> None:
         """Give the training loop its own ways back."""
@@ -179,26 +203,37 @@ class OomHandler:
         self.stop_training()
         evaluation.release_evaluation(self._trainer)
 
+    def _report(self, event: OomEvent) -> None:
+        """Note that memory ran out, which the allocator's counts show too: that was no struggle."""
+        self._retries.begin_again()
+        self._told(event)
+
+    def _verdict(self, stage: str) -> str:
+        """Say whether a batch in pieces gives the same result."""
+        return self._training.verdict() if stage == "training" else "What they log and return is put together."
+
     def _evaluate(self, name: str, step: Callable[..., Any], *arguments: Any) -> Any:
         """A step of an evaluation loop."""
-        retrier = self.retrier
+        retrier = self._retrier
         self._retries.begin_again()  # evaluation has a limit of its own
-        guarded = retrier.active and (retrier.retries or retrier.refusal is not None)
+        policy = retrier.policy
+        guarded = retrier.attempts.is_active and (policy.retries or policy.refusal is not None)
         if not guarded or closures.takes_an_iterator(self._trainer.lightning_module, name):
             return step(*arguments)
-        if retrier.retries:
+        if policy.retries:
             ranks.share_buffers_before_forward(self._trainer)
         batch, *rest = arguments  # the number of the batch, and that of its loader where there are several
         loader = rest[1] if len(rest) > 1 else 0
         self._evaluated = batch
-        job = BatchTask(
+        evaluated = Evaluation(lambda part: step(part, *rest))
+        task = BatchTask(
             batch,
             loops.stage(self._trainer),
-            lambda part, _: step(part, *rest),
+            lambda _: evaluated,
             loader=loader,
             again=lambda: self._evaluated_again(rest[0], loader),
         )
-        done = retrier.run(job)
+        done = retrier.run(task)
         self._evaluated = None
         return merge_outputs(done.results, done.sizes) if done.sizes else done.results[0]
 
@@ -213,7 +248,7 @@ class OomHandler:
     def _source_of(self, stage: str, loader: int) -> BatchSource:
         """What is known of the batches of a stage's loader."""
         if stage == "training":
-            return self._source()
+            return self._training.source()
         loaders, combine = dataloaders.evaluation_loaders(self._trainer, loader)
         if all(map(is_collated, loaders)):
             return CollatedBatches(loaders, [partial(indices_of, part) for part in loaders], combine)
@@ -229,3 +264,15 @@ def _chained(outer: Callable[..., Any], inner: Callable[..., Any] | None) -> Cal
         return outer(partial(inner, make), *given)
 
     return wrap
+
+
+def rank_facts(trainer: Any) -> RankFacts:
+    """Read off a Trainer how its ranks depend on each other."""
+    distributed, sharded = agreement.is_distributed(trainer), agreement.is_sharded(trainer)
+    return RankFacts(
+        strategy=type(trainer.strategy).__name__,
+        distributed=distributed,
+        sharded=sharded,
+        reduces_itself=distributed and not sharded and ranks.distributed_module(trainer) is None,
+        waits_in_forward=None if sharded else ranks.waits_in_forward(trainer),
+    )

@@ -33,6 +33,7 @@ from lightning_ga.loading.reader import (
 )
 from lightning_ga.loading.source import MicroBatchSource
 from lightning_ga.loading.stateful import keeps_place
+from lightning_ga.loading.training_source import SourceSettings
 from lightning_ga.plan.accumulation import AccumulationPlan
 from lightning_ga.plan.windows import Chunk
 
@@ -65,26 +66,26 @@ class PrebatchedSource:
     Args:
         batches: What the loop would make of it.
         hook: The module's own ``split_batch``, if it has one.
-        settings: As for any feed.
+        settings: How the Trainer reads its data.
     """
 
-    streams = counted_later = may_drop = True
+    streams = counted_later = may_drop = cut_in_step = True
     keeps_groups = False
     workers = 0
 
-    def __init__(self, batches: Batches, *, hook: SplitBatch | None = None, **settings: Any) -> None:
+    def __init__(self, batches: Batches, settings: SourceSettings, *, hook: SplitBatch | None = None) -> None:
         self._data, self._hook = batches, hook
         self._stream = peekable_stream(batches.start, batches.length)
         self._feed = MicroBatchSource(
-            DataLoader(self._stream, batch_size=1, collate_fn=_only), own_seed=torch.Generator(), **settings
+            DataLoader(self._stream, batch_size=1, collate_fn=_only), settings, own_seed=torch.Generator()
         )
         self._user_loader: DataLoader[Any] | None = None
         self._tells = True  # how many samples a batch holds
         self.sizes = self._sizes_of_loaders()
-        self._each: int = settings["largest_over_ranks"](self._samples_of_first())
+        self._each: int = settings.largest_over_ranks(self._samples_of_first())
 
     @cached_property
-    def source(self) -> BatchSource:
+    def batch_source(self) -> BatchSource:
         """What is known of these batches."""
         loaders = self._data.loaders
         if all(map(is_collated, loaders)):
@@ -94,6 +95,10 @@ class PrebatchedSource:
     def recipe_effective(self, epoch: int) -> int:
         """Samples of a window."""
         return self._feed.recipe_effective(epoch) * self._each
+
+    def recipe_batch(self, epoch: int) -> int:
+        """Samples of a batch, on one rank."""
+        return self._feed.recipe_batch(epoch) * self._each
 
     def total(self, epoch: int) -> int | None:
         """Samples of an epoch on this rank."""
@@ -113,7 +118,7 @@ class PrebatchedSource:
             )
 
     def arrange(
-        self, epoch: int, effective: int | None, micro_batch: int, *, samples_done: int = 0, armed: bool = True
+        self, epoch: int, effective: int | None, micro_batch: int, *, samples_done: int = 0, enabled: bool = True
     ) -> AccumulationPlan:
         """Arrange one epoch in windows of whole batches.
 
@@ -121,9 +126,9 @@ class PrebatchedSource:
             UserError: If no whole number of batches makes up an effective batch.
         """
         done = samples_done // self._each
-        if armed:
+        if enabled:
             self._user_loader = None  # training needs the memory of the batch that was looked at
-        plan = self._feed.arrange(epoch, self._in_batches(effective), 1, samples_done=done, armed=armed)
+        plan = self._feed.arrange(epoch, self._in_batches(effective), 1, samples_done=done, enabled=enabled)
         chunks = ((self._each,) * plan.factor,) * plan.world_size
         size = plan.effective_batch_size * self._each
         return replace(plan, effective_batch_size=size, micro_batch_size=self._each, chunks=chunks)
@@ -233,6 +238,11 @@ class PrebatchedSource:
         return self._feed.done
 
     @property
+    def world_size(self) -> int:
+        """Data-parallel ranks."""
+        return self._feed.world_size
+
+    @property
     def sharded_ranks(self) -> int:
         """Ranks with data of their own."""
         return self._feed.sharded_ranks
@@ -261,7 +271,7 @@ class PrebatchedSource:
     @property
     def _raw_layout(self) -> Layout:
         """Where samples lie before any hook has seen the batch."""
-        return self.source.layout(lambda batch: batch)
+        return self.batch_source.layout(lambda batch: batch)
 
     def _looked_at(self) -> list[Any]:
         """The first batches, and the last where it can be had, as it may be of another size."""

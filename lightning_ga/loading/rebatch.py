@@ -100,7 +100,7 @@ def rebatch(
         started = type(loader).__iter__
 
         def start(copied: "DataLoader[Any]") -> Iterator[Any]:
-            if batch_sampler.armed:
+            if batch_sampler.enabled:
                 return started(copied)
             empty = iter(batch_sampler)
             torch.empty((), dtype=torch.int64).random_(generator=copied.generator)  # the workers' seed

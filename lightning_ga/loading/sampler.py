@@ -163,7 +163,7 @@ class WindowBatchSampler(Sampler[list[Any]]):
         self._draws = draws
         self.epoch = 0
         self.plan: EpochPlan | None = None
-        self.armed = False
+        self.enabled = False
 
     @property
     def sampler(self) -> "WindowBatchSampler":
@@ -174,6 +174,10 @@ class WindowBatchSampler(Sampler[list[Any]]):
         """Choose the epoch that the next iteration draws."""
         self.epoch = epoch
 
+    def arrange(self, epoch: int, plan: EpochPlan, *, enabled: bool) -> None:
+        """Cut an epoch; the next iteration yields its micro-batches, if that is ``enabled``."""
+        self.epoch, self.plan, self.enabled = epoch, plan, enabled
+
     def __len__(self) -> int:
         length = self.plan.length if self.plan else None
         if length is None:
@@ -182,7 +186,7 @@ class WindowBatchSampler(Sampler[list[Any]]):
 
     def __iter__(self) -> Iterator[list[Any]]:
         # Not a generator function: the loader draws the seed of its workers right after this call.
-        if self.armed and self.plan:
+        if self.enabled and self.plan:
             return self._chunks(self.plan)
         if self.before is None:
             self.before = (self.generator or torch.default_generator).get_state()

@@ -1,7 +1,7 @@
 """What training is fed with in one fit: the user's loader, cut into windows and micro-batches."""
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any
@@ -23,6 +23,7 @@ from lightning_ga.loading.sampler import (
     draws_a_seed,
 )
 from lightning_ga.loading.samples import collect_samples, peekable
+from lightning_ga.loading.training_source import SourceSettings
 from lightning_ga.plan.accumulation import AccumulationPlan, in_groups, plan_accumulation, require_effective_batch
 from lightning_ga.plan.windows import Chunk, EpochPlan, GivenWindows, RegularWindows, Windows
 
@@ -35,15 +36,7 @@ class MicroBatchSource:
 
     Args:
         loader: The user's DataLoader.
-        recipe_factor: ``Trainer(accumulate_grad_batches=…)`` as the user wrote it.
-        world_size: Data-parallel ranks.
-        rank: This rank.
-        seed: Seed of the epochs' orders, the same on every rank.
-        limit_batches: ``Trainer(limit_train_batches=…)``: a count of the recipe's batches, or a fraction.
-        shard: Whether the trainer may share one order among ranks.
-        shuffle: False where the trainer asks for the order of the dataset.
-        largest_over_ranks: The largest of one number over all ranks.
-        keep_batches: Whether windows of the recipe are fed as the recipe's batches: they are cut elsewhere.
+        settings: How the Trainer reads it.
         own_seed: What to draw seeds of data workers from, if not from what the user's loader draws them from.
 
     Raises:
@@ -51,40 +44,29 @@ class MicroBatchSource:
     """
 
     def __init__(
-        self,
-        loader: "DataLoader[Any]",
-        *,
-        recipe_factor: int,
-        world_size: int,
-        rank: int,
-        seed: int,
-        limit_batches: int | float = 1.0,
-        shard: bool = True,
-        shuffle: bool = True,
-        largest_over_ranks: Callable[[int], int] = int,
-        keep_batches: bool = False,
-        own_seed: torch.Generator | None = None,
+        self, loader: "DataLoader[Any]", settings: SourceSettings, *, own_seed: torch.Generator | None = None
     ) -> None:
+        world_size = settings.world_size
         loader = peekable(loader)
-        self.recipe = read_loader(loader, world_size=world_size, shard=shard, shuffle=shuffle)
+        self.recipe = read_loader(loader, world_size=world_size, shard=settings.shard, shuffle=settings.shuffle)
         self.user_loader = loader
-        self.recipe_factor = recipe_factor
+        self.recipe_factor = settings.recipe_factor
         self.world_size = world_size
-        self.limit_batches = limit_batches
-        self._shuffle = shuffle
-        self._largest_over_ranks = largest_over_ranks
-        self._keeps_batches = keep_batches and world_size == 1  # ranks share windows out evenly
+        self.limit_batches = settings.limit_batches
+        self.cut_in_step = settings.cut_in_step
+        self._shuffle = settings.shuffle
+        self._largest_over_ranks = settings.largest_over_ranks
+        self._keeps_batches = settings.cut_in_step and world_size == 1  # ranks share windows out evenly
         self.ranks_per_order = world_size if self.recipe.shared else 1
         self.sampler = WindowBatchSampler(
             self.recipe.order,
-            share=rank if self.recipe.shared else 0,
-            seed=seed,
+            share=settings.rank if self.recipe.shared else 0,
+            seed=settings.seed,
             generator=loader.generator if own_seed is None else own_seed,
             draws=draws_a_seed(self.recipe.order) and world_size == 1,
         )
         self.loader: DataLoader[Any] | None = None
         self._ends: tuple[int, list[int]] | None = None
-        self.epoch: int | None = None  # the epoch that is arranged and may be iterated
 
     @property
     def counted_later(self) -> bool:
@@ -110,6 +92,10 @@ class MicroBatchSource:
         ).largest
         return largest * self.sharded_ranks
 
+    def recipe_batch(self, epoch: int) -> int:
+        """Most samples that the user's loader yields to a rank at once."""
+        return -(-self.recipe_effective(epoch) // (self.recipe_factor * self.world_size))
+
     def total(self, epoch: int) -> int | None:
         """Samples of an epoch that training uses; ``None`` for a stream of unknown length."""
         if self.recipe.batch_size is None:
@@ -124,7 +110,7 @@ class MicroBatchSource:
         """Any number of samples makes up a window."""
 
     def arrange(
-        self, epoch: int, effective: int | None, micro_batch: int, *, samples_done: int = 0, armed: bool = True
+        self, epoch: int, effective: int | None, micro_batch: int, *, samples_done: int = 0, enabled: bool = True
     ) -> AccumulationPlan:
         """Cut one epoch and return how its full windows are cut.
 
@@ -133,7 +119,7 @@ class MicroBatchSource:
             effective: Effective batch size; ``None`` keeps the recipe's windows.
             micro_batch: Most samples of a micro-batch.
             samples_done: Samples of the order that an earlier run has trained on.
-            armed: False while the micro-batch is not known yet: the loader yields nothing then.
+            enabled: False while the micro-batch is not known yet: the loader yields nothing then.
 
         Raises:
             UserError: If a rank or the whole epoch is left without a sample, or ranks with orders of their own
@@ -163,8 +149,7 @@ class MicroBatchSource:
             as_recipe = plan.factor == self.recipe_factor and plan.micro_batch_size == size
             if as_recipe or self._keeps_batches:
                 batches, micro_batch = (), size if as_recipe else micro_batch
-        self.sampler.set_epoch(epoch)
-        self.sampler.plan = EpochPlan(
+        epoch_plan = EpochPlan(
             windows,
             micro_batch,
             plan.factor,
@@ -173,8 +158,7 @@ class MicroBatchSource:
             batches=batches,
             pieces=pieces,
         )
-        self.sampler.armed = armed
-        self.epoch = epoch if armed else None
+        self.sampler.arrange(epoch, epoch_plan, enabled=enabled)
         if self.loader is None:
             sized = self.length is not None
             self.loader = rebatch(self.user_loader, self.sampler, sized=sized, shuffle=self._shuffle)
@@ -283,7 +267,7 @@ class MicroBatchSource:
         return None if self.streams or not chunk.count else chunk.count
 
     @property
-    def source(self) -> BatchSource:
+    def batch_source(self) -> BatchSource:
         """What is known of the batches."""
         epoch = self.sampler.epoch
         return CollatedBatches([self.user_loader], [lambda: self.sample_indices(epoch, most=8)])

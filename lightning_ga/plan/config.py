@@ -107,20 +107,6 @@ def read_request(
     )
 
 
-def refuse_unfinished(**given: tuple[Any, Any, str]) -> None:
-    """Refuse arguments that this version only knows by name, rather than doing nothing with them.
-
-    Args:
-        given: For each argument its value, its default and what to do instead.
-
-    Raises:
-        UserError: If a value is not the default.
-    """
-    for name, (value, default, instead) in given.items():
-        if value != default:
-            raise UserError(f"{name}={value!r} is not available in this version, only {default!r}: {instead}.")
-
-
 def require_choice(**given: tuple[Any, tuple[Any, ...]]) -> None:
     """Refuse a value that is none of the choices.
 

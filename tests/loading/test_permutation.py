@@ -154,7 +154,7 @@ def test_the_window_sampler_cuts_it_like_any_order(ranks: int, monkeypatch: pyte
     batches = []
     for rank in range(ranks):
         mine = WindowBatchSampler(Shuffled(1000), share=rank, seed=7)
-        mine.plan, mine.armed = (
+        mine.plan, mine.enabled = (
             EpochPlan(RegularWindows(1000, 48), 5, factor=-(-48 // (5 * ranks)), world_size=ranks),
             True,
         )

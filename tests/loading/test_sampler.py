@@ -202,7 +202,7 @@ def test_full_windows_are_those_of_torchs_distributed_sampler(world_size: int, s
     for rank in range(world_size):
         cut = WindowBatchSampler(recipe.order, share=rank, seed=0)
         cut.set_epoch(epoch)
-        cut.plan, cut.armed = (
+        cut.plan, cut.enabled = (
             EpochPlan(RegularWindows(recipe.order.size, per_rank * world_size), 2, 3, world_size),
             True,
         )
@@ -224,7 +224,7 @@ def test_every_sample_of_an_epoch_comes_once(total: int, size: int, limit: int, 
     for rank in range(world_size):
         cut = WindowBatchSampler(Shuffled(total), share=rank, seed=3)
         cut.set_epoch(epoch)
-        cut.plan, cut.armed = EpochPlan(RegularWindows(total, size), limit, factor, world_size), True
+        cut.plan, cut.enabled = EpochPlan(RegularWindows(total, size), limit, factor, world_size), True
         batches = list(cut)
         assert len(batches) == len(cut)
         for index, indices in enumerate(batches):
@@ -242,10 +242,10 @@ def test_a_sampler_yields_nothing_until_it_is_armed() -> None:
         len(cut)
     cut.plan = EpochPlan(RegularWindows(10, 4), 2, 2, 1)
     assert (len(cut), list(cut)) == (5, [])
-    cut.armed = True
+    cut.enabled = True
     assert list(cut) == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
     stream = WindowBatchSampler(Stream(None), share=0, seed=1)
-    stream.plan, stream.armed = EpochPlan(RegularWindows(None, 4), 3, 2, 1), True
+    stream.plan, stream.enabled = EpochPlan(RegularWindows(None, 4), 3, 2, 1), True
     with pytest.raises(TypeError, match="unknown length"):
         len(stream)
     batches = iter(stream)
@@ -270,7 +270,7 @@ def test_seeds_of_data_workers_are_drawn_once_for_each_iteration(own: bool) -> N
         again = cut.take_seed_back()
         assert seed(again) == first
         assert cut.take_seed_back() is None
-        cut.plan, cut.armed = EpochPlan(RegularWindows(4, 4), 2, 2, 1), True
+        cut.plan, cut.enabled = EpochPlan(RegularWindows(4, 4), 2, 2, 1), True
         assert list(cut) == [[0, 1], [2, 3]]
         assert cut.take_seed_back() is None
 
@@ -285,7 +285,7 @@ def test_only_an_order_without_a_generator_of_its_own_draws_a_seed() -> None:
         after = torch.get_rng_state()
         torch.manual_seed(0)
         cut = WindowBatchSampler(Shuffled(4), share=0, seed=1, draws=True)
-        cut.plan, cut.armed = EpochPlan(RegularWindows(4, 4), 2, 2, 1), True
+        cut.plan, cut.enabled = EpochPlan(RegularWindows(4, 4), 2, 2, 1), True
         list(cut)
         assert torch.equal(torch.get_rng_state(), after)
 
@@ -294,7 +294,7 @@ def test_the_samples_of_a_micro_batch_are_found_once_more() -> None:
     """Whatever has been iterated; of a stand-in too."""
     for share in range(2):
         cut = WindowBatchSampler(Shuffled(7), share=share, seed=1)
-        cut.plan, cut.armed = EpochPlan(RegularWindows(7, 4), 1, 2, 2), True
+        cut.plan, cut.enabled = EpochPlan(RegularWindows(7, 4), 1, 2, 2), True
         assert [cut.indices(index) for index in range(len(cut))] == list(cut)
 
 

@@ -13,6 +13,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from lightning_ga.errors import UserError
 from lightning_ga.loading.source import MicroBatchSource
+from lightning_ga.loading.training_source import SourceSettings
 
 SEED = 11
 TOTALS = st.integers(1, 80)
@@ -77,7 +78,7 @@ def feeds(
 ) -> list[MicroBatchSource]:
     """One feed per rank, each with a loader of its own."""
     return [
-        MicroBatchSource(make(rank), recipe_factor=factor, world_size=world_size, rank=rank, seed=SEED, **settings)
+        MicroBatchSource(make(rank), SourceSettings(factor, world_size, rank, SEED, **settings))
         for rank in range(world_size)
     ]
 
@@ -432,11 +433,11 @@ def test_a_fraction_of_a_stream_without_a_length_is_refused() -> None:
 def test_nothing_is_fetched_before_the_micro_batch_is_known() -> None:
     """Until it is armed the loader yields nothing, but it has the epoch's length already."""
     (feed,) = feeds(lambda rank: DataLoader(Numbers(10), 2), 1, 2)
-    feed.arrange(0, None, 4, armed=False)
+    feed.arrange(0, None, 4, enabled=False)
     assert feed.loader is not None
-    assert (list(feed.loader), len(feed.loader), feed.epoch) == ([], 3, None)
+    assert (list(feed.loader), len(feed.loader)) == ([], 3)
     feed.arrange(0, None, 1)
-    assert (len(list(feed.loader)), len(feed.loader), feed.epoch) == (10, 10, 0)
+    assert (len(list(feed.loader)), len(feed.loader)) == (10, 10)
 
 
 def test_drop_last_drops_the_ragged_window() -> None:

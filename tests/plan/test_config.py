@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from lightning_ga.errors import UserError
 from lightning_ga.plan.accumulation import plan_accumulation
-from lightning_ga.plan.config import Request, read_request, refuse_unfinished, require_choice
+from lightning_ga.plan.config import Request, read_request, require_choice
 
 COUNTS = st.integers(1, 300)
 STEPS = st.dictionaries(st.integers(0, 5), COUNTS, min_size=1)
@@ -110,11 +110,8 @@ def test_a_wrong_argument_is_refused(arguments: dict[str, Any], message: str) ->
         request(**arguments)
 
 
-def test_choices_and_unfinished_arguments_are_named() -> None:
-    """What is right passes, what is not is said with the choices or with what to do instead."""
+def test_choices_are_named() -> None:
+    """What is right passes, what is not is said with the choices."""
     require_choice(colour=("red", ("red", "blue")))
-    refuse_unfinished(colour=("red", "red", "paint"))
     with pytest.raises(UserError, match=r"^colour='green' must be one of 'red', 'blue'\.$"):
         require_choice(shape=(1, (1, 2)), colour=("green", ("red", "blue")))
-    with pytest.raises(UserError, match=r"^colour='blue' is not available in this version, only 'red': paint\.$"):
-        refuse_unfinished(colour=("blue", "red", "paint"))

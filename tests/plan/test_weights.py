@@ -7,43 +7,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from window_counts import COUNTS, means_and_all, seen_by_the_optimizer
 
 from lightning_ga.errors import UserError
-from lightning_ga.plan.accumulation import plan_accumulation
 from lightning_ga.plan.weights import (
     AttentionMaskTokens,
-    KnownWindow,
-    LateWindow,
     Samples,
     TargetTokens,
     count_items,
     known_weight,
 )
-
-# The counts of a window: one list per rank, all of the same length.
-COUNTS = st.tuples(st.integers(1, 5), st.integers(1, 6)).flatmap(
-    lambda shape: st.lists(
-        st.lists(st.integers(0, 60), min_size=shape[1], max_size=shape[1]), min_size=shape[0], max_size=shape[0]
-    )
-)
-
-
-def gradient_of(count: int, place: int) -> torch.Tensor:
-    """The gradients of ``count`` samples, one a row: a function of the place alone."""
-    return torch.randn(count, 3, generator=torch.Generator().manual_seed(place), dtype=torch.float64)
-
-
-def means_and_all(counts: list[list[int]]) -> tuple[list[list[torch.Tensor]], torch.Tensor]:
-    """The mean gradient of each micro-batch, as its loss gives it, and that of all samples."""
-    samples = [[gradient_of(n, 10 * rank + i) for i, n in enumerate(row)] for rank, row in enumerate(counts)]
-    means = [[g.mean(0) if len(g) else torch.zeros(3, dtype=torch.float64) for g in row] for row in samples]
-    return means, torch.cat([g for row in samples for g in row]).mean(0)
-
-
-def seen_by_the_optimizer(means: list[list[torch.Tensor]], weights: list[list[float]], factor: int) -> torch.Tensor:
-    """What Lightning and data parallelism make of it: losses ÷ factor, gradients averaged over ranks."""
-    ranks = [sum(w * g / factor for w, g in zip(*row)) for row in zip(weights, means)]
-    return torch.stack(ranks).mean(0)  # type: ignore[arg-type]
 
 
 @settings(deadline=None)
@@ -54,123 +27,6 @@ def test_known_weights_give_the_mean_over_the_window(counts: list[list[int]], mi
     factor, window, world_size = len(counts[0]) + missing, sum(map(sum, counts)), len(counts)
     weights = [[known_weight(n, window, factor=factor, world_size=world_size) for n in row] for row in counts]
     torch.testing.assert_close(seen_by_the_optimizer(means, weights, factor), whole, rtol=1e-12, atol=1e-14)
-
-
-@settings(deadline=None)
-@given(st.integers(1, 20), st.integers(1, 20), st.integers(1, 20))
-def test_equal_micro_batches_weigh_exactly_one(micro_batch: int, factor: int, world_size: int) -> None:
-    """Where nothing is ragged nothing is done: the weight is 1.0 and not merely near."""
-    plan = plan_accumulation(micro_batch * factor * world_size, micro_batch=micro_batch, world_size=world_size)
-    window = KnownWindow(world_size)
-    for position, count in enumerate(plan.chunks[0]):
-        weight = window.weigh(count, window=plan.effective_batch_size, factor=factor, first=position == 0)
-        window.trained()
-        assert weight == 1.0
-    assert window.close(factor) == 1.0
-
-
-@settings(deadline=None)
-@given(st.lists(st.integers(1, 60), min_size=2, max_size=6), st.data())
-def test_a_skipped_micro_batch_leaves_the_mean_over_the_others(row: list[int], data: st.DataObject) -> None:
-    """Steps that return ``None`` have no gradient; the window is then the rest, one window after another."""
-    window = KnownWindow(world_size=1)
-    for _ in range(2):
-        skipped = data.draw(st.sets(st.integers(0, len(row) - 1), max_size=len(row) - 1))
-        means, _all = means_and_all([row])
-        weights = []
-        for i, count in enumerate(row):
-            weight = window.weigh(count, window=sum(row), factor=len(row), first=i == 0)
-            weights.append(0.0 if i in skipped else weight)
-            if i not in skipped:
-                window.trained()
-        scale = window.close(len(row))
-        rest = torch.cat([gradient_of(n, i) for i, n in enumerate(row) if i not in skipped]).mean(0)
-        torch.testing.assert_close(seen_by_the_optimizer(means, [weights], len(row)) * scale, rest)
-
-
-@settings(deadline=None)
-@given(COUNTS.filter(lambda counts: sum(map(sum, counts)) > 0), st.sampled_from([1.0, 7.0, 64.0]), st.integers(0, 3))
-def test_late_weights_give_the_mean_once_the_window_is_over(
-    counts: list[list[int]], reference: float, missing: int
-) -> None:
-    """Counts that are known only as they come: gradients are scaled once, by the counts of all ranks."""
-    factor, world_size = len(counts[0]) + missing, len(counts)
-    means, whole = means_and_all(counts)
-    weights, scales = [], []
-    for row in counts:
-        asked: list[float] = []
-
-        def sum_over_ranks(value: float, asked: list[float] = asked) -> float:
-            asked.append(value)
-            return float(sum(map(sum, counts)))
-
-        window = LateWindow(world_size, sum_over_ranks=sum_over_ranks, reference=reference)
-        weights.append([])
-        for i, n in enumerate(row):
-            weights[-1].append(window.weigh(n, window=-1, factor=factor, first=i == 0))
-            window.trained()
-        scales.append(window.close(factor))
-        assert asked == [sum(row)]  # one number a window
-    assert len(set(scales)) == 1
-    torch.testing.assert_close(seen_by_the_optimizer(means, weights, factor) * scales[0], whole, rtol=1e-12, atol=1e-14)
-
-
-@settings(deadline=None)
-@given(st.lists(st.lists(st.integers(0, 60), min_size=4, max_size=4).filter(any), min_size=1, max_size=5))
-def test_late_weights_find_their_reference(windows: list[list[int]]) -> None:
-    """With nothing known to start from each window is right, and its weights soon stay at one or below."""
-    late = LateWindow(world_size=1, sum_over_ranks=float)
-    largest_mean = 0.0
-    for row in windows:
-        means, whole = means_and_all([row])
-        weights = []
-        for i, n in enumerate(row):
-            weights.append(late.weigh(n, window=-1, factor=4, first=i == 0))
-            late.trained()
-        scale = late.close(4)
-        torch.testing.assert_close(seen_by_the_optimizer(means, [weights], 4) * scale, whole, rtol=1e-12, atol=1e-14)
-        if largest_mean:
-            assert max(weights) <= max(row) / (2 * largest_mean) + 1e-9
-        largest_mean = max(largest_mean, sum(row) / 4)
-
-
-def test_a_late_window_leaves_skipped_micro_batches_out() -> None:
-    """A step that returned ``None`` does not count; a window of such steps only is left alone."""
-    late = LateWindow(world_size=1, sum_over_ranks=float, reference=4.0)
-    assert late.weigh(8, window=-1, factor=2, first=True) == 2.0
-    late.trained()
-    late.weigh(100, window=-1, factor=2, first=False)
-    assert late.close(2) == 2 * 4.0 / 8
-    late.weigh(5, window=-1, factor=2, first=True)
-    assert late.close(2) == 1.0
-
-
-def test_a_micro_batch_with_two_backward_passes_counts_once() -> None:
-    """However often its loss is gone back from."""
-    late, known = LateWindow(1, sum_over_ranks=float, reference=4.0), KnownWindow(world_size=1)
-    late.weigh(8, window=-1, factor=2, first=True)
-    known.weigh(8, window=16, factor=2, first=True)
-    for window in (late, late, known, known):
-        window.trained()
-    known.weigh(8, window=16, factor=2, first=False)
-    assert late.close(2) == 2 * 4.0 / 8
-    assert known.close(2) == 2.0  # the second was skipped
-
-
-def test_a_window_that_counts_nothing_is_refused() -> None:
-    """A mean over nothing is none: the message says what to check."""
-    late = LateWindow(world_size=1, sum_over_ranks=float)
-    assert late.weigh(0, window=-1, factor=1, first=True) == 0.0
-    late.trained()
-    with pytest.raises(UserError, match=r"counted 0 in all micro-batches of a window.*ignore_index"):
-        late.close(1)
-
-
-@pytest.mark.parametrize("count", [-1, float("nan")])
-def test_a_count_below_zero_is_refused(count: float) -> None:
-    """So is one that is no number."""
-    with pytest.raises(UserError, match=f"normalize counted {count} in a micro-batch"):
-        LateWindow(world_size=1, sum_over_ranks=float).weigh(count, window=-1, factor=1, first=True)
 
 
 @pytest.mark.parametrize(

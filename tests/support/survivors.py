@@ -144,7 +144,7 @@ def run(scenario: dict[str, Any]) -> dict[str, Any]:
         callbacks=[callback],
     )
     here = scenario.get("elsewhere", {}).get(str(rank))
-    with nullcontext() if here is None else mock.patch("lightning_ga.fit.fit.hardware", return_value=here):
+    with nullcontext() if here is None else mock.patch("lightning_ga.fit.limit.hardware", return_value=here):
         trainer.fit(module, loader, *validation.values(), ckpt_path=scenario.get("resume"))
     if "save" in scenario:
         trainer.save_checkpoint(scenario["save"])

@@ -1,0 +1,188 @@
+"""Try to run something on a device, and undo it where memory runs out."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_ga.compat import ranks
+from lightning_ga.errors import UserError
+from lightning_ga.fit.messages import cannot_run_again, changed_by_the_step, of_rank
+from lightning_ga.fit.retry_policy import RetryPolicy
+from lightning_ga.memory.device import describe_memory
+from lightning_ga.memory.oom import is_ambiguous_out_of_memory, is_out_of_memory, release
+from lightning_ga.snapshot.attempt import AttemptState
+
+_EXCHANGES = "its step exchanges values with the other ranks (all_gather, all_reduce, the compute of a metric)"
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """What came of an attempt.
+
+    Attributes:
+        result: What was returned.
+        failure: The out-of-memory error that ended it; ``None`` if it went through.
+    """
+
+    result: Any = None
+    failure: Exception | None = None
+
+
+class AttemptRunner:
+    """Runs attempts, undoes those that ran out of memory, and learns in which stages ranks wait for each other.
+
+    Args:
+        trainer: The Trainer.
+        policy: What an out-of-memory error leads to.
+    """
+
+    def __init__(self, trainer: Any, policy: RetryPolicy) -> None:
+        self._trainer = trainer
+        self._policy = policy
+        self._suspended = False
+        self._lockstep: set[str] = set()
+        self._undecided: set[str] = set()
+        self._last_failures: dict[str, Exception] = {}  # by stage
+        self._state: AttemptState | None = None
+
+    @property
+    def policy(self) -> RetryPolicy:
+        """What an out-of-memory error leads to."""
+        return self._policy
+
+    @property
+    def is_active(self) -> bool:
+        """Whether errors are acted upon."""
+        return not self._suspended
+
+    @property
+    def state(self) -> AttemptState:
+        """What attempts change, as it was before."""
+        if self._state is None:
+            self._state = AttemptState(self._trainer.lightning_module)
+        return self._state
+
+    def begin_training(self, policy: RetryPolicy) -> None:
+        """Take over the policy of training."""
+        self.read_module()
+        self._policy = policy
+        self._lockstep |= {"training"} if policy.lockstep else set()
+        self._undecided = {"training"} if policy.undecided else set()
+
+    def read_module(self) -> None:
+        """Look at the module anew: its buffers and metrics are other objects once it has been moved."""
+        self._state = AttemptState(self._trainer.lightning_module)
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Return a context in which nothing is caught: a probe wants to see its own errors."""
+        before, self._suspended = self._suspended, True
+        try:
+            yield
+        finally:
+            self._suspended = before
+
+    def waits_for_others(self, stage: str) -> bool:
+        """Whether ranks wait for each other within the steps of a stage."""
+        return stage in self._lockstep
+
+    def may_wait_for_others(self, stage: str) -> bool:
+        """Whether they do, or a first batch has to show whether they do."""
+        return stage in self._lockstep or stage in self._undecided
+
+    def ran(self, stage: str) -> None:
+        """Note that a batch of a stage has run: whether ranks wait has shown."""
+        self._undecided.discard(stage)
+
+    def last_failure(self, stage: str) -> Exception | None:
+        """Return the out-of-memory error that a stage met last."""
+        return self._last_failures.get(stage)
+
+    def keep(self, batch: Any) -> None:
+        """Remember what an attempt at these samples may change."""
+        if self._policy.retries:
+            self.state.keep(batch)
+
+    def learn(self) -> None:
+        """Note that an attempt went through: what changes in one shows."""
+        if self._policy.retries:
+            self.state.learn()
+
+    def undo(self, stage: str, also: Callable[[], None], failure: Exception | None) -> None:
+        """Put back what an attempt changed.
+
+        Args:
+            stage: What the attempt was for.
+            also: Undoes what is special to the stage.
+            failure: The out-of-memory error that makes this necessary, if it was one.
+
+        Raises:
+            UserError: If something cannot be put back.
+        """
+        lost = self.state.put_back()
+        also()
+        if lost is not None and failure is not None:
+            raise self.told(changed_by_the_step(stage, lost, self.memory())) from failure
+
+    def attempt(self, stage: str, run: Callable[[], Any]) -> Attempt:
+        """Run something, and free the memory of what failed outside of the ``except`` block, which pins it.
+
+        Raises:
+            UserError: If memory runs out and other ranks would wait for a retry.
+        """
+        before = ranks.collectives(self._trainer)
+        try:
+            return Attempt(run())
+        except Exception as error:
+            if not self._acts_upon(error):
+                raise
+            failure = error
+        finally:
+            if ranks.collectives(self._trainer) != before:
+                self._lockstep.add(stage)
+        release(failure)
+        self._last_failures[stage] = failure
+        self.raise_if_others_wait(stage, failure)
+        return Attempt(failure=failure)
+
+    def raise_if_others_wait(self, stage: str, failure: Exception) -> None:
+        """End here if other ranks would wait for what a retry does."""
+        why = self._policy.refusal or (_EXCHANGES if stage in self._lockstep else None)
+        if why is None:
+            return
+        if is_ambiguous_out_of_memory(failure):
+            raise failure
+        raise self.told(cannot_run_again(stage, why, self.memory())) from failure
+
+    def again_if_memory_runs_out(self, run: Callable[[], None]) -> None:
+        """Run what undoes itself where it fails: with the step's memory freed, there is room for it.
+
+        Not so where it has exchanged values with other ranks, as they would not do that again.
+        """
+        before = ranks.collectives(self._trainer)
+        try:
+            run()
+        except Exception as error:
+            exchanged = ranks.collectives(self._trainer) != before
+            if not self._policy.retries or not is_out_of_memory(error) or exchanged:
+                raise
+            failure = error
+        else:
+            return
+        release(failure)
+        run()
+
+    def told(self, error: UserError) -> UserError:
+        """Return the error as one rank of several says it."""
+        return of_rank(error, self._trainer.world_size)
+
+    def memory(self) -> str:
+        """Describe the device's memory."""
+        return describe_memory(self._trainer.strategy.root_device)
+
+    def _acts_upon(self, error: Exception) -> bool:
+        """Return whether an error leads to a retry, or to a sentence on why there is none."""
+        if is_out_of_memory(error):
+            return self._policy.retries or self._policy.refusal is not None
+        return self._policy.retries and is_ambiguous_out_of_memory(error)

@@ -1,0 +1,216 @@
+"""Find the largest micro-batch of a fit, and lower it where memory runs out."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
+from lightning_ga.batch.layout import LayoutError
+from lightning_ga.compat import agreement, loops
+from lightning_ga.errors import UserError
+from lightning_ga.fit.epochs import effective_batch, recipe_micro_batch
+from lightning_ga.fit.lbfgs import evaluates_again
+from lightning_ga.fit.oom_handler import OomHandler
+from lightning_ga.loading.training_source import TrainingSource
+from lightning_ga.memory.oom import is_ambiguous_out_of_memory, is_out_of_memory
+from lightning_ga.plan.checkpoint import RunState
+from lightning_ga.plan.config import Options, Request
+from lightning_ga.plan.records import ProbeResult, lowered, outdated
+from lightning_ga.probe.cache import LimitCache
+from lightning_ga.probe.fingerprint import hardware
+from lightning_ga.probe.limit import probe
+from lightning_ga.probe.planned.device import PlannedDevice, current_device
+from lightning_ga.probe.planned.estimate import estimate
+
+NO_LIMIT = 2**31
+
+
+@dataclass(frozen=True, slots=True)
+class _Search:
+    """What to search for.
+
+    Attributes:
+        high: Largest micro-batch that is of use.
+        share: Samples of a window on one rank.
+        total: Samples of the epoch over all ranks; ``None`` if that is not known.
+        recipe_batch: Samples of the recipe's batches on one rank.
+    """
+
+    high: int
+    share: int
+    total: int | None
+    recipe_batch: int
+
+
+class TrainingLimit:
+    """The largest micro-batch of one fit; once found, it only falls.
+
+    Args:
+        trainer: The Trainer.
+        request: What the user asked for.
+        options: How it is to be done.
+        handler: Keeps state while training runs, which takes memory too.
+    """
+
+    def __init__(self, trainer: Any, request: Request, options: Options, handler: OomHandler) -> None:
+        self._trainer, self._request, self._options, self._handler = trainer, request, options, handler
+        self._micro_batch: int | None = None
+        self._probe: ProbeResult | None = None
+        self._kind: Mapping[str, Any] | None = None  # of training step, as the cache knows it
+
+    @property
+    def micro_batch(self) -> int | None:
+        """Most samples of a micro-batch; ``None`` before that is known."""
+        return self._micro_batch
+
+    @property
+    def probe(self) -> ProbeResult | None:
+        """What the probe found; ``None`` where none was needed."""
+        return self._probe
+
+    def hardware(self) -> str:
+        """Return what the limit is found on; on anything else it is looked for again."""
+        return hardware(self._trainer, self._options.budget)
+
+    def find(self, source: TrainingSource, epoch: int, restored: RunState | None) -> int:
+        """Find the limit: given by the user, kept by a checkpoint, remembered, estimated or probed for.
+
+        Args:
+            source: The training data.
+            epoch: The epoch that begins.
+            restored: What was read from a checkpoint.
+
+        Raises:
+            UserError: If not even the smallest micro-batch fits, or no trial can tell.
+        """
+        kept = restored if restored is not None and self._is_on_hardware_of(restored) else None
+        found = self._find(source, epoch, kept)
+        if kept is not None and kept.limit is not None:  # memory ran out in that run
+            found = min(found, kept.limit)
+        self._micro_batch = found
+        return found
+
+    def lower(self) -> None:
+        """Plan no more samples than proved too much on any rank; ranks call this together."""
+        limit = agreement.smallest_over_ranks(self._trainer, self._handler.limit or NO_LIMIT)
+        if self._micro_batch is None or limit >= self._micro_batch:
+            return
+        self._micro_batch = limit
+        self._handler.lower(limit)
+        if self._probe is not None:
+            self._probe = lowered(self._probe, limit)
+            if self._kind is not None and self._options.cache:
+                LimitCache().write(self._kind, self._probe)
+
+    def _find(self, source: TrainingSource, epoch: int, kept: RunState | None) -> int:
+        device, asked = current_device(), self._request.micro_batch
+        if asked is not None and device is None:
+            return self._request.capped(asked)
+        search = self._search(source, epoch)
+        self._refuse_growing_history()
+        if self._cannot_cut(source):
+            return NO_LIMIT
+        if device is not None:
+            self._probe = self._estimate(source, epoch, search, device)
+            return self._probe.limit
+        self._probe = self._still_valid(kept, search.high)
+        if self._probe is None:
+            self._run_probe(source, epoch, search)
+        if self._probe is None:
+            return recipe_micro_batch(source, self._request, epoch)
+        return self._of_use(source, epoch, search, self._probe)
+
+    def _search(self, source: TrainingSource, epoch: int) -> _Search:
+        total = source.total(epoch)
+        total = None if total is None else total * source.sharded_ranks
+        recipe, recipe_batch, world_size = source.recipe_effective(epoch), source.recipe_batch(epoch), source.world_size
+        epochs = loops.training_epochs(self._trainer)
+        high = self._request.useful_limit(epochs, recipe=recipe, total=total, world_size=world_size)
+        if source.cut_in_step or source.keeps_groups:
+            high = min(high, recipe_batch)
+        window = effective_batch(source, self._request, epoch, micro_batch=None) or recipe
+        return _Search(high, -(-window // world_size), total, recipe_batch)
+
+    def _of_use(self, source: TrainingSource, epoch: int, search: _Search, found: ProbeResult) -> int:
+        """Return the micro-batch to plan with."""
+        limit = min(search.high, found.fastest or found.limit)
+        everything = search.total is not None and limit * source.world_size >= search.total
+        if not everything or self._request.factor(epoch) is not None:
+            return limit
+        # No batch is larger than the epoch, whatever the window may hold.
+        share = min(search.share, search.recipe_batch) if source.cut_in_step else search.share
+        return self._request.capped(max(limit, share))
+
+    def _refuse_growing_history(self) -> None:
+        optimizer = self._trainer.optimizers[0]
+        if evaluates_again(optimizer):
+            raise UserError(
+                f"{type(optimizer).__name__} keeps a history that grows over many steps, so that no trial "
+                "of one step shows what it takes: give micro_batch_size=… to do without a probe."
+            )
+
+    def _cannot_cut(self, source: TrainingSource) -> bool:
+        """Return whether batches come ready-made and cannot be cut, so that none of another size can be tried.
+
+        Raises:
+            LayoutError: If they have to be cut all the same.
+        """
+        try:
+            source.check_cut()
+        except LayoutError:
+            if self._options.budget is not None or self._request.most is not None:
+                raise
+            return True
+        return False
+
+    def _estimate(self, source: TrainingSource, epoch: int, search: _Search, device: PlannedDevice) -> ProbeResult:
+        return estimate(
+            self._trainer,
+            source.user_loader,
+            source.looks(epoch),
+            device,
+            high=search.high,
+            share=search.share,
+            budget=self._options.budget,
+            beside=self._handler.memory,
+        )
+
+    def _run_probe(self, source: TrainingSource, epoch: int, search: _Search) -> None:
+        """Look for the limit; there is none of data that are empty, or of steps that fail before training begins.
+
+        What a step needs may be made ready by hooks that run later, and must not cost the run.
+        """
+        try:
+            found = probe(
+                self._trainer,
+                source.user_loader,
+                source.looks(epoch),
+                high=search.high,
+                share=search.share,
+                options=self._options,
+                beside=self._handler.memory,
+                whole=search.recipe_batch if source.cut_in_step else None,
+                reader=self._handler.reader("training"),
+            )
+        except Exception as error:
+            memory = is_out_of_memory(error) or is_ambiguous_out_of_memory(error)
+            if memory or isinstance(error, UserError) or agreement.is_distributed(self._trainer):
+                raise  # ranks probe together or not at all
+            rank_zero_warn(
+                f"The probe found no limit, as a trial step ended in {type(error).__name__}: {error}. Training goes on "
+                "with micro-batches as the recipe has them; give micro_batch_size=… to choose."
+            )
+        else:
+            self._probe, self._kind = found or (None, None)
+
+    def _still_valid(self, kept: RunState | None, high: int) -> ProbeResult | None:
+        """Return what the run found that wrote the checkpoint, if it still holds and is high enough."""
+        if kept is None or kept.probe is None or outdated(kept.probe, kept.probe.budget_bytes, high):
+            return None
+        return replace(kept.probe, method="checkpoint", steps=0, seconds=0.0)
+
+    def _is_on_hardware_of(self, kept: RunState) -> bool:
+        """Return whether all ranks run on what the first rank of a restored run had; ranks ask together."""
+        same = kept.hardware == self.hardware()
+        return agreement.smallest_over_ranks(self._trainer, int(same)) == 1

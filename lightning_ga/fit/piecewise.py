@@ -1,0 +1,181 @@
+"""Run one batch in pieces that fit."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from lightning_ga.batch.layout import LayoutError
+from lightning_ga.errors import UserError
+from lightning_ga.fit.attempt import AttemptRunner
+from lightning_ga.fit.batch_metrics import whole_batch_metrics
+from lightning_ga.fit.batch_readers import BatchReaders
+from lightning_ga.fit.batch_task import BatchResult, BatchTask, TaskAttempt
+from lightning_ga.fit.log_buffer import LogBuffer
+from lightning_ga.fit.messages import a_piece_failed, cannot_be_cut, one_sample_too_large
+from lightning_ga.fit.pieces import Piece, even_pieces, run_pieces
+from lightning_ga.loading.reader import BatchSlices
+from lightning_ga.memory.oom import is_ambiguous_out_of_memory, is_out_of_memory, release
+from lightning_ga.plan.accumulation import plan_accumulation, split_evenly
+from lightning_ga.probe.fingerprint import describe_value
+
+
+@dataclass(frozen=True, slots=True)
+class _PieceError:
+    """What a piece ended in, if not for want of memory."""
+
+    error: Exception
+
+
+class PiecewiseRun:
+    """One batch that runs in pieces.
+
+    Args:
+        attempts: Runs attempts.
+        readers: Cut batches.
+        task: The batch.
+        ledger: Where its pieces log.
+        move: Moves a piece to the device; ``None`` if the batch is there.
+        failure: The error that the whole batch ended in; ``None`` if it was not tried.
+    """
+
+    def __init__(
+        self,
+        attempts: AttemptRunner,
+        readers: BatchReaders,
+        task: BatchTask,
+        ledger: LogBuffer,
+        *,
+        move: Callable[[Any], Any] | None,
+        failure: Exception | None,
+    ) -> None:
+        self._attempts, self._readers, self._task, self._ledger = attempts, readers, task, ledger
+        self._move, self._failure = move, failure
+        self._refused: list[int] = []  # samples of the attempts that ran out of memory
+        self._slices = self._cut_batch()
+
+    def run(self, limit: int | None, pieces: int | None) -> BatchResult:
+        """Run the pieces.
+
+        Args:
+            limit: Most samples of a piece, where that is known.
+            pieces: How many there are, where ranks have to agree.
+
+        Raises:
+            UserError: If one sample alone does not fit, or something cannot be undone.
+        """
+        samples = self._slices.samples
+        if self._failure is not None:
+            self._refuse(samples, self._task.batch, self._failure)
+        most = min([samples if limit is None else limit, *((size + 1) // 2 for size in self._refused)])
+        sizes = plan_accumulation(samples, micro_batch=most).chunks[0]
+        sizes = sizes if pieces is None else split_evenly(samples, pieces)
+        with whole_batch_metrics(self._attempts.state.metrics):
+            outcome = run_pieces(even_pieces(sizes), self._run_piece)
+        results, weights = zip(*outcome.results)
+        return BatchResult(results, tuple(piece.samples for piece in outcome.pieces), weights, tuple(self._refused))
+
+    def _run_piece(self, piece: Piece) -> tuple[bool, Any]:
+        """Run one piece: whether it went through, and what it returned and weighs."""
+        task, attempts = self._task, self._attempts
+        while True:
+            taken = attempts.attempt(task.stage, partial(self._take, piece))
+            if taken.failure is not None:
+                return self._failed(piece.samples, task.batch, taken.failure)
+            tried = task.attempt(piece)
+            ran = attempts.attempt(task.stage, partial(self._run, tried, taken.result))
+            if not isinstance(ran.result, _PieceError):
+                break
+            self._cut_otherwise(ran.result.error, piece, tried)
+        if ran.failure is not None:
+            self._drop(tried, ran.failure)
+            return self._failed(piece.samples, taken.result, ran.failure)
+        attempts.learn()
+        if self._failure is not None:  # a step that failed before it came to wait for the others
+            attempts.raise_if_others_wait(task.stage, self._failure)
+        weight = task.weigh(taken.result, piece)
+        self._ledger.keep(weight, piece.samples)
+        return True, (ran.result, weight)
+
+    def _take(self, piece: Piece) -> Any:
+        """Cut a piece, and keep what may change before it has run."""
+        part = self._slices.take(piece.start, piece.stop)
+        self._attempts.keep(part)
+        return part
+
+    def _run(self, tried: TaskAttempt, part: Any) -> Any:
+        try:
+            return tried(part if self._move is None else self._move(part))
+        except Exception as error:
+            if is_out_of_memory(error) or is_ambiguous_out_of_memory(error) or isinstance(error, UserError):
+                raise
+            return _PieceError(error)
+
+    def _drop(self, tried: TaskAttempt, failure: Exception | None) -> None:
+        """Forget what a failed piece logged, and undo what it changed."""
+        self._ledger.drop()
+        self._attempts.undo(self._task.stage, tried.undo, failure)
+
+    def _failed(self, samples: int, part: Any, failure: Exception) -> tuple[bool, None]:
+        self._failure = failure
+        self._refuse(samples, part, failure)
+        return False, None
+
+    def _refuse(self, samples: int, part: Any, failure: Exception) -> None:
+        """Note that so many samples do not fit."""
+        self._refused.append(samples)
+        if samples > 1:
+            return
+        if is_ambiguous_out_of_memory(failure):
+            raise failure
+        told = one_sample_too_large(self._task.stage, describe_value(part), self._attempts.memory())
+        raise self._attempts.told(told) from failure
+
+    def _cut_batch(self) -> BatchSlices:
+        """Read where the batch may be cut.
+
+        Raises:
+            UserError: If it cannot be cut, from the out-of-memory error that made it necessary.
+        """
+        task, on_host = self._task, self._move is not None
+        reader = self._readers.reader(task.stage, task.loader)
+        try:
+            with self._readers.reading(reader, on_host=on_host):
+                return reader.slices(task.batch, expected=task.expected, on_host=on_host, samples=task.again)
+        except LayoutError as why:
+            if self._failure is None:
+                raise
+            told = cannot_be_cut(task.stage, str(why), self._attempts.memory())
+            raise self._attempts.told(told) from self._failure
+
+    def _cut_otherwise(self, error: Exception, piece: Piece, tried: TaskAttempt) -> None:
+        """Collate pieces anew after one has failed where nothing but its being a piece may be the cause.
+
+        Raises:
+            Exception: The piece's own, with a note, or a sentence from an out-of-memory error before it.
+        """
+        slices = self._collated_anew(error, tried)
+        if slices is not None:
+            self._slices = slices
+            release(error)
+            return
+        stage, failure = self._task.stage, self._attempts.last_failure(self._task.stage)
+        if failure is None:
+            error.add_note(str(a_piece_failed(stage, piece.samples, piece.of, None, error)))
+            raise error
+        told = a_piece_failed(stage, piece.samples, piece.of, self._attempts.memory(), error)
+        raise self._attempts.told(told) from failure
+
+    def _collated_anew(self, error: Exception, tried: TaskAttempt) -> BatchSlices | None:
+        task, on_host = self._task, self._move is not None
+        reader = self._readers.reader(task.stage, task.loader)
+        if not self._attempts.policy.retries or reader.collates_anew:
+            return None
+        self._drop(tried, self._failure)
+        try:
+            with self._readers.reading(reader, on_host=on_host, anew=True):
+                again = task.again()
+                return None if again is None else reader.collated_anew(task.batch, again, on_host=on_host)
+        except LayoutError as why:
+            error.add_note(str(why))
+            return None

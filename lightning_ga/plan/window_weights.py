@@ -1,0 +1,214 @@
+"""Weigh the micro-batches of a window, be its samples known in advance or counted as they come. Pure.
+
+Records are frozen: an attempt that fails is undone by going on with the record from before it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from lightning_ga.errors import UserError
+from lightning_ga.plan.weights import known_weight, window_scale
+
+
+@dataclass(frozen=True, slots=True)
+class StockWindow:
+    """Weights as in stock Lightning: every micro-batch counts as one of the nominal factor.
+
+    Attributes:
+        weight: Weight of the micro-batch.
+        share: How much of it is in the next backward pass.
+    """
+
+    weight: float = 1.0
+    share: float = 1.0
+
+    def part(self, share: float) -> "StockWindow":
+        """Let so much of the micro-batch be in the next backward pass."""
+        return replace(self, share=share)
+
+    def whole(self) -> "StockWindow":
+        """Let all of the micro-batch be in the next backward pass."""
+        return replace(self, share=1.0)
+
+    def trained(self) -> "StockWindow":
+        """Note that the backward pass has been reached."""
+        return self
+
+    def close(self, factor: int) -> tuple[float, "StockWindow"]:
+        """Return the scale of the window's gradients, and the record for the next window."""
+        return 1.0, self
+
+
+@dataclass(frozen=True, slots=True)
+class KnownWindow:
+    """Weights of windows whose samples are known in advance.
+
+    Attributes:
+        world_size: Ranks over which gradients are averaged.
+        weight: Weight of the micro-batch.
+        share: How much of it is in the next backward pass.
+        window: Samples of the window as planned, over all ranks.
+        seen: Samples of this rank's micro-batches so far, as planned.
+        reached: Those that have reached their backward passes.
+        count: Samples of the micro-batch.
+        pending: Those that have not reached a backward pass.
+
+    Examples:
+        >>> KnownWindow(world_size=1).weigh(43, window=128, factor=3, first=True).weight
+        1.0078125
+    """
+
+    world_size: int
+    weight: float = 1.0
+    share: float = 1.0
+    window: float = 0.0
+    seen: float = 0.0
+    reached: float = 0.0
+    count: float = 0.0
+    pending: float = 0.0
+
+    def weigh(
+        self, count: float, *, window: float, factor: int, first: bool, planned: float | None = None
+    ) -> "KnownWindow":
+        """Weigh the next micro-batch of this rank.
+
+        Args:
+            count: Its samples.
+            window: Samples of the window as planned, over all ranks.
+            factor: The accumulation factor.
+            first: Whether it begins the window.
+            planned: Its samples as planned, where a collate_fn has dropped some.
+        """
+        seen, reached = (0.0, 0.0) if first else (self.seen, self.reached)
+        weight = known_weight(count, window, factor=factor, world_size=self.world_size)
+        seen += count if planned is None else planned
+        return KnownWindow(self.world_size, weight, 1.0, window, seen, reached, count, count)
+
+    def part(self, share: float) -> "KnownWindow":
+        """Let so much of the micro-batch be in the next backward pass."""
+        return replace(self, share=share, pending=share * self.count)
+
+    def whole(self) -> "KnownWindow":
+        """Let all of the micro-batch be in the next backward pass."""
+        return replace(self, share=1.0)
+
+    def trained(self) -> "KnownWindow":
+        """Note that the backward pass has been reached; steps that return ``None`` do not reach it."""
+        return replace(self, reached=self.reached + self.pending, pending=0.0)
+
+    def close(self, factor: int) -> tuple[float, "KnownWindow"]:
+        """Return the scale of the window's gradients, and the record for the next window.
+
+        It is above one where micro-batches were skipped or samples dropped. Other ranks are not asked:
+        Lightning allows a step to be skipped on one rank only.
+        """
+        skipped = self.seen - self.reached
+        return self.window / (self.window - skipped) if 0 < skipped < self.window else 1.0, self
+
+
+@dataclass(frozen=True, slots=True)
+class LateWindow:
+    """Weights of windows whose samples or tokens are counted as they come.
+
+    A micro-batch weighs its count ÷ a reference near the mean count, and the window's gradients are
+    scaled once when its total is known. The reference is twice the largest mean of a window so far:
+    so hardly any weight is above one, and half precision overflows no more often than without.
+
+    Attributes:
+        world_size: Ranks over which gradients are averaged.
+        sum_over_ranks: Adds up one number over all ranks.
+        reference: Where to start; ``None`` takes it from the first micro-batch that counts anything.
+        fixed: Whether the reference stays.
+        weight: Weight of the micro-batch.
+        share: How much of it is in the next backward pass.
+        largest_mean: The largest mean count of a window so far.
+        reached: What has reached its backward pass in this window.
+        count: What the micro-batch counts.
+        pending: What of it has not reached a backward pass.
+        any_reached: Whether a backward pass of the window has been reached.
+
+    Examples:
+        >>> window = LateWindow(world_size=1, reference=2, fixed=True)
+        >>> for count in (2, 2, 1):
+        ...     window = window.weigh(count, window=8, factor=4, first=count == 2).trained()
+        >>> window.weight
+        0.5
+        >>> window.close(4)[0]  # a stream that ended before the window was full
+        2.6666666666666665
+    """
+
+    world_size: int
+    sum_over_ranks: Callable[[float], float] = float
+    reference: float | None = None
+    fixed: bool = False
+    weight: float = 1.0
+    share: float = 1.0
+    largest_mean: float = 0.0
+    reached: float = 0.0
+    count: float = 0.0
+    pending: float = 0.0
+    any_reached: bool = False
+
+    def weigh(
+        self, count: float, *, window: float, factor: int, first: bool, planned: float | None = None
+    ) -> "LateWindow":
+        """Weigh the next micro-batch of this rank; what was planned does not matter here.
+
+        Args:
+            count: What it counts.
+            window: Unused.
+            factor: The accumulation factor.
+            first: Whether it begins the window.
+            planned: Unused.
+
+        Raises:
+            UserError: If the count is no finite number of at least 0.
+        """
+        if not 0 <= count < float("inf"):
+            raise UserError(f"normalize counted {count} in a micro-batch: a count is a finite number of at least 0.")
+        begun = replace(self, reached=0.0, any_reached=False) if first else self
+        reference = begun._reference_for(count, factor=factor, first=first)
+        weight = 0.0 if reference is None else count / reference
+        return replace(begun, reference=reference, weight=weight, share=1.0, count=count, pending=count)
+
+    def part(self, share: float) -> "LateWindow":
+        """Let so much of the micro-batch be in the next backward pass."""
+        return replace(self, share=share, pending=share * self.count)
+
+    def whole(self) -> "LateWindow":
+        """Let all of the micro-batch be in the next backward pass."""
+        return replace(self, share=1.0)
+
+    def trained(self) -> "LateWindow":
+        """Note that the backward pass has been reached; steps that return ``None`` do not reach it."""
+        return replace(self, reached=self.reached + self.pending, pending=0.0, any_reached=True)
+
+    def close(self, factor: int) -> tuple[float, "LateWindow"]:
+        """Return the scale of the window's gradients, and the record for the next window; ranks ask together.
+
+        Raises:
+            UserError: If the whole window counts nothing.
+        """
+        if not self.any_reached and self.world_size == 1:
+            return 1.0, self
+        total = self.sum_over_ranks(self.reached)
+        if not total:
+            raise UserError(
+                "normalize counted 0 in all micro-batches of a window, so its gradient is no mean of anything: check "
+                "what it counts (the key, ignore_index), or leave such samples out."
+            )
+        assert self.reference is not None
+        mean = total / (factor * self.world_size)
+        scale = window_scale(total, reference=self.reference, factor=factor, world_size=self.world_size)
+        return scale, replace(self, largest_mean=max(self.largest_mean, mean))
+
+    def _reference_for(self, count: float, *, factor: int, first: bool) -> float | None:
+        """Return what the next count is divided by; ``None`` while nothing was counted."""
+        if factor == self.world_size == 1 and count:  # a window of one micro-batch is its own mean, to the bit
+            return count
+        if self.reference is None:
+            return 2.0 * self.sum_over_ranks(count) / self.world_size or None
+        return max(self.reference, 2.0 * self.largest_mean) if first and not self.fixed else self.reference
+
+
+WindowWeights = StockWindow | KnownWindow | LateWindow
