@@ -7,7 +7,7 @@ memory is undone (``snapshot.attempt``) and tried again in halves (``attempts``)
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -360,7 +360,8 @@ class OomRetrier:
         """Whether it went through, and what came of it; freed outside of the ``except`` block, which pins memory."""
         before = ranks.collectives(self._trainer)
         try:
-            return True, run()
+            with self.state.weights.note_steps() if self.retries else nullcontext():
+                return True, run()
         except Exception as error:
             if not self._acts_upon(error):
                 raise
