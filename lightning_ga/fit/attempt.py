@@ -1,7 +1,7 @@
 """Try to run something on a device, and undo it where memory runs out."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -133,7 +133,8 @@ class AttemptRunner:
         """
         before = ranks.collectives(self._trainer)
         try:
-            return Attempt(run())
+            with self.state.weights.note_steps() if self._policy.retries else nullcontext():
+                return Attempt(run())
         except Exception as error:
             if not self._acts_upon(error):
                 raise

@@ -66,22 +66,26 @@ class OptimizerRetry:
         """Whether versions can be relied on; in a first step, those of PyTorch's own optimizers.
 
         Not so where a dispatch mode sees the step: operations on lists of tensors raise no versions then.
+        Nor where it is fused and counts no steps.
         """
-        if self._tells is not None:
-            return self._tells
+        if self._tells is not None or self._before is None:
+            return bool(self._tells)
         optimizer = self._trainer.optimizers[0]
         by_lists = any(group.get("foreach") or group.get("fused") for group in optimizer.param_groups)
-        own = type(optimizer).__module__.startswith("torch.optim.")
-        return own and not (by_lists and _get_current_dispatch_mode() is not None)
+        hidden = by_lists and _get_current_dispatch_mode() is not None
+        return _is_own(optimizer) and not hidden and self._before.counts_fused_steps()
 
     def _learn(self) -> None:
-        """Weights that a step changes without raising their versions (by ``.data``) cannot be watched."""
+        """Weights that a step changes without raising a version (by ``.data``) cannot be watched."""
         if self._tells is None and self._before is not None:
-            self._tells = self._before.weights_have_changed()
+            self._tells = self._before.all_have_changed()
 
 
 class OptimizerMarks:
     """An optimizer's tensors by their versions, and its numbers: nothing is copied or kept alive.
+
+    Fused kernels raise no version of what they write; PyTorch's own optimizers count the step of each
+    weight, in a tensor, before such a kernel runs (``torch/optim/adam.py``, ``_fused_adam``).
 
     Args:
         optimizer: The optimizer, with gradients.
@@ -96,17 +100,27 @@ class OptimizerMarks:
         apart = {id(weight) for weight in weights}
         states = [tensor for owner in owners for tensor in _tensors(owner) if id(tensor) not in apart]
         self._others = [_Mark(tensor) for tensor in (*states, *(weight.grad for weight in graded))]
+        fused = [group for group in optimizer.param_groups if group.get("fused")] if _is_own(optimizer) else []
+        self._fused = {id(weight): weight for group in fused for weight in group["params"] if weight.grad is not None}
+        self._steps = {key: _Mark(step) for key, weight in self._fused.items() for step in self._steps_of(weight)}
         self._gradients = [(weight, weakref.ref(weight.grad)) for weight in graded]
         self._owners = [(owner, set(owner), {k: v for k, v in owner.items() if _is_number(v)}) for owner in owners]
 
     def have_changed(self) -> bool:
         """Whether a weight, its gradient, or a tensor of the state is another now."""
         moved = any(gradient() is not weight.grad for weight, gradient in self._gradients)
-        return moved or any(mark.has_changed() for mark in (*self._weights, *self._others))
+        marks = any(mark.has_changed() for mark in (*self._weights, *self._others))
+        return moved or marks or any(map(self._has_stepped, self._fused.values()))
 
-    def weights_have_changed(self) -> bool | None:
-        """Whether all weights with a gradient are others now; ``None`` where none has one."""
-        return all(mark.has_changed() for mark in self._weights) if self._weights else None
+    def all_have_changed(self) -> bool | None:
+        """Whether that can be seen of all weights with a gradient now; ``None`` where none has one."""
+        pairs = zip(self._weights, self._gradients)
+        seen = [mark.has_changed() or self._has_stepped(weight) for mark, (weight, _) in pairs]
+        return all(seen) if seen else None
+
+    def counts_fused_steps(self) -> bool:
+        """Whether no weight is updated by a fused kernel, or some of these have their steps counted."""
+        return not self._fused or any(self._steps_of(weight) for weight in self._fused.values())
 
     def put_back(self) -> None:
         """Remove what the failed step had begun to make, and set numbers back."""
@@ -118,6 +132,22 @@ class OptimizerMarks:
             for name in owner.keys() - names:
                 del owner[name]
             owner.update(numbers)
+
+    def _has_stepped(self, weight: Tensor) -> bool:
+        """Whether a fused kernel may have updated a weight; a count that is made in this step begins at version 0."""
+        if id(weight) not in self._fused:
+            return False
+        mark = self._steps.get(id(weight))
+        return any(step._version > 0 for step in self._steps_of(weight)) if mark is None else mark.has_changed()
+
+    def _steps_of(self, weight: Tensor) -> list[Tensor]:
+        """The tensor that counts the steps of a weight, if there is one."""
+        step = self._optimizer.state.get(weight, {}).get("step")
+        return [step] if isinstance(step, Tensor) else []
+
+
+def _is_own(optimizer: Optimizer) -> bool:
+    return type(optimizer).__module__.startswith("torch.optim.")
 
 
 class _Mark:

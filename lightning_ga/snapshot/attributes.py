@@ -1,8 +1,8 @@
 """What an attempt at a step may change, as it was before: buffers, weights, attributes and the batch.
 
 Kept before every attempt, so it has to cost next to nothing: what is small is copied, and of what is
-large the version (``_version``) tells whether it has changed. What has changed and was not copied is
-told, not undone.
+large the version (``_version``) tells whether it has changed, or its values where versions do not tell.
+What has changed and was not copied is told, not undone.
 """
 
 import copy
@@ -16,13 +16,17 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import Module
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric
 
 from lightning_ga.batch.pytree import open_container
-from lightning_ga.snapshot.state import GENERATORS, generator_state, is_expanded, restore_generator
+from lightning_ga.snapshot.checksums import checksums
+from lightning_ga.snapshot.state import GENERATORS, generator_state, is_writable, restore_generator
 
 SMALL = 2**20  # bytes of a buffer that is copied before every attempt
 FEW = 64  # tensors of a list that are copied before every attempt
+LOOKS = 8  # attempts in which the values of all weights are compared
 
 
 class BatchMarks:
@@ -65,9 +69,11 @@ class BatchMarks:
 class WeightStash:
     """Copies of the weights that a step itself changes, such as those of a teacher that follows its student.
 
-    The first attempt that goes through shows which they are. Until then, for weights that change now and
+    The first attempts that go through show which they are. Until then, for weights that change now and
     then, and for weights that are trained (an optimizer that steps within the backward pass has states
-    too), a change is noticed, not undone. Whether weights want gradients is kept of all.
+    too), a change is noticed, not undone: by versions, by the values of weights that changed without one
+    in those first attempts (``weight.data``, fused kernels), and by the steps of optimizers. Whether
+    weights want gradients is kept of all.
 
     Args:
         module: The module whose parameters no optimizer changes within an attempt.
@@ -78,44 +84,69 @@ class WeightStash:
         self._parameters = list(module.parameters())
         self._versions: list[int] = []
         self._trained: list[bool] = []
-        self._changing: list[Tensor] | None = None
+        self._summed = self._parameters  # whose versions may not tell
+        self._sums: list[int | None] = []
+        self._silent: set[int] = set()  # weights that are trained and change without raising their version
+        self._looks = LOOKS
+        self._changing: list[Tensor] = []
         self._copies: list[Tensor] = []
+        self._stepped: set[str] = set()
 
     def tensors(self) -> Iterator[Tensor]:
         """The copies."""
         yield from self._copies
 
+    def note_steps(self) -> RemovableHandle:
+        """Note the optimizers that step within an attempt, until the handle is removed."""
+        stepped = self._stepped
+        return register_optimizer_step_pre_hook(lambda optimizer, *_: stepped.add(type(optimizer).__name__))
+
     @torch.no_grad()
     def keep(self) -> None:
         """Copy what changes, before an attempt."""
-        changing = self._changing or ()
-        if len(self._copies) != len(changing):
-            self._copies = [torch.empty_like(parameter) for parameter in changing]
-        _copy_all(self._copies, changing)
+        if len(self._copies) != len(self._changing):
+            self._copies = [torch.empty_like(parameter) for parameter in self._changing]
+        _copy_all(self._copies, self._changing)
         self._versions = [parameter._version for parameter in self._parameters]
+        self._sums = checksums(self._summed)
         self._trained = [parameter.requires_grad for parameter in self._parameters]
+        self._stepped.clear()
 
     def learn(self) -> None:
         """An attempt went through."""
-        if self._changing is None:
-            self._changing = [parameter for parameter in self._changed() if not parameter.requires_grad]
+        if not self._looks:
+            return
+        self._looks -= 1
+        changed, known = self._changed(), {id(parameter) for parameter in self._changing}
+        self._changing += [p for p in changed if not p.requires_grad and id(p) not in known]
+        self._silent |= {id(parameter) for parameter in self._changed_by_value() if parameter.requires_grad}
+        if not self._looks:
+            self._summed = [parameter for parameter in self._parameters if id(parameter) in self._silent]
 
     def put_back(self) -> None:
         """Write the copies back."""
-        _copy_all(self._changing or (), self._copies)
+        _copy_all(self._changing, self._copies)
         for parameter, trained in zip(self._parameters, self._trained):
             if parameter.requires_grad != trained:
                 parameter.requires_grad_(trained)
 
     def lost(self) -> str | None:
         """A weight that has changed and of which there is no copy, in words."""
-        copied = {id(parameter) for parameter in self._changing or ()}
+        if self._stepped:
+            return f"weights by an optimizer of its own ({min(self._stepped)})"
+        copied = {id(parameter) for parameter in self._changing}
         lost = [parameter for parameter in self._changed() if id(parameter) not in copied]
         return f"weights without an optimizer ({self._names[id(lost[0])]})" if lost else None
 
     def _changed(self) -> list[Tensor]:
-        pairs = zip(self._parameters, self._versions)
-        return [parameter for parameter, version in pairs if parameter._version != version]
+        marks = zip(self._parameters, self._versions)
+        by_version = [parameter for parameter, version in marks if parameter._version != version]
+        known = {id(parameter) for parameter in by_version}
+        return [*by_version, *(parameter for parameter in self._changed_by_value() if id(parameter) not in known)]
+
+    def _changed_by_value(self) -> list[Tensor]:
+        sums = zip(self._summed, self._sums, checksums(self._summed))
+        return [parameter for parameter, before, now in sums if before != now]
 
 
 class BufferStash:
@@ -185,8 +216,8 @@ class BufferStash:
             for name, buffer in owner.items():
                 if buffer is not None and not buffer.is_meta:
                     every[id(buffer)] = (f"{path}.{name}".lstrip("."), buffer)
-        self._uncopied = [named for named in every.values() if not _is_writable(named[1])]
-        every = {key: named for key, named in every.items() if _is_writable(named[1])}
+        self._uncopied = [named for named in every.values() if not is_writable(named[1])]
+        every = {key: named for key, named in every.items() if is_writable(named[1])}
         known = {id(large.buffer): large for large in self._large}
         self._small = [buffer for _, buffer in every.values() if buffer.numel() * buffer.element_size() <= SMALL]
         self._copies = [torch.empty_like(buffer) for buffer in self._small]
@@ -231,12 +262,6 @@ class _Large:
 
     def _is_as_kept(self) -> bool:
         return torch.equal(self.buffer.to(self.copy.device), self.copy)
-
-
-def _is_writable(tensor: Tensor) -> bool:
-    """Whether values can be copied back into it: it is dense, stored as it reads, and no two elements are one."""
-    dense = tensor.layout is torch.strided and not tensor.is_nested
-    return dense and not tensor.is_conj() and not tensor.is_neg() and not is_expanded(tensor)
 
 
 @torch.no_grad()
@@ -348,7 +373,7 @@ class AttributeStash:
                 self._gather(place, thing)
 
     def _watch(self, place: str, tensor: Tensor, *, copies: bool = True) -> None:
-        if copies and not tensor.is_meta and _is_writable(tensor):
+        if copies and not tensor.is_meta and is_writable(tensor):
             self._copied.append(tensor)
         else:
             self._watched.append((place, tensor, tensor._version))

@@ -52,6 +52,12 @@ def is_expanded(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_nested and 0 in tensor.stride()
 
 
+def is_writable(tensor: torch.Tensor) -> bool:
+    """Whether values can be copied back into it: it is dense, stored as it reads, and no two elements are one."""
+    dense = tensor.layout is torch.strided and not tensor.is_nested
+    return dense and not tensor.is_conj() and not tensor.is_neg() and not is_expanded(tensor)
+
+
 class Gradients:
     """The gradients of parameters, which a step takes away or makes."""
 

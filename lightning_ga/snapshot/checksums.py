@@ -1,0 +1,41 @@
+"""Tell whether values have changed where versions do not: by the sum of a tensor's bits, without a copy.
+
+Fused kernels and whatever writes to ``tensor.data`` raise no version (``_version``). Reading all values
+takes too long to be done before every attempt: it is done until it is known which tensors need it.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from lightning_ga.snapshot.state import is_writable
+
+WORD = 8  # bytes that are added up as one integer
+
+
+def checksums(tensors: Iterable[Tensor]) -> list[int | None]:
+    """The sum of each tensor's bits, 64 at a time; ``None`` for one whose memory cannot be read that way."""
+    sums = [_checksum(tensor) for tensor in tensors]
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for total in sums:
+        if total is not None:
+            by_device.setdefault(total.device, []).append(total)
+    values = {device: iter(torch.stack(totals).tolist()) for device, totals in by_device.items()}  # one transfer each
+    return [None if total is None else next(values[total.device]) for total in sums]
+
+
+@torch.no_grad()
+def _checksum(tensor: Tensor) -> Tensor | None:
+    """The sum, where the tensor lies; 64-bit words are added as they are, as others would be copied to such."""
+    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__ or tensor.is_meta or not is_writable(tensor):
+        return None
+    values = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+    strides = values.stride()
+    flat = values.permute(sorted(range(values.dim()), key=strides.__getitem__, reverse=True)).reshape(-1)
+    size = flat.element_size()
+    if flat.storage_offset() * size % WORD:
+        flat = flat.clone()
+    words = flat.numel() * size // WORD * (WORD // size)
+    rest = flat[words:].view(torch.uint8).sum(dtype=torch.int64)
+    return flat[:words].view(torch.int64).sum() + rest
