@@ -345,9 +345,10 @@ class Fit:
         """Plan and probe in one line."""
         found = ""
         if self.probe is not None:
+            how = self.probe.method if self.probe.source == "probe" else self.probe.source
             found = (
                 f"; limit {self.probe.limit} within {self.probe.budget_bytes / 2**20:,.0f} MiB, found by "
-                f"{self.probe.method} in {self.probe.steps} steps and {self.probe.seconds:.1f} s"
+                f"{how} in {self.probe.steps} steps and {self.probe.seconds:.1f} s"
             )
         silent = self.exactness is None or self.exactness.cause in ("exact", *INEXACT)
         measured = "" if silent else f"; exactness: {str(self.exactness).removesuffix('.')}"
@@ -504,9 +505,15 @@ class Fit:
             return _NO_LIMIT
         looks, budget = feed.looks(epoch), self.options.budget
         if device is not None:
-            beside = self.oom_handler.memory
             self.probe = estimate(
-                trainer, feed.user_loader, looks, device, high=high, share=share, budget=budget, beside=beside
+                trainer,
+                feed.user_loader,
+                looks,
+                device,
+                high=high,
+                rank_samples=share,
+                budget=budget,
+                extra_resident=self.oom_handler.memory,
             )
             return self.probe.limit
         self.probe = self._remembered(high)
@@ -531,10 +538,10 @@ class Fit:
                 self.feed.user_loader,
                 looks,
                 high=high,
-                share=share,
+                rank_samples=share,
                 options=self.options,
-                beside=self.oom_handler.memory,
-                whole=whole,
+                extra_resident=self.oom_handler.memory,
+                batch_samples=whole,
                 reader=self.oom_handler.retrier.reader("training"),
             )
         except Exception as error:
@@ -572,7 +579,7 @@ class Fit:
         if kept is None or kept.probe is None or not self._on_hardware_of(kept):
             return None
         reason = outdated(kept.probe, kept.probe.budget_bytes, high)
-        return None if reason else replace(kept.probe, method="checkpoint", steps=0, seconds=0.0)
+        return None if reason else replace(kept.probe, source="checkpoint", steps=0, seconds=0.0)
 
     def _proved_too_much_before(self) -> int | None:
         """The limit of a restored run that memory ran out in, on this hardware."""
