@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import assert_type
+from typing import Literal, assert_type
 
 import pytest
 import torch
@@ -79,7 +79,8 @@ def test_a_search_in_a_plain_loop_has_types() -> None:
     result = find_micro_batch(step, high=4, budget="1MiB", device="cpu")
     assert_type(result, ProbeResult)
     assert_type(result.trials, tuple[Trial, ...])
-    assert_type(result.method, str)
+    assert_type(result.method, Literal["replay", "prediction", "below", "phases", "bracket"])
+    assert_type(result.source, Literal["probe", "cache", "checkpoint", "estimate"])
     assert result.limit == 4
     with pytest.raises(UserError):
         find_micro_batch(step, high="4")  # type: ignore[arg-type]

@@ -84,7 +84,7 @@ def plot_probe(path: Path, probe: ProbeResult) -> None:
 
 def draw_memory(axes: Axes, probe: ProbeResult) -> None:
     """Predicted and measured peaks, the budget and the limit."""
-    worked_out = probe.method == "estimate"
+    worked_out = probe.source == "estimate"
     fitting = [trial for trial in probe.trials if trial.fits]
     refused = [trial for trial in probe.trials if not trial.fits]
     top = max([probe.peak_bytes, *(size for _, size in probe.curve), *(trial.peak_bytes for trial in probe.trials)])

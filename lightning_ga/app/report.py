@@ -12,10 +12,10 @@ from rich.table import Table
 
 from lightning_ga.fit.exactness import Exactness
 from lightning_ga.plan.accumulation import AccumulationPlan
-from lightning_ga.plan.records import ProbeResult
+from lightning_ga.plan.records import Method, ProbeResult
 from lightning_ga.probe.planned.device import PlannedDevice
 
-METHODS = {  # what found a limit
+METHODS: dict[Method, str] = {  # what found a limit
     "replay": "predicted and verified",
     "prediction": "not tried",
     "below": "never near the budget",
@@ -102,19 +102,18 @@ def describe_search(probe: ProbeResult) -> str:
     """How a limit was found, with the method by its name and in words.
 
     Examples:
-        >>> describe_search(ProbeResult(8, 1000, 900, (), 1, 0.42, "cache"))
+        >>> describe_search(ProbeResult(8, 1000, 900, (), 1, 0.42, "replay", source="cache"))
         'remembered, verified by one step, 0.4 s (cache)'
     """
     seconds = f"{probe.seconds:.1f} s"
-    if probe.method == "checkpoint":
+    if probe.source == "checkpoint":
         return "found before and kept in the checkpoint (checkpoint)"
-    if probe.method == "cache":
+    if probe.source == "cache":
         return f"remembered, verified by one step, {seconds} (cache)"
-    if probe.method == "estimate":
+    if probe.source == "estimate":
         return f"{probe.steps} steps worked out, {seconds} (estimate)"
-    meaning = f": {METHODS[probe.method]}" if probe.method in METHODS else ""
     tried = f"{counted(len(probe.trials), 'trial')}, {counted(probe.steps, 'step')}"
-    return f"{tried}, {seconds} ({probe.method}{meaning})"
+    return f"{tried}, {seconds} ({probe.method}: {METHODS[probe.method]})"
 
 
 def describe_fastest(probe: ProbeResult) -> str:

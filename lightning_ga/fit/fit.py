@@ -411,9 +411,10 @@ class Fit:
         """Return plan and probe in one line."""
         found = ""
         if self.probe is not None:
+            how = self.probe.method if self.probe.source == "probe" else self.probe.source
             found = (
                 f"; limit {self.probe.limit} within {self.probe.budget_bytes / 2**20:,.0f} MiB, found by "
-                f"{self.probe.method} in {self.probe.steps} steps and {self.probe.seconds:.1f} s"
+                f"{how} in {self.probe.steps} steps and {self.probe.seconds:.1f} s"
             )
         silent = self._exactness is None or self._exactness.cause in ("exact", *INEXACT)
         measured = "" if silent else f"; exactness: {str(self._exactness).removesuffix('.')}"

@@ -32,13 +32,13 @@ class _Search:
 
     Attributes:
         high: Largest micro-batch that is of use.
-        share: Samples of a window on one rank.
+        rank_samples: Samples of a window on one rank.
         total: Samples of the epoch over all ranks; ``None`` if that is not known.
         recipe_batch: Samples of the recipe's batches on one rank.
     """
 
     high: int
-    share: int
+    rank_samples: int
     total: int | None
     recipe_batch: int
 
@@ -139,7 +139,7 @@ class TrainingLimit:
         if not everything or self._request.factor(epoch) is not None:
             return limit
         # No batch is larger than the epoch, whatever the window may hold.
-        share = min(search.share, search.recipe_batch) if source.cut_in_step else search.share
+        share = min(search.rank_samples, search.recipe_batch) if source.cut_in_step else search.rank_samples
         return self._request.capped(max(limit, share))
 
     def _refuse_growing_history(self) -> None:
@@ -171,9 +171,9 @@ class TrainingLimit:
             source.looks(epoch),
             device,
             high=search.high,
-            share=search.share,
+            rank_samples=search.rank_samples,
             budget=self._options.budget,
-            beside=self._handler.memory,
+            extra_resident=self._handler.memory,
         )
 
     def _run_probe(self, source: TrainingSource, epoch: int, search: _Search) -> None:
@@ -187,10 +187,10 @@ class TrainingLimit:
                 source.user_loader,
                 source.looks(epoch),
                 high=search.high,
-                share=search.share,
+                rank_samples=search.rank_samples,
                 options=self._options,
-                beside=self._handler.memory,
-                whole=search.recipe_batch if source.cut_in_step else None,
+                extra_resident=self._handler.memory,
+                batch_samples=search.recipe_batch if source.cut_in_step else None,
                 reader=self._handler.reader("training"),
             )
         except Exception as error:
@@ -208,7 +208,7 @@ class TrainingLimit:
         """Return what the run found that wrote the checkpoint, if it still holds and is high enough."""
         if kept is None or kept.probe is None or outdated(kept.probe, kept.probe.budget_bytes, high):
             return None
-        return replace(kept.probe, method="checkpoint", steps=0, seconds=0.0)
+        return replace(kept.probe, source="checkpoint", steps=0, seconds=0.0)
 
     def _is_on_hardware_of(self, kept: RunState) -> bool:
         """Return whether all ranks run on what the first rank of a restored run had; ranks ask together."""

@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, get_args
 
-from lightning_ga.plan.records import ProbeResult, Timing, Trial
+from lightning_ga.plan.records import Method, ProbeResult, Source, Timing, Trial
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +83,9 @@ def read_probe(record: Mapping[str, Any]) -> ProbeResult:
         _require_counts(timing.micro_batch_size, timing.factor)
     if result.fastest is not None:
         _require_counts(result.fastest, result.limit + 1 - result.fastest)
-    if not isinstance(result.method, str):
-        raise ValueError(f"method={result.method!r} is not a text")
+    for value, known in ((result.method, get_args(Method)), (result.source, get_args(Source))):
+        if value not in known:
+            raise ValueError(f"{value!r} is none of {', '.join(known)}")
     return result
 
 

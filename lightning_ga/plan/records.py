@@ -1,7 +1,10 @@
 """What probes leave: records of their steps and findings, and how long these hold."""
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
+Method = Literal["replay", "prediction", "below", "phases", "bracket"]
+Source = Literal["probe", "cache", "checkpoint", "estimate"]
 _MORE = 1.02  # times an earlier budget: from here on a larger limit is worth a search
 
 
@@ -48,12 +51,16 @@ class ProbeResult:
         trials: Steps that were tried, in order.
         steps: Training steps run in all, warm-up included.
         seconds: Wall time of the whole probe.
-        method: What found the limit, e.g. ``"replay"`` or ``"bracket"``.
+        method: How the limit was found: ``"replay"`` if a verified prediction found it, ``"prediction"`` if
+            one that was not verified did, ``"below"`` if it was approached from below, ``"phases"`` if the
+            peaks of the step's phases led to it, else ``"bracket"``.
         curve: Bytes that a budget must leave by micro-batch size, as predicted: ``(samples, bytes)`` in
             rising order; empty where nothing was predicted. The peak, or on a GPU what its allocator
             reserves for that peak.
         timings: Windows timed at several sizes, in rising order; empty with ``objective="memory"``.
         fastest: The smallest size whose window takes at most 3 % longer than the best; ``None`` if not timed.
+        source: Where it comes from: a probe of this run, the cache of earlier ones (verified by one step), the
+            checkpoint that the run resumed, or an estimate for a device that is not here.
     """
 
     limit: int
@@ -62,10 +69,11 @@ class ProbeResult:
     trials: tuple[Trial, ...]
     steps: int
     seconds: float
-    method: str
+    method: Method
     curve: tuple[tuple[int, int], ...] = ()
     timings: tuple[Timing, ...] = ()
     fastest: int | None = None
+    source: Source = "probe"
 
 
 def outdated(known: ProbeResult, budget: int, high: int) -> str | None:

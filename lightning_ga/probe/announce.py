@@ -1,4 +1,4 @@
-"""A line on the terminal that says what the probe is doing: it takes the place of the bar, which is not there yet."""
+"""Tell on the terminal what the probe is doing, in place of the progress bar, which is not there yet."""
 
 import sys
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class ProbeLine:
-    """One line that is written over and over, and wiped out at the end.
+    """One line that is written over and over.
 
     Args:
         visible: Whether anything is written at all.
@@ -18,12 +18,12 @@ class ProbeLine:
         self._steps = 0
 
     def step(self, micro_batch_size: int) -> None:
-        """A trial step of so many samples begins."""
+        """Tell that a trial step of so many samples begins."""
         self._steps += 1
         self._write(f"Looking for the largest micro-batch: step {self._steps}, {micro_batch_size} samples …")
 
     def timing(self, micro_batch_size: int) -> None:
-        """Passes of so many samples are timed."""
+        """Tell that passes of so many samples are timed."""
         self._write(f"Looking for the fastest micro-batch: {micro_batch_size} samples …")
 
     def wipe(self) -> None:
@@ -36,8 +36,8 @@ class ProbeLine:
 
 
 @contextmanager
-def probe_line(trainer: Any) -> Iterator[ProbeLine]:
-    """The line of a probe in a Trainer: on rank 0, in a terminal, where a progress bar is wanted."""
+def announcing(trainer: Any) -> Iterator[ProbeLine]:
+    """Yield a Trainer's line and wipe it at the end: on rank 0, in a terminal, where a progress bar is wanted."""
     bar = trainer.progress_bar_callback
     wanted = bar is not None and not getattr(bar, "is_disabled", False)
     line = ProbeLine(bool(wanted and trainer.is_global_zero and sys.stderr.isatty()))

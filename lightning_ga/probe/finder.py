@@ -15,13 +15,13 @@ from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_ga.memory.allocator import WITH_STATISTICS
-from lightning_ga.memory.device import enforced_budget, is_emulated, parse_budget, total_memory
+from lightning_ga.memory.device import parse_budget, total_memory
 from lightning_ga.plan.accumulation import require_count
 from lightning_ga.plan.records import ProbeResult
-from lightning_ga.probe.prober import Prober, quick_collection
+from lightning_ga.probe.meters import meter_of
+from lightning_ga.probe.prober import Prober
 
 
 def find_micro_batch(
@@ -73,31 +73,23 @@ def find_micro_batch(
         Exception: Whatever ``step`` raises that is not about memory, after ``reset``.
     """
     require_count("high", high)
-    chosen = _device(device)
-    asked = parse_budget(budget, total_memory(chosen) if budget is not None else None)
+    chosen = numbered(device)
     prober = Prober(
         step,
-        device=chosen,
-        budget=asked,
+        meter_of(chosen),
+        budget=parse_budget(budget, total_memory(chosen) if budget is not None else None),
         resident=resident,
         reset=reset,
         agree=agree,
-        warm_up=warm_up,
         on_step=on_step,
     )
-    hook = register_optimizer_step_pre_hook(prober.on_optimizer_step)
-    try:
-        counts_garbage = chosen.type != "cpu" or is_emulated(chosen)
-        with enforced_budget(chosen, asked), quick_collection(first=counts_garbage):
-            return prober.find(high, predict_only, known)
-    finally:
-        hook.remove()
-        if prober.allocator is not None:
-            prober.allocator.stop()
+    with prober.running():
+        verified = prober.verify(known, high, predict_only=predict_only, warm_up=warm_up)
+        return verified or prober.search(high, predict_only=predict_only)
 
 
-def _device(device: torch.device | str | None) -> torch.device:
-    """The device with its number: some of PyTorch's functions refuse a bare ``"cuda"``."""
+def numbered(device: torch.device | str | None) -> torch.device:
+    """Give a device its number: some of PyTorch's functions refuse a bare ``"cuda"``. ``None`` is the current one."""
     current = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     chosen = torch.device(device) if device is not None else current or torch.device("cpu")
     if chosen != current or chosen.type not in WITH_STATISTICS:

@@ -34,27 +34,27 @@ def hardware(trainer: Any, budget: int | float | str | None) -> str:
 
 
 def describe_step(
-    trainer: Any, collate: Any, samples: Iterable[Any], *, share: int, options: Options, whole: int | None = None
+    trainer: Any, collate: Any, samples: Iterable[Any], options: Options, rank_samples: int, batch_samples: int | None
 ) -> dict[str, Any]:
-    """All that a remembered limit depends on: plain values, so that they can be written down and compared.
+    """Describe all that a remembered limit depends on, in plain values that can be written down and compared.
 
     Args:
         trainer: A Trainer at ``on_train_start``.
         collate: What makes a batch of samples.
         samples: The samples that trials are made of.
-        share: Samples of a window on one rank: rows of sparse gradients and timings depend on it.
         options: What the user said about the budget and the objective.
-        whole: Samples of the batches that micro-batches are cut from; on a CPU they lie in the same memory.
+        rank_samples: Samples of a window on one rank: rows of sparse gradients and timings depend on it.
+        batch_samples: Samples of the batches that micro-batches are cut from; on a CPU they lie in the same memory.
     """
     module, objective = trainer.lightning_module, options.objective
     on_cpu = trainer.strategy.root_device.type == "cpu"
-    windows = share if objective != "memory" or sparse_parameters(module) else None
+    windows = rank_samples if objective != "memory" or sparse_parameters(module) else None
     return {
         "model": _digest(describe_module(module)),
         "code": _digest(sorted({describe_class(type(part)) for part in module.modules()})),
         "samples": sorted({str(describe_value(sample)) for sample in samples}),
         "collate": describe_code(collate),
-        "whole": whole if on_cpu else None,
+        "whole": batch_samples if on_cpu else None,
         "optimizers": [describe_optimizer(optimizer) for optimizer in trainer.optimizers],
         "callbacks": sorted(type(callback).__name__ for callback in trainer.callbacks),
         "clipping": [str(trainer.gradient_clip_val), str(trainer.gradient_clip_algorithm)],

@@ -1,4 +1,4 @@
-"""The probe inside a Trainer: real training steps on samples of the real data, leaving no trace.
+"""Find the limit in a Trainer: real training steps on samples of the real data, leaving no trace.
 
 A trial is the worst micro-batch of an accumulated window, its last: the gradients of the others are
 alive, then forward, backward, clipping and the optimizer step, through the strategy and the
@@ -19,14 +19,17 @@ from torch.utils.data import DataLoader
 from lightning_ga.compat import agreement, transfer
 from lightning_ga.loading.largest_samples import ScanOrder, largest_samples
 from lightning_ga.loading.reader import BatchReader
+from lightning_ga.memory.device import parse_budget, total_memory
 from lightning_ga.memory.live_tensors import uncounted
 from lightning_ga.plan.config import Options
 from lightning_ga.plan.records import ProbeResult, Timing
-from lightning_ga.probe.announce import probe_line
+from lightning_ga.probe.announce import announcing
 from lightning_ga.probe.cache import LimitCache
-from lightning_ga.probe.finder import find_micro_batch
+from lightning_ga.probe.finder import numbered
 from lightning_ga.probe.fingerprint import describe_step
 from lightning_ga.probe.isolation import isolated
+from lightning_ga.probe.meters import meter_of
+from lightning_ga.probe.prober import Prober
 from lightning_ga.probe.throughput import fastest
 from lightning_ga.probe.trials import (
     TrialStep,
@@ -40,13 +43,13 @@ from lightning_ga.probe.trials import (
 def probe(
     trainer: Any,
     loader: "DataLoader[Any]",
-    looks: ScanOrder,
+    order: ScanOrder,
     *,
     high: int,
-    share: int,
+    rank_samples: int,
     options: Options,
-    beside: Callable[[], Iterable[torch.Tensor]] = tuple,
-    whole: int | None = None,
+    extra_resident: Callable[[], Iterable[torch.Tensor]] = tuple,
+    batch_samples: int | None = None,
     reader: BatchReader | None = None,
 ) -> tuple[ProbeResult, Mapping[str, Any]] | None:
     """Find the largest micro-batch of a training step of this Trainer, or remember it.
@@ -54,12 +57,13 @@ def probe(
     Args:
         trainer: A Trainer that has set up data, model and optimizer, at ``on_train_start``.
         loader: The user's DataLoader, for its dataset and the way it collates samples.
-        looks: Which samples to look at; the heaviest of them make up the trial batches.
+        order: Which samples to look at; the largest of them make up the trial batches.
         high: Largest micro-batch that is of use, in samples.
-        share: Samples of a window on one rank.
+        rank_samples: Samples of a window on one rank.
         options: What the user said about the budget, the objective and the cache.
-        beside: Tensors that training holds on the device beside the model.
-        whole: Samples of the batches that micro-batches are cut from in the step; ``None`` if the loader yields them.
+        extra_resident: Tensors that training holds on the device besides the model.
+        batch_samples: Samples of the batches that micro-batches are cut from in the step; ``None`` if the loader
+            yields micro-batches.
         reader: Cuts them.
 
     Returns:
@@ -69,16 +73,16 @@ def probe(
         UserError: If not even the smallest micro-batch fits.
     """
     started = time.perf_counter()
-    with probe_line(trainer) as line, isolated(trainer) as restore:
-        samples = largest_samples(loader, looks)
+    with announcing(trainer) as announce, isolated(trainer) as restore:
+        samples = largest_samples(loader, order)
         if not samples.by_weight:
             return None
         if not samples.complete:
-            _warn_of_unseen(samples.seen, looks.total)
-        step = TrialStep(trainer, loader, samples, whole=whole, reader=reader)
+            _warn_of_unseen(samples.seen, order.total)
+        step = TrialStep(trainer, loader, samples, batch_samples=batch_samples, reader=reader)
         with uncounted():
             few = transfer.to_device(trainer, samples.batch(loader, min(2, high)))
-            alive = WindowGradientsAlive(trainer, few, share)
+            alive = WindowGradientsAlive(trainer, few, rank_samples)
             del few
 
         def reset() -> None:
@@ -86,38 +90,41 @@ def probe(
             alive.fill()
 
         reset()
-        search = partial(
-            find_micro_batch,
+        timer = WindowTimer(trainer, step, reset, announce.timing)
+        prober = Prober(
             step,
-            high=high,
-            budget=options.budget,
-            device=trainer.strategy.root_device,
-            resident=lambda: chain(resident_tensors(trainer), beside()),
+            meter_of(numbered(trainer.strategy.root_device)),
+            budget=parse_budget(options.budget, total_memory(trainer.strategy.root_device)),
+            resident=lambda: chain(resident_tensors(trainer), extra_resident()),
             reset=reset,
-            warm_up=partial(make_optimizer_state, trainer),
             agree=lambda fits: agreement.sum_over_ranks(trainer, float(not fits)) == 0,
-            predict_only=True if agreement.is_sharded(trainer) else None,
-            on_step=line.step,
+            on_step=announce.step,
         )
-        timer = WindowTimer(trainer, step, reset, line.timing)
-        kind = describe_step(trainer, loader.collate_fn, samples.by_weight, share=share, options=options, whole=whole)
-        found = _remembered(search, kind, options, partial(timer.time_windows, share))
+        kind = describe_step(trainer, loader.collate_fn, samples.by_weight, options, rank_samples, batch_samples)
+        found = _recall_or_find(prober, trainer, high, kind, options, partial(timer.time_windows, rank_samples))
     return replace(found, seconds=time.perf_counter() - started), kind
 
 
-def _remembered(
-    search: Callable[..., ProbeResult],
+def _recall_or_find(
+    prober: Prober,
+    trainer: Any,
+    high: int,
     kind: Mapping[str, Any],
     options: Options,
     time_windows: Callable[[int], tuple[Timing, ...]],
 ) -> ProbeResult:
-    """Search with what is remembered of this kind of step, time windows if that is asked for, and remember both."""
+    """Verify what is remembered of this kind of step, else search and remember; time windows if that is asked for."""
     cache = LimitCache() if options.cache else None
-    found = search(known=cache.read(kind) if cache else None)
+    known = cache.read(kind) if cache else None
+    predict_only = True if agreement.is_sharded(trainer) else None
+    with prober.running():
+        warm_up = partial(make_optimizer_state, trainer)
+        verified = prober.verify(known, high, predict_only=predict_only, warm_up=warm_up)
+        found = verified or prober.search(high, predict_only=predict_only)
     if options.objective == "throughput" and not found.timings:
         timings = time_windows(found.limit)
         found = replace(found, timings=timings, fastest=fastest(timings))
-    if cache and found.method != "cache":
+    if cache and found is not verified:
         cache.write(kind, found)
     return found
 

@@ -9,7 +9,7 @@ the limit from both sides. The limit was always tried, or, where nothing may be 
 from math import isqrt, sqrt
 
 from lightning_ga.memory.trace import MemoryTrace
-from lightning_ga.plan.records import Trial
+from lightning_ga.plan.records import Method, Trial
 from lightning_ga.probe.curve import Curve, Step, fit_curve
 from lightning_ga.probe.prediction import largest_fitting
 
@@ -65,9 +65,7 @@ class Search:
     Attributes:
         limit: Largest size that was tried and fits; 0 before one did.
         ceiling: Smallest size known not to fit, by trial; ``high + 1`` before one failed.
-        method: ``"replay"`` if a verified prediction found the limit, ``"prediction"`` if one that
-            was not verified did, ``"below"`` if it was approached with trials from below, ``"phases"``
-            if the peaks of the step's phases led to it, else ``"bracket"``.
+        method: How the limit was found, as ``ProbeResult`` has it.
     """
 
     def __init__(
@@ -144,7 +142,7 @@ class Search:
         return None if self._curve is None else self._curve(samples)
 
     @property
-    def method(self) -> str:
+    def method(self) -> Method:
         """What found the limit."""
         replayed = self._curve is not None and self._curve.is_replay
         if self.predict_only:

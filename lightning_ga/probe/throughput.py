@@ -14,7 +14,7 @@ _REFINEMENTS = 3
 
 
 def time_windows(
-    pass_seconds: Callable[[int], float], step_seconds: float, *, share: int, limit: int
+    pass_seconds: Callable[[int], float], step_seconds: float, *, rank_samples: int, limit: int
 ) -> tuple[Timing, ...]:
     """Time a window at several micro-batches up to the limit, in rising order.
 
@@ -24,11 +24,11 @@ def time_windows(
     Args:
         pass_seconds: Seconds of one forward and backward pass of so many samples.
         step_seconds: Seconds of the optimizer step.
-        share: Samples of a window on one rank.
+        rank_samples: Samples of a window on one rank.
         limit: Largest micro-batch that fits.
 
     Examples:
-        >>> timings = time_windows(lambda samples: 1 + 0.1 * samples, 0, share=64, limit=64)
+        >>> timings = time_windows(lambda samples: 1 + 0.1 * samples, 0, rank_samples=64, limit=64)
         >>> [timing.micro_batch_size for timing in timings]
         [8, 16, 32, 64]
     """
@@ -36,12 +36,12 @@ def time_windows(
 
     def time(factor: int) -> float:
         if factor not in timings:
-            size = -(-share // factor)
+            size = -(-rank_samples // factor)
             timings[factor] = Timing(size, factor, factor * pass_seconds(size) + step_seconds)
         return timings[factor].seconds
 
-    factor = -(-share // limit)
-    while time(factor) <= _HOPELESS * _best(timings) and -(-share // (2 * factor)) >= 2:
+    factor = -(-rank_samples // limit)
+    while time(factor) <= _HOPELESS * _best(timings) and -(-rank_samples // (2 * factor)) >= 2:
         factor *= 2
     for _ in range(_REFINEMENTS):
         within = [f for f, timing in timings.items() if timing.seconds <= SLOWER * _best(timings)]

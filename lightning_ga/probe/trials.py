@@ -29,7 +29,7 @@ class TrialStep:
         trainer: The Trainer.
         loader: The user's loader, which collates the samples.
         samples: Samples to fill batches with.
-        whole: Samples of the batch that a trial's samples are cut from; ``None`` if they are the batch.
+        batch_samples: Samples of the batch that a trial's samples are cut from; ``None`` if they are the batch.
         reader: Cuts them out.
     """
 
@@ -39,7 +39,7 @@ class TrialStep:
         loader: "DataLoader[Any]",
         samples: LargestSamples,
         *,
-        whole: int | None = None,
+        batch_samples: int | None = None,
         reader: BatchReader | None = None,
     ) -> None:
         self._reader = reader
@@ -47,7 +47,7 @@ class TrialStep:
         self._trainer = trainer
         self._loader = loader
         self._samples = samples
-        self._whole = whole or 0
+        self._batch_samples = batch_samples or 0
 
     def __call__(self, micro_batch_size: int) -> None:
         """Forward, backward, clipping and the optimizer step on so many samples."""
@@ -55,7 +55,7 @@ class TrialStep:
 
     def batch(self, micro_batch_size: int) -> Any:
         """So many samples, on the device; beside the rest of their batch, if they are cut from one."""
-        rest = max(0, self._whole - micro_batch_size)
+        rest = max(0, self._batch_samples - micro_batch_size)
         batch = transfer.before_transfer(self._trainer, self._samples.batch(self._loader, micro_batch_size + rest))
         if not rest or self._reader is None:
             return transfer.transferred(self._trainer, batch)
@@ -63,9 +63,9 @@ class TrialStep:
         if transfer.hooks_move_batches(self._trainer):
             moved = self._moved_whole(batch)
         if moved is None:
-            return transfer.transferred(self._trainer, self._part(batch, micro_batch_size, self._whole, on_host=True))
+            return transfer.transferred(self._trainer, self._part(batch, micro_batch_size, on_host=True))
         self._held = moved
-        return self._part(moved, micro_batch_size, self._whole, on_host=False)
+        return self._part(moved, micro_batch_size, on_host=False)
 
     def _moved_whole(self, batch: Any) -> Any:
         """The batch as hooks of its transfer leave it; ``None`` if there is no memory for that, as in training."""
@@ -78,12 +78,13 @@ class TrialStep:
         release(failure)
         return None
 
-    def _part(self, batch: Any, micro_batch_size: int, samples: int, *, on_host: bool) -> Any:
+    def _part(self, batch: Any, micro_batch_size: int, *, on_host: bool) -> Any:
         """The first samples of a batch, as training cuts them out."""
         assert self._reader is not None
         if not self._reader.makes_anew:
             with suppress(LayoutError):
-                return self._reader.slices(batch, expected=samples, on_host=on_host).take(0, micro_batch_size)
+                slices = self._reader.slices(batch, expected=self._batch_samples, on_host=on_host)
+                return slices.take(0, micro_batch_size)
         part = transfer.before_transfer(self._trainer, self._samples.batch(self._loader, micro_batch_size))
         return part if on_host else transfer.transferred(self._trainer, part)
 
@@ -109,10 +110,10 @@ class WindowGradientsAlive:
     Args:
         trainer: The Trainer, its state swapped for a trial.
         batch: Two samples.
-        share: Samples of a window on one rank.
+        rank_samples: Samples of a window on one rank.
     """
 
-    def __init__(self, trainer: Any, batch: Any, share: int) -> None:
+    def __init__(self, trainer: Any, batch: Any, rank_samples: int) -> None:
         refused = None
         try:
             trial_steps.backward_only(trainer, batch)
@@ -127,7 +128,7 @@ class WindowGradientsAlive:
             self._having: list[tuple[torch.Tensor, int | None]] = [(p, None) for p in parameters if p.requires_grad]
             return
         self._having = [
-            (p, _rows(p.grad, share) if p.grad.is_sparse else None) for p in parameters if p.grad is not None
+            (p, _rows(p.grad, rank_samples) if p.grad.is_sparse else None) for p in parameters if p.grad is not None
         ]
 
     def fill(self) -> None:
@@ -136,9 +137,9 @@ class WindowGradientsAlive:
             parameter.grad = torch.zeros_like(parameter) if rows is None else _sparse_zeros(parameter, rows)
 
 
-def _rows(gradient: torch.Tensor, share: int) -> int:
+def _rows(gradient: torch.Tensor, rank_samples: int) -> int:
     """Most distinct rows that a window's sparse gradient may have."""
-    return int(min(len(gradient), gradient.coalesce().indices().shape[1] / 2 * share))
+    return int(min(len(gradient), gradient.coalesce().indices().shape[1] / 2 * rank_samples))
 
 
 def _sparse_zeros(parameter: torch.Tensor, rows: int) -> torch.Tensor:
@@ -181,12 +182,12 @@ class WindowTimer:
     ) -> None:
         self._trainer, self._step, self._reset, self._on_size = trainer, step, reset, on_size
 
-    def time_windows(self, share: int, limit: int) -> tuple[Timing, ...]:
-        """Windows of ``share`` samples at several micro-batches up to ``limit``."""
+    def time_windows(self, rank_samples: int, limit: int) -> tuple[Timing, ...]:
+        """Time windows of ``rank_samples`` samples at several micro-batches up to ``limit``."""
         size = min(2, limit)
         whole = self._seconds(self._step.run, size)
         optimizer = max(0.0, whole - self.pass_seconds(size))
-        return time_windows(self.pass_seconds, optimizer, share=share, limit=limit)
+        return time_windows(self.pass_seconds, optimizer, rank_samples=rank_samples, limit=limit)
 
     def pass_seconds(self, size: int) -> float:
         """Seconds of one forward and backward pass; the slowest rank's, as they wait for each other."""

@@ -38,10 +38,10 @@ def test_curves_are_read_by_step_and_drawn(tmp_path):
     assert not plot_losses(tmp_path / "none.png", {})
 
 
-@pytest.mark.parametrize("method", ["replay", "bracket", "cache", "checkpoint", "estimate"])
-def test_a_picture_of_the_probe_is_made_of_whatever_there_is(tmp_path, method):
+@pytest.mark.parametrize("source", ["probe", "cache", "checkpoint", "estimate"])
+def test_a_picture_of_the_probe_is_made_of_whatever_there_is(tmp_path, source):
     """With or without a curve, trials and timings."""
-    timed = replace(FOUND, method=method, timings=(Timing(8, 4, 1.0),), fastest=8)
+    timed = replace(FOUND, source=source, timings=(Timing(8, 4, 1.0),), fastest=8)
     for probe in (timed, replace(timed, curve=(), trials=()), replace(timed, timings=(), fastest=None)):
         plot_probe(tmp_path / "probe.png", probe)
         assert (tmp_path / "probe.png").read_bytes().startswith(b"\x89PNG")
@@ -77,7 +77,7 @@ def test_a_budget_far_above_all_else_is_told_and_not_drawn():
 
 def test_what_was_worked_out_is_not_called_measured():
     """Steps for a device that is not here took no memory."""
-    assert {"worked out", "too large"} < set(names(drawn(draw_memory, replace(FOUND, method="estimate"))))
+    assert {"worked out", "too large"} < set(names(drawn(draw_memory, replace(FOUND, source="estimate"))))
 
 
 def test_timed_windows_are_drawn_with_the_size_that_was_chosen():

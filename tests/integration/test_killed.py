@@ -110,7 +110,7 @@ def test_the_limit_is_known_on_the_same_hardware_and_probed_on_another(chains: P
     """Another budget is another limit, another machine may be."""
     first, again, budget, machine = records(chains / "probed", "start")
     assert first["probed"] > 0
-    assert (again["method"], again["probed"], again["limit"]) == ("checkpoint", 0, first["limit"])
+    assert (again["source"], again["probed"], again["limit"]) == ("checkpoint", 0, first["limit"])
     assert again["step"] > 0
     assert budget["probed"] > 0
     assert budget["limit"] > first["limit"]

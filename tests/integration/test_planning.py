@@ -74,7 +74,7 @@ def test_the_estimate_for_a_cpu_is_what_a_probe_measures_there(settings: dict[st
             trainer.fit(Pictures(foreach=foreach), loader())
     assert 8 < measured.probe.limit < 64
     assert (estimated.probe.limit, estimated.plan) == (measured.probe.limit, measured.plan)
-    assert estimated.probe.method == "estimate"
+    assert estimated.probe.source == "estimate"
     peaks = [{t.micro_batch_size: t.peak_bytes for t in c.probe.trials if t.fits} for c in (measured, estimated)]
     assert peaks[0].keys() == peaks[1].keys()
     assert all(abs(peaks[0][size] - peaks[1][size]) < 200 for size in peaks[0])

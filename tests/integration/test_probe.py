@@ -228,6 +228,6 @@ def test_a_limit_of_other_hardware_is_looked_for_again(tmp_path: Any) -> None:
     same, other = AutoAccumulate(64, memory_budget=BUDGET), AutoAccumulate(64, memory_budget=BUDGET - 20_000)
     fit(loader, same, module=Wide(), **settings)
     fit(loader, other, module=Wide(), **settings)
-    assert (same.probe.method, same.probe.limit) == ("checkpoint", first.probe.limit)
-    assert other.probe.method != "checkpoint"
+    assert (same.probe.source, same.probe.limit) == ("checkpoint", first.probe.limit)
+    assert other.probe.source == "probe"
     assert other.probe.limit < first.probe.limit

@@ -238,6 +238,6 @@ def test_ranks_on_unequal_hosts_resume_together(tmp_path: Path) -> None:
     first = scenario(accumulate=accumulate, trainer={"max_epochs": 1}, save=str(tmp_path / "first.ckpt"))
     again = scenario(accumulate=accumulate, resume=str(tmp_path / "first.ckpt"))
     records = run(tmp_path, {"first": first, "same": again, "other": {**again, "elsewhere": {"1": "another GPU"}}}, 2)
-    assert [record["method"] for record in records["same"]] == ["checkpoint"] * 2
-    assert "checkpoint" not in [record["method"] for record in records["other"]]
+    assert [record["source"] for record in records["same"]] == ["checkpoint"] * 2
+    assert "checkpoint" not in [record["source"] for record in records["other"]]
     assert len({record["plan"] for record in (*records["same"], *records["other"])}) == 1

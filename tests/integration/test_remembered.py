@@ -43,7 +43,7 @@ def test_a_remembered_limit_takes_no_trial_and_one_step() -> None:
     steps = len(Counting.steps)
     second = run(Counting())
     assert second.probe.limit == first.probe.limit
-    assert (second.probe.method, second.probe.trials, second.probe.steps) == ("cache", (), 1)
+    assert (second.probe.source, second.probe.trials, second.probe.steps) == ("cache", (), 1)
     assert second.probe.curve == first.probe.curve
     assert second.plan == first.plan
     # One step verifies; one backward pass of two samples shows which gradients there are.
@@ -121,8 +121,8 @@ def _remembered(found_once: Path) -> None:
 @pytest.mark.usefixtures("_remembered")
 @pytest.mark.parametrize("what", OTHERS)
 def test_it_holds_for_the_same_step_only(what: str) -> None:
-    assert OTHERS[what]().probe.method != "cache"
-    assert run().probe.method == "cache"
+    assert OTHERS[what]().probe.source != "cache"
+    assert run().probe.source == "cache"
 
 
 @pytest.mark.usefixtures("_remembered")
@@ -133,17 +133,17 @@ def test_what_takes_no_memory_may_change() -> None:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.Adam(self.parameters(), lr=1.0)
 
-    assert run(Faster()).probe.method != "cache"  # another class and other code
+    assert run(Faster()).probe.source != "cache"  # another class and other code
     same = Wide()
     with torch.no_grad():
         same.net[0].weight.fill_(0.5)
-    assert run(same, dataset=Samples(96), effective_batch_size=96).probe.method == "cache"
+    assert run(same, dataset=Samples(96), effective_batch_size=96).probe.source == "cache"
 
 
 def test_a_limit_that_was_bounded_is_looked_for_again_where_more_is_asked_for() -> None:
     run(max_micro_batch_size=4)
     found = run().probe
-    assert found.method != "cache"
+    assert found.source != "cache"
     assert found.limit > 4
     assert run(max_micro_batch_size=4).plan.micro_batch_size <= 4
 
@@ -152,7 +152,7 @@ def test_cache_false_neither_reads_nor_writes() -> None:
     run(cache=False)
     assert not cache_folder().exists()
     run()
-    assert run(cache=False).probe.method != "cache"
+    assert run(cache=False).probe.source != "cache"
 
 
 def test_a_limit_that_does_not_fit_any_more_is_looked_for_again() -> None:
@@ -164,7 +164,7 @@ def test_a_limit_that_does_not_fit_any_more_is_looked_for_again() -> None:
     file.write_text(json.dumps(content))
     found = run().probe
     assert found.limit == limit
-    assert found.method != "cache"
+    assert found.source != "cache"
 
 
 def test_a_corrupt_file_costs_a_warning_and_a_probe() -> None:
@@ -174,7 +174,7 @@ def test_a_corrupt_file_costs_a_warning_and_a_probe() -> None:
     with pytest.warns(UserWarning, match="the limit is looked for again"):
         found = run().probe
     assert found.limit == limit
-    assert run().probe.method == "cache"
+    assert run().probe.source == "cache"
 
 
 def test_an_unwritable_cache_costs_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

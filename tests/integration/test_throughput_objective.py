@@ -53,7 +53,7 @@ def test_the_smallest_of_the_fast_sizes_is_taken() -> None:
 
 def test_timings_are_remembered_with_the_limit() -> None:
     first, second = run(), run()
-    assert second.probe.method == "cache"
+    assert second.probe.source == "cache"
     assert second.probe.timings == first.probe.timings
     assert second.plan == first.plan
 

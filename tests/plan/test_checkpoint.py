@@ -1,13 +1,14 @@
 """What a checkpoint keeps comes back the same, through the strict way of loading."""
 
 from pathlib import Path
+from typing import get_args
 
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_ga.plan.checkpoint import Position, RunState
-from lightning_ga.plan.records import ProbeResult, Trial
+from lightning_ga.plan.records import Method, ProbeResult, Trial
 
 NUMBERS, COUNTS = st.integers(0, 2**62), st.integers(1, 2**62)
 TRIALS = st.builds(Trial, NUMBERS, NUMBERS, st.booleans(), st.floats(0, 1e6))
@@ -19,7 +20,7 @@ PROBES = st.builds(
     st.lists(TRIALS, max_size=4).map(tuple),
     NUMBERS,
     st.floats(0, 1e6),
-    st.text(),
+    st.sampled_from(get_args(Method)),
 )
 STATES = st.builds(RunState, st.builds(Position, NUMBERS, NUMBERS, NUMBERS, NUMBERS), st.text(), st.none() | PROBES)
 

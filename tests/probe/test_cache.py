@@ -66,6 +66,8 @@ def test_a_corrupt_file_is_ignored_with_a_warning_and_mended(tmp_path: Path, con
         {"fastest": -1},
         {"fastest": 9},
         {"method": 3},
+        {"method": "cache"},
+        {"source": "elsewhere"},
         {"curve": [[1, "x"]]},
         {"trials": [{"micro_batch_size": None, "peak_bytes": 1, "fits": True, "seconds": 1}]},
         {"timings": [{"micro_batch_size": 8, "factor": 0, "seconds": 1}]},

@@ -176,7 +176,7 @@ def test_a_cpu_without_a_budget_is_only_predicted() -> None:
 
 
 def test_a_prediction_ends_at_a_share_of_the_memory_available(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_ga.probe.prober.available_memory", lambda device: 10 * 2**20)
+    monkeypatch.setattr("lightning_ga.probe.meters.available_memory", lambda device: 10 * 2**20)
     found = find_micro_batch(mlp(), high=10**6, device="cpu")
     model = 4 * sum(
         p.numel() for p in nn.ModuleList([nn.Linear(64, 256), nn.Linear(256, 128), nn.Linear(128, 10)]).parameters()
@@ -187,7 +187,7 @@ def test_a_prediction_ends_at_a_share_of_the_memory_available(monkeypatch: pytes
 
 
 def test_a_budget_above_the_memory_available_is_only_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_ga.probe.prober.available_memory", lambda device: 10 * 2**20)
+    monkeypatch.setattr("lightning_ga.probe.meters.available_memory", lambda device: 10 * 2**20)
     found = find_micro_batch(mlp(), high=10**6, budget="1TiB", device="cpu")
     assert (found.method, tried(found)) == ("prediction", [4, 8])
 
@@ -427,15 +427,15 @@ class Elsewhere(FakeCuda):
 
 def test_a_step_that_takes_nothing_of_the_device_runs_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything would fit there."""
-    monkeypatch.setattr("lightning_ga.probe.prober.AllocatorMeter", Elsewhere)
-    monkeypatch.setattr("lightning_ga.probe.prober.available_memory", lambda device: 10**6)
+    monkeypatch.setattr("lightning_ga.probe.meters.AllocatorMeter", Elsewhere)
+    monkeypatch.setattr("lightning_ga.probe.meters.available_memory", lambda device: 10**6)
     with pytest.raises(UserError, match="takes no memory on device 'cuda': give find_micro_batch the device="):
         find_micro_batch(lambda samples: torch.zeros(samples), high=64, device="cuda")
 
 
 def test_an_interrupted_probe_records_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_ga.probe.prober.AllocatorMeter", Elsewhere)
-    monkeypatch.setattr("lightning_ga.probe.prober.available_memory", lambda device: 10**6)
+    monkeypatch.setattr("lightning_ga.probe.meters.AllocatorMeter", Elsewhere)
+    monkeypatch.setattr("lightning_ga.probe.meters.available_memory", lambda device: 10**6)
 
     def step(samples: int) -> None:
         assert Elsewhere.recordings
@@ -449,8 +449,8 @@ def test_an_interrupted_probe_records_no_more(monkeypatch: pytest.MonkeyPatch) -
 def test_on_cuda_the_statistics_of_the_allocator_decide(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step that ran, but only after the allocator emptied its cache, does not fit."""
     FakeCuda.memory = LiveTensorMeter()
-    monkeypatch.setattr("lightning_ga.probe.prober.AllocatorMeter", FakeCuda)
-    monkeypatch.setattr("lightning_ga.probe.prober.available_memory", lambda device: 10**6)
+    monkeypatch.setattr("lightning_ga.probe.meters.AllocatorMeter", FakeCuda)
+    monkeypatch.setattr("lightning_ga.probe.meters.available_memory", lambda device: 10**6)
     sizes: list[int] = []
 
     def step(samples: int) -> None:

@@ -14,7 +14,7 @@ def found(seconds: Callable[[int], float], *, share: int, limit: int, step: floa
         calls.append(samples)
         return seconds(samples)
 
-    timings = time_windows(clock, step, share=share, limit=limit)
+    timings = time_windows(clock, step, rank_samples=share, limit=limit)
     assert [timing.micro_batch_size for timing in timings] == sorted(set(calls))
     assert all(timing.micro_batch_size == -(-share // timing.factor) for timing in timings)
     assert all(timing.seconds == timing.factor * seconds(timing.micro_batch_size) + step for timing in timings)

@@ -170,7 +170,7 @@ class Birth(Callback):
 
     def on_train_start(self, trainer: Any, mortal: Any) -> None:
         probe = self.accumulate.probe
-        found = {} if probe is None else {"method": probe.method, "limit": probe.limit, "probed": probe.steps}
+        found = {} if probe is None else {"source": probe.source, "limit": probe.limit, "probed": probe.steps}
         mortal.write(kind="start", step=trainer.global_step, **found)
         mortal.born, mortal.used, mortal.steps = True, [], trainer.global_step
 

@@ -149,7 +149,7 @@ def run(scenario: dict[str, Any]) -> dict[str, Any]:
     if "save" in scenario:
         trainer.save_checkpoint(scenario["save"])
     return {
-        "method": callback.probe.method if callback.probe else None,
+        "source": callback.probe.source if callback.probe else None,
         "gradients": module.gradients,
         "buffers": {name: buffer.clone() for name, buffer in module.named_buffers()},
         "weights": [parameter.detach().clone() for parameter in module.parameters()],

@@ -8,79 +8,89 @@ large device takes no memory of this one, and even the limit itself is tried.
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.data import DataLoader
 
 from lightning_ga.compat import agreement, transfer
 from lightning_ga.errors import UserError
 from lightning_ga.loading.largest_samples import LargestSamples, ScanOrder, largest_samples
-from lightning_ga.memory.live_tensors import LiveTensorMeter
 from lightning_ga.memory.oom import is_out_of_memory
 from lightning_ga.plan.records import ProbeResult
 from lightning_ga.probe.isolation import isolated
+from lightning_ga.probe.meters import TensorMeter
 from lightning_ga.probe.planned.device import PlannedDevice
 from lightning_ga.probe.planned.fakes import Answers, PlainCopies
 from lightning_ga.probe.planned.like_cuda import LikeCuda
 from lightning_ga.probe.planned.stand_ins import grown, hidden_workspaces, without_values
-from lightning_ga.probe.prober import Prober, quick_collection
+from lightning_ga.probe.prober import Prober, Shortage
 from lightning_ga.probe.trials import TrialStep, WindowGradientsAlive, resident_tensors
+
+_ADVICE = "plan for a larger device, a lower precision or a smaller model, or use activation checkpointing"
 
 
 def estimate(
     trainer: Any,
     loader: "DataLoader[Any]",
-    looks: ScanOrder,
+    order: ScanOrder,
     device: PlannedDevice,
     *,
     high: int,
-    share: int,
+    rank_samples: int,
     budget: int | float | str | None,
-    beside: Callable[[], Iterable[torch.Tensor]] = tuple,
+    extra_resident: Callable[[], Iterable[torch.Tensor]] = tuple,
 ) -> ProbeResult:
     """Estimate the largest micro-batch of a training step of this Trainer on another device.
 
     Args:
         trainer: A Trainer that has set up data, model and optimizer on the CPU, at ``on_train_start``.
         loader: The user's DataLoader, for its dataset and the way it collates samples.
-        looks: Which samples to look at; the heaviest of them make up the trial batches.
+        order: Which samples to look at; the largest of them make up the trial batches.
         device: What is planned for; what makes the estimate less certain is noted in it.
         high: Largest micro-batch that is of use, in samples.
-        share: Samples of a window on one rank.
+        rank_samples: Samples of a window on one rank.
         budget: ``memory_budget`` as the user wrote it.
-        beside: Tensors that training holds on the device beside the model.
+        extra_resident: Tensors that training holds on the device besides the model.
 
     Returns:
-        What was found, with ``method="estimate"``. Seconds are those of working the step out, not of running it.
+        What was found. Seconds are those of working the step out, not of running it.
 
     Raises:
         UserError: If the step needs values that are not there, or if not even the smallest micro-batch fits.
     """
-    samples = largest_samples(loader, looks)
-    with steps_without_values(trainer, loader, samples, device, share=share) as (step, reset):
+    samples = largest_samples(loader, order)
+    with steps_without_values(trainer, loader, samples, device, rank_samples=rank_samples) as (step, reset):
         allowed = device.budget(budget, buckets=_bucket_bytes(trainer))
-        prober = EstimatingProber(step, budget=allowed, reset=reset, trainer=trainer, device=device, beside=beside)
-        hook = register_optimizer_step_pre_hook(prober.on_optimizer_step)
-        try:
-            with quick_collection(first=True):
-                found = prober.find(high, False, None)
-        finally:
-            hook.remove()
-    return ProbeResult(
-        found.limit, allowed, found.peak_bytes, found.trials, found.steps, found.seconds, "estimate", found.curve
-    )
+        prober = Prober(
+            step,
+            TensorMeter(torch.device("cpu"), rounding=device.rounding, room=allowed),
+            budget=allowed,
+            resident=lambda: chain(resident_tensors(trainer), extra_resident()),
+            reset=reset,
+            shortage=Shortage(f"a device of {device.total_bytes:,} bytes", _ADVICE),
+        )
+        with prober.running():
+            found = prober.search(high, predict_only=False)
+    return replace(found, source="estimate")
 
 
 @contextmanager
 def steps_without_values(
-    trainer: Any, loader: "DataLoader[Any]", samples: LargestSamples, device: PlannedDevice, *, share: int
+    trainer: Any, loader: "DataLoader[Any]", samples: LargestSamples, device: PlannedDevice, *, rank_samples: int
 ) -> Iterator[tuple["StepWithoutValues", Callable[[], None]]]:
-    """Within, training steps run on tensors without values; afterwards all is as it was.
+    """Run training steps on tensors without values, as a context; afterwards all is as it was.
+
+    Args:
+        trainer: The Trainer.
+        loader: The user's loader, which collates the samples.
+        samples: Samples to fill batches with.
+        device: What is planned for.
+        rank_samples: Samples of a window on one rank.
 
     Yields:
         A step on a batch of a given size, and the function that prepares for the next one.
@@ -100,7 +110,7 @@ def steps_without_values(
             stack.enter_context(LikeCuda())
         _let_steps_go_on(trainer, device.doubt)
         with _explained():
-            alive = WindowGradientsAlive(trainer, step.batch(2), share)
+            alive = WindowGradientsAlive(trainer, step.batch(2), rank_samples)
 
         def reset() -> None:
             with unset_fake_temporarily():
@@ -144,55 +154,6 @@ class StepWithoutValues(TrialStep):
 
     def _on_host(self, count: int) -> Any:
         return transfer.before_transfer(self._trainer, self._samples.batch(self._loader, count))
-
-
-class EstimatingProber(Prober):
-    """A prober whose device is not here.
-
-    Args:
-        step: Runs a training step on that many samples.
-        budget: Bytes that it may take.
-        reset: Puts the training's state back.
-        trainer: The Trainer.
-        device: What is planned for.
-        beside: Tensors that training holds on the device beside the model.
-    """
-
-    def __init__(
-        self,
-        step: Callable[[int], object],
-        *,
-        budget: int,
-        reset: Callable[[], object],
-        trainer: Any,
-        device: PlannedDevice,
-        beside: Callable[[], Iterable[torch.Tensor]] = tuple,
-    ) -> None:
-        super().__init__(
-            step,
-            device=torch.device("cpu"),
-            budget=budget,
-            resident=lambda: chain(resident_tensors(trainer), beside()),
-            reset=reset,
-            agree=None,
-            on_step=None,
-        )
-        self._budget = budget
-        self._planned = device
-        self.meter = LiveTensorMeter(device="cpu", rounding=device.rounding)
-
-    def _room(self) -> int:
-        """All of the budget: the memory of this machine is no bound."""
-        return self._budget
-
-    def _too_large(self, budget: int) -> UserError:
-        needed = min((trial.peak_bytes for trial in self.trials), default=self.meter.live_bytes)
-        what = f"A training step of {self.trials[-1].micro_batch_size} samples" if self.trials else "The model alone"
-        return UserError(
-            f"{what} takes at least {needed:,} bytes, and a device of {self._planned.total_bytes:,} bytes leaves "
-            f"{budget:,} to it: plan for a larger device, a lower precision or a smaller model, or use activation "
-            "checkpointing."
-        )
 
 
 def _let_steps_go_on(trainer: Any, doubt: Callable[[str], None]) -> None:

@@ -1,0 +1,180 @@
+"""Meters of training steps: by live tensors on any device, or by the caching allocator of an accelerator."""
+
+import gc
+import time
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from lightning_ga.memory.allocator import WITH_STATISTICS, AllocatorMeter
+from lightning_ga.memory.device import available_memory, is_emulated
+from lightning_ga.memory.live_tensors import LiveTensorMeter
+from lightning_ga.memory.segments import ROUNDING
+from lightning_ga.memory.trace import MemoryTrace
+
+# Share of a CPU's available memory that a step may take: the rest is for kernels' scratch and other processes.
+CPU_SHARE = 0.8
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """What one training step took.
+
+    Attributes:
+        peak_bytes: Most bytes alive at once; where the meter stopped the step, with those that were asked for.
+        seconds: Wall time.
+        failure: What the step raised.
+        strained: Whether the allocator ran out of memory or had to free its cache, even if the step went on.
+        traces: The recorded step, the most faithful first.
+    """
+
+    peak_bytes: int
+    seconds: float
+    failure: Exception | None = None
+    strained: bool = False
+    traces: tuple[MemoryTrace, ...] = ()
+
+
+class Meter(Protocol):
+    """Measures training steps on a device, and knows how much memory it has left.
+
+    Attributes:
+        device: Where the step's memory lies.
+        rounding: Bytes that the allocator rounds up to.
+        segmented: Whether the allocator cuts its blocks out of segments.
+        deadly: Whether running out of memory ends the process instead of raising an error.
+    """
+
+    device: torch.device
+    rounding: int
+    segmented: bool
+    deadly: bool
+
+    def count(self, tensors: Iterable[Tensor | None]) -> int:
+        """Return the bytes that are alive, these tensors included."""
+
+    def room(self) -> int:
+        """Return the bytes that the device can still give."""
+
+    def run(self, step: Callable[[], object], samples: int, *, budget: int, record: bool) -> Measurement:
+        """Run a step of so many samples; ``record`` asks for its traces."""
+
+    def mark(self) -> None:
+        """Note in the recording that a phase of the step ends."""
+
+    def stop(self) -> None:
+        """Record no more."""
+
+
+class TensorMeter:
+    """Counts live tensors; a step is stopped at the operation that goes beyond its budget.
+
+    Args:
+        device: Where the step's memory lies.
+        rounding: Bytes that every storage is rounded up to.
+        room: Bytes that the device can still give, where it is not this machine's.
+    """
+
+    segmented = False
+
+    def __init__(self, device: torch.device, *, rounding: int = 1, room: int | None = None) -> None:
+        self.device, self.rounding = device, rounding
+        self.deadly = room is None and device.type == "cpu" and not is_emulated(device)
+        self._given = room
+        self._tensors = LiveTensorMeter(device=device, rounding=rounding)
+
+    def count(self, tensors: Iterable[Tensor | None]) -> int:
+        """Return the bytes that are alive, these tensors included."""
+        self._tensors.add(tensors)
+        return self._tensors.live_bytes
+
+    def room(self) -> int:
+        """Return the bytes that the device can still give; a share of them where it must not run out."""
+        if self._given is not None:
+            return self._given
+        return int((CPU_SHARE if self.deadly else 1) * available_memory(self.device))
+
+    def run(self, step: Callable[[], object], samples: int, *, budget: int, record: bool) -> Measurement:
+        """Run a step; it is recorded in any case, as that changes nothing here."""
+        self._tensors.start(record=True, budget=budget)
+        failure, seconds = _run(step, self._tensors)
+        peak = max(self._tensors.peak_bytes, self._tensors.wanted_bytes)
+        return Measurement(peak, seconds, failure, traces=(self._tensors.trace(samples),))
+
+    def mark(self) -> None:
+        """Note in the recording that a phase of the step ends."""
+        self._tensors.mark()
+
+    def stop(self) -> None:
+        """Do nothing: every recording ends with its step."""
+
+
+class CachingMeter:
+    """Reads an allocator's statistics, and records its events and the live tensors.
+
+    A dispatch mode disturbs a step a little, so only steps that are recorded run under it.
+
+    Args:
+        device: A device whose allocator keeps statistics.
+    """
+
+    rounding = ROUNDING
+    deadly = False
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._allocator = AllocatorMeter(device)
+        self._tensors = LiveTensorMeter(device=device, rounding=ROUNDING)
+        self.segmented = self._allocator.segmented
+
+    def count(self, tensors: Iterable[Tensor | None]) -> int:
+        """Return the bytes that are alive; these tensors are known to the recordings from now on."""
+        self._tensors.add(tensors)
+        return self._allocator.allocated()
+
+    def room(self) -> int:
+        """Return the bytes that the device can still give."""
+        return available_memory(self.device)
+
+    def run(self, step: Callable[[], object], samples: int, *, budget: int, record: bool) -> Measurement:
+        """Run a step: the device's own limit stops it."""
+        self._tensors.start(record=record)
+        self._allocator.start(record=record)
+        failure, seconds = _run(step, self._tensors if record else nullcontext())
+        peak, undisturbed = self._allocator.finish()
+        recorded = (self._allocator.trace(samples), self._tensors.trace(samples)) if record else ()
+        traces = tuple(trace for trace in recorded if trace is not None)
+        return Measurement(peak, seconds, failure, not undisturbed, traces)
+
+    def mark(self) -> None:
+        """Note in the recording that a phase of the step ends."""
+        self._tensors.mark()
+
+    def stop(self) -> None:
+        """Record no more."""
+        self._allocator.stop()
+
+
+def meter_of(device: torch.device) -> Meter:
+    """Choose the meter for a device."""
+    return CachingMeter(device) if device.type in WITH_STATISTICS else TensorMeter(device)
+
+
+def _run(step: Callable[[], object], mode: AbstractContextManager[Any]) -> tuple[Exception | None, float]:
+    """Run a step without the cycle collector, so that every run releases memory at the same places."""
+    started, collecting = time.perf_counter(), gc.isenabled()
+    gc.disable()
+    failure = None
+    try:
+        with mode:
+            step()
+    except Exception as error:
+        failure = error
+    finally:
+        if collecting:
+            gc.enable()
+    return failure, time.perf_counter() - started
