@@ -177,6 +177,10 @@ class OomHandler:
         if wrap is not None:
             closures.intercept_closures(trainer, wrap)
 
+    def weights_that_passes_change(self) -> tuple[str, ...]:
+        """Return the names of weights that passes were seen to change, be it by a callback."""
+        return self._retrier.attempts.state.weights.changing if self._retrier.policy.retries else ()
+
     def expect(self, samples: int | None) -> None:
         """Say how many samples the next micro-batch should hold, if that is known."""
         if self._steps is not None:

@@ -26,6 +26,7 @@ class AttemptState:
         self.weights = WeightStash(module)
         self._attributes = AttributeStash(module)
         self._batch = BatchMarks(None)
+        self._writes_batch = False  # without raising versions
         self._metrics = [part for part in module.modules() if isinstance(part, Metric)]
         self._random: RandomState | None = None
         self._kept: list[dict[str, Any]] = []
@@ -44,7 +45,7 @@ class AttemptState:
     def keep(self, batch: Any) -> None:
         """Remember everything as it is now, before an attempt at these samples."""
         self._random = RandomState()
-        self._batch = BatchMarks(batch)
+        self._batch = BatchMarks(batch, by_value=self._writes_batch or self.weights.is_learning)
         self.buffers.keep()
         self.weights.keep()
         self._attributes.keep()
@@ -52,6 +53,7 @@ class AttemptState:
 
     def learn(self) -> None:
         """An attempt went through: what changes in one shows."""
+        self._writes_batch = self._writes_batch or self._batch.changes_unseen()
         self.buffers.learn()
         self.weights.learn()
 

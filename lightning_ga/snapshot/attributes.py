@@ -34,12 +34,14 @@ class BatchMarks:
 
     Args:
         batch: Tensors in any structure.
+        by_value: Whether values are compared, too, as the step may change them without raising a version.
     """
 
-    def __init__(self, batch: Any) -> None:
+    def __init__(self, batch: Any, *, by_value: bool = False) -> None:
         self._containers: list[tuple[Any, Any]] = []
         self._tensors: list[tuple[str, Tensor, int]] = []
         self._note("batch", batch)
+        self._sums = self._checksums() if by_value else []
 
     def put_back(self) -> None:
         """Give containers their contents back."""
@@ -48,8 +50,22 @@ class BatchMarks:
 
     def lost(self) -> str | None:
         """The first tensor that was changed in place, in words."""
-        changed = (path for path, tensor, version in self._tensors if tensor._version != version)
-        return next((f"its batch in place ({path})" for path in changed), None)
+        changed = self._changed_by_version() or self._changed_by_value()
+        return f"its batch in place ({changed[0]})" if changed else None
+
+    def changes_unseen(self) -> bool:
+        """Whether values have changed where no version tells."""
+        return bool(self._changed_by_value()) and not self._changed_by_version()
+
+    def _changed_by_version(self) -> list[str]:
+        return [path for path, tensor, version in self._tensors if tensor._version != version]
+
+    def _changed_by_value(self) -> list[str]:
+        pairs = zip(self._tensors, self._sums, self._checksums() if self._sums else ())
+        return [path for (path, _, _), before, now in pairs if before != now]
+
+    def _checksums(self) -> list[int | None]:
+        return checksums(tensor for _, tensor, _ in self._tensors)
 
     def _note(self, path: str, node: Any) -> None:
         if isinstance(node, Tensor):
@@ -95,6 +111,16 @@ class WeightStash:
     def tensors(self) -> Iterator[Tensor]:
         """The copies."""
         yield from self._copies
+
+    @property
+    def is_learning(self) -> bool:
+        """Whether the attempts are still to come that show what changes."""
+        return self._looks > 0
+
+    @property
+    def changing(self) -> tuple[str, ...]:
+        """Names of the weights that attempts were seen to change."""
+        return tuple(self._names[id(parameter)] for parameter in self._changing)
 
     def note_steps(self) -> RemovableHandle:
         """Note the optimizers that step within an attempt, until the handle is removed."""
