@@ -1,6 +1,6 @@
 """Try to run something on a device, and undo it where memory runs out."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -63,9 +63,10 @@ class AttemptRunner:
             self._state = AttemptState(self._trainer.lightning_module)
         return self._state
 
-    def begin_training(self, policy: RetryPolicy) -> None:
-        """Take over the policy of training."""
+    def begin_training(self, policy: RetryPolicy, changing: Collection[str]) -> None:
+        """Take over the policy of training, and what its steps are known to change."""
         self.read_module()
+        self.state.weights.expect(changing)
         self._policy = policy
         self._lockstep |= {"training"} if policy.lockstep else set()
         self._undecided = {"training"} if policy.undecided else set()

@@ -187,7 +187,8 @@ class Fit:
             self._momenta = Momenta(trainer.lightning_module)
             self._rescale_momenta()
         self._frequencies = self._frequencies_in_steps()
-        self.oom_handler.watch_training(self.gradients, cut_in_step=self.source.cut_in_step)
+        changing = {name for found in (self._exactness, self._splitting) if found is not None for name in found.tensors}
+        self.oom_handler.watch_training(self.gradients, cut_in_step=self.source.cut_in_step, changing=changing)
         self._held.callback(intervals.stop_only_unless(trainer, lambda: self._progress.within_batch))
         self._progress.resume(self.source, same_epoch=same_epoch)
         with self.source.seeded_as_before():

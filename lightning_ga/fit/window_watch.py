@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torchmetrics import Metric
 
 from lightning_ga.compat import agreement, loops
-from lightning_ga.snapshot.checksums import checksums
+from lightning_ga.snapshot.checksums import checksums, differ
 
 LOOKS = 8  # micro-batches before which the model is looked at
 
@@ -39,7 +39,7 @@ class WindowWatch:
         before, self._before = self._before, dict(zip(named, checksums(named.values())))
         if loops.micro_batch_index(self._trainer) % factor == 0:
             return ()
-        return tuple(name for name, value in self._before.items() if before.get(name, value) != value)
+        return tuple(name for name, value in self._before.items() if differ(before.get(name), value))
 
 
 def kept_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -7,7 +7,7 @@ What has changed and was not copied is told, not undone.
 
 import copy
 from collections import deque
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Collection, Iterator, MutableMapping, Sequence
 from dataclasses import is_dataclass
 from functools import cache
 from typing import Any
@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric
 
 from lightning_ga.batch.pytree import open_container
-from lightning_ga.snapshot.checksums import checksums
+from lightning_ga.snapshot.checksums import checksums, differ
 from lightning_ga.snapshot.state import GENERATORS, generator_state, is_writable, restore_generator
 
 SMALL = 2**20  # bytes of a buffer that is copied before every attempt
@@ -62,7 +62,7 @@ class BatchMarks:
 
     def _changed_by_value(self) -> list[str]:
         pairs = zip(self._tensors, self._sums, self._checksums() if self._sums else ())
-        return [path for (path, _, _), before, now in pairs if before != now]
+        return [path for (path, _, _), before, now in pairs if differ(before, now)]
 
     def _checksums(self) -> list[int | None]:
         return checksums(tensor for _, tensor, _ in self._tensors)
@@ -111,6 +111,11 @@ class WeightStash:
     def tensors(self) -> Iterator[Tensor]:
         """The copies."""
         yield from self._copies
+
+    def expect(self, names: Collection[str]) -> None:
+        """Copy these weights from the first attempt on, if they are not trained: the step is known to change them."""
+        named = ((self._names[id(parameter)], parameter) for parameter in self._parameters)
+        self._changing = [p for name, p in named if name in names and not p.requires_grad]
 
     @property
     def is_learning(self) -> bool:
@@ -172,7 +177,7 @@ class WeightStash:
 
     def _changed_by_value(self) -> list[Tensor]:
         sums = zip(self._summed, self._sums, checksums(self._summed))
-        return [parameter for parameter, before, now in sums if before != now]
+        return [parameter for parameter, before, now in sums if differ(before, now)]
 
 
 class BufferStash:

@@ -26,6 +26,7 @@ from true_support import (
     one_pass,
     pairs,
     run,
+    touch,
     train,
 )
 
@@ -102,6 +103,37 @@ def test_a_teacher_that_follows_once_a_batch_is_exact_where_batches_are_cut_in_t
     ours = run(Case(TaughtAfterBatch, loader), way)
     assert error(ours, one_pass(Case(TaughtAfterBatch, loader))) <= ROUNDING
     assert (ours.cause, ours.told) == ("exact", [])
+
+
+class Momentum(Taught, Follow):
+    """MoCo and BYOL as they are written: the teacher starts as its student, and follows before the forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher.load_state_dict(self.net.state_dict())
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        touch("early", len(batch[0]))
+        self.follow(self)
+        return super().loss(batch)
+
+
+@pytest.mark.parametrize("at", [1, 2, 3])
+@pytest.mark.parametrize("mode", ["loader", "step"])
+def test_a_failed_pass_leaves_no_trace_on_a_teacher_from_the_first_on(mode: str, at: int) -> None:
+    """The check has seen the teacher follow, so that it is copied: the run is that in which memory ran out before."""
+    late, early = (
+        train(
+            Momentum(),
+            loader(),
+            AutoAccumulate(micro_batch_size=8, micro_batching=mode),
+            memory=Memory(at, place=place),
+        )
+        for place in ("backward", "early")
+    )
+    assert late.callback.oom_events == early.callback.oom_events == 1
+    assert late.cause == "stateful"
+    assert torch.equal(late.weights, early.weights)
 
 
 class Sharpness(torch.optim.Optimizer):
