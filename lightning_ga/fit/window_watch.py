@@ -1,7 +1,8 @@
 """See what changes the model between the micro-batches of a window, which should all meet the same one.
 
-The exactness check calls no callbacks. One that lets a teacher follow its student after every batch does so
-factor times a step now: the first micro-batches of training show it.
+The exactness check calls no callbacks and steps no schedules. A callback that lets a teacher follow its student
+after every batch does so factor times a step now, and so does a hook that steps a schedule of the learning rate:
+the first micro-batches of training show it.
 """
 
 from collections.abc import Iterator
@@ -27,7 +28,7 @@ class WindowWatch:
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._looks = 0 if agreement.is_sharded(trainer) else LOOKS
-        self._before: dict[str, int | None] = {}
+        self._before: dict[str, float | None] = {}
 
     def changed(self) -> tuple[str, ...]:
         """Return the names of what has changed, before a micro-batch."""
@@ -36,10 +37,15 @@ class WindowWatch:
             return ()
         self._looks -= 1
         named = dict(_named(self._trainer.lightning_module))
-        before, self._before = self._before, dict(zip(named, checksums(named.values())))
+        before, self._before = self._before, {**dict(zip(named, checksums(named.values()))), **self._learning_rates()}
         if loops.micro_batch_index(self._trainer) % factor == 0:
             return ()
         return tuple(name for name, value in self._before.items() if differ(before.get(name), value))
+
+    def _learning_rates(self) -> dict[str, float]:
+        groups = [group for optimizer in self._trainer.optimizers for group in optimizer.param_groups]
+        rates = {f"the learning rate of group {number}": group.get("lr") for number, group in enumerate(groups)}
+        return {name: float(rate) for name, rate in rates.items() if rate is not None}
 
 
 def kept_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

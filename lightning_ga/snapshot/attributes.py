@@ -7,7 +7,7 @@ What has changed and was not copied is told, not undone.
 
 import copy
 from collections import deque
-from collections.abc import Collection, Iterator, MutableMapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import is_dataclass
 from functools import cache
 from typing import Any
@@ -105,6 +105,7 @@ class WeightStash:
         self._silent: set[int] = set()  # weights that are trained and change without raising their version
         self._looks = LOOKS
         self._changing: list[Tensor] = []
+        self._changing_names: tuple[str, ...] = ()
         self._copies: list[Tensor] = []
         self._stepped: set[str] = set()
 
@@ -115,7 +116,7 @@ class WeightStash:
     def expect(self, names: Collection[str]) -> None:
         """Copy these weights from the first attempt on, if they are not trained: the step is known to change them."""
         named = ((self._names[id(parameter)], parameter) for parameter in self._parameters)
-        self._changing = [p for name, p in named if name in names and not p.requires_grad]
+        self._copy_from_now_on(p for name, p in named if name in names and not p.requires_grad)
 
     @property
     def is_learning(self) -> bool:
@@ -124,8 +125,8 @@ class WeightStash:
 
     @property
     def changing(self) -> tuple[str, ...]:
-        """Names of the weights that attempts were seen to change."""
-        return tuple(self._names[id(parameter)] for parameter in self._changing)
+        """Names of the weights that attempts change."""
+        return self._changing_names
 
     def note_steps(self) -> RemovableHandle:
         """Note the optimizers that step within an attempt, until the handle is removed."""
@@ -149,7 +150,7 @@ class WeightStash:
             return
         self._looks -= 1
         changed, known = self._changed(), {id(parameter) for parameter in self._changing}
-        self._changing += [p for p in changed if not p.requires_grad and id(p) not in known]
+        self._copy_from_now_on(p for p in changed if not p.requires_grad and id(p) not in known)
         self._silent |= {id(parameter) for parameter in self._changed_by_value() if parameter.requires_grad}
         if not self._looks:
             self._summed = [parameter for parameter in self._parameters if id(parameter) in self._silent]
@@ -168,6 +169,10 @@ class WeightStash:
         copied = {id(parameter) for parameter in self._changing}
         lost = [parameter for parameter in self._changed() if id(parameter) not in copied]
         return f"weights without an optimizer ({self._names[id(lost[0])]})" if lost else None
+
+    def _copy_from_now_on(self, parameters: Iterable[Tensor]) -> None:
+        self._changing += parameters
+        self._changing_names = tuple(self._names[id(parameter)] for parameter in self._changing)
 
     def _changed(self) -> list[Tensor]:
         marks = zip(self._parameters, self._versions)

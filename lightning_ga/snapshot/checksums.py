@@ -33,7 +33,7 @@ def checksums(tensors: Iterable[Tensor]) -> list[int | None]:
         return [None] * len(listed)
 
 
-def differ(before: int | None, now: int | None) -> bool:
+def differ(before: float | None, now: float | None) -> bool:
     """Whether two sums of a tensor show that it has changed."""
     return before is not None and now is not None and before != now
 

@@ -89,6 +89,27 @@ def test_a_callback_that_lets_a_teacher_follow_within_a_window_is_told(module: A
     assert "teacher." in text
 
 
+class SteppedByHand(Task):
+    """A schedule that is stepped after every batch."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        self.schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        return optimizer
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.schedule.step()
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+def test_a_schedule_that_is_stepped_after_every_micro_batch_is_told() -> None:
+    ours = run(Case(SteppedByHand, loader), LOADER)
+    assert error(ours, one_pass(Case(SteppedByHand, loader))) > 1e-3
+    (text,) = ours.told
+    assert "the learning rate of group 0" in text
+    assert run(Case(SteppedByHand, loader), STEP).told == []
+
+
 @each_oom
 def test_a_teacher_that_follows_in_the_pass_that_is_cut_after_an_error_is_told(way: Way) -> None:
     """The first window is the same all the same, as the teacher starts as its student: from the second on it is not."""
