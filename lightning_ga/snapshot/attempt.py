@@ -57,6 +57,10 @@ class AttemptState:
         self.buffers.learn()
         self.weights.learn()
 
+    def draws_numbers(self) -> bool:
+        """Whether random numbers were drawn since."""
+        return self._random is not None and not self._random.is_current()
+
     def put_back(self) -> str | None:
         """Set everything back to what was kept; what cannot be, in words."""
         assert self._random is not None, "nothing was kept"
