@@ -33,7 +33,7 @@ from lightning_ga.memory.live_tensors import uncounted
 from lightning_ga.memory.oom import is_out_of_memory, release
 from lightning_ga.plan.weights import count_items
 from lightning_ga.probe.isolation import isolated
-from lightning_ga.snapshot.state import RandomState, generators_of, reseed
+from lightning_ga.snapshot.state import RandomState, generator_state, generators_of, have_moved, reseed
 
 SAMPLES = 5  # parts of three and two: BatchNorm refuses one sample, and unequal parts show wrong weights
 MOVED = 1e-2  # how far weights are moved, relatively: a teacher of momentum 0.9999 follows by more than rounding
@@ -380,8 +380,9 @@ class _Check:
         module = self._trainer.lightning_module
         stop_dropping(module)
         _move_weights(module)
-        reseed(seed, generators_of(module))
-        before, drawn = _watched(module), RandomState()
+        own = generators_of(module)
+        reseed(seed, own)
+        before, drawn, places = _watched(module), RandomState(), [(each, generator_state(each)) for each in own]
         states: list[dict[str, tuple[float, float]]] = []
         gradients: list[list[torch.Tensor]] = []
         for number, batch in enumerate(batches):
@@ -403,7 +404,7 @@ class _Check:
         hooks, step = _changed(before, _watched(module)), _changed(*states[:2])
         if weights:
             gradients = _added(gradients, weights)
-        return _Passes(gradients, hooks, step, not drawn.is_current())
+        return _Passes(gradients, hooks, step, not drawn.is_current() or have_moved(places))
 
 
 def _compared(whole: _Passes, parts: _Passes, share: float) -> Differences:

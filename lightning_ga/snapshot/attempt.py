@@ -59,7 +59,7 @@ class AttemptState:
 
     def draws_numbers(self) -> bool:
         """Whether random numbers were drawn since."""
-        return self._random is not None and not self._random.is_current()
+        return self._random is not None and (not self._random.is_current() or self._attributes.draws_numbers())
 
     def put_back(self) -> str | None:
         """Set everything back to what was kept; what cannot be, in words."""

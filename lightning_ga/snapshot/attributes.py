@@ -22,7 +22,7 @@ from torchmetrics import Metric
 
 from lightning_ga.batch.pytree import open_container
 from lightning_ga.snapshot.checksums import checksums, differ
-from lightning_ga.snapshot.state import GENERATORS, generator_state, is_writable, restore_generator
+from lightning_ga.snapshot.state import GENERATORS, generator_state, have_moved, is_writable, restore_generator
 
 SMALL = 2**20  # bytes of a buffer that is copied before every attempt
 FEW = 64  # tensors of a list that are copied before every attempt
@@ -381,6 +381,10 @@ class AttributeStash:
         """A tensor that has changed in place and of which there is no copy, in words."""
         changed = (place for place, tensor, version in self._watched if tensor._version != version)
         return next((f"a tensor in place that is no buffer ({place})" for place in changed), None)
+
+    def draws_numbers(self) -> bool:
+        """Whether a generator among them has drawn since."""
+        return have_moved(self._generators)
 
     def _note(self, path: str, owner: dict[str, Any], name: str, value: Any) -> None:
         place = f"{path}.{name}".lstrip(".")

@@ -18,6 +18,7 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader, Dataset
 
+from lightning_ga.batch.pytree import same_values
 from lightning_ga.errors import UserError
 from lightning_ga.snapshot.contents import Contents, contained
 
@@ -164,6 +165,11 @@ def restore_generator(generator: Any, state: Any) -> None:
         generator.bit_generator.state = state
     else:
         (generator.setstate if isinstance(generator, random.Random) else generator.set_state)(state)
+
+
+def have_moved(states: Iterable[tuple[Any, Any]]) -> bool:
+    """Whether a generator has drawn since, given each with its state before."""
+    return any(not same_values(state, generator_state(generator)) for generator, state in states)
 
 
 def generators_of(module: torch.nn.Module) -> list[Any]:

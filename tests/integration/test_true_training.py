@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 from torch.nn.functional import mse_loss
@@ -232,6 +233,22 @@ def test_parts_that_draw_numbers_of_their_own_are_not_called_the_same_result(way
     (text,) = ours.ran_out
     assert "with the same result" not in text
     assert "draw random numbers" in text
+
+
+class OwnGenerator(Task):
+    """Noise of a generator that the module holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = np.random.RandomState(3)
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        return super().loss([batch[0] + torch.from_numpy(self.generator.standard_normal(FEATURES)), batch[1]])
+
+
+def test_numbers_of_a_generator_of_ones_own_are_random_and_no_state() -> None:
+    ours = run(Case(OwnGenerator, loader), LOADER)
+    assert (ours.cause, ours.told) == ("random", [])
 
 
 class Overwriting(Task):
