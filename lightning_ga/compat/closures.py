@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import wraps
+from itertools import chain
 from types import MethodType
 from typing import Any
 
@@ -103,8 +104,19 @@ def intercept_optimizer_step(trainer: Any, around: Callable[..., Any], ready: Ca
     return release
 
 
-def parameters(trainer: Any) -> list[torch.Tensor]:
-    """The module's parameters, and tensors that only an optimizer knows."""
-    groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
-    known = [*trainer.lightning_module.parameters(), *(tensor for group in groups for tensor in group["params"])]
-    return list({id(tensor): tensor for tensor in known}.values())
+class TrainedTensors:
+    """The module's parameters, and tensors that only an optimizer knows; the module is walked through once.
+
+    Args:
+        trainer: The Trainer.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._optimizers = trainer.optimizers
+        self._tables = [part._parameters for part in trainer.lightning_module.modules()]
+
+    def now(self) -> list[torch.Tensor]:
+        """Return those that there are now, each once; of parts that were added since, none."""
+        groups = [group["params"] for optimizer in self._optimizers for group in optimizer.param_groups]
+        known = chain(chain.from_iterable(map(dict.values, self._tables)), chain.from_iterable(groups))
+        return list({id(tensor): tensor for tensor in known if tensor is not None}.values())

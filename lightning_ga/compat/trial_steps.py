@@ -23,15 +23,15 @@ def owners(trainer: Any) -> list[Any]:
 def remember_progress(trainer: Any, kept: Attributes) -> Attributes:
     """All attributes of loops and connectors that a training step changes; counters are copied for each trial."""
     loop = trainer.fit_loop.epoch_loop
-    kept.keep(loop, "_results")
-    kept.keep(loop, "batch_progress", copied=True)
-    kept.keep(loop.automatic_optimization, "optim_progress", copied=True)
+    kept.take(loop, "_results")
+    kept.take(loop, "batch_progress", copied=True)
+    kept.take(loop.automatic_optimization, "optim_progress", copied=True)
     connector = trainer._logger_connector
-    kept.keep(connector, "_progress_bar_metrics", "_logged_metrics", "_callback_metrics", copied=True)
-    kept.keep(connector, "_first_loop_iter")
+    kept.take(connector, "_progress_bar_metrics", "_logged_metrics", "_callback_metrics", copied=True)
+    kept.take(connector, "_first_loop_iter")
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     if scaler is not None:
-        kept.keep(trainer.precision_plugin, "scaler", copied=True)
+        kept.take(trainer.precision_plugin, "scaler", copied=True)
     return kept
 
 
@@ -165,7 +165,7 @@ def without_collectives(trainer: Any) -> Iterator[None]:
     with strategy.block_backward_sync():
         for name, value in (("require_forward_param_sync", False), ("_static_graph_delay_allreduce_enqueued", True)):
             if hasattr(strategy.model, name):
-                kept.keep(strategy.model, name)
+                kept.take(strategy.model, name)
                 setattr(strategy.model, name, value)
         try:
             yield

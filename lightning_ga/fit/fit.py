@@ -130,7 +130,7 @@ class Fit:
             set_up()
         if self._source is not None and self._source is not known:
             dataloaders.show_loaders(trainer, self._given)
-            batches = self._progress.epoch_batches(self._source)
+            batches = self._source.epoch_batches
             intervals.check_validation_interval(trainer, batches)
             intervals.set_validation_interval(trainer, batches)
             dataloaders.resize_epoch(trainer, self._source.length, at_most=self._source.at_most)
@@ -227,7 +227,7 @@ class Fit:
     def abandon(self) -> None:
         """After an error: count the recipe's batches again, as with its factor."""
         self.trainer.accumulate_grad_batches = self.recipe_factor
-        batches = self._progress.epoch_batches(self.source) if self._begun is not None else None
+        batches = self.source.epoch_batches if self._begun is not None else None
         if batches is not None:
             dataloaders.resize_epoch(self.trainer, batches)
         self.close()
@@ -258,6 +258,7 @@ class Fit:
         self._arrange(epoch)
         self._begun = source, epoch
         self._progress.begin_epoch()
+        self.oom_handler.begin_epoch()
         self.gradients.begin_epoch(self._fed_at_most, known=not source.counted_later)
         # Ranks count their pieces together where one of them has a limit, so all have one.
         if source.cut_in_step and (source.may_grow or self._cuts(epoch) or source.world_size > 1):

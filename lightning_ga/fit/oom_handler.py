@@ -177,6 +177,11 @@ class OomHandler:
         if wrap is not None:
             closures.intercept_closures(trainer, wrap)
 
+    def begin_epoch(self) -> None:
+        """Look through the module again: parts may have been added."""
+        if self._steps is not None:
+            self._steps.begin_epoch()
+
     def expect(self, samples: int | None) -> None:
         """Say how many samples the next micro-batch should hold, if that is known."""
         if self._steps is not None:

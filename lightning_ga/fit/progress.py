@@ -45,11 +45,6 @@ class Progress:
         """Return the samples of an epoch that optimizer steps have used, over all ranks."""
         return self._position.samples_done if epoch == self._position.epoch else 0
 
-    def epoch_batches(self, source: TrainingSource) -> int | None:
-        """Return the batches of the recipe in the epoch, on one rank; ``None`` for a stream."""
-        total = source.total(self._position.epoch)
-        return None if total is None or source.length is None else source.recipe_batches(total)
-
     def take_over(self, source: TrainingSource, recipe_factor: int) -> bool:
         """Take the place over from a restored loop; return whether it is within the epoch that goes on.
 
@@ -70,7 +65,7 @@ class Progress:
         """Count the recipe's batches on where one epoch follows another."""
         if epoch == self._position.epoch:
             return
-        passed = self.epoch_batches(source)
+        passed = source.epoch_batches
         if passed is None:  # a stream: as many as it turned out to hold
             passed = source.recipe_batches(self._position.samples_done // source.sharded_ranks)
         before = self._position.batches_before + passed * (epoch - self._position.epoch)
@@ -114,4 +109,4 @@ class Progress:
     def _schedule_validation(self, source: TrainingSource, index: int) -> None:
         offset = self._position.batches_before if self._trainer.check_val_every_n_epoch is None else 0
         before, after = (offset + source.batches_after(i) for i in (index - 1, index))
-        intervals.validate_when_due(self._trainer, before, after, self.epoch_batches(source))
+        intervals.validate_when_due(self._trainer, before, after, source.epoch_batches)

@@ -18,8 +18,9 @@ from torch.utils.data import Sampler
 from lightning_ga.loading.permutation import Permutation
 from lightning_ga.memory.live_tensors import uncounted
 from lightning_ga.plan.windows import Chunk, EpochPlan
-from lightning_ga.snapshot.state import generator_state, is_generator, restore_generator
+from lightning_ga.snapshot.random_numbers import generator_state, is_generator, restore_generator
 
+_FEW = 64  # micro-batches
 _SEEDS = 2**63  # torch.Generator takes seeds of 64 bits
 # The largest epoch whose order is written down, in 512 MiB and a few seconds on every rank. Beyond it both would
 # hold the training up.
@@ -164,6 +165,7 @@ class WindowBatchSampler(Sampler[list[Any]]):
         self.epoch = 0
         self.plan: EpochPlan | None = None
         self.enabled = False
+        self._chunks_known: dict[int, Chunk] = {}  # a few: each is asked for several times
 
     @property
     def sampler(self) -> "WindowBatchSampler":
@@ -176,7 +178,7 @@ class WindowBatchSampler(Sampler[list[Any]]):
 
     def arrange(self, epoch: int, plan: EpochPlan, *, enabled: bool) -> None:
         """Cut an epoch; the next iteration yields its micro-batches, if that is ``enabled``."""
-        self.epoch, self.plan, self.enabled = epoch, plan, enabled
+        self.epoch, self.plan, self.enabled, self._chunks_known = epoch, plan, enabled, {}
 
     def __len__(self) -> int:
         length = self.plan.length if self.plan else None
@@ -203,8 +205,12 @@ class WindowBatchSampler(Sampler[list[Any]]):
 
     def chunk(self, index: int) -> Chunk:
         """The ``index``-th micro-batch of the epoch on this rank."""
-        assert self.plan is not None
-        return self.plan.chunk(index, self.share)
+        if index not in self._chunks_known:
+            assert self.plan is not None
+            if len(self._chunks_known) >= _FEW:
+                self._chunks_known.clear()
+            self._chunks_known[index] = self.plan.chunk(index, self.share)
+        return self._chunks_known[index]
 
     def _chunks(self, plan: EpochPlan) -> Iterator[list[Any]]:
         if self._draws:

@@ -94,7 +94,8 @@ class KnownWindow:
 
     def trained(self) -> "KnownWindow":
         """Note that the backward pass has been reached; steps that return ``None`` do not reach it."""
-        return replace(self, reached=self.reached + self.pending, pending=0.0)
+        reached = self.reached + self.pending
+        return KnownWindow(self.world_size, self.weight, self.share, self.window, self.seen, reached, self.count)
 
     def close(self, factor: int) -> tuple[float, "KnownWindow"]:
         """Return the scale of the window's gradients, and the record for the next window.

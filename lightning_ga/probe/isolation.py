@@ -8,14 +8,14 @@ import torch
 
 from lightning_ga.compat import patching, transfer, trial_steps
 from lightning_ga.memory.live_tensors import uncounted
-from lightning_ga.snapshot.attempt import AttemptState
+from lightning_ga.snapshot.attempt import AttemptSnapshot
 from lightning_ga.snapshot.contents import ObjectState
+from lightning_ga.snapshot.random_numbers import RandomState
 from lightning_ga.snapshot.state import (
     Attributes,
     Gradients,
     OptimizerState,
     PlainState,
-    RandomState,
     TensorValues,
 )
 
@@ -78,14 +78,14 @@ def hooks_apart(trainer: Any) -> Iterator[None]:
 def _kept_apart(trainer: Any) -> Iterator[None]:
     module, random_state = trainer.lightning_module, RandomState()
     plain = PlainState(list(module.modules()), [trainer, trainer.strategy, trainer.datamodule])
-    tensors = AttemptState(module)
-    tensors.keep(None)
+    tensors = AttemptSnapshot(module)
+    tensors.take(None)
     plain.swap_in_copies()
     try:
         yield
     finally:
         plain.restore()
-        tensors.put_back()
+        tensors.restore()
         random_state.restore()
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from lightning_ga.snapshot.state import is_writable
+from lightning_ga.snapshot.copies import is_writable
 
 WORD = 8  # bytes that are added up as one integer
 
