@@ -1,9 +1,11 @@
 """Try to run something on a device, and undo it where memory runs out."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+
+from torch.utils.hooks import RemovableHandle
 
 from lightning_ga.compat import agreement, ranks
 from lightning_ga.errors import UserError
@@ -46,6 +48,7 @@ class AttemptRunner:
         self._undecided: set[str] = set()
         self._last_failures: dict[str, Exception] = {}  # by stage
         self._state: AttemptSnapshot | None = None
+        self._noting: RemovableHandle | None = None  # the steps of optimizers within attempts
 
     @property
     def policy(self) -> RetryPolicy:
@@ -66,10 +69,19 @@ class AttemptRunner:
 
     def begin_training(self, policy: RetryPolicy) -> None:
         """Take over the policy of training."""
+        self.end_training()
         self.read_module()
         self._policy = policy
+        if policy.retries:
+            self._noting = self.state.weights.note_steps()
         self._lockstep |= {"training"} if policy.lockstep else set()
         self._undecided = {"training"} if policy.undecided else set()
+
+    def end_training(self) -> None:
+        """Note no more steps of optimizers."""
+        if self._noting is not None:
+            self._noting.remove()
+        self._noting = None
 
     def read_module(self) -> None:
         """Look at the module anew: its buffers and metrics are other objects once it has been moved."""
@@ -134,8 +146,7 @@ class AttemptRunner:
         """
         before = self._collectives()
         try:
-            with self.state.weights.note_steps() if self._policy.retries else nullcontext():
-                return Attempt(run())
+            return Attempt(run())
         except Exception as error:
             if not self._acts_upon(error):
                 raise

@@ -1,7 +1,7 @@
 """The closures of automatic optimization, run whole or in pieces."""
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -203,17 +203,16 @@ class _Pass:
         self._passes.failed(self._piece, self._before.gradients.restore())
         return "gradients of parameters that were made within an epoch" if steps.new_gradients() else None
 
-    @contextmanager
-    def _context(self, part: Any) -> Iterator[None]:
+    def _context(self, part: Any) -> AbstractContextManager[Any]:
         """Return a context in which the backward pass weighs what it should, and reduces if it should."""
         steps, piece = self._passes.steps, self._piece
-        with ExitStack() as stack:
-            if steps.retrier.policy.by_hand or (piece is not None and not piece.is_last):
-                stack.enter_context(closures.accumulating(steps.trainer))
-            if piece is not None:
-                stack.enter_context(steps.gradients.weighing_a_part(self._passes.share(part, piece)))
-                stack.enter_context(left_alone(self._passes.complete_for(piece)))
-            yield
+        stack = ExitStack()
+        if steps.retrier.policy.by_hand or (piece is not None and not piece.is_last):
+            stack.enter_context(closures.accumulating(steps.trainer))
+        if piece is not None:
+            stack.enter_context(steps.gradients.weighing_a_part(self._passes.share(part, piece)))
+            stack.enter_context(left_alone(self._passes.complete_for(piece)))
+        return stack
 
 
 @dataclass(slots=True)

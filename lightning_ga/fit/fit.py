@@ -211,9 +211,10 @@ class Fit:
 
     def advance(self) -> None:
         """Keep the place after a micro-batch, and lower the limit where the allocator struggles."""
-        if loops.window_is_over(self.trainer):
+        over = loops.window_is_over(self.trainer)
+        if over:
             self.oom_handler.after_window(self._limit.micro_batch or 1)
-        self._progress.advance(self.source)
+        self._progress.advance(self.source, window_is_over=over)
 
     def close(self) -> None:
         """Give model, schedules, loops and device back what they had."""

@@ -201,6 +201,7 @@ class OomHandler:
     def stop_training(self) -> None:
         """Give the training loop its own ways back."""
         closures.release_closures(self._trainer)
+        self._retrier.attempts.end_training()
         self._release_step()
 
     def stop(self) -> None:

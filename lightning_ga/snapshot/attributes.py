@@ -17,7 +17,10 @@ from lightning_ga.snapshot.copies import SmallCopies, is_small, is_writable
 from lightning_ga.snapshot.random_numbers import GENERATORS, generator_state, restore_generator
 
 FEW = 64  # tensors of a list that are copied before every attempt
-_TABLES = vars(LightningModule()).keys()  # what Lightning and nn.Module keep of themselves: modes, tables, hooks
+_TABLES = {
+    *vars(LightningModule()),
+    "_hparams",
+}  # what Lightning and nn.Module keep of themselves: modes, tables, hooks
 
 
 class AttributeSnapshot:

@@ -42,11 +42,12 @@ class SmallCopies:
         for group in self._groups:
             yield from group.copies
 
-    @torch.no_grad()
     def take(self) -> None:
         """Copy the values."""
-        for group in self._groups:
-            group.take()
+        if self._groups:
+            with torch.no_grad():
+                for group in self._groups:
+                    group.take()
 
     @torch.no_grad()
     def restore(self) -> None:

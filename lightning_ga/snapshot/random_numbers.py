@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-_WORDS = 624  # of a Mersenne Twister
 
 
 def is_generator(value: object) -> bool:
@@ -80,57 +79,66 @@ class RandomState:
 class _GlobalGenerator:
     """A global Mersenne Twister, whose state is read in full only where its memory shows that it has drawn.
 
-    Reading in full takes up to a tenth of a millisecond, as each of 624 words becomes an object.
+    Reading in full takes up to a tenth of a millisecond, as each of 624 words becomes an object. Each
+    draw moves the position; where that has gone round, all words have changed.
 
     Args:
         read: Returns the full state.
-        memory: Returns the bytes that drawing changes.
-        words: Returns the words and the position that a full state holds, to compare these bytes with.
-        spare: Returns the second value of a pair of normal ones that is kept for the next call.
+        memory: Returns the position and some words.
+        expected: Returns what this should be in a full state, to compare it with.
+        spare: Returns whether the second value of a pair of normal ones is kept for the next call.
     """
 
     def __init__(
         self,
         read: Callable[[], Any],
         memory: Callable[[], bytes],
-        words: Callable[[Any], tuple[int, ...]],
-        spare: Callable[[Any], Any],
+        expected: Callable[[Any], tuple[int, ...]],
+        spare: Callable[[Any], bool],
     ) -> None:
         self._read, self._memory, self._spare = read, memory, spare
         self._state = read()
-        self._seen: bytes | None = memory() if _can_be_read(memory, words(self._state)) else None
+        self._known = _can_be_read(memory, expected(self._state))
+        self._seen = b""
 
     def state(self) -> Any:
         """Return the full state."""
-        if self._seen is None:
-            return self._read()
-        seen = self._memory()
-        if seen != self._seen or self._spare(self._state):  # taking a spare value leaves no trace in memory
+        seen = self._memory() if self._known else b""
+        if not seen or seen != self._seen or self._spare(self._state):  # a spare value leaves no trace in memory
             self._state, self._seen = self._read(), seen
         return self._state
 
 
-def _can_be_read(memory: Callable[[], bytes], words: tuple[int, ...]) -> bool:
+def _can_be_read(memory: Callable[[], bytes], expected: tuple[int, ...]) -> bool:
     """Return whether the memory is laid out as expected."""
     try:
-        return sorted(struct.unpack(f"{_WORDS + 1}I", memory())) == sorted(words)
+        return struct.unpack(f"{_SOME + 1}I", memory()) == expected
     except Exception:
         return False
 
 
 def _memory_of_python() -> bytes:
-    """Return index and words of Python's generator (``Modules/_randommodule.c`` of CPython 3.11 to 3.13)."""
-    generator = random.random.__self__  # type: ignore[attr-defined]
-    return ctypes.string_at(id(generator) + object.__basicsize__, 4 * (_WORDS + 1))
+    """Return the position and the first words (``Modules/_randommodule.c`` of CPython 3.11 to 3.13)."""
+    return ctypes.string_at(_PYTHON + object.__basicsize__, 4 * (_SOME + 1))
 
 
 def _memory_of_numpy() -> bytes:
-    """Return words and position of NumPy's generator (``numpy/random/src/mt19937/mt19937.h`` of NumPy 1.26 and 2)."""
+    """Return the last words and the position (``numpy/random/src/mt19937/mt19937.h`` of NumPy 1.26 and 2)."""
     generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
-    return ctypes.string_at(generator.ctypes.state_address, 4 * (_WORDS + 1))
+    return ctypes.string_at(generator.ctypes.state_address + 4 * (_WORDS - _SOME), 4 * (_SOME + 1))
 
 
-_python = _GlobalGenerator(random.getstate, _memory_of_python, words=lambda s: s[1], spare=lambda s: s[2] is not None)
+_WORDS, _SOME = 624, 16
+_PYTHON = id(random.random.__self__)  # type: ignore[attr-defined]
+_python = _GlobalGenerator(
+    random.getstate,
+    _memory_of_python,
+    expected=lambda state: (state[1][-1], *state[1][:_SOME]),
+    spare=lambda state: state[2] is not None,
+)
 _numpy = _GlobalGenerator(
-    np.random.get_state, _memory_of_numpy, words=lambda s: (*s[1].tolist(), s[2]), spare=lambda s: s[3]
+    np.random.get_state,
+    _memory_of_numpy,
+    expected=lambda state: (*state[1][-_SOME:].tolist(), state[2]),
+    spare=lambda state: bool(state[3]),
 )

@@ -44,7 +44,7 @@ class WeightSnapshot:
         return self._copies.tensors()
 
     def note_steps(self) -> RemovableHandle:
-        """Note the optimizers that step within an attempt, until the handle is removed."""
+        """Note the optimizers that step after the last ``take``, until the handle is removed."""
         stepped = self._stepped
         return register_optimizer_step_pre_hook(lambda optimizer, *_: stepped.add(type(optimizer).__name__))
 
