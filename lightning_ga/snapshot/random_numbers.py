@@ -77,68 +77,75 @@ class RandomState:
 
 
 class _GlobalGenerator:
-    """A global Mersenne Twister, whose state is read in full only where its memory shows that it has drawn.
+    """A global Mersenne Twister, whose state is read in full only where its memory shows another one.
 
     Reading in full takes up to a tenth of a millisecond, as each of 624 words becomes an object. Each
     draw moves the position; where that has gone round, all words have changed.
 
     Args:
         read: Returns the full state.
-        memory: Returns the position and some words.
+        look: Returns the position, some words, and the second value of a pair of normal ones, if one is kept.
         expected: Returns what this should be in a full state, to compare it with.
-        spare: Returns whether the second value of a pair of normal ones is kept for the next call.
     """
 
-    def __init__(
-        self,
-        read: Callable[[], Any],
-        memory: Callable[[], bytes],
-        expected: Callable[[Any], tuple[int, ...]],
-        spare: Callable[[Any], bool],
-    ) -> None:
-        self._read, self._memory, self._spare = read, memory, spare
-        self._state = read()
-        self._known = _can_be_read(memory, expected(self._state))
-        self._seen = b""
+    def __init__(self, read: Callable[[], Any], look: Callable[[], Any], expected: Callable[[Any], Any]) -> None:
+        self._read, self._look = read, look
+        self._state, self._seen = read(), None
+        self._known = _is_as_expected(look, expected(self._state))
 
     def state(self) -> Any:
         """Return the full state."""
-        seen = self._memory() if self._known else b""
-        if not seen or seen != self._seen or self._spare(self._state):  # a spare value leaves no trace in memory
+        if not self._known:
+            return self._read()
+        seen = self._look()
+        if seen != self._seen:
             self._state, self._seen = self._read(), seen
         return self._state
 
 
-def _can_be_read(memory: Callable[[], bytes], expected: tuple[int, ...]) -> bool:
-    """Return whether the memory is laid out as expected."""
+def _is_as_expected(look: Callable[[], Any], expected: Any) -> bool:
+    """Return whether the memory is laid out as it is here."""
     try:
-        return struct.unpack(f"{_SOME + 1}I", memory()) == expected
+        return bool(look() == expected)
     except Exception:
         return False
 
 
-def _memory_of_python() -> bytes:
-    """Return the position and the first words (``Modules/_randommodule.c`` of CPython 3.11 to 3.13)."""
-    return ctypes.string_at(_PYTHON + object.__basicsize__, 4 * (_SOME + 1))
-
-
-def _memory_of_numpy() -> bytes:
-    """Return the last words and the position (``numpy/random/src/mt19937/mt19937.h`` of NumPy 1.26 and 2)."""
-    generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
-    return ctypes.string_at(generator.ctypes.state_address + 4 * (_WORDS - _SOME), 4 * (_SOME + 1))
-
-
 _WORDS, _SOME = 624, 16
-_PYTHON = id(random.random.__self__)  # type: ignore[attr-defined]
+_PYTHON: Any = random.random.__self__  # type: ignore[attr-defined]
+_NUMPY: Any = np.random.get_state.__self__  # type: ignore[attr-defined]
+
+
+def _look_at_python() -> tuple[bytes, float | None]:
+    """Look at position and first words (``Modules/_randommodule.c`` of CPython 3.11 to 3.13)."""
+    return ctypes.string_at(id(_PYTHON) + object.__basicsize__, 4 * (_SOME + 1)), _PYTHON.gauss_next
+
+
+def _look_at_numpy() -> tuple[bytes, bytes]:
+    """Look at last words and position (``numpy/random/src/mt19937/mt19937.h`` of NumPy 1.26 and 2)."""
+    memory = np.random.get_bit_generator().ctypes.state_address  # type: ignore[attr-defined]
+    return ctypes.string_at(memory + 4 * (_WORDS - _SOME), 4 * (_SOME + 1)), ctypes.string_at(id(_NUMPY) + _GAUSS, 8)
+
+
+def _place_of_gauss() -> int:
+    """Find where NumPy's ``RandomState`` keeps the second value of a pair, which is 0 once that has been drawn."""
+    generator = np.random.RandomState(0)
+    generator.randn()
+    state: Any = generator.get_state()
+    kept = struct.pack("d", state[4])
+    place = ctypes.string_at(id(generator), np.random.RandomState.__basicsize__).find(kept)
+    generator.randn()
+    return place if place > 0 and ctypes.string_at(id(generator) + place, 8) == bytes(8) else 0
+
+
+_GAUSS = _place_of_gauss()
 _python = _GlobalGenerator(
     random.getstate,
-    _memory_of_python,
-    expected=lambda state: (state[1][-1], *state[1][:_SOME]),
-    spare=lambda state: state[2] is not None,
+    _look_at_python,
+    lambda state: (struct.pack(f"{_SOME + 1}I", state[1][-1], *state[1][:_SOME]), state[2]),
 )
 _numpy = _GlobalGenerator(
     np.random.get_state,
-    _memory_of_numpy,
-    expected=lambda state: (*state[1][-_SOME:].tolist(), state[2]),
-    spare=lambda state: bool(state[3]),
+    _look_at_numpy,
+    lambda state: (struct.pack(f"{_SOME + 1}I", *state[1][-_SOME:], state[2]), struct.pack("d", state[4])),
 )
