@@ -57,6 +57,10 @@ class AllocatorMeter:
         self._backend.synchronize(self.device)
         return int(self._backend.max_memory_allocated(self.device)), self.troubles() == self._before
 
+    def reserved_peak(self) -> int:
+        """Most bytes that the allocator held at once since ``start``: what a budget has to leave for the step."""
+        return int(self._backend.max_memory_reserved(self.device))
+
     def trace(self, samples: int) -> MemoryTrace | None:
         """The recorded step in the allocator's own events; ``None`` where it keeps no history."""
         return None if self._history is None else self._history.trace(samples)

@@ -22,7 +22,7 @@ from lightning_ga.snapshot.state import (
 
 @contextmanager
 def isolated(trainer: Any, stand_ins: Mapping[int, Any] | None = None) -> Iterator[Callable[[], None]]:
-    """Within, trial steps may run, and the yielded function puts back all they changed; so does the end.
+    """Let trial steps run as a context; the yielded function puts back all they changed, and so does the end.
 
     Args:
         trainer: The Trainer.
@@ -65,7 +65,7 @@ def isolated(trainer: Any, stand_ins: Mapping[int, Any] | None = None) -> Iterat
 
 @contextmanager
 def hooks_apart(trainer: Any) -> Iterator[None]:
-    """Within, hooks of batches may be called aside from training: what they change is put back."""
+    """Let hooks of batches be called apart from training, as a context: what they change is put back."""
     profiler, trainer.profiler = trainer.profiler, patching.sibling(trainer, "profilers").PassThroughProfiler()
     try:
         with _kept_apart(trainer) if transfer.hooks_see_batches(trainer) else nullcontext():
