@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 from lightning_ga.app.arguments import is_first_rank, options_first, rank_overrides, typed_targets
 from lightning_ga.app.composed import checked_composition
 from lightning_ga.app.errors import chain, explain, is_expected
-from lightning_ga.app.interrupts import Interrupted, sigterm_interrupts
+from lightning_ga.app.interrupts import Interrupted, sigterm_ends
 from lightning_ga.app.terminal import printable_everywhere
 from lightning_ga.app.values import check_values, resolved
 from lightning_ga.errors import RankError, UserError
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"lightning_ga {version('lightning_ga')}")
         return
     try:
-        with sigterm_interrupts():
+        with sigterm_ends():
             run_hydra(arguments, show_traceback)
     except ReportedError:
         raise SystemExit(1) from None

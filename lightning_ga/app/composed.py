@@ -23,6 +23,11 @@ LOGGING = (
 STREAMS = ("ext://sys.stdout", "ext://sys.stderr")
 PLUGINS = ("hydra._internal.core_plugins.", "hydra_plugins.", "optuna.samplers.")
 IN_FOLDER = re.compile(r"\$\{hydra\.runtime\.output_dir\}(/|\$\{hydra\.job\.name\}|[\w.-])*")
+PLAIN_SECTIONS = {
+    "paths": ("data_dir", "output_root", "sweep_root", "output_dir"),
+    "precision": ("trainer", "float32_matmul"),
+}
+"""Sections that build nothing, with all keys that are read."""
 GLOBAL = ("experiment", "debug")  # groups whose files are written from the top of the configuration
 
 
@@ -63,6 +68,9 @@ def check_keys(content: Mapping[str, Any], known: Sequence[str]) -> None:
                 f"The file chosen by {group}=… does not begin with the line '# @package _global_', so that its keys "
                 f"({', '.join(content[group])}) would be read by nothing: add that line."
             )
+    for section, names in PLAIN_SECTIONS.items():
+        for name in (content.get(section) or {}).keys() - names:
+            raise UserError(f"A configuration file sets {section}.{name}, which nothing reads: {', '.join(names)} are.")
     for key in content.keys() - set(known):
         if not is_referred_to(key, content):
             nearest = get_close_matches(key, known, n=1)

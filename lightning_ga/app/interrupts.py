@@ -1,6 +1,8 @@
 """Ctrl-C and SIGTERM: the exit codes of the shell, and one sentence on what was saved and how to go on."""
 
+import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,21 +33,19 @@ class Interrupted(BaseException):
 
 
 @contextmanager
-def sigterm_interrupts() -> Iterator[None]:
-    """A context in which SIGTERM raises ``Interrupted``, as Ctrl-C raises ``KeyboardInterrupt``."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # signals cannot be handled here
-        return
+def sigterm_ends() -> Iterator[None]:
+    """A context in which SIGTERM ends the process at once, with a sentence: there is nothing to save yet.
 
-    def interrupt(*_: Any) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough: the way out must not be cut off
-        raise Interrupted(signal.SIGTERM)
+    An exception would not do: code that imports optional packages catches all that is raised there.
+    """
 
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
+    def end(*_: Any) -> None:
+        interrupted = Interrupted(signal.SIGTERM)
+        print(f"Error: {interrupted}", file=sys.stderr, flush=True)
+        os._exit(interrupted.code)
+
+    with sigterm_handled(end):
         yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager
@@ -57,13 +57,31 @@ def interruptions_told(outcome: Callable[[], str]) -> Iterator[None]:
     Args:
         outcome: Called after the end: what was saved, and how to go on.
     """
+
+    def interrupt(*_: Any) -> None:
+        raise Interrupted(signal.SIGTERM)
+
     try:
-        yield
+        with sigterm_handled(interrupt):
+            yield
     except (KeyboardInterrupt, Interrupted, SystemExit) as end:
         signum = signal_behind(end)
         if signum is None:
             raise
         raise Interrupted(signum, outcome()) from end
+
+
+@contextmanager
+def sigterm_handled(handler: Callable[..., None]) -> Iterator[None]:
+    """A context in which SIGTERM calls a function; threads other than the first cannot handle signals."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def signal_behind(end: BaseException) -> signal.Signals | None:

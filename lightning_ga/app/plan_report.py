@@ -8,6 +8,7 @@ from rich.console import Console
 
 from lightning_ga.app.plots import plot_probe
 from lightning_ga.app.report import plan_table, save_plan
+from lightning_ga.app.terminal import warn
 from lightning_ga.fit.exactness import Exactness
 from lightning_ga.plan.accumulation import AccumulationPlan
 from lightning_ga.plan.records import ProbeResult
@@ -39,8 +40,30 @@ class PlanReport(Callback):
             if records[1] is not None:
                 plot_probe(self.folder / "probe.png", records[1])
             Console(width=80).print(plan_table(*records, setting=describe_setting(trainer, pl_module)))
+            warn(beyond_the_data(records[0], training_samples(trainer)))
         if self.dry_run:
             trainer.fit_loop.epoch_loop.max_steps = trainer.global_step
+
+
+def training_samples(trainer: Trainer) -> int | None:
+    """Samples of the training set; nothing where it has no length."""
+    dataset: Any = getattr(trainer.train_dataloader, "dataset", None)
+    return len(dataset) if hasattr(dataset, "__len__") else None
+
+
+def beyond_the_data(plan: AccumulationPlan | None, samples: int | None) -> str | None:
+    """What is odd about an effective batch that is larger than the training set; nothing where it is not.
+
+    Examples:
+        >>> from lightning_ga.plan.accumulation import plan_accumulation
+        >>> beyond_the_data(plan_accumulation(64, micro_batch=8), 1000)
+    """
+    if plan is None or samples is None or plan.effective_batch_size <= samples:
+        return None
+    return (
+        f"The effective batch of {plan.effective_batch_size:,} samples is more than the {samples:,} of the training set: every "
+        "epoch is a single optimizer step over all of them, and a larger batch changes nothing."
+    )
 
 
 def describe_setting(trainer: Trainer, module: LightningModule) -> str:

@@ -19,6 +19,7 @@ INFORMATION = (  # Lightning's loggers; which one it uses depends on the order o
     "lightning.fabric.utilities.rank_zero",
     "lightning.pytorch.utilities.rank_zero",
     "pytorch_lightning.utilities.rank_zero",
+    "lightning.pytorch.trainer.connectors.signal_connector",
 )
 NOISE = (  # warnings about choices that this application makes on purpose
     r".*does not have many workers.*",

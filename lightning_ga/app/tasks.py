@@ -4,7 +4,6 @@ import functools
 import inspect
 import math
 import shlex
-import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -25,7 +24,7 @@ from lightning_ga.app.predictions import save_predictions
 from lightning_ga.app.progress import quiet_lightning
 from lightning_ga.app.report import counted, write_json
 from lightning_ga.app.scores import class_scores, save_scores, scores_text
-from lightning_ga.app.terminal import printed_to
+from lightning_ga.app.terminal import printed_to, warn
 from lightning_ga.app.values import Config
 from lightning_ga.errors import UserError
 from lightning_ga.probe.planned.device import planned_device
@@ -237,9 +236,3 @@ def told_if_not_finite(metrics: Metrics) -> str | None:
         "are no numbers. A lower optimizer.lr or trainer.gradient_clip_val=1 may help; "
         "+trainer.detect_anomaly=true shows where it began."
     )
-
-
-def warn(sentence: str | None) -> None:
-    """Print a warning beside the output; nothing where there is none."""
-    if sentence:
-        print(f"Warning: {sentence}", file=sys.stderr)

@@ -26,8 +26,7 @@ def printable_everywhere(*streams: Any) -> None:
     """Have signs that a terminal's encoding lacks replaced by those of ASCII, where printing them would fail."""
     for stream in streams:
         with suppress(AttributeError, ValueError, OSError):
-            if stream.errors == "strict" or stream.errors == "backslashreplace":
-                stream.reconfigure(errors="lightning_ga.ascii")
+            stream.reconfigure(errors="lightning_ga.ascii")
 
 
 class Tee(TextIOBase):
@@ -91,3 +90,9 @@ def keep_in_log(line: str) -> None:
     """Write a line to the log of what is printed, and not on the screen."""
     if isinstance(sys.stdout, Tee):
         sys.stdout.keep(f"{line}\n")
+
+
+def warn(sentence: str | None) -> None:
+    """Print a warning beside the output; nothing where there is none."""
+    if sentence:
+        print(f"Warning: {sentence}", file=sys.stderr)

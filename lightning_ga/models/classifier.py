@@ -54,10 +54,10 @@ class Classifier(LightningModule):
         self.make_optimizer = optimizer or torch.optim.Adam
         self.make_scheduler = lr_scheduler
         # A sync would be a collective on every micro-batch: rank 0 shows the curve of its own share.
-        self.window_loss = MeanMetric(sync_on_compute=False)
+        self.window_loss = MeanMetric(nan_strategy="disable", sync_on_compute=False)
         self.window_accuracy = MulticlassAccuracy(num_classes, average="micro", sync_on_compute=False)
-        self.epoch_loss = MeanMetric()
-        self.epoch_accuracy = MeanMetric()
+        self.epoch_loss = MeanMetric(nan_strategy="disable")
+        self.epoch_accuracy = MeanMetric(nan_strategy="disable")
         self.val_accuracy = MulticlassAccuracy(num_classes, average="micro")
         self.test_accuracy = MulticlassAccuracy(num_classes, average="micro")
         self.test_confusion = MulticlassConfusionMatrix(num_classes)
