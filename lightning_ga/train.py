@@ -8,7 +8,7 @@ when a job starts, so that all that needs no training answers at once.
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
@@ -23,8 +23,9 @@ from lightning_ga.app.arguments import is_first_rank, options_first, rank_overri
 from lightning_ga.app.composed import checked_composition
 from lightning_ga.app.errors import chain, explain, is_expected
 from lightning_ga.app.interrupts import Interrupted, sigterm_ends
+from lightning_ga.app.sweep import Job, done_before, report_sweep
 from lightning_ga.app.terminal import printable_everywhere
-from lightning_ga.app.values import check_values, resolved
+from lightning_ga.app.values import Config, check_values, resolved
 from lightning_ga.errors import RankError, UserError
 
 FULL_ERROR = "HYDRA_FULL_ERROR"  # set: Hydra raises errors instead of printing them
@@ -69,36 +70,75 @@ def main(argv: Sequence[str] | None = None) -> None:
 def run_hydra(arguments: Sequence[str], show_traceback: bool) -> None:
     """Let Hydra compose the configuration and call the job with it, once for each combination of a sweep."""
     refuse_rerun(arguments)
-    allow = typed_targets(arguments)
+    jobs = Jobs(arguments, show_traceback=show_traceback)
     given = [*arguments, *rank_overrides(arguments, os.environ)]
     program = hydra.main(version_base="1.3", config_path=str(config_folder()), config_name="train")
     with process_state(given), checked_composition(known_keys=top_level_keys(), typed=given):
-        program(make_job(arguments, allow, show_traceback))()
+        try:
+            program(jobs.run)()
+        finally:
+            jobs.report()
 
 
-def make_job(arguments: Sequence[str], allow: tuple[str, ...], show_traceback: bool) -> Callable[[DictConfig], object]:
-    """What Hydra calls with each configuration; it returns the optimized metric."""
+class Jobs:
+    """What Hydra calls with each configuration, and what came of it.
 
-    def job(cfg: DictConfig) -> float | None:
+    Args:
+        arguments: The command line.
+        show_traceback: Whether errors are raised rather than told.
+    """
+
+    def __init__(self, arguments: Sequence[str], *, show_traceback: bool) -> None:
+        self._arguments = arguments
+        self._allow = typed_targets(arguments)
+        self._show_traceback = show_traceback
+        self._done: list[Job] = []
+        self._sweep: tuple[Path, str] | None = None
+
+    def run(self, cfg: DictConfig) -> float | None:
+        """Check a configuration and do what it says.
+
+        Returns:
+            The optimized metric, for sweepers.
+        """
         # Processes that the job starts must not inherit what is meant for this Hydra.
         os.environ.pop(FULL_ERROR, None)
         try:
             config = resolved(cfg)
             check_values(config)
-            from lightning_ga.app.tasks import run_task  # imports torch: not before it is needed
-
-            return run_task(config, allow)
+            return self._run_checked(config) if HydraConfig.get().mode != RunMode.MULTIRUN else self._run_one_of(config)
         except Exception as error:
-            if show_traceback or not is_expected(error):
+            if self._show_traceback or not is_expected(error):
                 raise
             if HydraConfig.get().mode != RunMode.MULTIRUN:
-                fail(error, arguments)  # within the job: Hydra would add a line of its own
-            print_error(f"job {HydraConfig.get().job.num} ({HydraConfig.get().job.override_dirname}): {explain(error)}")
+                fail(error, self._arguments)  # within the job: Hydra would add a line of its own
+            hydra_job = HydraConfig.get().job
+            print_error(f"job {hydra_job.num} ({hydra_job.override_dirname}): {explain(error)}")
+            self._note(None, "failed")
             raise ReportedError from error
         finally:
             os.environ[FULL_ERROR] = "1"
 
-    return job
+    def _run_checked(self, config: Config) -> float | None:
+        from lightning_ga.app.tasks import run_task  # imports torch: not before it is needed
+
+        return run_task(config, self._allow)
+
+    def _run_one_of(self, config: Config) -> float | None:
+        self._sweep = Path(HydraConfig.get().sweep.dir), config["optimized_metric"]
+        before = done_before(Path(config["paths"]["output_dir"]), config)
+        value = self._run_checked(config) if before is None else before
+        self._note(value, "done" if before is None else "done before")
+        return value
+
+    def _note(self, value: float | None, outcome: str) -> None:
+        config = HydraConfig.get()
+        self._done.append(Job(config.job.num, tuple(config.overrides.task), value, outcome))
+
+    def report(self) -> None:
+        """Print the table of a sweep."""
+        if self._sweep is not None and len(self._done) > 1:
+            report_sweep(self._done, *self._sweep)
 
 
 def config_folder() -> Path:

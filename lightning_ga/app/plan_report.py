@@ -61,8 +61,8 @@ def beyond_the_data(plan: AccumulationPlan | None, samples: int | None) -> str |
     if plan is None or samples is None or plan.effective_batch_size <= samples:
         return None
     return (
-        f"The effective batch of {plan.effective_batch_size:,} samples is more than the {samples:,} of the training set: every "
-        "epoch is a single optimizer step over all of them, and a larger batch changes nothing."
+        f"The effective batch of {plan.effective_batch_size:,} samples is above the {samples:,} of the training set: "
+        "every epoch is a single optimizer step over all of them, and a larger batch changes nothing."
     )
 
 

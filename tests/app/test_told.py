@@ -56,7 +56,7 @@ def test_an_effective_batch_above_the_data_is_told(command):
     """Every epoch is one step."""
     run = command(*TINY, "accumulate.effective_batch_size=1e4", "accumulate.verify=false", "dry_run=true")
     assert run.code == 0, run.err
-    assert "Warning: The effective batch of 10,000 samples is more than the 1,293 of the training set" in run.err
+    assert "Warning: The effective batch of 10,000 samples is above the 1,293 of the training set" in run.err
 
 
 def test_a_result_that_is_no_number_is_told(command):

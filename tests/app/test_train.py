@@ -352,6 +352,26 @@ def test_a_sweep_runs_every_combination(command):
     run = command("-m", *TINY, "seed=1,2", "hydra.sweep.dir=multirun")
     assert run.code == 0, run.err
     assert [Path(f"multirun/{job}/plan.json").is_file() for job in (0, 1)] == [True, True]
+    lines = run.out.splitlines()
+    (first,) = [place for place, line in enumerate(lines) if line.startswith("job  val/acc")]
+    assert sorted(line.split()[-1] for line in lines[first + 1 : first + 3]) == ["seed=1", "seed=2"]
+    with Path("multirun/sweep.csv").open() as file:
+        assert sorted(row["job"] for row in csv.DictReader(file)) == ["0", "1"]
+
+
+def test_a_sweep_goes_on_where_it_ended(command):
+    """Jobs that are done are not run again; those with another configuration are."""
+    first = command("-m", *TINY, "seed=1,2", "hydra.sweep.dir=multirun")
+    stamp = Path("multirun/1/result.json").stat().st_mtime_ns
+    Path("multirun/0/result.json").unlink()
+    again = command("-m", *TINY, "seed=1,2", "hydra.sweep.dir=multirun")
+    assert (first.code, again.code) == (0, 0)
+    assert Path("multirun/0/result.json").is_file()
+    assert Path("multirun/1/result.json").stat().st_mtime_ns == stamp
+    assert first.out.splitlines()[-4:-1] == again.out.splitlines()[-4:-1]
+    other = command("-m", *TINY, "optimizer.lr=0.01", "seed=1,2", "hydra.sweep.dir=multirun")
+    assert other.code == 0
+    assert Path("multirun/1/result.json").stat().st_mtime_ns != stamp
 
 
 def test_a_failed_job_of_a_sweep_is_named(command):
@@ -360,6 +380,8 @@ def test_a_failed_job_of_a_sweep_is_named(command):
     assert run.code == 1
     assert "Error: job 0 (" in run.err
     assert "data=cifar10" in run.err
+    assert "  0  failed" in run.out
+    assert "add hydra.sweep.dir=multirun to the same command line" in run.out
     assert Path("multirun/1/result.json").is_file()
 
 
