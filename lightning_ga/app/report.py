@@ -1,6 +1,7 @@
 """The plan in words: its table before the first step, and its JSON. Made from frozen records alone."""
 
 import json
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -218,6 +219,15 @@ def save_plan(
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Indented JSON; the folder is made if needed."""
+    """Indented JSON, with null for numbers that are not finite, which JSON lacks; the folder is made if needed."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(finite(content), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def finite(content: Any) -> Any:
+    """The content with null for numbers that are not finite."""
+    if isinstance(content, dict):
+        return {key: finite(value) for key, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [finite(value) for value in content]
+    return None if isinstance(content, float) and not math.isfinite(content) else content
