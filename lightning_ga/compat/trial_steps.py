@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 from lightning_ga.compat import patching
 from lightning_ga.snapshot.state import Attributes
 
@@ -130,12 +132,27 @@ def backward_only(trainer: Any, batch: Any) -> None:
 
 
 def accumulate_only(
-    trainer: Any, batch: Any, batch_idx: int, observe: Callable[[], None], *, begins: bool = True, ends: bool = True
+    trainer: Any,
+    batch: Any,
+    batch_idx: int,
+    observe: Callable[[], None],
+    *,
+    begins: bool = True,
+    ends: bool = True,
+    weight: float = 1.0,
 ) -> None:
     """Forward and backward of one micro-batch of a window, the first of which has gradients zeroed; nothing steps.
 
-    To be called after ``enter_trial``. Where it begins or ends a batch of the loop, the module's hooks of that run,
-    too; ``observe`` is called between them, before and after the step.
+    To be called after ``enter_trial``.
+
+    Args:
+        trainer: The Trainer.
+        batch: The micro-batch, on the device.
+        batch_idx: Which of the window it is.
+        observe: Called before and after the step, within the hooks of the loop.
+        begins: Whether it begins a batch of the loop, so that the module's hook of that runs.
+        ends: Whether it ends one.
+        weight: What its backward signal is multiplied by.
     """
     loop = trainer.fit_loop.epoch_loop
     trainer.accumulate_grad_batches = 4
@@ -146,11 +163,30 @@ def accumulate_only(
             call_module_hook(trainer, "on_train_batch_start", batch, batch_idx)
         observe()
         kwargs = loop._build_kwargs(OrderedDict(), batch, batch_idx if begins else 0)
-        outputs = loop.automatic_optimization.run(trainer.optimizers[0], batch_idx, kwargs)
+        with _weighing(trainer, weight):
+            outputs = loop.automatic_optimization.run(trainer.optimizers[0], batch_idx, kwargs)
         observe()
         if ends:
             call_module_hook(trainer, "on_train_batch_end", outputs, batch, batch_idx)
     trainer._logger_connector.on_batch_end()
+
+
+@contextmanager
+def _weighing(trainer: Any, weight: float) -> Iterator[None]:
+    """Let backward passes weigh as much, where the callback does that in training (``on_before_backward``)."""
+    strategy = trainer.strategy
+    prepare = strategy.pre_backward
+
+    def pre_backward(loss: torch.Tensor) -> None:
+        if weight != 1.0 and loss.requires_grad:
+            loss.register_hook(lambda gradient: gradient * weight)  # type: ignore[no-untyped-call]
+        prepare(loss)
+
+    patching.shadow(strategy, "pre_backward", pre_backward)
+    try:
+        yield
+    finally:
+        patching.unshadow(strategy, "pre_backward")
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """Try to run something on a device, and undo it where memory runs out."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -67,10 +67,11 @@ class AttemptRunner:
             self._state = AttemptSnapshot(self._trainer.lightning_module)
         return self._state
 
-    def begin_training(self, policy: RetryPolicy) -> None:
-        """Take over the policy of training."""
+    def begin_training(self, policy: RetryPolicy, changing: Collection[str]) -> None:
+        """Take over the policy of training, and what its steps are known to change."""
         self.end_training()
         self.read_module()
+        self.state.weights.expect(changing)
         self._policy = policy
         if policy.retries:
             self._noting = self.state.weights.note_steps()

@@ -76,6 +76,11 @@ class BatchResult:
     weights: tuple[float, ...] = ()
     refused: tuple[int, ...] = ()
 
+    @property
+    def skips_some(self) -> bool:
+        """Whether some pieces returned nothing, and others something."""
+        return len({result is None for result in self.results}) > 1
+
     def largest_that_fits(self) -> int:
         """Return the size of the largest piece below all that failed.
 

@@ -5,11 +5,13 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_ga.batch.merge import merge_outputs
 from lightning_ga.compat import closures, loops, ranks
+from lightning_ga.errors import ExactnessWarning
 from lightning_ga.fit.batch_task import BatchResult, BatchTask
 from lightning_ga.fit.oom_retry import OomRetrier
 from lightning_ga.fit.pieces import Piece
@@ -42,6 +44,7 @@ class MicroBatchClosures:
         self.trainer, self.retrier, self.gradients = trainer, retrier, gradients
         self._samples_again = samples_again
         self._expected: int | None = None
+        self._warned = False
         self._trained = closures.TrainedTensors(trainer)
         self._parameters = self._trained.now()
         self._repeated: list[Tensor] | None = None
@@ -54,6 +57,19 @@ class MicroBatchClosures:
     def closure(self, make: MakeClosure, kwargs: Any, optimizer: Optimizer, batch_idx: int) -> "MicroBatchClosure":
         """Return the closure of one micro-batch."""
         return MicroBatchClosure(self, lambda batch: make({**kwargs, "batch": batch}, optimizer, batch_idx), kwargs)
+
+    def evaluated_again(self) -> None:
+        """Warn once where an optimizer (SAM, say) evaluates a closure again that holds a part of the window."""
+        if self._warned or self.trainer.accumulate_grad_batches == 1:
+            return
+        self._warned = True
+        name = type(self.trainer.optimizers[0]).__name__
+        rank_zero_warn(
+            f"Accumulation is not exact: {name} evaluates its closure more than once a step, which holds only the last "
+            'micro-batch of the window. Use micro_batching="step" with accumulate_grad_batches=1, which make a window '
+            "of one batch.",
+            category=ExactnessWarning,
+        )
 
     def expect(self, samples: int | None) -> None:
         """Say how many samples the next micro-batch should hold, if that is known."""
@@ -101,9 +117,13 @@ class MicroBatchClosure:
     def __init__(self, steps: MicroBatchClosures, make: Callable[[Any], Any], kwargs: Any) -> None:
         self._steps, self._make, self._batch = steps, make, kwargs["batch"]
         self._result = _Result(None)
+        self._evaluated = False
 
     def __call__(self, *_: Any) -> Tensor | None:
         """Run the micro-batch; its loss as the loop divides it."""
+        if self._evaluated:
+            self._steps.evaluated_again()
+        self._evaluated = True
         passes = _Passes(self._steps, self._make, self._batch)
         self._result = _as_result(self._steps.run(self._batch, passes.attempt, passes.share))
         return self._result.loss

@@ -28,8 +28,9 @@ _MEANING: dict[Cause, str] = {
     "samples by themselves, or train in whole batches",
     "weighted": "the loss is a mean over something else than samples (tokens, nodes, class weights): give {counter}, "
     "so that micro-batches weigh what they count",
-    "stateful": "the step changes {tensors}, which the next micro-batch meets: that happens once for each micro-batch "
-    "now, not once a step; change it after the optimizer's step (in optimizer_step, after super().optimizer_step(…))",
+    "stateful": "the step, or a hook, changes {tensors}, which the next micro-batch meets: that happens once for each "
+    "micro-batch now, not once a step; change it after the optimizer's step (in optimizer_step, after "
+    "super().optimizer_step(…))",
     "random": "the step, or what makes and moves its batch, draws random numbers: two passes over one batch differ, "
     "so nothing can be measured, and accumulation is right on average",
     "uncuttable": "{reason}",
@@ -71,6 +72,18 @@ class Exactness:
         if self.cause == "stateful" and self.layers:
             meaning += f"; besides, BatchNorm layers ({_some(self.layers)}) see each micro-batch by itself"
         return meaning if self.relative_error is None else f"relative error {self.relative_error:.1e}: {meaning}"
+
+
+def found_to_change(found: Exactness | None, tensors: tuple[str, ...]) -> Exactness | None:
+    """Return the verdict after training has shown that something else than the step changes the model.
+
+    Args:
+        found: What was measured; ``None`` if nothing was.
+        tensors: What changes between two passes of a window, if anything.
+    """
+    if found is None or not tensors or found.cause in INEXACT:
+        return found
+    return replace(found, relative_error=None, cause="stateful", tensors=tensors)
 
 
 def splitting_sentence(found: Exactness | None) -> str:

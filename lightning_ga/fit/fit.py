@@ -6,22 +6,23 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.utils.data import IterableDataset
 
 from lightning_ga.batch.layout import LayoutError
 from lightning_ga.compat import agreement, dataloaders, intervals, loops
 from lightning_ga.compat import checkpoint as loop_state
 from lightning_ga.compat.step_counts import wrong_horizons
-from lightning_ga.errors import UserError
+from lightning_ga.errors import ExactnessWarning, UserError
 from lightning_ga.fit.batch_norm import Momenta
 from lightning_ga.fit.epochs import optimizer_steps, plan_epoch
-from lightning_ga.fit.exactness import INEXACT, Exactness, splitting_sentence, uncuttable
+from lightning_ga.fit.exactness import INEXACT, Exactness, found_to_change, splitting_sentence, uncuttable
 from lightning_ga.fit.limit import TrainingLimit
 from lightning_ga.fit.oom_handler import OomHandler, OomReporter, TrainingBatches
 from lightning_ga.fit.progress import Progress
 from lightning_ga.fit.verify import SAMPLES, Verdicts, measure_exactness, rounding
 from lightning_ga.fit.window_gradients import WindowGradients
+from lightning_ga.fit.window_watch import WindowWatch
 from lightning_ga.loading.prebatched import Batches, PrebatchedSource
 from lightning_ga.loading.reader import CollatedAgain, length_of_first
 from lightning_ga.loading.source import MicroBatchSource
@@ -63,6 +64,7 @@ class Fit:
         self._fed_at_most = 1  # samples of a batch as the loader yields it
         self._exactness: Exactness | None = None
         self._splitting: Exactness | None = None  # of batches that are cut in the step, be it after an error
+        self._watch = WindowWatch(trainer)
         self._momenta: Momenta | None = None
         self._begun: tuple[TrainingSource, int] | None = None  # what the loops were told of last
         self._frequencies: dict[int, int] = {}
@@ -74,7 +76,7 @@ class Fit:
         self._held = ExitStack()
         batches = TrainingBatches(
             source=lambda: self.source.batch_source,
-            verdict=lambda: splitting_sentence(self._splitting),
+            verdict=self._splitting_sentence,
             samples_again=lambda: self.source.samples_at(loops.micro_batch_index(trainer)),
             samples_of_next=self._samples_of_next,
         )
@@ -185,7 +187,8 @@ class Fit:
             self._momenta = Momenta(trainer.lightning_module)
             self._rescale_momenta()
         self._frequencies = self._frequencies_in_steps()
-        self.oom_handler.watch_training(self.gradients, cut_in_step=self.source.cut_in_step)
+        changing = {name for found in (self._exactness, self._splitting) if found is not None for name in found.tensors}
+        self.oom_handler.watch_training(self.gradients, cut_in_step=self.source.cut_in_step, changing=changing)
         self._held.callback(intervals.stop_only_unless(trainer, lambda: self._progress.within_batch))
         self._progress.resume(self.source, same_epoch=same_epoch)
         with self.source.seeded_as_before():
@@ -200,6 +203,7 @@ class Fit:
 
     def prepare(self, batch: Any) -> None:
         """Weigh the next micro-batch, and say whether schedules of the learning rate are due after it."""
+        self._tell_of_changes(self._watch.changed() if self._exactness is not None else ())
         chunk = self.source.chunk(loops.micro_batch_index(self.trainer))
         if self.gradients.counts_samples:
             samples = self._count(batch, chunk, on_host=self.oom_handler.on_host)
@@ -215,6 +219,7 @@ class Fit:
         if over:
             self.oom_handler.after_window(self._limit.micro_batch or 1)
         self._progress.advance(self.source, window_is_over=over)
+        self._tell_of_changes(self.oom_handler.weights_that_passes_change())
 
     def close(self) -> None:
         """Give model, schedules, loops and device back what they had."""
@@ -356,6 +361,19 @@ class Fit:
             verdict = uncuttable(rounding(self.trainer), str(why))
             verdicts = Verdicts(verdict, verdict)
         self._exactness, self._splitting = verdicts.training, verdicts.splitting
+
+    def _tell_of_changes(self, tensors: tuple[str, ...]) -> None:
+        """Warn once where training shows that not all passes of a window meet the same model."""
+        found = found_to_change(self._exactness, tensors)
+        if found is self._exactness or self._plan is None:
+            return
+        if self._plan.factor == 1 and (self.oom_handler.limit or self._fed_at_most) >= self._fed_at_most:
+            return
+        self._exactness = found
+        rank_zero_warn(f"Accumulation is not exact for this training, {found}.", category=ExactnessWarning)
+
+    def _splitting_sentence(self) -> str:
+        return splitting_sentence(found_to_change(self._splitting, self.oom_handler.weights_that_passes_change()))
 
     # --- records -------------------------------------------------------------------------------
 

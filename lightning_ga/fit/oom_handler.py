@@ -1,7 +1,7 @@
 """Install survival of out-of-memory errors in a Trainer, and take it out again."""
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -150,18 +150,19 @@ class OomHandler:
         """Guard evaluation, and the way of every batch to the device."""
         evaluation.intercept_evaluation(self._trainer, self._evaluate, self._retrier.move)
 
-    def watch_training(self, gradients: WindowGradients, *, cut_in_step: bool) -> None:
+    def watch_training(self, gradients: WindowGradients, *, cut_in_step: bool, changing: Collection[str]) -> None:
         """Guard training from here on.
 
         Args:
             gradients: The weights of the window.
             cut_in_step: Whether batches are cut in the step even if nothing fails.
+            changing: Names of what the step is known to change.
         """
         trainer, must_average = self._trainer, ranks.needs_averaging_by_hand(self._trainer)
         policy = training_policy(
             rank_facts(trainer), wanted=self._wanted, cut_in_step=cut_in_step, must_average=must_average
         )
-        self._retrier.attempts.begin_training(policy)
+        self._retrier.attempts.begin_training(policy, changing)
         if policy.by_hand:
             ranks.take_over(trainer)
         wrap: Callable[..., Any] | None = None
@@ -181,6 +182,10 @@ class OomHandler:
         """Look through the module again: parts may have been added."""
         if self._steps is not None:
             self._steps.begin_epoch()
+
+    def weights_that_passes_change(self) -> tuple[str, ...]:
+        """Return the names of weights that passes were seen to change, be it by a callback."""
+        return self._retrier.attempts.state.weights.changing if self._retrier.policy.retries else ()
 
     def expect(self, samples: int | None) -> None:
         """Say how many samples the next micro-batch should hold, if that is known."""

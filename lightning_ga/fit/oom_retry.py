@@ -22,6 +22,7 @@ from lightning_ga.fit.retry_policy import RetryPolicy
 from lightning_ga.loading.reader import BatchReader, BatchSource
 from lightning_ga.snapshot.random_numbers import RandomState
 
+_SKIPPED = "training_step returned None for some of the parts, which count as nothing; it saw each part by itself."
 _HOOKS_APART = "The hooks of its transfer saw the parts one by one; whether its result is the same was not measured."
 
 
@@ -179,6 +180,7 @@ class OomRetrier:
         fits, attempts = result.largest_that_fits(), self._attempts
         self.lower(stage, fits)
         apart = self.on_host and transfer.hooks_move_batches(self._trainer)
-        verdict = _HOOKS_APART if apart else self._verdict(stage)
+        skipped = stage == "training" and result.skips_some
+        verdict = _SKIPPED if skipped else _HOOKS_APART if apart else self._verdict(stage)
         step = self._trainer.global_step
         self._report(OomEvent(stage, step, min(result.refused), fits, attempts.memory(), verdict))

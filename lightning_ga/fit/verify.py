@@ -11,13 +11,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.data import DataLoader
-from torchmetrics import Metric
 
 from lightning_ga.batch.counters import fitting_counter
 from lightning_ga.batch.layout import LayoutError
@@ -26,7 +25,8 @@ from lightning_ga.batch.sizes import elements
 from lightning_ga.compat import patching, transfer, trial_steps
 from lightning_ga.fit.batch_norm import batch_norm_layers
 from lightning_ga.fit.deterministic import stop_dropping, without_dropout
-from lightning_ga.fit.exactness import INEXACT, Exactness, compare, distance, judge, uncuttable, unmeasured
+from lightning_ga.fit.exactness import INEXACT, Differences, Exactness, compare, distance, judge, uncuttable, unmeasured
+from lightning_ga.fit.window_watch import kept_buffers
 from lightning_ga.loading.reader import BatchReader
 from lightning_ga.loading.samples import collate_samples, fetch
 from lightning_ga.memory.live_tensors import uncounted
@@ -38,6 +38,9 @@ from lightning_ga.snapshot.random_numbers import RandomState, generators_of, res
 SAMPLES = 5  # parts of three and two: BatchNorm refuses one sample, and unequal parts show wrong weights
 MOVED = 1e-2  # how far weights are moved, relatively: a teacher of momentum 0.9999 follows by more than rounding
 CONSIDERED = 24  # samples that the measured ones are chosen from
+ACCUMULATED = (
+    "gradients of earlier micro-batches, or adds some by itself (a hook that writes to .grad, a second loss)",
+)
 _MOMENT = 0.3  # seconds to read them in
 _SMALL = 2**28  # bytes of parameters
 _SEEDS = 8  # further passes, where random numbers are drawn that did not show in the first
@@ -302,9 +305,15 @@ class _Check:
         counts = [self._items(part, size, cut=cut) for part, size in zip(parts, sizes)]
         if not all(number > 0 for number in counts):
             return unmeasured(self._tolerance, f"normalize counts {counts} in the parts of a batch")
-        share, ran = counts[0] / sum(counts), self._pass(parts, seed=1, of_one=cut, moved=cut and self._moves_whole)
-        with uncounted():
-            differences = compare(*whole.gradients, *ran.gradients, share=share)
+        share, run = (
+            counts[0] / sum(counts),
+            partial(self._pass, parts, seed=1, of_one=cut, moved=cut and self._moves_whole),
+        )
+        differences = _compared(whole, run(weights=(share, 1 - share)), share)
+        if not differences.error <= self._tolerance:  # in what way they differ shows without weights, each by itself
+            alone = _compared(whole, run(), share)
+            changed = changed or (ACCUMULATED if alone.error <= self._tolerance else ())
+            differences = differences if alone.error <= self._tolerance else alone
         noise = self._noise(whole, again)
         verdict = judge(
             differences,
@@ -348,7 +357,15 @@ class _Check:
     def _collate(self, samples: list[Any], seed: int = 0) -> Any:
         return transfer.before_transfer(self._trainer, collate_samples(self._loader, samples, len(samples), seed=seed))
 
-    def _pass(self, batches: Sequence[Any], *, seed: int, of_one: bool = False, moved: bool = False) -> _Passes:
+    def _pass(
+        self,
+        batches: Sequence[Any],
+        *,
+        seed: int,
+        of_one: bool = False,
+        moved: bool = False,
+        weights: Sequence[float] = (),
+    ) -> _Passes:
         """Run micro-batches one after the other, from the state that training begins with.
 
         Args:
@@ -356,6 +373,8 @@ class _Check:
             seed: Of the random numbers that they draw.
             of_one: Whether they are parts of one batch of the loop, whose hooks run once.
             moved: Whether they lie on the device.
+            weights: What they weigh where their gradients are accumulated, as in training; otherwise each begins
+                with none. What a micro-batch adds is told without its weight.
         """
         self._prepare()
         module = self._trainer.lightning_module
@@ -366,8 +385,9 @@ class _Check:
         states: list[dict[str, tuple[float, float]]] = []
         gradients: list[list[torch.Tensor]] = []
         for number, batch in enumerate(batches):
-            for parameter in module.parameters():
-                parameter.grad = None
+            if number == 0 or not weights:
+                for parameter in module.parameters():
+                    parameter.grad = None
             batch = _copied(batch)
             trial_steps.accumulate_only(
                 self._trainer,
@@ -376,11 +396,27 @@ class _Check:
                 lambda: states.append(_watched(module)),
                 begins=not of_one or number == 0,
                 ends=not of_one or number == len(batches) - 1,
+                weight=weights[number] if weights else 1.0,
             )
             self._steps += 1
             gradients.append([_on_host(gradient) for gradient in _gradients(module)])
         hooks, step = _changed(before, _watched(module)), _changed(*states[:2])
+        if weights:
+            gradients = _added(gradients, weights)
         return _Passes(gradients, hooks, step, not drawn.is_current())
+
+
+def _compared(whole: _Passes, parts: _Passes, share: float) -> Differences:
+    with uncounted():
+        return compare(*whole.gradients, *parts.gradients, share=share)
+
+
+def _added(accumulated: list[list[torch.Tensor]], weights: Sequence[float]) -> list[list[torch.Tensor]]:
+    """What each micro-batch has added, without its weight, of the gradients as they were after each."""
+    with uncounted():
+        first, *rest = accumulated
+        added = [first, *([now - then for then, now in zip(*pair)] for pair in zip(accumulated, rest))]
+        return [[gradient / weight for gradient in each] for each, weight in zip(added, weights)]
 
 
 def _changed(before: dict[str, Any], after: dict[str, Any]) -> tuple[str, ...]:
@@ -442,16 +478,8 @@ def _move_weights(module: torch.nn.Module) -> None:
 
 def _watched(module: torch.nn.Module) -> dict[str, tuple[float, float]]:
     """Sums over what a step should leave alone: buffers but for those of normalization, and untrained parameters."""
-    own = {
-        id(buffer)
-        for part in module.modules()
-        if isinstance(part, (_NormBase, Metric))
-        for buffer in part.buffers(recurse=False)
-    }
-    named = [
-        *((name, buffer) for name, buffer in module.named_buffers() if id(buffer) not in own),
-        *((name, parameter) for name, parameter in module.named_parameters() if not parameter.requires_grad),
-    ]
+    untrained = ((name, parameter) for name, parameter in module.named_parameters() if not parameter.requires_grad)
+    named = (*kept_buffers(module), *untrained)
     return {name: _sums(tensor) for name, tensor in named if tensor.layout is torch.strided and not tensor.is_nested}
 
 

@@ -3,7 +3,6 @@
 import math
 from typing import cast
 
-import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -12,7 +11,7 @@ def to_group_norm(module: nn.Module, groups: int = 32) -> nn.Module:
     """Replace every BatchNorm layer by a GroupNorm layer, in place, and return the module.
 
     GroupNorm normalizes each sample by itself, so that micro-batches give exactly the gradient of the
-    whole batch. Scale and shift are taken over; running statistics have no counterpart, so weights
+    whole batch. Scale and shift stay the parameters that they are; running statistics have no counterpart, so weights
     that were trained with BatchNorm need training again. Activations and dropout that timm fuses into
     its BatchNorm layers stay.
 
@@ -41,10 +40,7 @@ def _replacement(layer: _BatchNorm, groups: int) -> nn.Module:
     number = 1 if isinstance(layer, nn.BatchNorm1d) else math.gcd(groups, channels)
     norm = nn.GroupNorm(number, channels, eps=layer.eps, affine=layer.affine)
     if layer.affine:
-        norm = norm.to(layer.weight.device, layer.weight.dtype)
-        with torch.no_grad():
-            norm.weight.copy_(layer.weight)
-            norm.bias.copy_(layer.bias)
+        norm.weight, norm.bias = layer.weight, layer.bias  # frozen ones stay so
     norm.train(layer.training)
     # timm's BatchNormAct2d: normalization, dropout and activation in one layer.
     fused = [cast(nn.Module, getattr(layer, name)) for name in ("drop", "act") if hasattr(layer, name)]

@@ -34,6 +34,7 @@ class AttemptSnapshot:
         self.metrics = [part for part in module.modules() if isinstance(part, Metric)]
         self._attributes = AttributeSnapshot(module)
         self._batch = BatchSnapshot(None)
+        self._writes_batch = False  # without raising versions
         self._random = RandomState()
         self._states: list[MetricState] = []
 
@@ -46,7 +47,7 @@ class AttemptSnapshot:
     def take(self, batch: Any) -> None:
         """Remember everything as it is now, before an attempt at these samples."""
         self._random = RandomState()
-        self._batch = BatchSnapshot(batch)
+        self._batch = BatchSnapshot(batch, by_value=self._writes_batch or self.weights.is_learning)
         self.buffers.take()
         self.weights.take()
         self._attributes.take()
@@ -54,6 +55,7 @@ class AttemptSnapshot:
 
     def learn(self) -> None:
         """Note that an attempt went through: what changes in one shows."""
+        self._writes_batch = self._writes_batch or self._batch.changes_unseen()
         self.buffers.learn()
         self.weights.learn()
 

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_ga.batch.pytree import open_container
+from lightning_ga.snapshot.checksums import checksums, differ
 
 
 class BatchSnapshot:
@@ -15,12 +16,14 @@ class BatchSnapshot:
 
     Args:
         batch: Tensors in any structure.
+        by_value: Whether values are compared, too, as the step may change them without raising a version.
     """
 
-    def __init__(self, batch: Any) -> None:
+    def __init__(self, batch: Any, *, by_value: bool = False) -> None:
         self._containers: list[tuple[Any, Any]] = []
         self._tensors: list[tuple[str, Tensor, int]] = []
         self._take("batch", batch)
+        self._sums = self._checksums() if by_value else []
 
     def restore(self) -> None:
         """Give containers their contents back."""
@@ -29,8 +32,22 @@ class BatchSnapshot:
 
     def lost(self) -> str | None:
         """Name a tensor that was changed in place."""
-        changed = (path for path, tensor, version in self._tensors if tensor._version != version)
-        return next((f"its batch in place ({path})" for path in changed), None)
+        changed = self._changed_by_version() or self._changed_by_value()
+        return f"its batch in place ({changed[0]})" if changed else None
+
+    def changes_unseen(self) -> bool:
+        """Return whether values have changed where no version tells."""
+        return bool(self._changed_by_value()) and not self._changed_by_version()
+
+    def _changed_by_version(self) -> list[str]:
+        return [path for path, tensor, version in self._tensors if tensor._version != version]
+
+    def _changed_by_value(self) -> list[str]:
+        pairs = zip(self._tensors, self._sums, self._checksums() if self._sums else ())
+        return [path for (path, _, _), before, now in pairs if differ(before, now)]
+
+    def _checksums(self) -> list[int | None]:
+        return checksums(tensor for _, tensor, _ in self._tensors)
 
     def _take(self, path: str, node: Any) -> None:
         if isinstance(node, Tensor):

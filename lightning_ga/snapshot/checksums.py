@@ -8,14 +8,37 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
+from lightning_ga.memory.oom import is_out_of_memory
 from lightning_ga.snapshot.copies import is_writable
 
 WORD = 8  # bytes that are added up as one integer
 
 
 def checksums(tensors: Iterable[Tensor]) -> list[int | None]:
-    """The sum of each tensor's bits, 64 at a time; ``None`` for one whose memory cannot be read that way."""
+    """The sum of each tensor's bits, 64 at a time; ``None`` for one whose memory cannot be read that way.
+
+    Dispatch modes (which count operations, say) do not see it. Where memory runs out there are no sums.
+    """
+    listed = list(tensors)
+    if not listed:
+        return []
+    try:
+        with _disable_current_modes():
+            return _all_sums(listed)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        return [None] * len(listed)
+
+
+def differ(before: float | None, now: float | None) -> bool:
+    """Whether two sums of a tensor show that it has changed."""
+    return before is not None and now is not None and before != now
+
+
+def _all_sums(tensors: list[Tensor]) -> list[int | None]:
     sums = [_checksum(tensor) for tensor in tensors]
     by_device: dict[torch.device, list[Tensor]] = {}
     for total in sums:

@@ -1,13 +1,13 @@
 """Tell which weights an attempt has changed, and restore those that steps change."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from torch import Tensor
 from torch.nn import Module
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from lightning_ga.snapshot.checksums import checksums
+from lightning_ga.snapshot.checksums import checksums, differ
 from lightning_ga.snapshot.copies import SmallCopies
 
 LOOKS = 8  # attempts in which the values of all weights are compared
@@ -36,12 +36,28 @@ class WeightSnapshot:
         self._silent: set[int] = set()  # weights that are trained and change without raising their version
         self._looks = LOOKS
         self._changing: dict[int, Tensor] = {}
+        self._changing_names: tuple[str, ...] = ()
         self._copies = SmallCopies()
         self._stepped: set[str] = set()
 
     def tensors(self) -> Iterator[Tensor]:
         """Yield the copies."""
         return self._copies.tensors()
+
+    def expect(self, names: Collection[str]) -> None:
+        """Copy these weights from the first attempt on, if they are not trained: the step is known to change them."""
+        named = ((self._names[id(parameter)], parameter) for parameter in self._parameters)
+        self._copy_from_now_on(p for name, p in named if name in names and not p.requires_grad)
+
+    @property
+    def is_learning(self) -> bool:
+        """Whether the attempts are still to come that show what changes."""
+        return self._looks > 0
+
+    @property
+    def changing(self) -> tuple[str, ...]:
+        """Names of the weights that attempts change."""
+        return self._changing_names
 
     def note_steps(self) -> RemovableHandle:
         """Note the optimizers that step after the last ``take``, until the handle is removed."""
@@ -61,10 +77,7 @@ class WeightSnapshot:
         if not self._looks:
             return
         self._looks -= 1
-        changing = {id(p): p for p in self._changed() if not p.requires_grad}
-        if changing.keys() - self._changing.keys():
-            self._changing |= changing
-            self._copies = SmallCopies(self._changing.values())
+        self._copy_from_now_on(p for p in self._changed() if not p.requires_grad)
         self._silent |= {id(parameter) for parameter in self._changed_by_value() if parameter.requires_grad}
         if not self._looks:
             self._summed = [parameter for parameter in self._parameters if id(parameter) in self._silent]
@@ -83,6 +96,13 @@ class WeightSnapshot:
         lost = [parameter for parameter in self._changed() if id(parameter) not in self._changing]
         return f"weights without an optimizer ({self._names[id(lost[0])]})" if lost else None
 
+    def _copy_from_now_on(self, parameters: Iterable[Tensor]) -> None:
+        new = {id(parameter): parameter for parameter in parameters if id(parameter) not in self._changing}
+        if new:
+            self._changing |= new
+            self._changing_names = tuple(self._names[key] for key in self._changing)
+            self._copies = SmallCopies(self._changing.values())
+
     def _changed(self) -> list[Tensor]:
         marks = zip(self._parameters, self._versions)
         by_version = [parameter for parameter, version in marks if parameter._version != version]
@@ -91,4 +111,4 @@ class WeightSnapshot:
 
     def _changed_by_value(self) -> list[Tensor]:
         sums = zip(self._summed, self._sums, checksums(self._summed))
-        return [parameter for parameter, before, now in sums if before != now]
+        return [parameter for parameter, before, now in sums if differ(before, now)]

@@ -116,6 +116,31 @@ def by_lerp(teacher: nn.Module, student: nn.Module) -> None:
     torch._foreach_lerp_(list(teacher.parameters()), list(student.parameters()), 0.1)
 
 
+class Halved(Task):
+    """What is accumulated is halved after each backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for parameter in self.net[2].parameters():
+            parameter.register_post_accumulate_grad_hook(_halve)
+
+
+def _halve(parameter: torch.Tensor) -> None:
+    parameter.grad.mul_(0.5)
+
+
+class TwoLosses(Task):
+    """A second loss that nobody weighs but its own ``backward``."""
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        self.second = mse_loss(self.net(2 * batch[0]), batch[1])
+        return super().loss(batch)
+
+    def backward(self, loss: torch.Tensor, *_: Any, **__: Any) -> None:
+        loss.backward()
+        self.second.backward()
+
+
 FOLLOWS = {"in place": in_place, "by .data": by_data, "by lerp": by_lerp}
 INEXACT: dict[str, tuple[str, Callable[[], LightningModule], str]] = {
     "BatchNorm": ("batch_norm", Normalized, r"BatchNorm.*\(norm\)"),
@@ -124,6 +149,8 @@ INEXACT: dict[str, tuple[str, Callable[[], LightningModule], str]] = {
     "class weights": ("weighted", ClassWeighted, "weight|mean over"),
     "a queue": ("stateful", Queued, "queue"),
     "a memory bank": ("stateful", Bank, "bank"),
+    "a hook that changes what is accumulated": ("stateful", Halved, "gradients"),
+    "a second loss": ("stateful", TwoLosses, "gradients"),
     **{
         f"a teacher in training_step, {name}": ("stateful", lambda f=follow: Taught(f, "training_step"), r"teacher\.")
         for name, follow in FOLLOWS.items()

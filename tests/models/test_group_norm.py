@@ -42,3 +42,12 @@ def test_one_value_a_channel_is_not_normalized_by_itself(channels: int) -> None:
     with torch.no_grad():
         outputs = to_group_norm(nn.BatchNorm1d(channels))(torch.randn(4, channels))
     assert float(outputs.std(0).min()) > 1e-3
+
+
+def test_scale_and_shift_stay_the_parameters_that_they_are() -> None:
+    """Those of a frozen teacher stay frozen, of their type, and where they are."""
+    layer = nn.BatchNorm2d(4).double().requires_grad_(False)
+    norm = to_group_norm(nn.Sequential(layer))[0]
+    assert norm.weight is layer.weight
+    assert norm.bias is layer.bias
+    assert not norm.weight.requires_grad

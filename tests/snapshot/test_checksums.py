@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from lightning_ga.snapshot.checksums import checksums
+from lightning_ga.snapshot.checksums import checksums, differ
+from lightning_ga.testing import out_of_memory_at
 
 TENSORS = {
     "a scalar": torch.tensor(2.0),
@@ -34,3 +35,26 @@ def test_what_cannot_be_read_has_no_sum() -> None:
     """Nor do tensors of no elements differ."""
     found = checksums([torch.ones(3, device="meta"), torch.eye(3).to_sparse(), torch.ones(1).expand(4), torch.ones(0)])
     assert found == [None, None, None, 0]
+
+
+def test_no_dispatch_mode_sees_sums() -> None:
+    """Operations of a step are counted as if there were none."""
+    tensor = torch.ones(3)
+    with out_of_memory_at(1) as counter:
+        assert checksums([tensor]) != [None]
+    assert counter.operations == 0
+
+
+def test_where_memory_runs_out_there_are_no_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is said to have changed then."""
+
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    tensor = torch.ones(3)
+    before = checksums([tensor])
+    monkeypatch.setattr(torch, "stack", fail)
+    now = checksums([tensor])
+    assert now == [None]
+    assert not differ(before[0], now[0])
+    assert differ(1, 2)

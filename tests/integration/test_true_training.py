@@ -1,0 +1,239 @@
+"""What the exactness check cannot see, as it calls no callback and takes no step, training itself shows: it is told."""
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader
+from true_support import (
+    FEATURES,
+    LOADER,
+    OOM,
+    OOM_STEP,
+    ROUNDING,
+    STEP,
+    Case,
+    Memory,
+    Task,
+    Way,
+    each,
+    each_oom,
+    error,
+    network,
+    one_pass,
+    pairs,
+    run,
+    touch,
+    train,
+)
+
+from lightning_ga import AutoAccumulate, UserError
+
+
+def loader() -> Any:
+    return DataLoader(pairs(48), batch_size=8)
+
+
+class Taught(Task):
+    """A teacher that callbacks let follow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = network(FEATURES, 1).requires_grad_(False)
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        predicted = self.predict(batch[0])
+        return mse_loss(predicted, batch[1]) + mse_loss(predicted, self.teacher(batch[0]) + 1)
+
+
+class Follow(pl.Callback):
+    """As in lightning-bolts: by ``.data``."""
+
+    def follow(self, module: Any) -> None:
+        for old, new in zip(module.teacher.parameters(), module.net.parameters()):
+            old.data = 0.5 * old.data + 0.5 * new.data
+
+
+class AfterBatch(Follow):
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        self.follow(pl_module)
+
+
+class BeforeZeroing(Follow):
+    def on_before_zero_grad(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        self.follow(pl_module)
+
+
+class TaughtAfterBatch(Taught):
+    def configure_callbacks(self) -> Any:
+        return [AfterBatch()]
+
+
+class TaughtBeforeZeroing(Taught):
+    def configure_callbacks(self) -> Any:
+        return [BeforeZeroing()]
+
+
+@pytest.mark.parametrize(
+    ("module", "way"), [(TaughtAfterBatch, LOADER), (TaughtBeforeZeroing, LOADER), (TaughtBeforeZeroing, STEP)]
+)
+def test_a_callback_that_lets_a_teacher_follow_within_a_window_is_told(module: Any, way: Way) -> None:
+    """Once, as soon as it does; the record of the check says so, too."""
+    ours = run(Case(module, loader), way)
+    assert error(ours, one_pass(Case(module, loader))) > 1e-3
+    assert ours.cause == "stateful"
+    (text,) = ours.told
+    assert "teacher." in text
+
+
+class SteppedByHand(Task):
+    """A schedule that is stepped after every batch."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        self.schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        return optimizer
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.schedule.step()
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+def test_a_schedule_that_is_stepped_after_every_micro_batch_is_told() -> None:
+    ours = run(Case(SteppedByHand, loader), LOADER)
+    assert error(ours, one_pass(Case(SteppedByHand, loader))) > 1e-3
+    (text,) = ours.told
+    assert "the learning rate of group 0" in text
+    assert run(Case(SteppedByHand, loader), STEP).told == []
+
+
+@each_oom
+def test_a_teacher_that_follows_in_the_pass_that_is_cut_after_an_error_is_told(way: Way) -> None:
+    """The first window is the same all the same, as the teacher starts as its student: from the second on it is not."""
+    ours = run(Case(TaughtBeforeZeroing, loader), way)
+    assert error(ours, one_pass(Case(TaughtBeforeZeroing, loader))) > 1e-3
+    assert ours.cause == "stateful"
+    assert len(ours.told) == 1
+
+
+@each({"step": STEP, "oom": OOM, "oom in step mode": OOM_STEP})
+def test_a_teacher_that_follows_once_a_batch_is_exact_where_batches_are_cut_in_the_step(way: Way) -> None:
+    ours = run(Case(TaughtAfterBatch, loader), way)
+    assert error(ours, one_pass(Case(TaughtAfterBatch, loader))) <= ROUNDING
+    assert (ours.cause, ours.told) == ("exact", [])
+
+
+class Momentum(Taught, Follow):
+    """MoCo and BYOL as they are written: the teacher starts as its student, and follows before the forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher.load_state_dict(self.net.state_dict())
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        touch("early", len(batch[0]))
+        self.follow(self)
+        return super().loss(batch)
+
+
+@pytest.mark.parametrize("at", [1, 2, 3])
+@pytest.mark.parametrize("mode", ["loader", "step"])
+def test_a_failed_pass_leaves_no_trace_on_a_teacher_from_the_first_on(mode: str, at: int) -> None:
+    """The check has seen the teacher follow, so that it is copied: the run is that in which memory ran out before."""
+    late, early = (
+        train(
+            Momentum(),
+            loader(),
+            AutoAccumulate(micro_batch_size=8, micro_batching=mode),
+            memory=Memory(at, place=place),
+        )
+        for place in ("backward", "early")
+    )
+    assert late.callback.oom_events == early.callback.oom_events == 1
+    assert late.cause == "stateful"
+    assert torch.equal(late.weights, early.weights)
+
+
+class Sharpness(torch.optim.Optimizer):
+    """SAM: the gradient is that of weights a little further up."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any) -> Any:  # type: ignore[override]
+        evaluate: Callable[[], Any] = torch.enable_grad()(closure)
+        value = evaluate()
+        weights = [weight for group in self.param_groups for weight in group["params"]]
+        moves = [0.5 * weight.grad for weight in weights]
+        torch._foreach_add_(weights, moves)
+        evaluate()
+        torch._foreach_sub_(weights, moves)
+        torch._foreach_add_(weights, [weight.grad for weight in weights], alpha=-0.1)
+        return value
+
+
+class Sharp(Task):
+    def configure_optimizers(self) -> Any:
+        return Sharpness(self.parameters())
+
+
+def test_an_optimizer_that_evaluates_the_last_micro_batch_again_is_told() -> None:
+    ours = run(Case(Sharp, loader), LOADER)
+    assert error(ours, one_pass(Case(Sharp, loader))) > 1e-3
+    (text,) = ours.told
+    assert "Sharpness evaluates its closure more than once" in text
+
+
+@each({"step": STEP, "oom": OOM, "oom in step mode": OOM_STEP})
+def test_an_optimizer_that_evaluates_a_whole_batch_again_is_exact(way: Way) -> None:
+    ours = run(Case(Sharp, loader), way)
+    assert error(ours, one_pass(Case(Sharp, loader))) <= ROUNDING
+    assert ours.told == []
+
+
+class Choosy(Task):
+    """Leaves out a batch by what it holds."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        value = self.loss(batch)
+        return None if batch[1].sum() < 0 else value
+
+
+@each_oom
+def test_parts_that_are_left_out_are_not_called_the_same_result(way: Way) -> None:
+    samples = [(inputs, targets + 50 * (not number)) for number, (inputs, targets) in enumerate(pairs(8))]
+    case = Case(Choosy, lambda: DataLoader(samples, batch_size=8))
+    ours = run(case, way)
+    assert error(ours, one_pass(case)) > 1e-3
+    (text,) = ours.ran_out
+    assert "same result" not in text
+    assert "returned None for some" in text
+
+
+class Overwriting(Task):
+    """Halves its batch where no version tells."""
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        batch[0].data.mul_(0.5)
+        return super().loss(batch)
+
+
+class OverwritingByNumPy(Task):
+    def loss(self, batch: Any) -> torch.Tensor:
+        values = batch[0].numpy()
+        values *= 0.5
+        return super().loss(batch)
+
+
+@pytest.mark.parametrize("module", [Overwriting, OverwritingByNumPy])
+@pytest.mark.parametrize("mode", ["loader", "step"])
+@pytest.mark.parametrize("at", [1, 5])
+def test_a_batch_that_is_overwritten_unseen_is_not_run_again(module: Any, mode: str, at: int) -> None:
+    """Be it in the first batch, or in one after such as went through."""
+    callback = AutoAccumulate(micro_batch_size=8, micro_batching=mode)
+    with pytest.raises(UserError, match=r"changed its batch in place \(batch\[0\]\)"):
+        train(module(), loader(), callback, memory=Memory(at))
