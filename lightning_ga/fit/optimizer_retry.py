@@ -65,14 +65,16 @@ class OptimizerRetry:
     def _can_tell(self) -> bool:
         """Whether versions can be relied on; in a first step, those of PyTorch's own optimizers.
 
-        Not so where a dispatch mode sees the step: operations on lists of tensors raise no versions then.
+        Not so of fused ones, nor where a dispatch mode sees the step: operations on lists of tensors raise no
+        versions then.
         """
         if self._tells is not None:
             return self._tells
         optimizer = self._trainer.optimizers[0]
-        by_lists = any(group.get("foreach") or group.get("fused") for group in optimizer.param_groups)
         own = type(optimizer).__module__.startswith("torch.optim.")
-        return own and not (by_lists and _get_current_dispatch_mode() is not None)
+        fused = any(group.get("fused") for group in optimizer.param_groups)
+        hidden = _get_current_dispatch_mode() is not None and any(map(_is_by_lists, optimizer.param_groups))
+        return own and not fused and not hidden
 
     def _learn(self) -> None:
         """Weights that a step changes without raising their versions (by ``.data``) cannot be watched."""
@@ -129,6 +131,12 @@ class _Mark:
     def has_changed(self) -> bool:
         tensor = self._tensor()
         return tensor is None or tensor._version != self._version
+
+
+def _is_by_lists(group: dict[str, Any]) -> bool:
+    """Whether a group's weights are updated by operations on lists: what PyTorch's optimizers choose off the CPU."""
+    chosen = group.get("foreach")
+    return bool(chosen) or (chosen is None and any(weight.device.type != "cpu" for weight in group["params"]))
 
 
 def _tensors(state: Any) -> Iterator[Tensor]:
