@@ -16,7 +16,7 @@ LIBRARY = "libsimulated_cuda.so"
 CUDA = "13"  # the runtime whose functions runtime.cpp has
 
 
-class NotBuilt(Exception):
+class BuildError(Exception):
     """Says why there is no simulated device here."""
 
 
@@ -24,14 +24,14 @@ def build() -> Path:
     """The folder of the simulated device, built if need be.
 
     Raises:
-        NotBuilt: Without a compiler, or a CUDA build of PyTorch.
+        BuildError: Without a compiler, or a CUDA build of PyTorch.
     """
     import torch
 
     if sys.platform != "linux" or shutil.which("g++") is None:
-        raise NotBuilt("it is built by g++ on Linux")
+        raise BuildError("it is built by g++ on Linux")
     if not (torch.version.cuda or "").startswith(f"{CUDA}."):
-        raise NotBuilt(f"it needs a build of PyTorch for CUDA {CUDA}, and this is {torch.__version__}")
+        raise BuildError(f"it needs a build of PyTorch for CUDA {CUDA}, and this is {torch.__version__}")
     folder = BUILDS / _key(torch.__version__)
     if not folder.exists():
         _compile(Path(torch.__file__).parent, folder)
@@ -54,19 +54,26 @@ def _compile(torch: Path, folder: Path) -> None:
         str(site / "triton/backends/nvidia/include"),  # crt/host_defines.h
     ]
     if len(headers) < 2:
-        raise NotBuilt("PyTorch's CUDA packages are installed without headers")
+        raise BuildError("PyTorch's CUDA packages are installed without headers")
     (draft / "versions").write_text(f"libnvrtc.so.{CUDA} {{ global: nvrtc*; }};\n")
     common = ["g++", "-fPIC", "-shared", *(f"-I{folder}" for folder in headers)]
     device = [*common, "-std=c++17", "-O2", f"-Wl,--version-script={draft / 'versions'}", "-o", str(draft / LIBRARY)]
     device += [str(SOURCES / f"{name}.cpp") for name in ("device", "runtime", "driver", "libraries")]
-    values = [*common, "-std=c++20", "-O1", "-DTORCH_EXTENSION_NAME=simulated_values", "-DTORCH_API_INCLUDE_EXTENSION_H"]
+    values = [
+        *common,
+        "-std=c++20",
+        "-O1",
+        "-DTORCH_EXTENSION_NAME=simulated_values",
+        "-DTORCH_API_INCLUDE_EXTENSION_H",
+    ]
     includes = (torch / "include", torch / "include/torch/csrc/api/include", sysconfig.get_paths()["include"])
     values += [f"-I{folder}" for folder in includes] + ["-o", str(draft / "simulated_values.so")]
     values += [str(SOURCES / "values.cpp"), f"-L{torch / 'lib'}"]
     values += [f"-l{name}" for name in ("torch", "torch_cpu", "torch_cuda", "c10", "c10_cuda", "torch_python")]
     running = [subprocess.Popen(command) for command in (device, values)]
-    if any([process.wait() for process in running]):
-        raise NotBuilt("its sources do not compile")
+    codes = [process.wait() for process in running]
+    if any(codes):
+        raise BuildError("its sources do not compile")
     for name in ("libcuda.so.1", "libnvidia-ml.so.1", f"libnvrtc.so.{CUDA}"):
         (draft / name).symlink_to(LIBRARY)  # one library under all names: loaded once
     draft.rename(folder)
@@ -75,5 +82,5 @@ def _compile(torch: Path, folder: Path) -> None:
 if __name__ == "__main__":
     try:
         print(build())
-    except NotBuilt as reason:
+    except BuildError as reason:
         sys.exit(f"no simulated CUDA device: {reason}")

@@ -1,9 +1,8 @@
-"""What a program asked of the simulated CUDA device: launches, waits, copies, allocations; and other processes' memory."""
+"""What a program asked of the simulated CUDA device: launches, waits, copies, allocations."""
 
 import ctypes
 from collections import Counter
 from typing import NamedTuple
-
 
 
 class Counts(NamedTuple):

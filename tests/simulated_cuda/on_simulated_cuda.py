@@ -14,7 +14,27 @@ import pytorch_lightning
 import torch
 
 # Tests that say something about the simulation, or about a CPU, where they say nothing about a GPU.
-EXPLAINED: dict[str, str] = {}
+BYTES = "its budget is counted in bytes of tensors, as on a CPU; this device hands out blocks of 512 bytes"
+ONLY_CPU = "on a CPU nothing may come near the memory that there is; a GPU may run out"
+EXPLAINED: dict[str, str] = {
+    "integration/test_probe.py::test_training_at_the_limit_fits_and_one_more_does_not": BYTES,
+    "integration/test_recovery.py::test_a_sample_that_is_too_large_is_stopped_at_the_first_operation": ONLY_CPU,
+    "integration/test_recovery.py::test_no_trial_comes_near_the_memory_that_there_is": ONLY_CPU,
+    "integration/test_sparse.py::test_this_would_show_gradients_that_grow": (
+        "the CPU's kernels, which give values here, add up sparse tensors in memory that is not the device's"
+    ),
+    "integration/test_step_mode.py::test_the_limit_counts_the_whole_batch_where_it_lies_in_the_same_memory": (
+        "on a GPU the batch that the loader made lies elsewhere"
+    ),
+    "integration/test_survive.py::test_an_optimizer_step_is_run_again_only_if_it_has_changed_nothing": (
+        "updates of lists of tensors, the optimizer's choice here, cannot be watched below the test's dispatch mode"
+    ),
+    "integration/test_survive.py::test_gradients_that_no_module_or_hook_tells_of[Unregistered]": (
+        "its weight belongs to no module, so that no Trainer moves it to the device"
+    ),
+    "integration/test_throughput_objective.py::test_the_smallest_of_the_fast_sizes_is_taken": BYTES,
+    "integration/test_traceless.py::test_a_probe_leaves_no_trace[fp16]": BYTES,
+}
 
 
 def pytest_configure(config: pytest.Config) -> None:
