@@ -4,10 +4,11 @@
 """
 
 import functools
+import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import counters
+import device_counters as counters
 import lightning.pytorch
 import pytest
 import pytorch_lightning
@@ -44,7 +45,7 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.backends.cudnn.enabled = False  # neither cuDNN nor fused attention is simulated
     for switch in ("flash", "mem_efficient", "cudnn"):
         getattr(torch.backends.cuda, f"enable_{switch}_sdp")(False)
-    _install()
+    _values().install()
     for library in (lightning.pytorch, pytorch_lightning):
         library.Trainer.__init__ = _on_device(library.Trainer.__init__)
 
@@ -60,19 +61,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def no_values() -> Iterator[None]:
-    """PyTorch's own kernels are launched, and counted, and compute nothing."""
-    import simulated_values
+    """PyTorch's own kernels are launched, and counted, and compute nothing.
 
-    simulated_values.uninstall()
+    But for what Lightning and a gradient scaler read: it would be whatever lay in memory.
+    """
+    values = _values()
+    values.uninstall()
+    values.install({"fill_", "eq"})
     yield
-    _install()
+    values.uninstall()
+    values.install()
 
 
-def _install() -> None:
+def _values() -> Any:
+    """The extension that computes values, once PyTorch knows the device."""
     torch.cuda.init()
-    import simulated_values
-
-    simulated_values.install()
+    return importlib.import_module("simulated_values")
 
 
 def _on_device(init: Callable[..., None]) -> Callable[..., None]:
