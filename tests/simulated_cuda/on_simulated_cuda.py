@@ -61,16 +61,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def no_values() -> Iterator[None]:
-    """PyTorch's own kernels are launched, and counted, and compute nothing.
-
-    But for what Lightning and a gradient scaler read: it would be whatever lay in memory.
-    """
-    values = _values()
-    values.uninstall()
-    values.install({"fill_", "eq"})
+    """PyTorch's own kernels are launched, and counted, and compute nothing."""
+    count_launches()
     yield
-    values.uninstall()
-    values.install()
+    _values().uninstall()
+    _values().install()
+
+
+def count_launches() -> None:
+    """Give values only to what Lightning and a gradient scaler read: it would be whatever lay in memory."""
+    _values().uninstall()
+    _values().install({"fill_", "eq"})
 
 
 def _values() -> Any:
