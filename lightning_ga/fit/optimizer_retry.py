@@ -47,16 +47,25 @@ class OptimizerRetry:
             else:
                 self._learn()
                 return result
-            release(failure)
-            memory = describe_memory(self._trainer.strategy.root_device)
-            if not self._can_tell() or self._before.have_changed():
-                raise of_rank(optimizer_step_failed(memory), self._trainer.world_size) from failure
-            self._before.put_back()
-            step(*(() if closure is None else (None,)), *given, **settings)
-            self._report(OomEvent("the optimizer's step", self._trainer.global_step, 0, 0, memory))
+            self._run_again(lambda: step(*(() if closure is None else (None,)), *given, **settings), failure)
             return losses[0] if losses else None
         finally:
             self._before = None
+
+    def _run_again(self, update: Callable[[], Any], failure: Exception) -> None:
+        """Free what the failed update pins, undo what it began, and run it once more."""
+        release(failure)
+        memory = describe_memory(self._trainer.strategy.root_device)
+        if self._before is None or not self._can_tell() or self._before.have_changed():
+            raise of_rank(optimizer_step_failed(memory), self._trainer.world_size) from failure
+        self._before.put_back()
+        try:
+            update()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            raise of_rank(optimizer_step_failed(memory, again=True), self._trainer.world_size) from error
+        self._report(OomEvent("the optimizer's step", self._trainer.global_step, 0, 0, memory))
 
     def gradients_are_ready(self) -> None:
         """Backward, hooks and clipping are done: all that is left is the update."""

@@ -143,6 +143,34 @@ def test_a_fused_update_that_has_begun_is_not_run_again(monkeypatch: pytest.Monk
         fit(DataLoader(Samples(37), batch_size=8), callback, ArmUpdate(faults), module=module)
 
 
+def test_an_update_that_runs_out_twice_ends_with_a_sentence() -> None:
+    """Where nothing is left that could be freed."""
+
+    def short(weights: Any) -> torch.optim.Optimizer:
+        return Short(weights, lr=0.1)
+
+    with pytest.raises(UserError, match="inside the optimizer's step .* and again when all that can be freed was free"):
+        train(short)
+
+
+class Short(torch.optim.SGD):
+    """Never has the memory for its second update."""
+
+    updates = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        value = None
+        if closure is not None:
+            with torch.enable_grad():
+                value = closure()
+        self.updates += 1
+        if self.updates > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+        super().step()
+        return value
+
+
 def test_the_step_of_an_optimizer_is_its_own_again_after_training() -> None:
     """Where a schedule has wrapped it, the wrap stays."""
     for name in ("plain", "scheduled"):
