@@ -211,4 +211,4 @@ def _layout(segment: Mapping[str, Any], initial: Mapping[int, int]) -> Segment:
         is_hole = shared and block["state"] == "inactive"
         blocks.append((block["size"], -1 if is_hole else initial.get(address, 0)))
         address += block["size"]
-    return segment["segment_type"] == "small", tuple(blocks)
+    return Segment(segment["segment_type"] == "small", segment["address"], tuple(blocks))
