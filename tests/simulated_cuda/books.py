@@ -20,7 +20,9 @@ SIZES: dict[str, Sizes] = {
 MOST = 60  # blocks held at once
 
 
-def random_steps(choices: random.Random, sizes: Sizes, held: list[Any], take: Callable[[int], Any], number: int) -> None:
+def random_steps(
+    choices: random.Random, sizes: Sizes, held: list[Any], take: Callable[[int], Any], number: int
+) -> None:
     """Allocate and release."""
     for _ in range(number):
         if held and (choices.random() < 0.5 or len(held) > MOST):
@@ -73,3 +75,14 @@ def same_replay(programs: int) -> None:
             assert trace is not None
             assert replay_segments(trace.sizes, trace) == (peak, reserved), (name, seed)
             held.clear()
+
+
+def told_of_settings() -> None:
+    """Rules that ``Segments`` does not know are noticed, also where they were set at run time."""
+    meter = AllocatorMeter(torch.device("cuda", 0))
+    assert meter.segmented
+    for setting in ("expandable_segments:True", "max_split_size_mb:64", "roundup_power2_divisions:[256:1,>:4]"):
+        torch._C._accelerator_setAllocatorSettings(setting)
+        assert not meter.segmented, setting
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
+        assert meter.segmented, setting
