@@ -175,8 +175,23 @@ def _average(parts: list[_Part]) -> Any:
     heavy = [(tensor.to(wide), part.weight) for tensor, part in zip(tensors, parts) if part.weight]
     if not heavy:
         return torch.full_like(first, float("nan"), dtype=dtype)
-    total = sum((tensor * weight for tensor, weight in heavy[1:]), start=heavy[0][0] * heavy[0][1])
-    return (total / sum(weight for _, weight in heavy)).to(dtype)
+    return weighted_mean(*zip(*heavy)).to(dtype)
+
+
+def weighted_mean(tensors: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
+    """Mean of tensors of one shape by weights that are not zero; of numbers, in few operations however many they are.
+
+    Examples:
+        >>> weighted_mean([torch.tensor(1.0), torch.tensor(4.0)], [2, 1])
+        tensor(2.)
+    """
+    total = sum(weights)
+    shares = [weight / total for weight in weights]
+    if tensors[0].numel() > 1:  # large ones are not held twice
+        return sum((tensor * share for tensor, share in zip(tensors[1:], shares[1:])), start=tensors[0] * shares[0])
+    if len(set(weights)) == 1:
+        return torch.stack(list(tensors)).mean(0)
+    return torch.stack(torch._foreach_mul(list(tensors), shares)).sum(0)
 
 
 def _merge_arrays(parts: list[_Part]) -> Any:

@@ -45,16 +45,25 @@ class OptimizerRetry:
             else:
                 self._learn()
                 return result
-            release(failure)
-            memory = describe_memory(self._trainer.strategy.root_device)
-            if not self._can_tell() or self._before.have_changed():
-                raise of_rank(optimizer_step_failed(memory), self._trainer.world_size) from failure
-            self._before.restore()
-            step(*(() if closure is None else (None,)), *given, **settings)
-            self._report(OomEvent("the optimizer's step", self._trainer.global_step, 0, 0, memory))
+            self._run_again(lambda: step(*(() if closure is None else (None,)), *given, **settings), failure)
             return losses[0] if losses else None
         finally:
             self._before = None
+
+    def _run_again(self, update: Callable[[], Any], failure: Exception) -> None:
+        """Free what the failed update pins, undo what it began, and run it once more."""
+        release(failure)
+        memory = describe_memory(self._trainer.strategy.root_device)
+        if self._before is None or not self._can_tell() or self._before.have_changed():
+            raise of_rank(optimizer_step_failed(memory), self._trainer.world_size) from failure
+        self._before.restore()
+        try:
+            update()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            raise of_rank(optimizer_step_failed(memory, again=True), self._trainer.world_size) from error
+        self._report(OomEvent("the optimizer's step", self._trainer.global_step, 0, 0, memory))
 
     def gradients_are_ready(self) -> None:
         """Backward, hooks and clipping are done: all that is left is the update."""
@@ -69,11 +78,17 @@ class OptimizerRetry:
         if self._tells is not None or self._before is None:
             return bool(self._tells)
         optimizer = self._trainer.optimizers[0]
-        by_lists = any(group.get("foreach") or group.get("fused") for group in optimizer.param_groups)
-        hidden = by_lists and _get_current_dispatch_mode() is not None
+        hidden = _get_current_dispatch_mode() is not None and any(map(_is_by_lists, optimizer.param_groups))
         return is_own(optimizer) and not hidden and self._before.counts_fused_steps()
 
     def _learn(self) -> None:
         """Weights that a step changes without raising a version (by ``.data``) cannot be watched."""
         if self._tells is None and self._before is not None:
             self._tells = self._before.all_have_changed()
+
+
+def _is_by_lists(group: dict[str, Any]) -> bool:
+    """Whether a group's weights are updated by operations on lists: what PyTorch's optimizers choose off the CPU."""
+    chosen = group.get("foreach")
+    default = chosen is None and any(weight.device.type != "cpu" for weight in group["params"])
+    return bool(chosen or group.get("fused") or default)
