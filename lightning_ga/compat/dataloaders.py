@@ -144,6 +144,11 @@ def iterate_again(trainer: Any) -> None:
     iter(trainer.fit_loop._data_fetcher)
 
 
+def ran_out(trainer: Any) -> bool:
+    """Return whether the epoch's loader has nothing more to yield (``loops/fetchers.py``)."""
+    return bool(trainer.fit_loop._data_fetcher.done)
+
+
 def warn_of_overfitting(trainer: Any, loader: Any) -> None:
     """Let Lightning warn if ``overfit_batches`` turns shuffling off (``connectors/data_connector.py``)."""
     if trainer.overfit_batches:

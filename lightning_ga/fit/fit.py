@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_ga.batch.layout import LayoutError
 from lightning_ga.compat import agreement, dataloaders, intervals, loops
@@ -220,6 +220,23 @@ class Fit:
             self.oom_handler.after_window(self._limit.micro_batch or 1)
         self._progress.advance(self.source, window_is_over=over)
         self._tell_of_changes(self.oom_handler.weights_that_passes_change())
+
+    def check_epoch(self) -> None:
+        """Refuse a loader whose own ``__iter__`` has ended the epoch before its last micro-batch.
+
+        Raises:
+            UserError: If that is so; windows were not trained on as planned.
+        """
+        done, planned = loops.batches_processed(self.trainer), self.source.length
+        if planned is None or done >= planned or not dataloaders.ran_out(self.trainer):
+            return
+        loader = type(self.source.user_loader)
+        if loader.__iter__ is not DataLoader.__iter__:
+            raise UserError(
+                f"The training loader {loader.__name__} has an __iter__ of its own, which ended after {done} of "
+                f"{planned} micro-batches: it seems to count the recipe's batches. Use "
+                'micro_batching="step", or let its sampler say where an epoch ends.'
+            )
 
     def close(self) -> None:
         """Give model, schedules, loops and device back what they had."""

@@ -331,8 +331,10 @@ class MicroBatchSource:
         return share // batch if self.recipe.drop_last else -(-share // batch)
 
     def _batches_used(self) -> int | None:
-        """The same, those that the trainer's limit lets through."""
+        """The same, those that a length of the loader's own and the trainer's limit let through."""
         batches = self._batches()
+        if batches is not None and type(self.user_loader).__len__ is not DataLoader.__len__:
+            batches = min(batches, len(self.user_loader))
         if isinstance(self.limit_batches, int):
             return self.limit_batches if batches is None else min(batches, self.limit_batches)
         if self.limit_batches == 1.0:
