@@ -69,12 +69,14 @@ class BatchResult:
         sizes: Samples of each piece; empty for a batch that ran whole.
         weights: What each weighs in means.
         refused: Samples of the attempts that ran out of memory.
+        draws: Whether pieces drew random numbers, after one ran out of memory.
     """
 
     results: tuple[Any, ...]
     sizes: tuple[int, ...] = ()
     weights: tuple[float, ...] = ()
     refused: tuple[int, ...] = ()
+    draws: bool = False
 
     @property
     def skips_some(self) -> bool:

@@ -16,14 +16,18 @@ from lightning_ga.fit.attempt import AttemptRunner
 from lightning_ga.fit.batch_readers import BatchReaders
 from lightning_ga.fit.batch_task import BatchResult, BatchTask
 from lightning_ga.fit.log_buffer import LogBuffer
-from lightning_ga.fit.messages import OomEvent, fewer_samples_than_ranks
+from lightning_ga.fit.messages import (
+    HOOKS_APART,
+    SAME_BUT_RANDOM,
+    SAME_RESULT,
+    SKIPPED,
+    OomEvent,
+    fewer_samples_than_ranks,
+)
 from lightning_ga.fit.piecewise import PiecewiseRun
 from lightning_ga.fit.retry_policy import RetryPolicy
 from lightning_ga.loading.reader import BatchReader, BatchSource
 from lightning_ga.snapshot.random_numbers import RandomState
-
-_SKIPPED = "training_step returned None for some of the parts, which count as nothing; it saw each part by itself."
-_HOOKS_APART = "The hooks of its transfer saw the parts one by one; whether its result is the same was not measured."
 
 
 class OomRetrier:
@@ -179,8 +183,15 @@ class OomRetrier:
             return
         fits, attempts = result.largest_that_fits(), self._attempts
         self.lower(stage, fits)
-        apart = self.on_host and transfer.hooks_move_batches(self._trainer)
-        skipped = stage == "training" and result.skips_some
-        verdict = _SKIPPED if skipped else _HOOKS_APART if apart else self._verdict(stage)
+        verdict = self._result_of(stage, result)
         step = self._trainer.global_step
         self._report(OomEvent(stage, step, min(result.refused), fits, attempts.memory(), verdict))
+
+    def _result_of(self, stage: str, result: BatchResult) -> str:
+        """Say whether a batch in pieces gives the same result."""
+        if stage == "training" and result.skips_some:
+            return SKIPPED
+        if self.on_host and transfer.hooks_move_batches(self._trainer):
+            return HOOKS_APART
+        verdict = self._verdict(stage)
+        return SAME_BUT_RANDOM if verdict == SAME_RESULT and result.draws else verdict

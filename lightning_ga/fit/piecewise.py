@@ -52,6 +52,7 @@ class PiecewiseRun:
         self._attempts, self._readers, self._task, self._ledger = attempts, readers, task, ledger
         self._move, self._failure = move, failure
         self._refused: list[int] = []  # samples of the attempts that ran out of memory
+        self._draws = False
         self._slices = self._cut_batch()
 
     def run(self, limit: int | None, pieces: int | None) -> BatchResult:
@@ -73,7 +74,8 @@ class PiecewiseRun:
         with whole_batch_metrics(self._attempts.state.metrics):
             outcome = run_pieces(even_pieces(sizes), self._run_piece)
         results, weights = zip(*outcome.results)
-        return BatchResult(results, tuple(piece.samples for piece in outcome.pieces), weights, tuple(self._refused))
+        sizes = tuple(piece.samples for piece in outcome.pieces)
+        return BatchResult(results, sizes, weights, tuple(self._refused), self._draws)
 
     def _run_piece(self, piece: Piece) -> tuple[bool, Any]:
         """Run one piece: whether it went through, and what it returned and weighs."""
@@ -93,6 +95,7 @@ class PiecewiseRun:
         attempts.learn()
         if self._failure is not None:  # a step that failed before it came to wait for the others
             attempts.raise_if_others_wait(task.stage, self._failure)
+            self._draws = self._draws or attempts.state.draws_numbers()
         weight = task.weigh(taken.result, piece)
         self._ledger.keep(weight, piece.samples)
         return True, (ran.result, weight)

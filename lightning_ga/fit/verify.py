@@ -414,8 +414,12 @@ def _compared(whole: _Passes, parts: _Passes, share: float) -> Differences:
 def _added(accumulated: list[list[torch.Tensor]], weights: Sequence[float]) -> list[list[torch.Tensor]]:
     """What each micro-batch has added, without its weight, of the gradients as they were after each."""
     with uncounted():
-        first, *rest = accumulated
-        added = [first, *([now - then for then, now in zip(*pair)] for pair in zip(accumulated, rest))]
+        wide = [
+            [gradient.to(torch.promote_types(gradient.dtype, torch.float32)) for gradient in each]
+            for each in accumulated
+        ]
+        first, *rest = wide
+        added = [first, *([now - then for then, now in zip(*pair)] for pair in zip(wide, rest))]
         return [[gradient / weight for gradient in each] for each, weight in zip(added, weights)]
 
 

@@ -59,6 +59,10 @@ class AttemptSnapshot:
         self.buffers.learn()
         self.weights.learn()
 
+    def draws_numbers(self) -> bool:
+        """Return whether random numbers were drawn since."""
+        return not self._random.is_current()
+
     def restore(self) -> str | None:
         """Restore everything; name what cannot be."""
         self._random.restore()

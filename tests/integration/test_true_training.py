@@ -214,6 +214,26 @@ def test_parts_that_are_left_out_are_not_called_the_same_result(way: Way) -> Non
     assert "returned None for some" in text
 
 
+class Dropping(Task):
+    """The check switches dropout off, and finds the rest exact."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = torch.nn.Dropout(0.5)
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        return super().loss([self.drop(batch[0]), batch[1]])
+
+
+@each_oom
+def test_parts_that_draw_numbers_of_their_own_are_not_called_the_same_result(way: Way) -> None:
+    ours = run(Case(Dropping, loader), way)
+    assert ours.cause == "exact"
+    (text,) = ours.ran_out
+    assert "with the same result" not in text
+    assert "draw random numbers" in text
+
+
 class Overwriting(Task):
     """Halves its batch where no version tells."""
 
