@@ -187,7 +187,7 @@ class Prober:
             affordable = affordable_samples(
                 measured.traces, budget - alive, taken=trial.peak_bytes - alive, rounding=self._meter.rounding
             )
-            affordable = smallest_over_ranks(max(0, affordable), self._agree)
+            affordable = smallest_over_ranks(min(max(0, affordable), 2 * high), self._agree)
             high = high if size == 2 else 1
             return high, trace_sizes(high, affordable, kernels_vary=self._meter.sees_kernels and not cautious)
         raise self._does_not_fit(alive, budget)
