@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 
+from lightning_ga.memory.device import keeps_statistics, require_statistics
 from lightning_ga.memory.segments import ROUNDING
 from lightning_ga.memory.trace import MemoryTrace, Segment, canonical
 
@@ -27,9 +28,13 @@ class AllocatorMeter:
 
     Args:
         device: A CUDA or XPU device: those whose allocators keep statistics.
+
+    Raises:
+        UserError: If the user's own allocator keeps none.
     """
 
     def __init__(self, device: torch.device) -> None:
+        require_statistics(device)
         self.device = device
         self._backend: Any = getattr(torch, device.type)
         self._before = (0, 0)
@@ -85,7 +90,7 @@ class RetryWatch:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._meter = AllocatorMeter(device) if device.type in WITH_STATISTICS else None
+        self._meter = AllocatorMeter(device) if keeps_statistics(device) else None
         self._before: tuple[int, int] | None = None
 
     def struggles(self) -> bool:

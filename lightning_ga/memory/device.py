@@ -88,6 +88,7 @@ def available_memory(device: torch.device | str) -> int:
     if device.type == "cpu":
         free = min([psutil.virtual_memory().available, *(limit - used for limit, used in control_group_limits())])
     elif _is_cuda(device):
+        require_statistics(device)
         free, total = _device_memory(device)
         allocated = torch.cuda.memory_allocated(device)
         free += torch.cuda.memory_reserved(device) - allocated - int(_CUDA_MARGIN * total)
@@ -122,6 +123,24 @@ def _active_limits(device: torch.device) -> list[LiveTensorMeter]:
 
 def _is_cuda(device: torch.device) -> bool:
     return device.type == "cuda"
+
+
+def keeps_statistics(device: torch.device) -> bool:
+    """Whether the allocator of a device tells what it has handed out: none that a user has plugged in does."""
+    return device.type == "xpu" or (_is_cuda(device) and torch.cuda.memory.get_allocator_backend() != "pluggable")
+
+
+def require_statistics(device: torch.device) -> None:
+    """Refuse a CUDA allocator that a user has plugged in.
+
+    Raises:
+        UserError: If PyTorch cannot read or bound what it hands out.
+    """
+    if _is_cuda(device) and not keeps_statistics(device):
+        raise UserError(
+            f"The allocator that was plugged in for {str(device)!r} keeps no statistics, so no limit can be found and "
+            "no memory_budget held: give a fixed micro_batch_size and no memory_budget."
+        )
 
 
 def _device_memory(device: torch.device) -> tuple[int, int]:
@@ -212,6 +231,7 @@ def enforced_budget(device: torch.device, budget: int | None) -> Iterator[None]:
     if budget is None or not _is_cuda(device):
         yield
         return
+    require_statistics(device)
     before = _memory_fraction(device)
     torch.cuda.set_per_process_memory_fraction(min(before, (budget + 0.5) / _device_memory(device)[1]), device)
     try:
@@ -223,4 +243,5 @@ def enforced_budget(device: torch.device, budget: int | None) -> Iterator[None]:
 def _memory_fraction(device: torch.device) -> float:
     """The share of a CUDA device that this process may reserve: all of it where PyTorch 2.6 cannot tell."""
     read = getattr(torch.cuda, "get_per_process_memory_fraction", None)
-    return 1.0 if read is None else float(read(device))
+    # For cudaMallocAsync PyTorch 2.15 answers with bytes divided by its own limit.
+    return 1.0 if read is None else min(1.0, float(read(device)))

@@ -147,7 +147,7 @@ def test_an_update_that_runs_out_twice_ends_with_a_sentence() -> None:
     """Where nothing is left that could be freed."""
 
     def short(weights: Any) -> torch.optim.Optimizer:
-        return Short(weights, lr=0.1)
+        return Short(weights, lr=0.1, foreach=False)
 
     with pytest.raises(UserError, match="inside the optimizer's step .* and again when all that can be freed was free"):
         train(short)

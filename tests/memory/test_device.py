@@ -11,7 +11,7 @@ import torch
 
 from lightning_ga.errors import UserError
 from lightning_ga.fit.fit import Fit
-from lightning_ga.memory.allocator import AllocatorMeter
+from lightning_ga.memory.allocator import AllocatorMeter, RetryWatch
 from lightning_ga.memory.device import (
     available_memory,
     control_group_limits,
@@ -127,6 +127,19 @@ def test_limit_memory_stands_for_the_device() -> None:
 def test_a_device_without_statistics_is_an_error_with_a_way_out() -> None:
     with pytest.raises(UserError, match="give memory_budget in bytes"):
         available_memory("hpu")
+
+
+def test_an_allocator_without_statistics_is_an_error_with_a_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that a user has plugged in; a fixed micro-batch trains on it."""
+    monkeypatch.setattr(torch.cuda.memory, "get_allocator_backend", lambda: "pluggable")
+    device = torch.device("cuda", 0)
+    for use in (AllocatorMeter, available_memory):
+        with pytest.raises(UserError, match="give a fixed micro_batch_size"):
+            use(device)
+    with pytest.raises(UserError, match="no memory_budget held"), enforced_budget(device, 100):
+        pass
+    with enforced_budget(device, None):
+        assert not RetryWatch(device).struggles()
 
 
 def test_a_budget_is_enforced_on_cuda_only() -> None:

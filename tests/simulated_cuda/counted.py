@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import device_counters as counters
+import device_values
 import lightning.pytorch as pl
 import torch
 from device_counters import Counts
 from lightning.pytorch.strategies import DDPStrategy
-from on_simulated_cuda import count_launches
 from reference import quiet_trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -92,5 +92,5 @@ def train(norm: type[nn.Module], precision: Any, mode: Any, ranks: int = 1) -> S
 
 def train_as_rank(ranks: int, mode: Any, folder: Path) -> None:
     """One of the ranks, which leaves what it saw."""
-    count_launches()
+    device_values.only_what_is_read()
     torch.save(train(nn.LayerNorm, "32-true", mode, ranks), folder / f"{mode}-{torch.distributed.get_rank()}.pt")

@@ -3,6 +3,7 @@
 
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstdlib>
@@ -30,7 +31,7 @@ struct Block {
 std::mutex mutex;
 std::map<char*, Block> blocks;
 std::map<char*, size_t> pinned;  // of the host
-std::array<size_t, MOST_DEVICES> used, taken_by_others;
+std::array<size_t, MOST_DEVICES> used, most_used, taken_by_others;
 std::array<std::atomic<long>, COUNTERS> counters;
 
 // Kernels register before this file's own variables are made: hence variables inside functions.
@@ -121,10 +122,18 @@ size_t free_bytes(int device) {
   return taken(device) > total_bytes() ? 0 : total_bytes() - taken(device);
 }
 
+size_t used_bytes(int device) {
+  std::lock_guard guard(mutex);
+  return used[device];
+}
+
+size_t& most_used_bytes(int device) { return most_used[device]; }
+
 bool charge(size_t bytes, int device) {
   std::lock_guard guard(mutex);
   if (taken(device) + bytes > total_bytes()) return false;
   used[device] += bytes;
+  most_used[device] = std::max(most_used[device], used[device]);
   return true;
 }
 

@@ -112,14 +112,21 @@ EXPORT cudaError_t cudaMemsetAsync(void* address, int value, size_t bytes, cudaS
   return fill(address, value, bytes);
 }
 
-// Pools of cudaMallocAsync.
-EXPORT cudaError_t cudaDeviceGetDefaultMemPool(cudaMemPool_t* pool, int) {
-  *pool = (cudaMemPool_t)0x20;
+// Pools of cudaMallocAsync: one for each device.
+EXPORT cudaError_t cudaDeviceGetDefaultMemPool(cudaMemPool_t* pool, int device) {
+  *pool = (cudaMemPool_t)(size_t(device) + 1);
   return cudaSuccess;
 }
-EXPORT cudaError_t cudaMemPoolSetAttribute(cudaMemPool_t, cudaMemPoolAttr, void*) { return cudaSuccess; }
-EXPORT cudaError_t cudaMemPoolGetAttribute(cudaMemPool_t, cudaMemPoolAttr, void* value) {
-  *(uint64_t*)value = total_bytes() - free_bytes(current);
+EXPORT cudaError_t cudaMemPoolSetAttribute(cudaMemPool_t pool, cudaMemPoolAttr attribute, void*) {
+  int device = int(size_t(pool)) - 1;
+  if (attribute == cudaMemPoolAttrUsedMemHigh || attribute == cudaMemPoolAttrReservedMemHigh)
+    most_used_bytes(device) = used_bytes(device);
+  return cudaSuccess;
+}
+EXPORT cudaError_t cudaMemPoolGetAttribute(cudaMemPool_t pool, cudaMemPoolAttr attribute, void* value) {
+  int device = int(size_t(pool)) - 1;
+  bool high = attribute == cudaMemPoolAttrUsedMemHigh || attribute == cudaMemPoolAttrReservedMemHigh;
+  *(uint64_t*)value = high ? most_used_bytes(device) : used_bytes(device);
   return cudaSuccess;
 }
 EXPORT cudaError_t cudaMemPoolTrimTo(cudaMemPool_t, size_t) { return cudaSuccess; }

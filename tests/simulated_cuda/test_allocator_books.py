@@ -13,7 +13,7 @@ if device_counters.is_loaded():
     from forks import forked
 
 
-@pytest.mark.parametrize(("check", "programs"), [("same_books", 4), ("same_replay", 20)])
+@pytest.mark.parametrize(("check", "programs"), [("same_books", 2), ("same_replay", 20)])
 def test_the_books_are_those_of_the_allocator(check: str, programs: int, tmp_path: Path) -> None:
     """In a process of its own: blocks of earlier tests would have holes."""
     ended = forked(getattr(books, check), programs, folder=tmp_path)
