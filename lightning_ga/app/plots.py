@@ -18,6 +18,7 @@ from lightning_ga.plan.records import ProbeResult, Trial
 
 INKS = ("#000000", "#696969")  # black and "dimgray", which a dark page would hide
 PREDICTED, FITS, REFUSED = "C0", "C2", "C3"
+SVG_WIDTH = 5.2  # inches: text is read on a narrow screen too
 WIDE = 2.5  # times all that is drawn: a budget above is told, not drawn
 
 
@@ -123,6 +124,8 @@ def as_svg(figure: Figure, title: str) -> str:
         figure: What is drawn.
         title: What it shows, for those who cannot see it.
     """
+    width, height = figure.get_size_inches()
+    figure.set_size_inches(SVG_WIDTH, SVG_WIDTH * height / width)
     file = StringIO()
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": title}):
         figure.savefig(file, format="svg", transparent=True)
