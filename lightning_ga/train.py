@@ -61,6 +61,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         interrupted = end if isinstance(end, Interrupted) else Interrupted.by_keyboard()
         print_error(str(interrupted))
         raise SystemExit(interrupted.code) from None
+    except BrokenPipeError:  # whoever reads the output has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(141) from None
     except Exception as error:
         if show_traceback or not is_expected(error):
             raise

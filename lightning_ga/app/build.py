@@ -119,8 +119,8 @@ def build_trainer(cfg: DictConfig, folder: Path) -> Trainer:
     accumulate = [make(cfg.accumulate)] if cfg.accumulate else []
     others = [] if cfg.dry_run else make_all(cfg.callbacks)
     loggers: list[Logger] = [] if cfg.dry_run else make_all(cfg.logger)
-    has_bar = cfg.dry_run or any(isinstance(callback, ProgressBar) for callback in others)
-    progress = [] if has_bar else make_progress(cfg.progress)
+    has_bar = any(isinstance(callback, ProgressBar) for callback in others)
+    progress = [] if cfg.dry_run else make_progress("none" if has_bar else cfg.progress, folder)
     callbacks: list[Callback] = [*accumulate, report, *others, *progress]
     trainer: Trainer = make(
         cfg.trainer,

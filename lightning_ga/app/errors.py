@@ -33,6 +33,7 @@ PLACE_ERRORS = {  # of a file or folder that the user named
     errno.EISDIR: "a folder is where a file is needed: remove it, or choose another folder",
     errno.ENAMETOOLONG: "its name is too long: choose a shorter one",
 }
+PLUGINS = {"optuna": "'lightning_ga[sweep]'", "joblib": "hydra-joblib-launcher"}
 FOLDER_KEYS = "hydra.run.dir=FOLDER for this run, paths.output_root=FOLDER for all"
 
 
@@ -80,6 +81,8 @@ def explain_option(error: MissingConfigException) -> str:
     """``model=nope``: the options that exist, the nearest first."""
     group, _, option = str(error.missing_cfg_file).rpartition("/")
     options = ", ".join(error.options or ())
+    if group.startswith("hydra/") and option in PLUGINS:
+        return f"{group}={option} needs a package that is not installed: pip install {PLUGINS[option]}"
     return f"{group}={option} does not exist{did_you_mean(option, error.options or ())} The options: {options}."
 
 
@@ -87,9 +90,11 @@ def explain_null(arguments: Sequence[str]) -> str:
     """``model=null``: a group is chosen by the name of an option."""
     typed = [argument for argument in arguments if re.fullmatch(r"[\w/]+=(null)?", argument)]
     group = typed[-1].partition("=")[0] if typed else "GROUP"
-    leave_out = {"accumulate": "accumulate=off", "experiment": "no experiment at all", "debug": "no debug at all"}
-    instead = leave_out.get(group, f"{group}=none" if group in ("logger", "callbacks", "lr_scheduler") else "")
-    way_out = f"write {instead} to do without" if instead else f"a run needs one: leave {group}=null out"
+    if group in ("experiment", "debug", "search"):
+        way_out = "none is chosen where it is left out"
+    else:
+        nothing = {"accumulate": "off", "logger": "none", "callbacks": "none", "lr_scheduler": "none"}.get(group)
+        way_out = f"write {group}={nothing} to do without" if nothing else f"a run needs one: leave {group}=null out"
     return f"{typed[-1] if typed else 'null'} chooses no option of {group}: {way_out}; --help lists the options."
 
 

@@ -6,8 +6,8 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from rich.console import Console
 
+from lightning_ga.app.plan_table import plan_table, save_plan
 from lightning_ga.app.plots import plot_probe
-from lightning_ga.app.report import plan_table, save_plan
 from lightning_ga.app.terminal import warn
 from lightning_ga.fit.exactness import Exactness
 from lightning_ga.plan.accumulation import AccumulationPlan
@@ -36,10 +36,11 @@ class PlanReport(Callback):
         self.started = True
         if trainer.is_global_zero:
             records = current_plan(trainer), current_probe(trainer), current_exactness(trainer), current_device()
-            save_plan(self.folder / "plan.json", *records)
+            setting = describe_setting(trainer, pl_module)
+            save_plan(self.folder / "plan.json", *records, setting=setting)
             if records[1] is not None:
                 plot_probe(self.folder / "probe.png", records[1])
-            Console(width=80).print(plan_table(*records, setting=describe_setting(trainer, pl_module)))
+            Console(width=80).print(plan_table(*records, setting=setting))
             warn(beyond_the_data(records[0], training_samples(trainer)))
         if self.dry_run:
             trainer.fit_loop.epoch_loop.max_steps = trainer.global_step

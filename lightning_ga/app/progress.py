@@ -6,13 +6,17 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import psutil
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 
 from lightning_ga.app.plan_report import current_plan
+from lightning_ga.app.plan_table import write_json
 from lightning_ga.app.terminal import keep_in_log
 
 INFORMATION = (  # Lightning's loggers; which one it uses depends on the order of imports
@@ -60,48 +64,84 @@ class RichTrainingBar(RichProgressBar):
         return beside_bar(trainer, pl_module, super().get_metrics(trainer, pl_module))
 
 
-class EpochLines(Callback):
-    """One line an epoch, in the log of what was printed and, where there is no bar, on the screen.
+class EpochLog(Callback):
+    """One line an epoch, in the log of what was printed and, where there is no bar, on the screen; and its record.
 
     Args:
-        shown: Whether it is printed too.
+        folder: Where ``epochs.json`` goes.
+        shown: Whether the line is printed too.
     """
 
-    def __init__(self, *, shown: bool = True) -> None:
+    def __init__(self, folder: Path, *, shown: bool = True) -> None:
+        self.folder = folder
         self.shown = shown
+        self._records: list[dict[str, Any]] = []
         self._started = 0.0
+        self._samples = 0
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take the time."""
-        self._started = time.perf_counter()
+        self._started, self._samples = time.perf_counter(), 0
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Count samples."""
+        self._samples += leading_size(batch) * trainer.world_size
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Tell the epoch, its validation included."""
         if not trainer.is_global_zero:
             return
         means = {f"train/{name}": value for name, value in epoch_means(pl_module).items()}
-        line = epoch_line(
-            trainer.current_epoch + 1,
-            trainer.max_epochs,
-            {name: float(value) for name, value in {**trainer.callback_metrics, **means}.items()},
-            time.perf_counter() - self._started,
-        )
+        metrics = {name: float(value) for name, value in {**trainer.callback_metrics, **means}.items()}
+        seconds = time.perf_counter() - self._started
+        line = epoch_line(trainer.current_epoch + 1, trainer.max_epochs, metrics, seconds)
         if self.shown:
             print(line, flush=True)
         else:
             keep_in_log(line)
+        place, peak = memory_used(pl_module.device)
+        self._records.append(
+            {
+                "epoch": trainer.current_epoch + 1,
+                "steps": trainer.global_step,
+                "seconds": round(seconds, 3),
+                "samples": self._samples,
+                place: peak,
+                **metrics,
+            }
+        )
+        write_json(self.folder / "epochs.json", self._records)
 
 
-def make_progress(kind: str) -> list[Callback]:
+def leading_size(batch: Any) -> int:
+    """Samples of a batch whose first tensor has them along its first axis; 0 of any other."""
+    if isinstance(batch, torch.Tensor):
+        return batch.shape[0] if batch.dim() else 0
+    if isinstance(batch, Mapping):
+        batch = tuple(batch.values())
+    return leading_size(batch[0]) if isinstance(batch, list | tuple) and batch else 0
+
+
+def memory_used(device: torch.device) -> tuple[str, int]:
+    """What the memory of a device is called, and its peak in bytes; on a CPU, what the process holds now."""
+    if device.type == "cuda":
+        return "peak_bytes", torch.cuda.max_memory_allocated(device)
+    return "process_bytes", psutil.Process().memory_info().rss
+
+
+def make_progress(kind: str, folder: Path) -> list[Callback]:
     """What shows the progress of a training.
 
     Args:
         kind: ``bar``, ``rich``, ``plain``, ``none``, or ``auto`` for a bar on a terminal and plain lines elsewhere.
+        folder: The run's folder.
     """
     if kind == "auto":
         kind = "bar" if sys.stdout.isatty() else "plain"
     bars = {"bar": TrainingBar, "rich": RichTrainingBar}
-    return [*([bars[kind]()] if kind in bars else []), EpochLines(shown=kind == "plain")]
+    return [*([bars[kind]()] if kind in bars else []), EpochLog(folder, shown=kind == "plain")]
 
 
 def epoch_line(epoch: int, epochs: int | None, metrics: Mapping[str, float], seconds: float) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from sklearn.metrics import precision_recall_fscore_support
 
-from lightning_ga.app.report import write_json
+from lightning_ga.app.plan_table import write_json
 
 AVERAGES = ("macro average", "weighted average")
 

@@ -3,13 +3,16 @@
 import functools
 import inspect
 import math
+import platform
 import shlex
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch
 from hydra.core.hydra_config import HydraConfig
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
@@ -18,11 +21,13 @@ from omegaconf import OmegaConf
 from lightning_ga.app import checkpoints
 from lightning_ga.app.build import Fit, build, make
 from lightning_ga.app.interrupts import interruptions_told
+from lightning_ga.app.page import write_page
 from lightning_ga.app.plan_report import survived_errors
-from lightning_ga.app.plots import plot_losses, read_curves
+from lightning_ga.app.plan_table import counted, write_json
+from lightning_ga.app.plots import plot_losses
 from lightning_ga.app.predictions import save_predictions
 from lightning_ga.app.progress import quiet_lightning
-from lightning_ga.app.report import counted, write_json
+from lightning_ga.app.run_files import read_curves
 from lightning_ga.app.scores import class_scores, save_scores, scores_text
 from lightning_ga.app.terminal import printed_to, warn
 from lightning_ga.app.values import Config
@@ -53,10 +58,12 @@ def run_task(content: Config, allow: tuple[str, ...] = ()) -> float | None:
         if run.trainer.is_global_zero:
             run.folder.mkdir(parents=True, exist_ok=True)
             OmegaConf.save(run.config, run.folder / "config.yaml")
+            write_json(run.folder / "versions.json", versions(run))
         with interruptions_told(lambda: outcome(run)):
             metrics = TASKS[run.config.task](run, checkpoint)
         if run.trainer.is_global_zero and not run.config.dry_run:
             summarize(run, metrics, time.perf_counter() - started)
+            write_page([run.folder])
     return metrics.get(run.config.optimized_metric)
 
 
@@ -224,6 +231,19 @@ def summarize(run: Fit, metrics: Metrics, seconds: float) -> None:
     if survived:
         print(f"Survived {counted(survived, 'out-of-memory error')}: run again in smaller parts, with the same result.")
     print(f"Files: {run.folder}")
+
+
+def versions(run: Fit) -> dict[str, str]:
+    """What the run runs with."""
+    packages = ("lightning_ga", "lightning", "torch", "torchvision", "torchmetrics", "timm")
+    device = run.trainer.strategy.root_device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    return {
+        **{package: version(package) for package in packages},
+        "python": platform.python_version(),
+        "device": f"{device.type}: {name}",
+        "system": platform.platform(),
+    }
 
 
 def told_if_not_finite(metrics: Metrics) -> str | None:

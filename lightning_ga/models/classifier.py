@@ -17,11 +17,11 @@ import torch.nn.functional as F  # noqa: N812 (the name PyTorch users know)
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import OneCycleLR
-from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
 
 from lightning_ga.compat.step_counts import optimizer_steps
 from lightning_ga.errors import UserError
+from lightning_ga.models.sample_mean import SampleMean
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 MakeScheduler = Callable[..., torch.optim.lr_scheduler.LRScheduler]
@@ -54,10 +54,10 @@ class Classifier(LightningModule):
         self.make_optimizer = optimizer or torch.optim.Adam
         self.make_scheduler = lr_scheduler
         # A sync would be a collective on every micro-batch: rank 0 shows the curve of its own share.
-        self.window_loss = MeanMetric(nan_strategy="disable", sync_on_compute=False)
+        self.window_loss = SampleMean(sync_on_compute=False)
         self.window_accuracy = MulticlassAccuracy(num_classes, average="micro", sync_on_compute=False)
-        self.epoch_loss = MeanMetric(nan_strategy="disable")
-        self.epoch_accuracy = MeanMetric(nan_strategy="disable")
+        self.epoch_loss = SampleMean()
+        self.epoch_accuracy = SampleMean()
         self.val_accuracy = MulticlassAccuracy(num_classes, average="micro")
         self.test_accuracy = MulticlassAccuracy(num_classes, average="micro")
         self.test_confusion = MulticlassConfusionMatrix(num_classes)
@@ -88,10 +88,10 @@ class Classifier(LightningModule):
             self._starts_window = False
         logits = self(images)
         loss = F.cross_entropy(logits, targets)
-        self.window_loss.update(loss.detach(), weight=len(targets))
+        self.window_loss.update(loss.detach(), len(targets))
         self.window_accuracy.update(logits.detach(), targets)
-        self.epoch_loss.update(loss.detach(), weight=len(targets))
-        self.epoch_accuracy.update((logits.detach().argmax(dim=1) == targets).float())
+        self.epoch_loss.update(loss.detach(), len(targets))
+        self.epoch_accuracy.update((logits.detach().argmax(dim=1) == targets).float().mean(), len(targets))
         curves = {"train/loss": self.window_loss.compute(), "train/acc": self.window_accuracy.compute()}
         self.log_dict(curves, on_step=True, on_epoch=False, batch_size=len(targets))
         return loss
@@ -99,7 +99,7 @@ class Classifier(LightningModule):
     def epoch_means(self) -> dict[str, Tensor]:
         """Loss and accuracy over this rank's samples of the epoch so far."""
         means = {"loss": self.epoch_loss, "acc": self.epoch_accuracy}
-        return {name: metric.mean_value / metric.weight for name, metric in means.items() if metric.weight}
+        return {name: metric.total / metric.samples for name, metric in means.items() if metric.update_called}
 
     def on_train_epoch_end(self) -> None:
         """Let ``train/loss`` and ``train/acc`` be the means over the epoch from here on."""

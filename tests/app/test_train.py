@@ -220,6 +220,7 @@ def test_resnet34d_learns_the_digits(command):
         (["model=null"], ["model=null chooses no option", "a run needs one"]),
         (["accumulate=null"], ["write accumulate=off"]),
         (["logger=null"], ["write logger=none"]),
+        (["model=nope", "search=optuna"], ["pip install 'lightning_ga[sweep]'"]),
         (["ckpt_path=epoch=1.ckpt"], ["is quoted twice", "'ckpt_path=\"epoch=1.ckpt\"'"]),
         (["model=mlp", "model"], ["model is neither an option nor KEY=VALUE"]),
         (["model=mlp", "trainer.val_check_interval=0"], ["a share of an epoch above 0"]),
@@ -262,7 +263,7 @@ def test_help_shows_examples_groups_and_keys(command):
     for part in (
         "accumulate.memory_budget=",
         "model: mlp, resnet34d, timm",
-        "ckpt_path=last|best|PATH",
+        "ckpt_path=last|best|FOLDER|PATH",
         "--config-dir",
     ):
         assert part in run.out

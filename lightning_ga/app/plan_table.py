@@ -210,12 +210,25 @@ def save_plan(
     probe: ProbeResult | None,
     exactness: Exactness | None = None,
     device: PlannedDevice | None = None,
+    *,
+    setting: str = "",
 ) -> None:
-    """The records as JSON, ``null`` for one that is not there."""
+    """Save the records as JSON, ``null`` for one that is not there, and what is told of them.
+
+    Args:
+        path: The file.
+        plan: How a window is cut; nothing where no effective batch is known.
+        probe: What the probe found, if one ran.
+        exactness: What the exactness check measured, if it ran.
+        device: The device that is planned for, where it is not this one.
+        setting: One line on what is trained.
+    """
     records: dict[str, Any] = {"plan": plan, "probe": probe, "exactness": exactness}
     if device is not None:
         records["device"] = device
-    write_json(path, {name: asdict(record) if record else None for name, record in records.items()})
+    content = {name: asdict(record) if record else None for name, record in records.items()}
+    told = dict([*([("training", setting)] if setting else []), *plan_rows(plan, probe, exactness, device)])
+    write_json(path, {**content, "told": told})
 
 
 def write_json(path: Path, content: Any) -> None:
