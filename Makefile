@@ -1,6 +1,7 @@
 # make train [ARGS="model=mlp data=fashion_mnist"]    set up .venv once, then train
 # make test  [ARGS="tests/test_plan.py -k ragged"]    set up .venv with the test extras, then run the tests
 # make test SLOW=1                                    the slow ones too, as .ci/run does
+# make test-cuda                                      tests on a simulated CUDA device (ALL=1: more of them)
 # make lint                                           ruff and mypy
 # make clean                                          remove .venv
 
@@ -16,7 +17,7 @@ INSTALL = $(VENV)/bin/python -m pip install -q --disable-pip-version-check $(if 
 MODEL := $(if $(filter model=% experiment=%,$(ARGS)),,model=resnet34d)
 
 .DEFAULT_GOAL := help
-.PHONY: help train test lint clean
+.PHONY: help train test test-cuda lint clean
 .DELETE_ON_ERROR:
 
 help:
@@ -27,6 +28,18 @@ train: $(VENV)/.installed
 
 test: $(VENV)/.installed-dev
 	$(VENV)/bin/python -m pytest -n 2 --dist worksteal $(if $(SLOW),,-m 'not slow') $(ARGS)
+
+# What runs on a simulated CUDA device, if it can be built here.
+ON_CUDA := exactness survive survive_update traceless resume step_mode
+MORE_ON_CUDA := counters features lbfgs other_callbacks probe recovery schedules sparse step_counts token_weights \
+	true_hidden verify
+
+test-cuda: $(VENV)/.installed-dev
+	@if built=$$($(VENV)/bin/python tests/simulated_cuda/build.py); then \
+		tests/simulated_cuda/run.sh $(VENV)/bin/python -m pytest -n 2 --dist worksteal -p on_simulated_cuda \
+			tests/simulated_cuda tests/memory tests/batch/test_split.py \
+			$(foreach name,$(ON_CUDA) $(if $(ALL),$(MORE_ON_CUDA)),tests/integration/test_$(name).py) $(ARGS); \
+	fi
 
 lint: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff check .

@@ -1,19 +1,25 @@
-"""The same on a GPU: ``python -m benchmarks.gpu``.
+"""What only a GPU can tell: ``python -m benchmarks.gpu``.
 
-The cells of ``benchmarks.probe`` in real memory: the caching allocator of the current CUDA device is
-given a budget, and every program runs real steps in it. Two things come on top: how far the peak
-that was predicted from small steps lies from ``max_memory_allocated``, and how fast the found
-micro-batch trains under ``AutoAccumulate`` beside a plain PyTorch loop. Writes
-``benchmarks/results/<device>.json``. Exits with 1 if a target of ours is missed, and with 2 where
-there is no CUDA device.
+Stages, each with a file of its own, ``benchmarks/results/<device>-<stage>.json``:
+
+- ``sanity``: what our meters say of one step, beside PyTorch's own statistics;
+- ``cells``: the cells of ``benchmarks.probe`` in real memory, with the caching allocator held to a budget, and how far
+  the peak that was predicted from small steps lies from ``max_memory_allocated``;
+- ``throughput``: the found micro-batch under ``AutoAccumulate`` beside a plain PyTorch loop;
+- ``fp16``: probe and training with a gradient scaler;
+- ``cudnn``: probe and training with ``torch.backends.cudnn.benchmark``.
+
+No cell begins after ``--minutes``: what was left out is said. Exits with 1 if a target of ours is missed,
+and with 2 where there is no CUDA device. An hour of training at the limit is ``benchmarks.soak``.
 """
 
 import argparse
 import re
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -23,15 +29,19 @@ from benchmarks.probe import quiet, run
 from benchmarks.probing.cells import Cell, cells
 from benchmarks.probing.devices import CUDA, GIB
 from benchmarks.probing.models import MODELS
+from benchmarks.probing.on_gpu import Watch, fit_at_limit, meters
 from benchmarks.probing.prediction import prediction
-from benchmarks.probing.programs import NEEDS, OURS
+from benchmarks.probing.programs import NEEDS
 from benchmarks.probing.tables import Target, against_binsearch, details, shown, summary, targets
 from benchmarks.probing.throughput import throughput
 
-BUDGETS = (2.0, 8.0, 24.0)  # GiB; those that the device does not have are left out
-FOUND, ERROR, SPEED = 0.98, 0.016, 0.98
+STAGES = ("sanity", "cells", "throughput", "fp16", "cudnn")
+BUDGETS = (2.0, 8.0, 24.0, 80.0, 120.0)  # GiB; those that the device does not have are left out
+MINUTES, WINDOWS = 25.0, 20
+FOUND, ERROR, SPEED, RESERVED = 0.98, 0.016, 0.98, 0.01
 TIMED = "resnet34d 224"
-BOTH = 2.2  # times a budget: what ours and the plain loop take, in memory at once
+HALF, CONVOLUTIONS = "GPT, SDPA", "resnet34d 224"
+SMALL, LARGE = 16, 64  # samples of the recorded steps
 HEADROOM = 0.9  # share of the device that the largest budget may be: other processes, and CUDA itself
 
 
@@ -56,93 +66,208 @@ def file_name(device: str) -> str:
 
 
 def gpu_targets(records: Sequence[Mapping[str, Any]]) -> list[Target]:
-    """The targets of cells, of predictions and of throughput."""
+    """The targets of cells and of predictions."""
     errors = [abs(cell["prediction"]["error"]) for cell in records if cell.get("prediction")]
-    speeds = [cell["throughput"]["ratio"] for cell in records if cell.get("throughput")]
     found = targets(records, found=FOUND)
     gaps = sum("incomplete" in cell for cell in records)
     found.append(Target("cells that an error cut short", gaps, gaps == 0, "none"))
     if errors:
         worst = max(errors)
         found.append(Target("prediction error, largest", worst, worst <= ERROR, f"at most {ERROR}"))
-    if speeds:
-        slowest = min(speeds)
-        found.append(Target("images/s ÷ plain loop, least", slowest, slowest >= SPEED, f"at least {SPEED}"))
     return found
 
 
 def extend(record: dict[str, Any]) -> dict[str, Any]:
-    """A cell's record with its prediction error and, for one model, its throughput."""
+    """A cell's record with its prediction error."""
     if not record["limit"]:
         return record
     try:
         record["prediction"] = prediction(Cell(record["model"], record["gib"], record["kind"]))
-        if record["model"] == TIMED and BOTH * record["gib"] * GIB <= torch.cuda.mem_get_info()[1]:
-            record["throughput"] = throughput(MODELS[TIMED], record["programs"][OURS]["found"], "cuda")
     except torch.OutOfMemoryError as error:  # what was measured so far is kept, and the table has a gap
         record["incomplete"] = str(error)
     return record
 
 
 def extras(records: Sequence[Mapping[str, Any]]) -> Any:
-    """Predictions and throughput as they are shown."""
-    table = shown("model", ("GiB", "samples", "predicted MiB", "measured MiB", "error", "images/s ÷ plain"))
+    """Predictions as they are shown."""
+    table = shown("model", ("GiB", "samples", "predicted MiB", "measured MiB", "error"))
     for cell in records:
-        foreseen, speed = cell.get("prediction"), cell.get("throughput")
+        foreseen = cell.get("prediction")
         if foreseen:
             peaks = (f"{foreseen[key] / 2**20:,.1f}" for key in ("predicted", "measured"))
-            ratio = f"{speed['ratio']:.3f}" if speed else ""
-            size, error = f"{foreseen['samples']:,}", f"{100 * foreseen['error']:+.2f} %"
-            table.add_row(cell["model"], f"{cell['gib']:g}", size, *peaks, error, ratio)
+            error = f"{100 * foreseen['error']:+.2f} %"
+            table.add_row(cell["model"], f"{cell['gib']:g}", f"{foreseen['samples']:,}", *peaks, error)
     return table
 
 
 def text(record: Mapping[str, Any]) -> str:
-    """Tables and legend of a record."""
+    """Tables and legend of the cells."""
     records = record["cells"]
     parts = [as_text(table) for table in (summary(records), against_binsearch(records), extras(records))]
     parts.append(
         f"{record['device']}, memory capped by set_per_process_memory_fraction. The peak is\n"
         "predicted from small steps alone, and measured by max_memory_allocated in a\n"
-        "training of its own. images/s: windows of the found micro-batch, timed in\n"
-        "alternating pairs."
+        "training of its own."
     )
     return "\n".join(parts)
 
 
+def sanity_targets(records: Sequence[Mapping[str, Any]]) -> list[Target]:
+    """Meter and trace to the byte; reserved memory, which holes decide, nearly.
+
+    Examples:
+        >>> seen = {"allocated": 5, "metered": 5, "traced": 5, "replayed": (5, 20), "reserved": 20}
+        >>> [target.met for target in sanity_targets([seen])]
+        [True, True]
+    """
+    known = [record for record in records if record["replayed"] is not None]
+    wrong = sum(not record["allocated"] == record["metered"] == record["traced"] for record in known)
+    apart = max((abs(record["replayed"][1] / record["reserved"] - 1) for record in known), default=1.0)
+    return [
+        Target("steps metered or traced wrongly", wrong, wrong == 0, "none"),
+        Target("reserved memory, largest error", apart, apart <= RESERVED, f"at most {RESERVED}"),
+    ]
+
+
+def speed_targets(records: Sequence[Mapping[str, Any]]) -> list[Target]:
+    """As fast as a plain loop."""
+    slowest = min((record["ratio"] for record in records), default=0.0)
+    return [Target("images/s ÷ plain loop, least", slowest, slowest >= SPEED, f"at least {SPEED}")]
+
+
+def fit_targets(records: Sequence[Mapping[str, Any]]) -> list[Target]:
+    """A limit at which training has no trouble."""
+    ooms = sum(record["ooms"] + record["errors_and_retries"][0] for record in records)
+    retries = sum(record["errors_and_retries"][1] for record in records)
+    failed = max((record["failed"] for record in records), default=0)
+    return [
+        Target("out-of-memory errors in training", ooms, ooms == 0, "none"),
+        Target("retries of the allocator in training", retries, retries == 0, "none"),
+        Target("failed trials of a probe, most", failed, failed <= 1, "at most 1"),
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """What is measured piece by piece.
+
+    Attributes:
+        pieces: Each measures one record.
+        targets: Judges the records.
+        text: Shows a stage's record.
+    """
+
+    pieces: list[Callable[[], dict[str, Any]]]
+    targets: Callable[[Sequence[Mapping[str, Any]]], list[Target]]
+    text: Callable[[Mapping[str, Any]], str] = lambda record: "\n".join(map(str, record["cells"]))
+
+
+def stages(models: Sequence[str], gibs: Sequence[float], windows: int) -> dict[str, Stage]:
+    """All stages, for these models and budgets; those with one budget take the largest up to 8 GiB."""
+    one = max([gib for gib in gibs if gib <= 8], default=min(gibs))
+    fits = [model for model in (HALF, CONVOLUTIONS) if model in models]
+    return {
+        "sanity": Stage([lambda m=m, n=n: meters(m, n) for m in models for n in (SMALL, LARGE)], sanity_targets),
+        "cells": Stage(
+            [lambda cell=cell: extend(run([cell])[0]) for cell in by_size(cells(list(models), list(gibs), CUDA))],
+            gpu_targets,
+            lambda record: f"{as_text(details(record['cells']))}\n{text(record)}",
+        ),
+        "throughput": Stage([lambda m=m: timed(m, one) for m in models if m in (TIMED, "MLP")], speed_targets),
+        "fp16": Stage(
+            [lambda m=m: fit_at_limit(m, one, Watch(windows), precision="16-mixed") for m in fits], fit_targets
+        ),
+        "cudnn": Stage([lambda m=m: with_cudnn_benchmark(m, one, windows) for m in fits[-1:]], fit_targets),
+    }
+
+
+def by_size(chosen: Iterable[Cell]) -> list[Cell]:
+    """Small budgets of all models first: if time is short, it is large ones that are left out."""
+    return sorted(chosen, key=lambda cell: cell.gib)
+
+
+def timed(model: str, gib: float) -> dict[str, Any]:
+    """Samples a second in micro-batches of less than half of a budget: ours and the plain loop are both in memory."""
+    cell = Cell(model, gib / 2.2, CUDA)
+    return {"model": model, "gib": gib, **throughput(MODELS[model], prediction(cell)["samples"], "cuda")}
+
+
+def with_cudnn_benchmark(model: str, gib: float, windows: int) -> dict[str, Any]:
+    """A fit while cuDNN tries its algorithms, whose workspaces come and go."""
+    with cudnn_benchmark():
+        record: dict[str, Any] = fit_at_limit(model, gib, Watch(windows))
+    return record
+
+
+@contextmanager
+def cudnn_benchmark() -> Iterator[None]:
+    """Let cuDNN choose by trying."""
+    before = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = True
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = before
+
+
+def measure(name: str, stage: Stage, device: str, until: float) -> dict[str, Any]:
+    """The pieces of a stage, written down after each: whatever comes next, this is kept."""
+    start = time.perf_counter()
+    record: dict[str, Any] = {}
+    records: list[dict[str, Any]] = []
+    for piece in stage.pieces:
+        if time.perf_counter() > until:
+            break
+        records.append(piece())
+        record = {
+            "device": device,
+            "cuda": torch.version.cuda,
+            "peers": {name: installed(name) for name in ("lightning", *NEEDS.values())},
+            "targets": [asdict(target) for target in stage.targets(records)],
+            "cells": records,
+            "left_out": len(stage.pieces) - len(records),
+            "seconds": round(time.perf_counter() - start, 1),
+        }
+        write_json(f"{file_name(device)}-{name}", record)
+    return record
+
+
+def show(name: str, stage: Stage, record: Mapping[str, Any]) -> None:
+    """A stage's tables, and which targets it met."""
+    print(f"{stage.text(record)}")
+    for target in record["targets"]:
+        print(f"{'met   ' if target['met'] else 'MISSED'} {target['what']}: {target['value']:.3g}, {target['asked']}")
+    late = f", {record['left_out']} left out for want of time" if record["left_out"] else ""
+    print(f"{name}: {len(record['cells'])} measured{late}, {record['seconds']} s\n", flush=True)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, show, write; 1 if a target is missed, 2 without a CUDA device."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--stages", nargs="*", default=list(STAGES), choices=STAGES, help="default: all")
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS), help="default: all")
     parser.add_argument("--budgets", nargs="*", type=float, help=f"GiB (default: {BUDGETS}, as far as the device goes)")
+    parser.add_argument("--windows", type=int, default=WINDOWS, help="of the trainings with fp16 and cuDNN")
+    parser.add_argument("--minutes", type=float, default=MINUTES, help="after which nothing is begun")
     settings = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         print("benchmarks.gpu needs a CUDA device, and PyTorch sees none: use benchmarks.probe.", file=sys.stderr)
         return 2
     quiet()
-    start, device = time.perf_counter(), torch.cuda.get_device_name()
-    chosen = list(cells(settings.models, settings.budgets or budgets(torch.cuda.mem_get_info()[1]), CUDA))
-    if not chosen:
+    until, device = time.perf_counter() + 60 * settings.minutes, torch.cuda.get_device_name()
+    gibs = settings.budgets or budgets(torch.cuda.mem_get_info()[1])
+    if not gibs:
         print(f"{device} is smaller than the smallest budget, {BUDGETS[0]:g} GiB: give --budgets.", file=sys.stderr)
         return 2
-    records: list[dict[str, Any]] = []
-    record: dict[str, Any] = {}
-    for cell in chosen:
-        records += [extend(found) for found in run([cell])]
-        record = {
-            "device": device,
-            "cuda": torch.version.cuda,
-            "peers": {name: installed(name) for name in ("lightning", *NEEDS.values())},
-            "targets": [asdict(target) for target in gpu_targets(records)],
-            "cells": records,
-            "seconds": round(time.perf_counter() - start, 1),
-        }
-        write_json(file_name(device), record)  # whatever comes next, this is kept
-    print(f"{as_text(details(records))}\n{text(record)}")
-    for target in record["targets"]:
-        print(f"{'met   ' if target['met'] else 'MISSED'} {target['what']}: {target['value']:.3g}, {target['asked']}")
-    print(f"{file_name(device)}.json, {record['seconds']} s")
-    return int(not all(target["met"] for target in record["targets"]))
+    missed = 0
+    for name, stage in stages(settings.models, gibs, settings.windows).items():
+        record = measure(name, stage, device, until) if name in settings.stages else {}
+        if record:
+            show(name, stage, record)
+            missed += sum(not target["met"] for target in record["targets"])
+    return int(missed > 0)
 
 
 if __name__ == "__main__":

@@ -94,7 +94,7 @@ def fit(watch: Stopwatch, *, name: str, model: str, windows: int) -> None:
 def bout(model: str, rounds: int, order: Sequence[str]) -> dict[str, dict[str, list[float]]]:
     """Seconds of each window of each program, wall-clock and processor."""
     fits = [partial(fit, name=name, model=model, windows=rounds + WARM_UP) for name in order]
-    watches = take_turns(fits, FACTOR)
+    watches = take_turns(fits, [FACTOR] * len(fits))
     return {
         name: {"wall": watch.wall[WARM_UP:], "cpu": watch.cpu[WARM_UP:]}
         for name, watch in sorted(zip(order, watches), key=lambda pair: pair[0])

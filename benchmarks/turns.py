@@ -79,14 +79,18 @@ class Stopwatch(pl.Callback):
         self._since = (time.perf_counter(), time.thread_time())
 
 
-def take_turns(fits: Sequence[Callable[[Stopwatch], None]], factor: int) -> list[Stopwatch]:
+def take_turns(fits: Sequence[Callable[[Stopwatch], None]], factors: Sequence[int]) -> list[Stopwatch]:
     """Run fits side by side; each is given the stopwatch that it must have as its last callback.
+
+    Args:
+        fits: What takes turns.
+        factors: Batches of each one's loop that make up a window.
 
     Raises:
         RuntimeError: If one of them fails.
     """
     turns = Turns(len(fits))
-    watches = [Stopwatch(turns, player, factor) for player in range(len(fits))]
+    watches = [Stopwatch(turns, player, factor) for player, factor in enumerate(factors)]
     threads = [threading.Thread(target=_play, args=(turns, fit, watch)) for fit, watch in zip(fits, watches)]
     for thread in threads:
         thread.start()

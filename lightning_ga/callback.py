@@ -167,6 +167,10 @@ class AutoAccumulate(Callback):
         """Keep the position, and let validation run when the recipe says."""
         self._started_fit.advance()
 
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """Refuse a loader that did not yield the whole epoch."""
+        self._started_fit.check_epoch()
+
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Give model and schedules back what the user wrote."""
         self._started_fit.close()

@@ -13,7 +13,7 @@ from lightning_ga.callback import AutoAccumulate
 from lightning_ga.errors import UserError
 from lightning_ga.plan.accumulation import require_count
 from lightning_ga.probe.planned.device import DevicePlan, planned_device, settings_on_this_host
-from lightning_ga.snapshot.state import RandomState
+from lightning_ga.snapshot.random_numbers import RandomState
 
 _QUIET = {
     "logger": False,

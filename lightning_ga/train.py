@@ -2,33 +2,34 @@
 
 Its configuration lies in ``conf/``; ``--help`` shows examples, groups and keys. This file holds the
 way in and out: a user's mistake ends in one sentence and exit code 1. What is built from a
-configuration is in ``build.py``, what is then done with it in ``tasks.py``.
+configuration is in ``app/build.py``, what is then done with it in ``app/tasks.py``; both are imported
+when a job starts, so that all that needs no training answers at once.
 """
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from difflib import get_close_matches
-from itertools import islice
+from importlib.metadata import version
 from pathlib import Path
 from typing import NoReturn
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_ga.app.allowlist import guarded_hydra
-from lightning_ga.app.errors import EXPECTED, chain, explain
-from lightning_ga.app.progress import quiet_lightning
-from lightning_ga.app.tasks import TASKS, run_task
+from lightning_ga.app.arguments import is_first_rank, options_first, rank_overrides, typed_targets
+from lightning_ga.app.composed import checked_composition
+from lightning_ga.app.errors import chain, explain, is_expected
+from lightning_ga.app.interrupts import Interrupted, sigterm_ends
+from lightning_ga.app.sweep import Job, done_before, report_sweep
+from lightning_ga.app.terminal import printable_everywhere
+from lightning_ga.app.values import Config, check_values, resolved
 from lightning_ga.errors import RankError, UserError
 
 FULL_ERROR = "HYDRA_FULL_ERROR"  # set: Hydra raises errors instead of printing them
 TRACEBACK = "--traceback"
-WITH_VALUE = ("--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd")
 
 
 class ReportedError(Exception):
@@ -42,54 +43,105 @@ def main(argv: Sequence[str] | None = None) -> None:
         argv: Overrides and options; those of the process if left out.
 
     Raises:
-        SystemExit: With code 1 after a user's mistake, told in one sentence.
+        SystemExit: With code 1 after a user's mistake, told in one sentence; 130 after Ctrl-C, 143 after SIGTERM.
     """
+    printable_everywhere(sys.stdout, sys.stderr)
     arguments = list(sys.argv[1:] if argv is None else argv)
     show_traceback = TRACEBACK in arguments or os.environ.get(FULL_ERROR) == "1"
     arguments = options_first([argument for argument in arguments if argument != TRACEBACK])
-    program = hydra.main(version_base="1.3", config_path=str(config_folder()), config_name="train")
+    if "--version" in arguments:
+        print(f"lightning_ga {version('lightning_ga')}")
+        return
     try:
-        refuse_rerun(arguments)
-        arguments += of_one_rank(arguments, os.environ)
-        with process_state(arguments), guarded_hydra():
-            program(make_job(show_traceback))()
+        with sigterm_ends():
+            run_hydra(arguments, show_traceback)
     except ReportedError:
         raise SystemExit(1) from None
-    except EXPECTED as error:
-        if show_traceback:
+    except (KeyboardInterrupt, Interrupted) as end:
+        interrupted = end if isinstance(end, Interrupted) else Interrupted.by_keyboard()
+        print_error(str(interrupted))
+        raise SystemExit(interrupted.code) from None
+    except BrokenPipeError:  # whoever reads the output has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(141) from None
+    except Exception as error:
+        if show_traceback or not is_expected(error):
             raise
-        fail(error)
+        fail(error, arguments)
 
 
-def make_job(show_traceback: bool) -> Callable[[DictConfig], float | None]:
-    """What Hydra calls with each configuration; it returns the optimized metric."""
+def run_hydra(arguments: Sequence[str], show_traceback: bool) -> None:
+    """Let Hydra compose the configuration and call the job with it, once for each combination of a sweep."""
+    refuse_rerun(arguments)
+    jobs = Jobs(arguments, show_traceback=show_traceback)
+    given = [*arguments, *rank_overrides(arguments, os.environ)]
+    program = hydra.main(version_base="1.3", config_path=str(config_folder()), config_name="train")
+    with process_state(given), checked_composition(known_keys=top_level_keys(), typed=given):
+        try:
+            program(jobs.run)()
+        finally:
+            jobs.report()
 
-    def job(cfg: DictConfig) -> float | None:
+
+class Jobs:
+    """What Hydra calls with each configuration, and what came of it.
+
+    Args:
+        arguments: The command line.
+        show_traceback: Whether errors are raised rather than told.
+    """
+
+    def __init__(self, arguments: Sequence[str], *, show_traceback: bool) -> None:
+        self._arguments = arguments
+        self._allow = typed_targets(arguments)
+        self._show_traceback = show_traceback
+        self._done: list[Job] = []
+        self._sweep: tuple[Path, str] | None = None
+
+    def run(self, cfg: DictConfig) -> float | None:
+        """Check a configuration and do what it says.
+
+        Returns:
+            The optimized metric, for sweepers.
+        """
         # Processes that the job starts must not inherit what is meant for this Hydra.
         os.environ.pop(FULL_ERROR, None)
         try:
-            check_task(cfg.task)
-            with quiet_lightning():
-                return run_task(cfg)
-        except EXPECTED as error:
-            if show_traceback:
+            config = resolved(cfg)
+            check_values(config)
+            return self._run_checked(config) if HydraConfig.get().mode != RunMode.MULTIRUN else self._run_one_of(config)
+        except Exception as error:
+            if self._show_traceback or not is_expected(error):
                 raise
             if HydraConfig.get().mode != RunMode.MULTIRUN:
-                fail(error)  # within the job: Hydra would add a line of its own
-            print_error(f"job {HydraConfig.get().job.num} ({HydraConfig.get().job.override_dirname}): {explain(error)}")
+                fail(error, self._arguments)  # within the job: Hydra would add a line of its own
+            hydra_job = HydraConfig.get().job
+            print_error(f"job {hydra_job.num} ({hydra_job.override_dirname}): {explain(error)}")
+            self._note(None, "failed")
             raise ReportedError from error
         finally:
             os.environ[FULL_ERROR] = "1"
 
-    return job
+    def _run_checked(self, config: Config) -> float | None:
+        from lightning_ga.app.tasks import run_task  # imports torch: not before it is needed
 
+        return run_task(config, self._allow)
 
-def check_task(task: str) -> None:
-    """Refuse a task that does not exist."""
-    if task not in TASKS:
-        nearest = get_close_matches(str(task), TASKS, n=1)
-        hint = f"; did you mean {nearest[0]}?" if nearest else "."
-        raise UserError(f"task={task} does not exist{hint} The tasks: {', '.join(TASKS)}.")
+    def _run_one_of(self, config: Config) -> float | None:
+        self._sweep = Path(HydraConfig.get().sweep.dir), config["optimized_metric"]
+        before = done_before(Path(config["paths"]["output_dir"]), config)
+        value = self._run_checked(config) if before is None else before
+        self._note(value, "done" if before is None else "done before")
+        return value
+
+    def _note(self, value: float | None, outcome: str) -> None:
+        config = HydraConfig.get()
+        self._done.append(Job(config.job.num, tuple(config.overrides.task), value, outcome))
+
+    def report(self) -> None:
+        """Print the table of a sweep."""
+        if self._sweep is not None and len(self._done) > 1:
+            report_sweep(self._done, *self._sweep)
 
 
 def config_folder() -> Path:
@@ -104,44 +156,6 @@ def top_level_keys() -> list[str]:
     folder = config_folder()
     groups = sorted(path.name for path in folder.iterdir() if path.is_dir())
     return [*groups, *(str(key) for key in OmegaConf.load(folder / "train.yaml") if key != "defaults")]
-
-
-def options_first(arguments: Sequence[str]) -> list[str]:
-    """Options before overrides: Hydra takes overrides in one piece only, and Lightning appends some for its ranks.
-
-    Examples:
-        >>> options_first(["model=mlp", "--config-dir", "mine", "seed=1"])
-        ['--config-dir', 'mine', 'model=mlp', 'seed=1']
-    """
-    options, overrides, rest = [], [], iter(arguments)
-    for argument in rest:
-        if not argument.startswith("-"):
-            overrides.append(argument)
-            continue
-        options.append(argument)
-        if argument in WITH_VALUE:
-            options += list(islice(rest, 1))
-    return [*options, *overrides]
-
-
-def of_one_rank(arguments: Sequence[str], environment: Mapping[str, str]) -> list[str]:
-    """Overrides for ranks that ``torchrun`` or ``srun`` has started: all but the first keep no folder of their own.
-
-    Each process names its folder by its own clock. Ranks that Lightning starts are told the folder of the first.
-
-    Examples:
-        >>> of_one_rank(["trainer=ddp"], {"RANK": "1"})
-        ['hydra.output_subdir=null', 'hydra/job_logging=none', 'hydra.run.dir=${paths.output_root}']
-        >>> of_one_rank(["trainer=ddp"], {"RANK": "0"})
-        []
-    """
-    names = ("RANK",) if "RANK" in environment else ("SLURM_PROCID", "NODE_RANK", "LOCAL_RANK")
-    first = all(environment.get(name, "0") == "0" for name in names)
-    if first or any(argument.startswith(("hydra.output_subdir=", "hydra/job_logging=")) for argument in arguments):
-        return []
-    told = any(argument.startswith("hydra.run.dir=") for argument in arguments)
-    folder = [] if told else ["hydra.run.dir=${paths.output_root}"]
-    return ["hydra.output_subdir=null", "hydra/job_logging=none", *folder]
 
 
 def refuse_rerun(arguments: Sequence[str]) -> None:
@@ -165,15 +179,19 @@ def process_state(arguments: Sequence[str]) -> Iterator[None]:
             os.environ[FULL_ERROR] = full_error
 
 
-def fail(error: BaseException) -> NoReturn:
+def fail(error: BaseException, arguments: Sequence[str] = ()) -> NoReturn:
     """One sentence on stderr, and exit code 1."""
-    print_error(explain(error, top_level_keys()), alone=any(isinstance(link, RankError) for link in chain(error)))
+    alone = any(isinstance(link, RankError) for link in chain(error))
+    print_error(explain(error, top_level_keys(), arguments), alone=alone)
     raise SystemExit(1) from None
 
 
 def print_error(sentence: str, *, alone: bool = False) -> None:
     """A user's mistake, told by the first rank; what befell one rank ``alone``, by that one."""
-    rank = getattr(rank_zero_only, "rank", 0)
+    rank_zero = sys.modules.get("lightning_utilities.core.rank_zero")
+    rank = getattr(getattr(rank_zero, "rank_zero_only", None), "rank", None)
+    if rank is None:
+        rank = 0 if is_first_rank(os.environ) else 1
     if rank == 0 or alone:
         print(f"Error{f' on rank {rank}' if rank else ''}: {sentence}", file=sys.stderr)
 

@@ -97,7 +97,9 @@ def command(
     handlers, level = root.handlers[:], root.level
 
     def type_line(*arguments: str, folder: str = "run") -> Typed:
-        place = [] if any(a.startswith("-") for a in arguments) else [f"hydra.run.dir=outputs/{folder}"]
+        place = (
+            [] if any(a.startswith(("-", "hydra.run.dir=")) for a in arguments) else [f"hydra.run.dir=outputs/{folder}"]
+        )
         try:
             main([*arguments, *place])
             code = 0

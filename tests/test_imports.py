@@ -13,10 +13,10 @@ import lightning_ga
 PACKAGE = Path(lightning_ga.__file__).parent
 ROOMS = (
     *("errors", "plan", "batch", "memory", "snapshot", "loading", "compat", "probe", "fit", "callback", "planning"),
-    *("models", "data", "app", "train"),
+    *("models", "data", "app", "train", "report"),
 )
 """A room imports from itself and from those before it."""
-BESIDE = ("models", "data", "app", "train")
+BESIDE = ("models", "data", "app", "train", "report")
 """Of the command line; they know nothing of the callback, which Hydra binds them to."""
 PUBLIC = ("__init__", "schedule", "split", "testing", "weights")
 """Paths that code outside uses."""

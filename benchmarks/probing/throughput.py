@@ -121,7 +121,7 @@ def throughput(model: Model, micro: int, device: str, rounds: int = ROUNDS) -> d
     Both models are in memory at once.
     """
     settings: dict[str, Any] = {"model": model, "micro": micro, "windows": rounds + WARM_UP, "device": device}
-    watches = take_turns([partial(plain, **settings), partial(accumulated, **settings)], FACTOR)
+    watches = take_turns([partial(plain, **settings), partial(accumulated, **settings)], [FACTOR] * 2)
     theirs, mine = (watch.wall[WARM_UP:] for watch in watches)
     samples = micro * FACTOR
     return {

@@ -1,48 +1,61 @@
-"""What a configuration may build.
+"""What a configuration may build: a list of kinds, and of the packages that they may come from.
 
-Hydra calls whatever ``_target_`` names, and ``torch.load`` or ``os.system`` are names too. So a
-target must be on a list of modules, twice over: by the name that is written, before anything is
-imported, and by the module that the found object was defined in, because
+Hydra calls whatever ``_target_`` names, and ``torch.load`` or ``os.system`` are names too. So a target
+must be a class of one of the kinds below, or one of a few factories. It is looked at twice: by the name
+that is written, before anything is imported, and by where the found class was defined, because
 ``lightning.pytorch.trainer.trainer.os.system`` begins well and ends elsewhere.
-
-Hydra's own section builds things as well, before the job starts: its callbacks and logging
-factories are refused when the configuration is loaded.
 """
 
 import inspect
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from functools import cache
+from importlib import import_module
 from typing import Any
-
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra._internal.utils import _locate
-from omegaconf import DictConfig, OmegaConf
 
 from lightning_ga.errors import UserError
 
-ALLOWED = (
-    "lightning_ga",
-    "lightning.pytorch.callbacks",
-    "lightning.pytorch.loggers",
-    "lightning.pytorch.plugins",
-    "lightning.pytorch.profilers",
-    "lightning.pytorch.strategies",
-    "lightning.pytorch.trainer",
-    "lightning.pytorch.Trainer",
-    "timm.data",
-    "timm.loss",
-    "timm.models",
-    "timm.optim",
-    "timm.scheduler",
-    "timm.create_model",
-    "torch.nn",
-    "torch.optim",
-    "torchmetrics",
-    "torchvision.models",
-    "torchvision.ops",
-    "torchvision.transforms",
+MODULE, TRANSFORM = "torch.nn.Module", "object"
+KINDS: Mapping[str, tuple[str, ...]] = {
+    "lightning_ga": (
+        *(MODULE, "lightning.pytorch.LightningDataModule", "lightning.pytorch.Callback"),
+        "lightning.fabric.plugins.CheckpointIO",
+    ),
+    "lightning.pytorch.callbacks": ("lightning.pytorch.Callback",),
+    "lightning.pytorch.loggers": ("lightning.pytorch.loggers.Logger",),
+    "lightning.pytorch.plugins": (
+        *("lightning.fabric.plugins.CheckpointIO", "lightning.fabric.plugins.ClusterEnvironment"),
+        *("lightning.fabric.plugins.Precision", "lightning.pytorch.plugins.LayerSync"),
+    ),
+    "lightning.pytorch.profilers": ("lightning.pytorch.profilers.Profiler",),
+    "lightning.pytorch.strategies": ("lightning.pytorch.strategies.Strategy",),
+    "lightning.pytorch.trainer": ("lightning.pytorch.Trainer",),
+    "lightning.pytorch.Trainer": ("lightning.pytorch.Trainer",),
+    "timm.data.auto_augment": (TRANSFORM,),
+    "timm.data.mixup": (TRANSFORM,),
+    "timm.data.random_erasing": (TRANSFORM,),
+    "timm.data.transforms": (TRANSFORM,),
+    "timm.loss": (MODULE,),
+    "timm.models": (MODULE,),
+    "timm.optim": ("torch.optim.Optimizer",),
+    "timm.scheduler": ("timm.scheduler.scheduler.Scheduler",),
+    "torch.nn": (MODULE,),
+    "torch.optim": ("torch.optim.Optimizer", "torch.optim.lr_scheduler.LRScheduler", MODULE),
+    "torchmetrics": (MODULE,),
+    "torchvision.models": (MODULE,),
+    "torchvision.ops": (MODULE,),
+    "torchvision.transforms": (TRANSFORM,),
+}
+"""Package or module: what a class from there must be a kind of."""
+NAMED = (
+    *("lightning_ga.models.build_timm", "lightning_ga.models.to_group_norm"),
+    "lightning_ga.models.schedules.warmup_cosine",
+    *("lightning_ga.weights.AttentionMaskTokens", "lightning_ga.weights.Samples", "lightning_ga.weights.TargetTokens"),
 )
+"""What is of no such kind, and may be built."""
+LOADERS = tuple(f"torchmetrics.{part}" for part in ("audio", "functional", "image", "multimodal", "text", "video"))
+"""Metrics that load networks from files."""
+INSTEAD = {"timm.create_model": "it can unpickle files: use lightning_ga.models.build_timm, with the same arguments"}
 
 
 def check_targets(config: Any, allow: Sequence[str] = (), where: str = "") -> None:
@@ -54,7 +67,7 @@ def check_targets(config: Any, allow: Sequence[str] = (), where: str = "") -> No
         where: The path of ``config``, for the message.
 
     Raises:
-        UserError: For the first such target.
+        UserError: For the first such target, or text that would be resolved once more when it is built.
     """
     if isinstance(config, Mapping):
         if "_target_" in config:
@@ -64,10 +77,20 @@ def check_targets(config: Any, allow: Sequence[str] = (), where: str = "") -> No
     elif isinstance(config, list | tuple):
         for index, value in enumerate(config):
             check_targets(value, allow, f"{where}[{index}]")
+    elif isinstance(config, str) and "${" in config:
+        raise UserError(f"{where}={config} is an interpolation that is left after resolving: write the value itself.")
 
 
 def check_target(target: Any, allow: Sequence[str] = (), where: str = "_target_") -> None:
     """Refuse a name that is not on the list, or leads to something defined elsewhere.
+
+    Args:
+        target: What ``_target_`` is.
+        allow: Further packages or modules, of which anything may be built.
+        where: The path of the target, for the message.
+
+    Raises:
+        UserError: If it is not on the list, or does not exist.
 
     Examples:
         >>> check_target("torch.optim.Adam")
@@ -76,62 +99,72 @@ def check_target(target: Any, allow: Sequence[str] = (), where: str = "_target_"
         ...
         lightning_ga.errors.UserError: _target_=torch.load is not on the list of what a configuration may build...
     """
-    allowed = (*ALLOWED, *allow)
-    if not isinstance(target, str) or not _is_below(target, allowed):
-        raise _refused(target, where)
+    if isinstance(target, str) and is_below(target, allow):
+        return
+    kinds = kinds_of(target) if isinstance(target, str) else ()
+    if not kinds or any(part.startswith("_") for part in target.split(".")):
+        raise refused(target, where)
+    found = found_at(target, where)
+    if not (target in NAMED or is_builder(target, found) or is_kind(found, kinds)):
+        raise refused(target, where)
+
+
+def kinds_of(target: str) -> tuple[str, ...]:
+    """What a class of this name must be a kind of; nothing where its package is not on the list."""
+    return next((kinds for package, kinds in KINDS.items() if is_below(target, [package])), ())
+
+
+def found_at(target: str, where: str) -> Any:
+    """What Hydra will find under a name."""
+    from hydra._internal.utils import _locate
+
     try:
-        found = _locate(target)  # what Hydra will call
+        return _locate(target)
     except (ImportError, ValueError, AttributeError) as error:
         raise UserError(f"{where}={target} does not exist: check its spelling.") from error
-    is_plain = inspect.isclass(found) or inspect.isfunction(found)
-    if not is_plain or "." in found.__qualname__ or not _is_below(f"{found.__module__}.{found.__qualname__}", allowed):
-        raise _refused(target, where)
 
 
-@contextmanager
-def guarded_hydra() -> Iterator[None]:
-    """While this lasts, Hydra loads no configuration that would run code before the job."""
-    load = ConfigLoaderImpl.load_configuration
-
-    def load_and_check(*args: Any, **kwargs: Any) -> DictConfig:
-        config = load(*args, **kwargs)
-        check_hydra_section(OmegaConf.to_container(config.hydra, resolve=False))
-        return config
-
-    ConfigLoaderImpl.load_configuration = load_and_check  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        ConfigLoaderImpl.load_configuration = load  # type: ignore[method-assign]
+def is_kind(found: Any, kinds: Sequence[str]) -> bool:
+    """Whether a class was defined in a package of the list, and is of one of the kinds."""
+    if not inspect.isclass(found) or "." in found.__qualname__ or found.__name__.startswith("_"):
+        return False
+    home = f"{found.__module__}.{found.__qualname__}"
+    if not kinds_of(home) and not is_below(found.__module__, ["lightning.fabric"]):
+        return False
+    return not is_below(home, LOADERS) and issubclass(found, tuple(loaded(kind) for kind in kinds))
 
 
-def check_hydra_section(section: Any) -> None:
-    """Refuse callbacks, and logging that is built by anything but the logging module."""
-    if section["callbacks"]:
-        raise UserError("hydra.callbacks would run before anything is checked: use callbacks of the Trainer instead.")
-    for key in ("job_logging", "hydra_logging"):
-        for factory in _factories(section[key]):
-            if not _is_below(str(factory), ("logging",)):
-                raise UserError(f"hydra.{key} names {factory}: only classes of Python's logging module are built.")
+def is_builder(target: str, found: Any) -> bool:
+    """Whether a target is one of torchvision's functions that build a model by its name."""
+    if not target.startswith("torchvision.models.") or not inspect.isfunction(found):
+        return False
+    from torchvision.models import list_models
+
+    return found.__module__.startswith("torchvision.models.") and found.__name__ in list_models()
 
 
-def _factories(config: Any) -> Iterator[Any]:
-    if isinstance(config, Mapping):
-        for key, value in config.items():
-            if key in ("()", "class"):
-                yield value
-            yield from _factories(value)
-    elif isinstance(config, list | tuple):
-        for value in config:
-            yield from _factories(value)
+@cache
+def loaded(name: str) -> type:
+    """A class by its full name."""
+    module, _, attribute = name.rpartition(".")
+    kind: type = getattr(import_module(module or "builtins"), attribute)
+    return kind
 
 
-def _is_below(name: str, modules: Sequence[str]) -> bool:
+def is_below(name: str, modules: Sequence[str]) -> bool:
+    """Whether a name is one of some modules, or lies in one.
+
+    Examples:
+        >>> is_below("torch.nn.Linear", ["torch.nn"]), is_below("torch.nnx", ["torch.nn"])
+        (True, False)
+    """
     return any(name == module or name.startswith(f"{module}.") for module in modules)
 
 
-def _refused(target: Any, where: str) -> UserError:
+def refused(target: Any, where: str) -> UserError:
+    """The error for a target that is off the list, with the way out where there is one."""
     package = str(target).split(".")[0]
-    known = {module.split(".")[0] for module in ALLOWED} | sys.stdlib_module_names
+    known = {module.split(".")[0] for module in KINDS} | sys.stdlib_module_names
     way_out = "." if package in known else f"; if you trust it, add its package: allow_targets=[{package}]."
-    return UserError(f"{where}={target} is not on the list of what a configuration may build{way_out}")
+    instead = f": {INSTEAD[target]}." if target in INSTEAD else way_out
+    return UserError(f"{where}={target} is not on the list of what a configuration may build{instead}")

@@ -2,7 +2,7 @@
 
 import inspect
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,15 +16,16 @@ from hydra.utils import instantiate
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.accelerators import CPUAccelerator
-from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from omegaconf import DictConfig, OmegaConf
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lightning_ga.app.allowlist import check_targets
-from lightning_ga.app.progress import PlanReport
-from lightning_ga.app.values import check_values
+from lightning_ga.app.plan_report import PlanReport
+from lightning_ga.app.progress import make_progress
+from lightning_ga.app.weights import load_initial_weights
 from lightning_ga.compat.atomic import AtomicCheckpointIO
 from lightning_ga.errors import UserError
 from lightning_ga.probe.planned.device import settings_on_this_host
@@ -51,14 +52,19 @@ class Fit(NamedTuple):
     trainer: Trainer
 
 
-def build(cfg: DictConfig) -> Fit:
-    """Check the configuration, seed, and build data, model and Trainer.
+def build(content: Mapping[str, Any], allow: Sequence[str] = ()) -> Fit:
+    """Check what may be built, seed, and build data, model and Trainer.
+
+    Args:
+        content: The resolved configuration; its values have been checked.
+        allow: Packages that the user trusts besides those of the list.
 
     Raises:
         UserError: If something cannot work: found before anything is trained.
     """
-    check_targets(OmegaConf.to_container(cfg, resolve=True), cfg.allow_targets)
-    check_values(cfg)
+    check_allowed(content["allow_targets"], allow)
+    check_targets(content, allow)
+    cfg = OmegaConf.create(dict(content))
     if cfg.seed is not None:
         lightning.seed_everything(cfg.seed, workers=True, verbose=False)
     torch.set_float32_matmul_precision(cfg.precision.float32_matmul)
@@ -66,12 +72,44 @@ def build(cfg: DictConfig) -> Fit:
     folder = Path(cfg.paths.output_dir)
     trainer = build_trainer(cfg, folder)
     data = make(cfg.data)
-    if "num_classes" in cfg.data and cfg.data.num_classes is None:
-        cfg.data.num_classes = data.num_classes  # the model's configuration refers to it
-    config = OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))
-    assert isinstance(config, DictConfig)
-    check_classes(config, data)
-    return Fit(config, folder, make(config.model), data, trainer)
+    follow_classes(cfg, data)
+    return Fit(cfg, folder, build_model(cfg), data, trainer)
+
+
+def check_allowed(named: Sequence[str], typed: Sequence[str]) -> None:
+    """Refuse packages that a file allows: what may be built is not for what is built to decide."""
+    for name in named:
+        if name not in typed:
+            raise UserError(
+                f"allow_targets={name} stands in a configuration file: if you trust it, type allow_targets=[{name}] on "
+                "the command line."
+            )
+
+
+def follow_classes(cfg: DictConfig, data: LightningDataModule) -> None:
+    """Give data and model the number of classes that was counted, and refuse a model with fewer outputs."""
+    classes = getattr(data, "num_classes", None)
+    for section in (cfg.data, cfg.model):
+        if "num_classes" in section and section.num_classes is None:
+            section.num_classes = classes
+    outputs = cfg.model.get("num_classes")
+    if isinstance(outputs, int) and isinstance(classes, int) and outputs < classes:
+        raise UserError(
+            f"model.num_classes={outputs} is less than the {classes} classes of the data: leave model.num_classes out, "
+            "it follows the data."
+        )
+
+
+def build_model(cfg: DictConfig) -> LightningModule:
+    """The model, from the weights that ``model.init_from`` names, compiled if that is asked for."""
+    section = cfg.model.copy()
+    weights = section.pop("init_from", None)
+    model: LightningModule = make(section)
+    if weights is not None:
+        print(load_initial_weights(model, str(weights)))
+    if cfg.compile:
+        getattr(model, "net", model).compile(mode=cfg.compile if isinstance(cfg.compile, str) else None)
+    return model
 
 
 def build_trainer(cfg: DictConfig, folder: Path) -> Trainer:
@@ -81,13 +119,15 @@ def build_trainer(cfg: DictConfig, folder: Path) -> Trainer:
     accumulate = [make(cfg.accumulate)] if cfg.accumulate else []
     others = [] if cfg.dry_run else make_all(cfg.callbacks)
     loggers: list[Logger] = [] if cfg.dry_run else make_all(cfg.logger)
-    callbacks: list[Callback] = [*accumulate, report, *others]
+    has_bar = any(isinstance(callback, ProgressBar) for callback in others)
+    progress = [] if cfg.dry_run else make_progress("none" if has_bar else cfg.progress, folder)
+    callbacks: list[Callback] = [*accumulate, report, *others, *progress]
     trainer: Trainer = make(
         cfg.trainer,
         callbacks=callbacks,
         logger=loggers or False,
         enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in others),
-        enable_progress_bar=not cfg.dry_run,
+        enable_progress_bar=any(isinstance(callback, ProgressBar) for callback in callbacks),
         **elsewhere,
     )
     if elsewhere:  # one process here stands for one of them
@@ -130,7 +170,7 @@ def check_optimizer(cfg: DictConfig) -> None:
 
 @contextmanager
 def told_as(name: str, section: DictConfig) -> Iterator[None]:
-    """Any error of a constructor in one sentence: what it is given comes from the configuration alone."""
+    """Tell any error of a constructor in one sentence: what it is given comes from the configuration alone."""
     try:
         yield
     except UserError:
@@ -142,16 +182,6 @@ def told_as(name: str, section: DictConfig) -> Iterator[None]:
             f"{name} ({section.get('_target_')}) could not be built: {kind}{str(cause).rstrip('.')}; "
             f"its arguments are {name}.<argument>, shown by --cfg job -p {name}."
         ) from error
-
-
-def check_classes(config: DictConfig, data: LightningDataModule) -> None:
-    """Refuse a model with fewer outputs than the set has classes."""
-    outputs, classes = config.model.get("num_classes"), getattr(data, "num_classes", None)
-    if isinstance(outputs, int) and isinstance(classes, int) and outputs < classes:
-        raise UserError(
-            f"model.num_classes={outputs} is less than the {classes} classes of the data: leave model.num_classes out, "
-            "it follows the data."
-        )
 
 
 def check_precision(cfg: DictConfig, trainer: Trainer) -> None:

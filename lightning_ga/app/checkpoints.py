@@ -1,4 +1,4 @@
-"""Which checkpoint ``ckpt_path=last|best|PATH`` means, and whether it is safe to load.
+"""Which checkpoint ``ckpt_path=last|best|FOLDER|PATH`` means, and whether this run can take it.
 
 ``last`` and ``best`` belong to the latest run of the same model on the same classes: each run
 saves its resolved configuration beside its ``checkpoints`` folder, and that is what is compared.
@@ -11,34 +11,62 @@ from typing import Any
 
 import torch
 from omegaconf import OmegaConf
+from torch import Tensor
 
 from lightning_ga.compat.atomic import PART
 from lightning_ga.errors import UserError
 
 BUILT_ELSEWHERE = ("optimizer", "lr_scheduler")  # they do not decide whether weights fit
+RECIPE = ("data", "model", "optimizer", "lr_scheduler", "accumulate", "precision")
+NOT_RECIPE = (  # keys of these sections that change no result
+    *("root", "download", "num_workers", "eval_batch_size", "check_pictures", "skip_broken"),
+    *("init_from", "pretrained", "micro_batch_size", "max_micro_batch_size", "memory_budget", "cache", "verify"),
+    *("objective", "micro_batching", "on_oom"),
+)
+TRAINED_WITH = ("optimizer", "lr_scheduler", "accumulate")  # sections that a test does not use
+MOST_TOLD = 6
 
 
-def find_checkpoint(wanted: str, model: Mapping[str, Any], roots: Sequence[Path]) -> Path:
+def find_checkpoint(wanted: str, model: Mapping[str, Any], roots: Sequence[Path], *, kind: str = "last") -> Path:
     """The file that ``ckpt_path`` means.
 
     Args:
-        wanted: ``last``, ``best`` or a path.
+        wanted: ``last``, ``best``, the folder of a run, or a path.
         model: The resolved ``model`` section of this run.
         roots: Folders below which earlier runs are looked for.
+        kind: Which checkpoint of a run's folder is meant: ``last`` or ``best``.
 
     Raises:
-        UserError: If there is no such file, or it is not safe to load.
+        UserError: If there is no such file, or it is not whole.
     """
     path = latest(wanted, model, roots) if wanted in ("last", "best") else Path(wanted)
+    if path.is_dir():
+        path = of_run(path, kind)
     if not path.is_file():
-        raise UserError(f"ckpt_path={wanted} is not a file; give last, best or the path of a .ckpt file.")
+        raise UserError(
+            f"ckpt_path={wanted} is not a file; give last, best, the folder of a run or the path of a .ckpt file."
+        )
     require_whole(path, roots)
-    require_safe(path)
     return path
 
 
+def of_run(folder: Path, kind: str) -> Path:
+    """The checkpoint of a run's folder, or of its ``checkpoints`` folder."""
+    for place in (folder / "checkpoints", folder):
+        for name in dict.fromkeys((kind, "last", "best")):
+            if (place / f"{name}.ckpt").is_file():
+                return place / f"{name}.ckpt"
+    raise UserError(f"ckpt_path={folder} is a folder without checkpoints/last.ckpt and best.ckpt: give that of a run.")
+
+
 def latest(kind: str, model: Mapping[str, Any], roots: Sequence[Path]) -> Path:
-    """``checkpoints/<kind>.ckpt`` of the latest run of the same model."""
+    """``checkpoints/<kind>.ckpt`` of the latest run of the same model.
+
+    Args:
+        kind: ``last`` or ``best``.
+        model: The resolved ``model`` section of this run.
+        roots: Folders below which earlier runs are looked for.
+    """
     path = next(of_model(f"{kind}.ckpt", model, roots), None)
     if path is not None:
         return path
@@ -49,23 +77,29 @@ def latest(kind: str, model: Mapping[str, Any], roots: Sequence[Path]) -> Path:
 
 
 def of_model(name: str, model: Mapping[str, Any], roots: Sequence[Path]) -> Iterator[Path]:
-    """Files of a name or pattern that runs of the same model have left, the latest first."""
+    """Files of a name or pattern that runs of the same model have left, the latest first.
+
+    Args:
+        name: The name or pattern.
+        model: A resolved ``model`` section.
+        roots: Folders below which runs are looked for.
+    """
     files = [path for root in roots for path in root.glob(f"**/checkpoints/{name}")]
     for path in sorted(files, key=lambda path: path.stat().st_mtime, reverse=True):
-        if architecture(saved_model(path)) == architecture(model):
+        if architecture(saved_config(path).get("model") or {}) == architecture(model):
             yield path
 
 
-def saved_model(checkpoint: Path) -> Mapping[str, Any]:
-    """The ``model`` section of the run that wrote a checkpoint; empty if its configuration is gone."""
-    config = checkpoint.parent.parent / "config.yaml"
-    section = OmegaConf.to_container(OmegaConf.load(config)).get("model") if config.is_file() else None  # type: ignore[union-attr]
-    return section or {}
+def saved_config(checkpoint: Path) -> dict[str, Any]:
+    """The configuration of the run that wrote a checkpoint; empty if it is gone."""
+    path = checkpoint.parent.parent / "config.yaml"
+    content: Any = OmegaConf.to_container(OmegaConf.load(path)) if path.is_file() else {}
+    return content if isinstance(content, dict) else {}
 
 
 def architecture(model: Mapping[str, Any]) -> dict[str, Any]:
     """The part of a ``model`` section that the weights depend on."""
-    return {key: value for key, value in model.items() if key not in (*BUILT_ELSEWHERE, "pretrained")}
+    return {key: value for key, value in model.items() if key not in (*BUILT_ELSEWHERE, "pretrained", "init_from")}
 
 
 def require_whole(path: Path, roots: Sequence[Path] = ()) -> None:
@@ -76,7 +110,7 @@ def require_whole(path: Path, roots: Sequence[Path] = ()) -> None:
     """
     if not begins_as_archive(path) or zipfile.is_zipfile(path):
         return
-    others = (other for other in of_model("*.ckpt", saved_model(path), roots) if other != path)
+    others = (other for other in of_model("*.ckpt", saved_config(path).get("model") or {}, roots) if other != path)
     whole = next((other for other in others if zipfile.is_zipfile(other)), None)
     hint = "give the path of another one" if whole is None else f"give the path of another one, such as {str(whole)!r}"
     raise UserError(
@@ -91,17 +125,128 @@ def begins_as_archive(path: Path) -> bool:
         return file.read(4) == b"PK\x03\x04"
 
 
-def require_safe(path: Path) -> None:
-    """Refuse a file that holds anything but tensors and plain values: nothing is built from it.
+def read_safely(path: Path) -> Any:
+    """What a file of ``torch.save`` holds, if that is tensors and plain values only: nothing is built from it.
 
     Raises:
-        UserError: If it does, or is no checkpoint at all.
+        UserError: If it holds anything else, or is no such file at all.
     """
     try:
-        torch.load(path, map_location="cpu", weights_only=True)
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=begins_as_archive(path))
     except Exception as error:  # on bytes that are no pickle the unpickler fails in any way
-        reason = str(error).strip().split("\n")[0] or type(error).__name__
         raise UserError(
-            f"{str(path)!r} is not a checkpoint of tensors and plain values ({reason}): give ckpt_path=last, "
-            "ckpt_path=best or the path of a .ckpt file."
+            f"{str(path)!r} is not a checkpoint of tensors and plain values ({unsafe_part(error)}): give "
+            "ckpt_path=last, ckpt_path=best or the path of a .ckpt file."
         ) from error
+
+
+def unsafe_part(error: Exception) -> str:
+    """What made a file unsafe to load, without torch's advice to load it all the same."""
+    text = str(error)
+    if "GLOBAL " in text:
+        return f"it holds {text.split('GLOBAL ', 1)[1].split()[0]}, which loading would build"
+    return "its bytes are something else" if "weights_only" in text or not text else text.strip().split("\n")[0]
+
+
+def require_checkpoint(path: Path, content: Any) -> None:
+    """Refuse what is no checkpoint of a Lightning run.
+
+    Raises:
+        UserError: With the key that takes bare weights, if that is what it is.
+    """
+    if isinstance(content, Mapping) and "state_dict" in content and "global_step" in content:
+        return
+    tensors = content.values() if isinstance(content, Mapping) else ()
+    if any(isinstance(value, Tensor) for value in tensors) or (
+        isinstance(content, Mapping) and "state_dict" in content
+    ):
+        raise UserError(
+            f"{str(path)!r} holds weights alone, and no state of a run: start from them with model.init_from={path}, "
+            "without ckpt_path."
+        )
+    raise UserError(f"{str(path)!r} is no checkpoint of a run: give ckpt_path=last, ckpt_path=best or a run's folder.")
+
+
+def require_same_model(path: Path, saved: Mapping[str, Tensor], model: Mapping[str, Tensor]) -> None:
+    """Refuse a checkpoint of another model.
+
+    Args:
+        path: The checkpoint.
+        saved: Its weights by name.
+        model: The weights of the model of this run.
+
+    Raises:
+        UserError: With what differs.
+    """
+    shapes = [name for name in saved if name in model and saved[name].shape != model[name].shape]
+    counts = {
+        "are missing": sorted(model.keys() - saved.keys()),
+        "are unknown": sorted(saved.keys() - model.keys()),
+        "have another shape": shapes,
+    }
+    told = [f"{len(names)} weights {what} (such as {names[0]})" for what, names in counts.items() if names]
+    if told:
+        raise UserError(
+            f"{str(path)!r} is the checkpoint of another model: {', '.join(told)}. Give the model= and data= of its "
+            f"run (they stand in {str(path.parent.parent / 'config.yaml')!r}), or a checkpoint of this model."
+        )
+
+
+def require_same_optimizer(path: Path, content: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:
+    """Refuse to go on with the state of another optimizer.
+
+    Args:
+        path: The checkpoint.
+        content: What it holds.
+        optimizer: One of the kind that this run uses.
+
+    Raises:
+        UserError: If its settings are those of another optimizer.
+    """
+    for state in content.get("optimizer_states", ()):
+        for group in state.get("param_groups", ()):
+            missing = optimizer.defaults.keys() - group.keys()
+            if missing:
+                raise UserError(
+                    f"{str(path)!r} holds the state of another optimizer than {type(optimizer).__name__} (it has no "
+                    f"{', '.join(sorted(missing))}): give the optimizer= of its run, or start from its weights with "
+                    f"model.init_from={path}."
+                )
+
+
+def describe(path: Path, content: Mapping[str, Any]) -> str:
+    """Which checkpoint was taken, in one line."""
+    steps = content["global_step"]
+    return f"Checkpoint: {path} (epoch {content.get('epoch', 0) + 1}, {steps:,} optimizer steps)"
+
+
+def differences(path: Path, config: Mapping[str, Any], *, fit: bool) -> str | None:
+    """What of data, model and recipe is not as in the run that wrote a checkpoint, in one sentence.
+
+    Args:
+        path: The checkpoint.
+        config: The resolved configuration of this run.
+        fit: Whether it trains: a test does not use the optimizer.
+    """
+    saved = saved_config(path)
+    if not saved:
+        return None
+    sections = [name for name in RECIPE if fit or name not in TRAINED_WITH]
+    then, now = (dict(plain_keys({name: content.get(name) for name in sections})) for content in (saved, config))
+    changed = [key for key in sorted({*then, *now}) if then.get(key) != now.get(key)]
+    if not changed:
+        return None
+    told = [f"{key} ({then.get(key, 'not set')} then, {now.get(key, 'not set')} now)" for key in changed[:MOST_TOLD]]
+    more = f" and {len(changed) - MOST_TOLD} more" if len(changed) > MOST_TOLD else ""
+    return f"This run is not as the one that wrote the checkpoint: {', '.join(told)}{more}."
+
+
+def plain_keys(content: Any, where: str = "") -> Iterator[tuple[str, Any]]:
+    """The plain values of a configuration by their full keys, without those that change no result."""
+    if not isinstance(content, Mapping):
+        yield where, content
+        return
+    for key, value in content.items():
+        nested = where == "model" and key in BUILT_ELSEWHERE
+        if key not in NOT_RECIPE and not nested:
+            yield from plain_keys(value, f"{where}.{key}".lstrip("."))

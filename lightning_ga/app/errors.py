@@ -2,68 +2,140 @@
 
 Hydra tells a wrong option, an unknown key and a failed constructor in traces of several errors.
 :func:`explain` turns such a chain into one line; everything that it does not know is a bug of the
-package and keeps its traceback.
+package and keeps its traceback. Nothing is imported to explain what the configuration alone tells.
 """
 
+import errno
 import inspect
 import re
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from typing import Any
 
-from hydra.errors import HydraException, InstantiationException, MissingConfigException
-from hydra.utils import get_object
-from lightning.fabric.utilities.exceptions import MisconfigurationException
+from hydra.errors import HydraException, InstantiationException, MissingConfigException, OverrideParseException
 from omegaconf.errors import OmegaConfBaseException
+from yaml import MarkedYAMLError  # type: ignore[import-untyped] # it ships no types
 
-from lightning_ga.app.allowlist import check_target
 from lightning_ga.errors import UserError
 
-EXPECTED = (UserError, HydraException, OmegaConfBaseException, MisconfigurationException)
+EXPECTED = (UserError, HydraException, OmegaConfBaseException, MarkedYAMLError)
+GROUP_IS_NULL = "Config group override must be a string or a list"
+PLACE_ERRORS = {  # of a file or folder that the user named
+    errno.ENOSPC: "the disk is full: free some space, or choose another folder",
+    errno.EDQUOT: "the disk quota is used up: free some space, or choose another folder",
+    errno.EFBIG: "the file would be larger than is allowed here: choose another folder",
+    errno.EACCES: "it may not be read or written: choose another folder",
+    errno.EPERM: "it may not be written: choose another folder",
+    errno.EROFS: "its disk can only be read: choose another folder",
+    errno.ENOENT: "it cannot be made or found there: choose another folder",
+    errno.ENOTDIR: "a file is where a folder is needed: choose another folder",
+    errno.EEXIST: "a file is where a folder is needed: choose another folder",
+    errno.EISDIR: "a folder is where a file is needed: remove it, or choose another folder",
+    errno.ENAMETOOLONG: "its name is too long: choose a shorter one",
+}
+PLUGINS = {"optuna": "'lightning_ga[sweep]'", "joblib": "hydra-joblib-launcher"}
+FOLDER_KEYS = "hydra.run.dir=FOLDER for this run, paths.output_root=FOLDER for all"
 
 
-def explain(error: BaseException, keys: Sequence[str] = ()) -> str:
-    """One sentence for an error of one of the ``EXPECTED`` types.
+def is_expected(error: BaseException) -> bool:
+    """Whether an error is a user's to mend, and :func:`explain` can say how."""
+    return (
+        isinstance(error, EXPECTED)
+        or type(error).__name__ == "MisconfigurationException"  # Lightning's; not imported for this
+        or GROUP_IS_NULL in str(error)
+        or place_error(error) is not None
+    )
+
+
+def explain(error: BaseException, keys: Sequence[str] = (), arguments: Sequence[str] = ()) -> str:
+    """One sentence for an error that ``is_expected``.
 
     Args:
         error: What was raised.
         keys: The groups and keys that exist at the top of the configuration.
+        arguments: What was typed.
     """
     for cause in chain(error):
         if isinstance(cause, UserError):
             return one_line(cause)
+        if isinstance(cause, MarkedYAMLError):
+            return explain_yaml(cause)
+    if isinstance(error, OverrideParseException):
+        return explain_grammar(error)
     if isinstance(error, MissingConfigException) and error.options:
         return explain_option(error)
+    if GROUP_IS_NULL in str(error):
+        return explain_null(arguments)
     unknown = re.match(r"Could not override '([^']+)'", str(error))
     if unknown:
-        siblings = sibling_keys(error)
-        return explain_key(unknown[1], siblings or top_of(unknown[1], keys), complete=is_complete(error))
+        return explain_key(unknown[1], error, keys)
+    place = place_error(error)
+    if place is not None:
+        return explain_place(place)
     if isinstance(error, InstantiationException):
         return explain_constructor(error)
     return one_line(error)
-
-
-def top_of(key: str, keys: Sequence[str]) -> Sequence[str]:
-    """The keys of the whole configuration, for a key that is looked up there."""
-    return () if "." in key else keys
 
 
 def explain_option(error: MissingConfigException) -> str:
     """``model=nope``: the options that exist, the nearest first."""
     group, _, option = str(error.missing_cfg_file).rpartition("/")
     options = ", ".join(error.options or ())
+    if group.startswith("hydra/") and option in PLUGINS:
+        return f"{group}={option} needs a package that is not installed: pip install {PLUGINS[option]}"
     return f"{group}={option} does not exist{did_you_mean(option, error.options or ())} The options: {options}."
 
 
-def explain_key(key: str, siblings: Sequence[str], *, complete: bool = False) -> str:
+def explain_null(arguments: Sequence[str]) -> str:
+    """``model=null``: a group is chosen by the name of an option."""
+    typed = [argument for argument in arguments if re.fullmatch(r"[\w/]+=(null)?", argument)]
+    group = typed[-1].partition("=")[0] if typed else "GROUP"
+    if group in ("experiment", "debug", "search"):
+        way_out = "none is chosen where it is left out"
+    else:
+        nothing = {"accumulate": "off", "logger": "none", "callbacks": "none", "lr_scheduler": "none"}.get(group)
+        way_out = f"write {group}={nothing} to do without" if nothing else f"a run needs one: leave {group}=null out"
+    return f"{typed[-1] if typed else 'null'} chooses no option of {group}: {way_out}; --help lists the options."
+
+
+def explain_grammar(error: OverrideParseException) -> str:
+    """``ckpt_path=epoch=1.ckpt``: how to quote what Hydra would read as something else."""
+    key, sign, value = str(error.override).partition("=")
+    if not sign:
+        return f"{error.override} is neither an option nor KEY=VALUE; --help shows both."
+    quoted = value.replace("'", "").replace('"', "")
+    return (
+        f"{error.override} cannot be read: a value with signs such as = , : {{ }} [ ] ( ) or a blank is quoted twice, "
+        f"for the shell and for Hydra: '{key}=\"{quoted}\"'"
+    )
+
+
+def explain_yaml(error: MarkedYAMLError) -> str:
+    """A file that is no YAML: which one, and where."""
+    mark = error.problem_mark or error.context_mark
+    place = "A configuration file" if mark is None else f"{mark.name!r}, line {mark.line + 1}, column {mark.column + 1}"
+    return f"{place} is no valid YAML: {error.problem or error.context}."
+
+
+def explain_key(key: str, error: BaseException, keys: Sequence[str]) -> str:
     """``trainer.max_epoch=3``: the nearest key beside it; where these are all there are, a list of them."""
+    section = parent_section(error)
     parent, _, name = key.rpartition(".")
-    nearest = [f"{parent}.{match}" if parent else match for match in near(name, siblings)]
+    first, _, rest = key.partition(".")
+    if parent and (section is None or first not in keys):
+        nearest = [f"{match}.{rest}" for match in near(first, keys)[:1]]
+    else:
+        nearest = [f"{parent}.{match}" if parent else match for match in near(name, section or keys)]
     hint = f"; did you mean {' or '.join(nearest)}?" if nearest else "."
-    if complete:
-        known = ", ".join(sorted(name for name in siblings if not name.startswith("_")))
+    if section is not None and is_complete(section):
+        known = ", ".join(sorted(str(name) for name in section if not str(name).startswith("_")))
         return f"There is no key {key}{hint} The keys of {parent}: {known}."
     return f"There is no key {key}{hint} To add a key of your own, write +{key}=VALUE."
+
+
+def is_complete(section: Any) -> bool:
+    """Whether a section shows every argument of what it builds: those of this package's own classes do."""
+    return str(section._get_node("_target_") if "_target_" in section else "").startswith("lightning_ga.")
 
 
 def explain_constructor(error: InstantiationException) -> str:
@@ -72,6 +144,9 @@ def explain_constructor(error: InstantiationException) -> str:
     key = re.search(r"full_key: (\S+)", str(error))
     cause = next((cause for cause in chain(error) if not isinstance(cause, HydraException)), error)
     name = f"{key[1]} ({target[1]})" if key and target else target[1] if target else "The configuration"
+    if isinstance(cause, ModuleNotFoundError):
+        package = cause.name or str(cause).partition("'")[2].partition(">")[0].partition("'")[0]  # wandb's names none
+        return f"{name} needs a package that is not installed: pip install {package}"
     unknown = re.search(r"unexpected keyword argument '([^']+)'", str(cause))
     known = arguments_of(target[1]) if unknown and target else ()
     if unknown and known:
@@ -81,24 +156,33 @@ def explain_constructor(error: InstantiationException) -> str:
 
 
 def arguments_of(target: str) -> list[str]:
-    """The arguments by name that a target takes; none if it takes any, or must not be imported."""
+    """The arguments by name that a target takes, which has just been called; none if it takes any."""
+    from hydra.utils import get_object
+
     try:
-        check_target(target)
         parameters = inspect.signature(get_object(target)).parameters.values()
-    except (UserError, HydraException, ImportError, TypeError, ValueError):
+    except (HydraException, ImportError, TypeError, ValueError):
         return []
     if any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters):
         return []
     return [parameter.name for parameter in parameters if parameter.name != "self"]
 
 
-def is_complete(error: BaseException) -> bool:
-    """Whether a section has every argument of what it builds, so that none can be added."""
-    section = parent_section(error)
-    if section is None or "_target_" not in section:
-        return False
-    known = arguments_of(str(section._get_node("_target_")))
-    return bool(known) and set(known) <= set(section)
+def explain_place(error: OSError) -> str:
+    """A file or folder that cannot be written: why, and which keys choose another."""
+    name = f"{str(error.filename)!r}" if error.filename else "A file of this run"
+    return f"{name} cannot be written: {PLACE_ERRORS[error.errno or 0]} ({FOLDER_KEYS})."
+
+
+def place_error(error: BaseException) -> OSError | None:
+    """The error of a disk or folder behind an error, if there is one."""
+    for cause in chain(error):
+        named = isinstance(cause, OSError) and (
+            cause.filename is not None or cause.errno in (errno.ENOSPC, errno.EFBIG)
+        )
+        if named and isinstance(cause, OSError) and cause.errno in PLACE_ERRORS:
+            return cause
+    return None
 
 
 def did_you_mean(name: str, names: Sequence[str]) -> str:
@@ -112,11 +196,6 @@ def near(name: str, names: Sequence[str]) -> list[str]:
     return get_close_matches(name, [str(known) for known in names], n=2, cutoff=0.6)
 
 
-def sibling_keys(error: BaseException) -> list[str]:
-    """The keys beside the one that an OmegaConf error could not find."""
-    return [str(key) for key in parent_section(error) or ()]
-
-
 def parent_section(error: BaseException) -> Any:
     """The section in which an OmegaConf error could not find a key."""
     for cause in chain(error):
@@ -128,7 +207,9 @@ def parent_section(error: BaseException) -> Any:
 
 def chain(error: BaseException | None) -> Iterator[BaseException]:
     """An error and its causes, from the outside in."""
-    while error is not None:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
         yield error
         error = error.__cause__ or error.__context__
 

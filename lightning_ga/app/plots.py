@@ -1,32 +1,25 @@
 """The pictures that a run leaves: its loss, and what the probe found."""
 
-import csv
 import math
+import re
 from collections.abc import Iterable, Mapping
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
+from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from lightning_ga.app.report import counted, describe_search, format_bytes
+from lightning_ga.app.plan_table import counted, describe_search, format_bytes
+from lightning_ga.app.run_files import Curve
 from lightning_ga.plan.records import ProbeResult, Trial
 
-Curve = list[tuple[int, float]]
+INKS = ("#000000", "#696969")  # black and "dimgray", which a dark page would hide
 PREDICTED, FITS, REFUSED = "C0", "C2", "C3"
+SVG_WIDTH = 5.2  # inches: text is read on a narrow screen too
 WIDE = 2.5  # times all that is drawn: a budget above is told, not drawn
-
-
-def read_curves(path: Path) -> dict[str, Curve]:
-    """Every logged value of a ``metrics.csv`` by optimizer step: name to ``[(step, value), …]``."""
-    curves: dict[str, Curve] = {}
-    with path.open(newline="", encoding="utf-8") as file:
-        for row in csv.DictReader(file):
-            for name, value in row.items():
-                if value and name not in ("step", "epoch"):
-                    curves.setdefault(name, []).append((int(row["step"]), float(value)))
-    return curves
 
 
 def plot_losses(path: Path, curves: Mapping[str, Curve]) -> bool:
@@ -35,41 +28,83 @@ def plot_losses(path: Path, curves: Mapping[str, Curve]) -> bool:
     Returns:
         Whether there was anything to draw.
     """
+    figure = loss_figure(curves)
+    if figure is not None:
+        figure.savefig(path, dpi=150)
+    return figure is not None
+
+
+def loss_figure(curves: Mapping[str, Curve]) -> Figure | None:
+    """Training and validation loss by optimizer step; nothing without either."""
     train, validation = curves.get("train/loss", []), curves.get("val/loss", [])
     if not train and not validation:
-        return False
+        return None
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     if train:
         axes.plot(*zip(*train), color="C0", linewidth=1, alpha=0.35, label="training, each window")
-        axes.plot(*zip(*running_mean(train)), color="C0", linewidth=2, label="training, running mean")
+        axes.plot(*zip(*moving_mean(train)), color="C0", linewidth=2, label="training, moving mean")
     if validation:
         axes.plot(*zip(*validation), color="C1", linewidth=2, marker="o", label="validation")
+    label_losses(axes, [*train, *validation])
+    return figure
+
+
+def comparison_figure(runs: Mapping[str, Mapping[str, Curve]]) -> Figure | None:
+    """Losses of several runs by optimizer step, each in its colour; nothing where none has any."""
+    drawn: Curve = []
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    for number, (name, curves) in enumerate(runs.items()):
+        train, validation = moving_mean(curves.get("train/loss", [])), curves.get("val/loss", [])
+        drawn += [*train, *validation]
+        if train:
+            axes.plot(*zip(*train), color=f"C{number % 10}", linewidth=2, label=f"{name}, training")
+        if validation:
+            axes.plot(
+                *zip(*validation), color=f"C{number % 10}", linewidth=1.5, linestyle="--", marker="o", markersize=4
+            )
+    label_losses(axes, drawn)
+    axes.set_title("Loss: training (moving mean) and validation (dashed)")
+    return figure if drawn else None
+
+
+def label_losses(axes: Axes, points: Curve) -> None:
+    """Names, an axis from zero to the largest finite value, and a legend."""
     axes.set(xlabel="optimizer step", ylabel="loss", title="Loss")
-    finite = [value for curve in (train, validation) for _, value in curve if math.isfinite(value)]
+    finite = [value for _, value in points if math.isfinite(value)]
     axes.set_ylim(bottom=0, top=1.05 * (max(finite, default=0.0) or 1.0))
     tidy(axes)
     axes.legend(frameon=False)
-    figure.savefig(path, dpi=150)
-    return True
 
 
-def running_mean(curve: Curve, decay: float = 0.8) -> Curve:
-    """Exponential mean of a curve, without the bias towards its start.
+def moving_mean(curve: Curve, share: float = 0.1) -> Curve:
+    """Mean over as many points before as after each one, so that it does not lag behind.
+
+    Args:
+        curve: Points in order.
+        share: Part of the curve that a mean is over.
 
     Examples:
-        >>> running_mean([(0, 2.0), (5, 2.0)])
-        [(0, 2.0), (5, 2.0)]
+        >>> moving_mean([(0, 1.0), (1, 2.0), (2, 3.0), (3, 10.0)], share=0.75)
+        [(0, 1.0), (1, 2.0), (2, 5.0), (3, 10.0)]
     """
-    smooth, total, weight = [], 0.0, 0.0
-    for step, value in curve:
-        total, weight = decay * total + value, decay * weight + 1
-        smooth.append((step, total / weight))
+    half = int(share * len(curve) / 2)
+    smooth = []
+    for place, (step, _) in enumerate(curve):
+        reach = min(half, place, len(curve) - 1 - place)
+        values = [value for _, value in curve[place - reach : place + reach + 1]]
+        smooth.append((step, sum(values) / len(values)))
     return smooth
 
 
 def plot_probe(path: Path, probe: ProbeResult) -> None:
-    """What a probe found, as a PNG: memory by micro-batch, and seconds of a window where these were timed."""
+    """What a probe found, as a PNG."""
+    probe_figure(probe).savefig(path, dpi=150)
+
+
+def probe_figure(probe: ProbeResult) -> Figure:
+    """What a probe found: memory by micro-batch, and seconds of a window where these were timed."""
     timed = bool(probe.timings)
     figure = Figure(figsize=(7, 6 if timed else 4.2), layout="constrained")
     axes = figure.subplots(1 + timed, 1, sharex=True, squeeze=False, height_ratios=(2, 1)[: 1 + timed])[:, 0]
@@ -79,7 +114,28 @@ def plot_probe(path: Path, probe: ProbeResult) -> None:
     if timed:
         draw_timings(axes[1], probe)
     axes[-1].set_xlabel("micro-batch, samples")
-    figure.savefig(path, dpi=150)
+    return figure
+
+
+def as_svg(figure: Figure, title: str) -> str:
+    """A figure as SVG for a page, as wide as its place, with black and grey in the colour of the page's text.
+
+    Args:
+        figure: What is drawn.
+        title: What it shows, for those who cannot see it.
+    """
+    width, height = figure.get_size_inches()
+    figure.set_size_inches(SVG_WIDTH, SVG_WIDTH * height / width)
+    file = StringIO()
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": title}):
+        figure.savefig(file, format="svg", transparent=True)
+    text = file.getvalue()
+    svg = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", text[text.index("<svg") :], flags=re.DOTALL)
+    opening, rest = svg.split(">", 1)
+    opening = re.sub(r' (width|height|xmlns:xlink)="[^"]*"', "", opening)
+    for ink in INKS:
+        rest = rest.replace(ink, "currentColor")
+    return f'{opening} role="img" aria-label="{title}">{rest.replace("xlink:href", "href")}'
 
 
 def draw_memory(axes: Axes, probe: ProbeResult) -> None:

@@ -1,30 +1,29 @@
-"""What a run shows while it trains: the plan first, then a bar with the effective batch and the factor."""
+"""What a run shows while it trains: a bar on a terminal, one line an epoch anywhere else."""
 
 import logging
 import sys
+import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import TQDMProgressBar
+from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
-from rich.console import Console
 
-from lightning_ga.app.plots import plot_probe
-from lightning_ga.app.report import plan_table, save_plan
-from lightning_ga.fit.exactness import Exactness
-from lightning_ga.plan.accumulation import AccumulationPlan
-from lightning_ga.plan.records import ProbeResult
-from lightning_ga.probe.planned.device import current_device
+from lightning_ga.app.plan_report import current_plan
+from lightning_ga.app.plan_table import write_json
+from lightning_ga.app.terminal import keep_in_log
 
-LOG_UPDATES = 5  # of a bar that is written to a file: per epoch
 INFORMATION = (  # Lightning's loggers; which one it uses depends on the order of imports
     "lightning.fabric.utilities.rank_zero",
     "lightning.pytorch.utilities.rank_zero",
     "pytorch_lightning.utilities.rank_zero",
+    "lightning.pytorch.trainer.connectors.signal_connector",
 )
 NOISE = (  # warnings about choices that this application makes on purpose
     r".*does not have many workers.*",
@@ -37,12 +36,10 @@ NOISE = (  # warnings about choices that this application makes on purpose
 
 
 class TrainingBar(TQDMProgressBar):
-    """Lightning's bar with loss, accuracy, effective batch size and factor, in 80 columns.
-
-    Written to a file it is updated a few times an epoch, so that a log stays readable.
+    """Lightning's bar with the epoch's mean loss and accuracy, effective batch size and factor, in 80 columns.
 
     Args:
-        refresh_rate: Micro-batches between two updates on a terminal.
+        refresh_rate: Micro-batches between two updates.
     """
 
     BAR_FORMAT = "{desc} |{bar:5}| {n_fmt}/{total_fmt} {remaining}{postfix}"
@@ -50,105 +47,140 @@ class TrainingBar(TQDMProgressBar):
     def __init__(self, refresh_rate: int = 5) -> None:
         super().__init__(refresh_rate=refresh_rate)
 
-    @property
-    def refresh_rate(self) -> int:
-        """Micro-batches between two updates."""
-        rate: int = super().refresh_rate
-        if sys.stdout.isatty() or not self._trainer:
-            return rate
-        batches = self.total_train_batches
-        return max(rate, int(batches) // LOG_UPDATES) if batches != float("inf") else rate
-
     def init_validation_tqdm(self) -> Tqdm:
         """Validation has no bar: it is a small part of an epoch."""
         return Tqdm(disable=True)
 
     def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
         """The values beside the bar."""
-        shown = super().get_metrics(trainer, pl_module)
-        shown.pop("v_num", None)
-        metrics: dict[str, Any] = {name.removeprefix("train/"): value for name, value in shown.items()}
-        plan = current_plan(trainer)
-        if plan is not None:
-            metrics["effective"] = str(plan.effective_batch_size)
-        metrics["factor"] = str(trainer.accumulate_grad_batches)
-        return metrics
+        return beside_bar(trainer, pl_module, super().get_metrics(trainer, pl_module))
 
 
-class PlanReport(Callback):
-    """Prints the plan and saves it as JSON and as a picture once training is set up, before the first step.
+class RichTrainingBar(RichProgressBar):
+    """Lightning's bar in colour, with the same values."""
+
+    def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
+        """The values beside the bar."""
+        return beside_bar(trainer, pl_module, super().get_metrics(trainer, pl_module))
+
+
+class EpochLog(Callback):
+    """One line an epoch, in the log of what was printed and, where there is no bar, on the screen; and its record.
 
     Args:
-        folder: Where ``plan.json`` and ``probe.png`` go.
-        dry_run: End the fit right there, without a single training step.
-
-    Attributes:
-        started: Whether there was anything to train.
+        folder: Where ``epochs.json`` goes.
+        shown: Whether the line is printed too.
     """
 
-    def __init__(self, folder: Path, *, dry_run: bool = False) -> None:
+    def __init__(self, folder: Path, *, shown: bool = True) -> None:
         self.folder = folder
-        self.dry_run = dry_run
-        self.started = False
+        self.shown = shown
+        self._records: list[dict[str, Any]] = []
+        self._started = 0.0
+        self._samples = 0
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """AutoAccumulate, which comes first among the callbacks, has its plan by now."""
-        self.started = True
-        if trainer.is_global_zero:
-            records = current_plan(trainer), current_probe(trainer), current_exactness(trainer), current_device()
-            save_plan(self.folder / "plan.json", *records)
-            if records[1] is not None:
-                plot_probe(self.folder / "probe.png", records[1])
-            Console(width=80).print(plan_table(*records, setting=describe_setting(trainer, pl_module)))
-        if self.dry_run:
-            trainer.fit_loop.epoch_loop.max_steps = trainer.global_step
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Take the time."""
+        self._started, self._samples = time.perf_counter(), 0
 
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Count samples."""
+        self._samples += leading_size(batch) * trainer.world_size
 
-def describe_setting(trainer: Trainer, module: LightningModule) -> str:
-    """Model, parameters, precision and device, unless it is another one, in one line."""
-    name = module.hparams.get("name", type(module).__name__)
-    millions = sum(parameter.numel() for parameter in module.parameters()) / 1e6
-    device = f"{trainer.world_size} × {module.device.type}" if trainer.world_size > 1 else module.device.type
-    place = "" if current_device() is not None else f", on {device}"
-    return f"{name}, {millions:.1f} M parameters, {trainer.precision}{place}"
-
-
-def find_accumulate(trainer: Trainer) -> Any:
-    """The callback that plans, known by what it offers: ``plan`` and ``probe``."""
-    plans = [callback for callback in _callbacks(trainer) if hasattr(callback, "plan") and hasattr(callback, "probe")]
-    return plans[0] if plans else None
-
-
-def current_plan(trainer: Trainer) -> AccumulationPlan | None:
-    """The plan of the epoch, or the recipe as it is where nothing plans."""
-    plan: AccumulationPlan | None = getattr(find_accumulate(trainer), "plan", None)
-    return plan or recipe_plan(trainer)
-
-
-def current_probe(trainer: Trainer) -> ProbeResult | None:
-    """What the probe found, if one ran."""
-    probe: ProbeResult | None = getattr(find_accumulate(trainer), "probe", None)
-    return probe
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Tell the epoch, its validation included."""
+        if not trainer.is_global_zero:
+            return
+        means = {f"train/{name}": value for name, value in epoch_means(pl_module).items()}
+        metrics = {name: float(value) for name, value in {**trainer.callback_metrics, **means}.items()}
+        seconds = time.perf_counter() - self._started
+        line = epoch_line(trainer.current_epoch + 1, trainer.max_epochs, metrics, seconds)
+        if self.shown:
+            print(line, flush=True)
+        else:
+            keep_in_log(line)
+        place, peak = memory_used(pl_module.device)
+        self._records.append(
+            {
+                "epoch": trainer.current_epoch + 1,
+                "steps": trainer.global_step,
+                "seconds": round(seconds, 3),
+                "samples": self._samples,
+                place: peak,
+                **metrics,
+            }
+        )
+        write_json(self.folder / "epochs.json", self._records)
 
 
-def survived_errors(trainer: Trainer) -> int:
-    """Out-of-memory errors that cost a retry each, not the run."""
-    return getattr(find_accumulate(trainer), "oom_events", 0)
+def leading_size(batch: Any) -> int:
+    """Samples of a batch whose first tensor has them along its first axis; 0 of any other."""
+    if isinstance(batch, torch.Tensor):
+        return batch.shape[0] if batch.dim() else 0
+    if isinstance(batch, Mapping):
+        batch = tuple(batch.values())
+    return leading_size(batch[0]) if isinstance(batch, list | tuple) and batch else 0
 
 
-def current_exactness(trainer: Trainer) -> Exactness | None:
-    """What the exactness check measured, if it ran."""
-    exactness: Exactness | None = getattr(find_accumulate(trainer), "exactness", None)
-    return exactness
+def memory_used(device: torch.device) -> tuple[str, int]:
+    """What the memory of a device is called, and its peak in bytes; on a CPU, what the process holds now."""
+    if device.type == "cuda":
+        return "peak_bytes", torch.cuda.max_memory_allocated(device)
+    return "process_bytes", psutil.Process().memory_info().rss
 
 
-def recipe_plan(trainer: Trainer) -> AccumulationPlan | None:
-    """The loader's batch size × accumulated batches × ranks; nothing if the loader has no batch size."""
-    batch = getattr(trainer.train_dataloader, "batch_size", None)
-    if not isinstance(batch, int):
-        return None
-    factor, ranks = trainer.accumulate_grad_batches, trainer.world_size
-    return AccumulationPlan(batch * factor * ranks, ranks, batch, factor, ((batch,) * factor,) * ranks)
+def make_progress(kind: str, folder: Path) -> list[Callback]:
+    """What shows the progress of a training.
+
+    Args:
+        kind: ``bar``, ``rich``, ``plain``, ``none``, or ``auto`` for a bar on a terminal and plain lines elsewhere.
+        folder: The run's folder.
+    """
+    if kind == "auto":
+        kind = "bar" if sys.stdout.isatty() else "plain"
+    bars = {"bar": TrainingBar, "rich": RichTrainingBar}
+    return [*([bars[kind]()] if kind in bars else []), EpochLog(folder, shown=kind == "plain")]
+
+
+def epoch_line(epoch: int, epochs: int | None, metrics: Mapping[str, float], seconds: float) -> str:
+    """One epoch in words.
+
+    Args:
+        epoch: Its number, from 1.
+        epochs: How many there will be, if that is known.
+        metrics: Values by their names.
+        seconds: What it took.
+
+    Examples:
+        >>> epoch_line(1, 4, {"val/loss": 0.41234, "train/loss": 0.5, "train/acc": 0.75}, 3.21)
+        'Epoch 1/4: train loss 0.5000, acc 0.7500; val loss 0.4123; 3.2 s'
+    """
+    stages: dict[str, list[str]] = {"train": [], "val": []}
+    for name, value in metrics.items():
+        stage, _, measure = name.rpartition("/")
+        stages.setdefault(stage, []).append(f"{measure} {value:.4f}")
+    told = [f"{stage} {', '.join(values)}".strip() for stage, values in stages.items() if values]
+    of = f"/{epochs}" if epochs is not None and epochs > 0 else ""
+    return f"Epoch {epoch}{of}: {'; '.join([*told, f'{seconds:.1f} s'])}"
+
+
+def beside_bar(trainer: Trainer, module: LightningModule, shown: Mapping[str, Any]) -> dict[str, Any]:
+    """The values beside a bar: what the model logs for it, means of the epoch, and the plan."""
+    metrics: dict[str, Any] = {name.removeprefix("train/"): value for name, value in shown.items() if name != "v_num"}
+    metrics |= {name: f"{float(value):.3f}" for name, value in epoch_means(module).items()}
+    plan = current_plan(trainer)
+    if plan is not None:
+        metrics["effective"] = str(plan.effective_batch_size)
+    metrics["factor"] = str(trainer.accumulate_grad_batches)
+    return metrics
+
+
+def epoch_means(module: LightningModule) -> Mapping[str, Any]:
+    """Means over the epoch so far, of a model that keeps them."""
+    means = getattr(module, "epoch_means", None)
+    return means() if callable(means) else {}
 
 
 @contextmanager
@@ -166,7 +198,3 @@ def quiet_lightning() -> Iterator[None]:
     finally:
         for log, level in zip(logs, levels):
             log.setLevel(level)
-
-
-def _callbacks(trainer: Trainer) -> list[Callback]:
-    return trainer.callbacks  # type: ignore[attr-defined, no-any-return]

@@ -1,10 +1,15 @@
-"""Precision, recall and F1 of every class, from counts of predictions."""
+"""Precision, recall and F1 of every class, computed by scikit-learn from counts of predictions."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from lightning_ga.app.report import write_json
+import numpy as np
+from sklearn.metrics import precision_recall_fscore_support
+
+from lightning_ga.app.plan_table import write_json
+
+AVERAGES = ("macro average", "weighted average")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,34 +44,23 @@ def class_scores(confusion: Sequence[Sequence[int]], names: Sequence[str] = ()) 
         >>> class_scores([[2, 0], [1, 1]], ["cat", "dog"])[1]
         ClassScore(name='dog', precision=1.0, recall=0.5, f1=0.6666666666666666, support=2)
     """
-    names = names if len(names) == len(confusion) else [str(label) for label in range(len(confusion))]
-    predicted = [sum(column) for column in zip(*confusion)]
-    scores = []
-    for label, (name, row) in enumerate(zip(names, confusion)):
-        precision, recall = ratio(row[label], predicted[label]), ratio(row[label], sum(row))
-        f1 = ratio(2 * row[label], predicted[label] + sum(row))
-        scores.append(ClassScore(name, precision, recall, f1, sum(row)))
-    return [*scores, average("macro average", scores, [1] * len(scores)), weighted_average(scores)]
+    counts = np.asarray(confusion)
+    labels = list(range(len(counts)))
+    targets, predictions = np.indices(counts.shape).reshape(2, -1)
+    names = names if len(names) == len(labels) else [str(label) for label in labels]
 
+    def scores(average: str | None) -> np.ndarray:
+        found = precision_recall_fscore_support(
+            targets, predictions, labels=labels, average=average, sample_weight=counts.ravel(), zero_division=0
+        )
+        return np.array(found[:3], dtype=float).T.reshape(-1, 3)
 
-def weighted_average(scores: Sequence[ClassScore]) -> ClassScore:
-    """The average in which each class counts by its samples."""
-    return average("weighted average", scores, [score.support for score in scores])
-
-
-def average(name: str, scores: Sequence[ClassScore], weights: Sequence[int]) -> ClassScore:
-    """A weighted mean of each score."""
-    total = sum(weights)
-    precision, recall, f1 = (
-        ratio(sum(weight * getattr(score, field) for score, weight in zip(scores, weights)), total)
-        for field in ("precision", "recall", "f1")
-    )
-    return ClassScore(name, precision, recall, f1, sum(score.support for score in scores))
-
-
-def ratio(part: float, whole: float) -> float:
-    """A quotient, or 0 where there is nothing to divide by."""
-    return part / whole if whole else 0.0
+    values = np.concatenate([scores(None), scores("macro"), scores("weighted")])
+    supports = [*counts.sum(axis=1), counts.sum(), counts.sum()]
+    return [
+        ClassScore(name, float(precision), float(recall), float(f1), int(support))
+        for name, (precision, recall, f1), support in zip([*names, *AVERAGES], values, supports)
+    ]
 
 
 def scores_text(scores: Sequence[ClassScore]) -> str:

@@ -1,61 +1,100 @@
 """What a run does with what was built: fit, validate, test, predict, and what it leaves to read."""
 
-import csv
 import functools
 import inspect
+import math
+import platform
+import shlex
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
+from hydra.core.hydra_config import HydraConfig
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
-from lightning_ga.app.build import Fit, build
-from lightning_ga.app.checkpoints import find_checkpoint
-from lightning_ga.app.plots import plot_losses, read_curves
-from lightning_ga.app.progress import survived_errors
-from lightning_ga.app.report import counted, write_json
+from lightning_ga.app import checkpoints
+from lightning_ga.app.build import Fit, build, make
+from lightning_ga.app.interrupts import interruptions_told
+from lightning_ga.app.page import write_page
+from lightning_ga.app.plan_report import survived_errors
+from lightning_ga.app.plan_table import counted, write_json
+from lightning_ga.app.plots import plot_losses
+from lightning_ga.app.predictions import save_predictions
+from lightning_ga.app.progress import quiet_lightning
+from lightning_ga.app.run_files import read_curves
 from lightning_ga.app.scores import class_scores, save_scores, scores_text
+from lightning_ga.app.terminal import printed_to, warn
+from lightning_ga.app.values import Config
 from lightning_ga.errors import UserError
 from lightning_ga.probe.planned.device import planned_device
 
 Metrics = dict[str, float]
 MOST_CLASSES_SHOWN = 20
+LOG = "train.log"
 
 
-def run_task(cfg: DictConfig) -> float | None:
-    """Build and do what ``cfg.task`` says.
+def run_task(content: Config, allow: tuple[str, ...] = ()) -> float | None:
+    """Build and do what ``task`` says.
+
+    Args:
+        content: The resolved configuration; its values have been checked.
+        allow: Packages that the user trusts besides those of the list.
 
     Returns:
         The optimized metric, for sweepers; nothing if the task does not measure it.
     """
-    started = time.perf_counter()
-    run = build(cfg)
-    checkpoint = wanted_checkpoint(run)
-    if run.trainer.is_global_zero:
-        run.folder.mkdir(parents=True, exist_ok=True)
-        OmegaConf.save(run.config, run.folder / "config.yaml")
-    metrics = TASKS[cfg.task](run, checkpoint)
-    if run.trainer.is_global_zero and not cfg.dry_run:
-        summarize(run, metrics, time.perf_counter() - started)
-    return metrics.get(cfg.optimized_metric)
+    folder = Path(content["paths"]["output_dir"])
+    log = printed_to(folder / LOG) if HydraConfig.get().output_subdir is not None else nullcontext()
+    with log, quiet_lightning():
+        started = time.perf_counter()
+        run = build(content, allow)
+        checkpoint = wanted_checkpoint(run)
+        if run.trainer.is_global_zero:
+            run.folder.mkdir(parents=True, exist_ok=True)
+            OmegaConf.save(run.config, run.folder / "config.yaml")
+            write_json(run.folder / "versions.json", versions(run))
+        with interruptions_told(lambda: outcome(run)):
+            metrics = TASKS[run.config.task](run, checkpoint)
+        if run.trainer.is_global_zero and not run.config.dry_run:
+            summarize(run, metrics, time.perf_counter() - started)
+            write_page([run.folder])
+    return metrics.get(run.config.optimized_metric)
 
 
 def wanted_checkpoint(run: Fit) -> Path | None:
-    """The file behind ``ckpt_path``; only a fit and published weights can do without."""
+    """The file behind ``ckpt_path``, which is told; only a fit and published weights can do without."""
     config = run.config
-    if config.ckpt_path is not None:
-        model: Any = OmegaConf.to_container(config.model)
-        return find_checkpoint(
-            str(config.ckpt_path), model, [Path(config.paths[key]) for key in ("output_root", "sweep_root")]
-        )
-    if config.task != "fit" and not config.model.get("pretrained"):
-        raise UserError(f"task={config.task} needs trained weights: give ckpt_path=best, ckpt_path=last or a path.")
-    return None
+    if config.ckpt_path is None:
+        if config.task != "fit" and not config.model.get("pretrained") and not config.model.get("init_from"):
+            raise UserError(f"task={config.task} needs trained weights: give ckpt_path=best, ckpt_path=last or a path.")
+        return None
+    model: Any = OmegaConf.to_container(config.model)
+    roots = [Path(config.paths[key]) for key in ("output_root", "sweep_root")]
+    kind = "last" if config.task == "fit" else "best"
+    path = checkpoints.find_checkpoint(str(config.ckpt_path), model, roots, kind=kind)
+    take_checkpoint(run, path)
+    return path
+
+
+def take_checkpoint(run: Fit, path: Path) -> None:
+    """Refuse a checkpoint that this run cannot take, and tell which one it takes."""
+    content = checkpoints.read_safely(path)
+    checkpoints.require_checkpoint(path, content)
+    checkpoints.require_same_model(path, content["state_dict"], run.model.state_dict())
+    is_fit = run.config.task == "fit"
+    if is_fit and run.config.get("optimizer"):
+        # Any one parameter does: what is compared are the settings that this kind of optimizer has.
+        checkpoints.require_same_optimizer(path, content, make(run.config.optimizer)([next(run.model.parameters())]))
+    if run.trainer.is_global_zero:
+        print(checkpoints.describe(path, content))
+        config: Any = OmegaConf.to_container(run.config)
+        warn(checkpoints.differences(path, config, fit=is_fit))
 
 
 def fit(run: Fit, checkpoint: Path | None) -> Metrics:
@@ -72,8 +111,10 @@ def fit(run: Fit, checkpoint: Path | None) -> Metrics:
         metrics[str(best.monitor)] = float(best.best_model_score)
     save_curves(run)
     if run.config.test:
-        weights = Path(best.best_model_path) if best is not None and best.best_model_path else None
-        metrics |= test(run, weights)
+        if best is not None and best.best_model_path:
+            # Not by ckpt_path: there, Lightning's weight averaging takes the weights that are not averaged.
+            run.model.load_state_dict(checkpoints.read_safely(Path(best.best_model_path))["state_dict"])
+        metrics |= test(run, None)
     return metrics
 
 
@@ -103,24 +144,23 @@ def test(run: Fit, checkpoint: Path | None) -> Metrics:
     metrics = measured(run)
     confusion = getattr(run.model, "confusion", None)
     if confusion:
-        scores = class_scores(confusion, getattr(run.data, "class_names", ()))
+        names = list(getattr(run.data, "class_names", ()))
+        scores = class_scores(confusion, names)
         metrics["test/macro_f1"], metrics["test/weighted_f1"] = scores[-2].f1, scores[-1].f1
         if run.trainer.is_global_zero:
             save_scores(run.folder, scores)
+            write_json(run.folder / "confusion_matrix.json", {"classes": names, "counts": confusion})
             if len(confusion) <= MOST_CLASSES_SHOWN:
                 print(f"\n{scores_text(scores)}")
     return metrics
 
 
 def predict(run: Fit, checkpoint: Path | None) -> Metrics:
-    """Write the predicted class of every test sample to ``predictions.csv``."""
+    """Write what is predicted for every test sample to ``predictions.csv``."""
     if run.trainer.world_size > 1:
         raise UserError("task=predict runs on one device: use trainer.devices=1.")
     batches = safely(run.trainer.predict)(run.model, datamodule=run.data, ckpt_path=checkpoint)
-    with (run.folder / "predictions.csv").open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(["sample", "prediction"])
-        writer.writerows(enumerate(torch.cat(batches).tolist()))
+    save_predictions(run.folder / "predictions.csv", batches, run.data)
     return {}
 
 
@@ -163,6 +203,23 @@ def save_curves(run: Fit) -> None:
                 plot_losses(run.folder / "loss_curves.png", read_curves(path))
 
 
+def outcome(run: Fit) -> str:
+    """What a run that was ended by a signal has saved, and the command that goes on with it."""
+    if run.config.task != "fit":
+        return f"task={run.config.task} changes nothing: start it again."
+    steps = f"{run.trainer.global_step:,} optimizer steps were done"
+    last = run.folder / "checkpoints" / "last.ckpt"
+    typed = [argument for argument in HydraConfig.get().overrides.task if not argument.startswith("ckpt_path=")]
+    if not last.is_file():
+        return f"{steps}, and no checkpoint had been saved yet. Start again: {command(typed)}"
+    return f"{steps}; the state after the last epoch is in {last}. Go on with: {command([*typed, f'ckpt_path={last}'])}"
+
+
+def command(overrides: list[str]) -> str:
+    """A command line for the shell."""
+    return shlex.join(["python", "-m", "lightning_ga.train", *overrides])
+
+
 def summarize(run: Fit, metrics: Metrics, seconds: float) -> None:
     """The result, on the screen as the last lines and in ``result.json``."""
     survived = survived_errors(run.trainer)
@@ -170,6 +227,32 @@ def summarize(run: Fit, metrics: Metrics, seconds: float) -> None:
     write_json(run.folder / "result.json", {**metrics, **events, "seconds": round(seconds, 1)})
     shown = [f"{name} {value:.4f}" for name, value in sorted(metrics.items()) if not name.startswith("train/")]
     print(f"\nResult after {seconds:.0f} s: {', '.join(shown) or run.config.task + ' done'}")
+    warn(told_if_not_finite(metrics))
     if survived:
         print(f"Survived {counted(survived, 'out-of-memory error')}: run again in smaller parts, with the same result.")
     print(f"Files: {run.folder}")
+
+
+def versions(run: Fit) -> dict[str, str]:
+    """What the run runs with."""
+    packages = ("lightning_ga", "lightning", "torch", "torchvision", "torchmetrics", "timm")
+    device = run.trainer.strategy.root_device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    return {
+        **{package: version(package) for package in packages},
+        "python": platform.python_version(),
+        "device": f"{device.type}: {name}",
+        "system": platform.platform(),
+    }
+
+
+def told_if_not_finite(metrics: Metrics) -> str | None:
+    """What to do where a result is no number; nothing where all are."""
+    names = sorted(name for name, value in metrics.items() if not math.isfinite(value))
+    if not names:
+        return None
+    return (
+        f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} not finite: the training diverged, or met data that "
+        "are no numbers. A lower optimizer.lr or trainer.gradient_clip_val=1 may help; "
+        "+trainer.detect_anomaly=true shows where it began."
+    )

@@ -1,4 +1,4 @@
-"""Find which counter a loss is a mean over, from the weights that its parts turned out to have."""
+"""Find the counter whose count a loss is a mean over, from the weights that parts of a batch turned out to have."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -12,12 +12,12 @@ _NEAR = 1e-3
 
 
 def fitting_counter(batch: Any, parts: Sequence[Any], share: float) -> str:
-    """The ``normalize=`` that gives the first of two parts its share, as a user would write it; empty if none does.
+    """Return the ``normalize=`` that gives the first of two parts its share, as source text; empty if none does.
 
     Args:
         batch: The whole batch.
         parts: The two parts that it was cut into.
-        share: What the first weighs of both.
+        share: Weight of the first part, where both weigh one together.
 
     Examples:
         >>> first, second = torch.tensor([[1, 2, -100]]), torch.tensor([[1, -100, -100]])
@@ -33,7 +33,7 @@ def fitting_counter(batch: Any, parts: Sequence[Any], share: float) -> str:
 
 
 def _counters(fields: Mapping[Any, torch.Tensor]) -> Iterator[AttentionMaskTokens | TargetTokens]:
-    """What might be counted, the usual first: targets but for -100, tokens of a mask, targets but for other numbers."""
+    """Yield possible counters: targets other than -100, tokens of a mask, targets with other ignored values."""
     for ignored in _IGNORED:
         for key, field in fields.items():
             if bool((field == ignored).any()):

@@ -1,10 +1,10 @@
 """Read where the samples of a batch lie, from batches whose samples are known: nothing is guessed.
 
-The same samples are collated as 3 and as 4: an axis that goes from 3 to 4 holds the samples, wherever
-it is; what stays belongs to all of them; what changes in another way is packed, and is not cut. So a
-vector for all samples that happens to be as long as the batch is never taken for one of samples,
-nor are sequences with time first cut along time. Batches that come ready-made, without samples at
-hand, are read only where a single reading is possible (``read_ready_made``).
+The same samples are collated as 3 and as 4: an axis that grows from 3 to 4 is the sample axis; a part
+that stays the same is shared by all samples; a part that changes otherwise is packed, and is not cut.
+So a vector for all samples that happens to be as long as the batch is never read as one entry for each
+sample, nor are sequences with time first cut along time. Batches that come ready-made, without samples
+at hand, are read only where a single reading is possible (``read_ready_made``).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,7 +30,7 @@ WAY_OUT = "define split_batch(self, batch, sizes) on the LightningModule"
 
 
 class LayoutError(UserError):
-    """A batch whose samples cannot be told apart."""
+    """A batch whose samples cannot be separated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class SampleAxis:
 
 @dataclass(frozen=True, slots=True)
 class SampleCount:
-    """A number that says how many samples there are.
+    """A number that counts the samples.
 
     Attributes:
         loader: Which of several loaders the samples come from.
@@ -71,7 +71,7 @@ class Layout:
     the batch's proportions, and means over either part keep their weights.
 
     Attributes:
-        roles: For each part, by the path that leads to it, what it holds.
+        roles: The role of each part, by its path.
         loaders: How many loaders the batch comes from.
     """
 
@@ -79,10 +79,10 @@ class Layout:
     loaders: int = 1
 
     def sizes(self, batch: Any) -> dict[int, int]:
-        """Samples of a batch from each loader that gave it any.
+        """Return the samples of a batch from each loader that has any in it.
 
         Raises:
-            LayoutError: If its parts do not agree, or one of them was not there when the layout was read.
+            LayoutError: If its parts disagree, or one of them was not there when the layout was read.
         """
         found: dict[int, dict[int, str]] = {}
         self._count("batch", batch, found)
@@ -96,10 +96,10 @@ class Layout:
         return {loader: next(iter(counts)) for loader, counts in found.items()}
 
     def samples(self, batch: Any) -> int:
-        """Samples of a batch; where several loaders gave it different numbers, their largest common divisor.
+        """Return the samples of a batch; of several loaders with different numbers, the greatest common divisor.
 
         Raises:
-            LayoutError: If the batch does not tell.
+            LayoutError: If the number cannot be read.
         """
         sizes = self.sizes(batch)
         if not sizes:
@@ -128,13 +128,13 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Some neighbouring samples of a batch.
+    """A range of neighbouring samples of a batch.
 
     Attributes:
         start: The first.
         stop: One after the last.
         samples: Samples of the batch.
-        sizes: Those from each loader.
+        sizes: Samples from each loader.
     """
 
     start: int
@@ -143,48 +143,48 @@ class Slice:
     sizes: Mapping[int, int]
 
     def rows(self, role: SampleAxis) -> tuple[int, int]:
-        """First entry of a part, and one after the last."""
+        """Return the first entry of a part, and one after the last."""
         per = role.per * (self.sizes[role.loader] // self.samples) if self.samples else 0
         return self.start * per, self.stop * per
 
 
 class Samples:
-    """Makes batches of real samples of a few kinds, so that a layout can be read off them.
+    """Makes batches of real samples of a few kinds, from which a layout can be read.
 
     Attributes:
         loaders: How many loaders a batch comes from.
-        kinds: How many different samples there are of each.
+        kinds: How many different samples each loader has.
     """
 
     loaders: int = 1
     kinds: int = 1
 
     def batch(self, counts: Sequence[int], kinds: Sequence[int], seed: int) -> Any:
-        """A batch as the loaders make it.
+        """Return a batch as the loaders make it.
 
         Args:
             counts: Samples from each loader.
             kinds: Which samples it holds, in turn.
-            seed: Of the random numbers that the collate function draws.
+            seed: Seed of the random numbers that the collate function draws.
         """
         raise NotImplementedError
 
 
 def read_layout(samples: Samples) -> Layout:
-    """Read the layout of a loader's batches off small ones made of its samples.
+    """Read the layout of a loader's batches from small batches of its samples.
 
     Args:
         samples: Makes the batches.
 
     Raises:
-        LayoutError: If the samples cannot be told apart, with the part and the way out.
+        LayoutError: If the samples cannot be separated, with the part and the way out.
     """
     every = [_read_loader(samples, loader) for loader in range(samples.loaders)]
     return _checked(Layout(_joined(every), samples.loaders))
 
 
 def _read_loader(samples: Samples, loader: int) -> Mapping[str, Role]:
-    """Roles of the parts that hold samples of one loader, read off batches of each kind of sample and of all."""
+    """Return the roles of the parts with samples of one loader, read from batches of each kind of sample and of all."""
     found: dict[int, dict[str, Role]] = {}
     failure: Exception | None = None
     for kind in range(samples.kinds):
@@ -205,7 +205,7 @@ def _read_loader(samples: Samples, loader: int) -> Mapping[str, Role]:
 
 
 def _compared(samples: Samples, loader: int, kinds: Sequence[int], *, widely: bool = False) -> dict[str, Role]:
-    """Roles as 3 samples become 4; ``widely``: also as they become 9, where no rounding hides that something grows."""
+    """Return the roles as 3 samples become 4; ``widely``: also 9, where rounding cannot hide that something grows."""
     roles: dict[str, Role] = {}
     few = [FEW] * samples.loaders
     once, twice = (samples.batch(few, kinds, seed) for seed in (0, 1))
@@ -218,14 +218,14 @@ def _compared(samples: Samples, loader: int, kinds: Sequence[int], *, widely: bo
 
 
 def _agree(known: dict[str, Role], further: Mapping[str, Role]) -> None:
-    """Add what batches of other samples show; a part must be the same in all."""
+    """Add the roles that batches of other samples show; a part must have the same role in all."""
     for path, role in further.items():
         if known.setdefault(path, role) != role:
             raise LayoutError(_packed(path, "holds different numbers of entries for different samples"))
 
 
 def _joined(every: Sequence[Mapping[str, Role]]) -> dict[str, Role]:
-    """What the batches of several loaders show, each grown by itself: the others' parts stay."""
+    """Join the roles of several loaders, whose samples grew in number one loader at a time."""
     roles: dict[str, Role] = {}
     for found in every:
         for path, role in found.items():
@@ -252,13 +252,13 @@ def _checked(layout: Layout) -> Layout:
 
 @dataclass(slots=True)
 class _Reading:
-    """Compares batches of 3 and of 4 samples.
+    """Compares batches of 3 and of more samples.
 
     Attributes:
-        loader: Which loader's samples grow in number.
-        larger: How many there are then.
-        checks: Whether samples are all the same, so that values tell, too.
-        roles: What has been found.
+        loader: The loader whose samples grow in number.
+        larger: The larger number.
+        checks: Whether all samples are the same, so that values can be compared too.
+        roles: The roles found.
     """
 
     loader: int
@@ -267,7 +267,14 @@ class _Reading:
     roles: dict[str, Role] = field(default_factory=dict)
 
     def compare(self, path: str, few: Any, again: Any, many: Any) -> None:
-        """Find the role of a part; ``few`` and ``again`` are the same samples, collated twice."""
+        """Find the role of a part.
+
+        Args:
+            path: The part's path.
+            few: The part of 3 samples.
+            again: The part of the same samples, collated once more.
+            many: The part of the larger number of samples.
+        """
         if few is None and many is None:
             return
         shapes = extents(few), extents(again), extents(many)
@@ -305,11 +312,11 @@ class _Reading:
             raise LayoutError(
                 _packed(path, f"goes from the shape {small} to {large} when 3 samples become {self.larger}")
             )
-        self.roles[path] = SampleAxis(axis, per, self.loader)
-        self._check(path, few, again, many, SampleAxis(axis, per, self.loader))
+        self.roles[path] = role = SampleAxis(axis, per, self.loader)
+        self._check(path, few, again, many, role)
 
     def _check(self, path: str, few: Any, again: Any, many: Any, role: SampleAxis) -> None:
-        """Cut equal samples: any 3 of them are what the 3 are, or else entries know their place in the batch."""
+        """Check that any 3 of equal samples are the same; otherwise an entry depends on its position in the batch."""
         if not self.checks:
             return
         if not same_values(few, again):  # the collate function draws random numbers
@@ -343,10 +350,10 @@ class _Reading:
 
 
 def read_ready_made(batches: Sequence[Any]) -> Layout:
-    """Read the layout of batches that come as they are, without samples at hand.
+    """Read the layout of batches that come ready-made, without samples at hand.
 
-    The number of samples is the extent that every part has, along one axis each. Where a part lacks it,
-    batches of different sizes tell: what stays the same is shared.
+    The number of samples is an extent that every part has, along one axis each. Where a part lacks it,
+    batches of different sizes are compared: a part that stays the same is shared.
 
     Args:
         batches: Batches of one loader, of different sizes if there are any.
@@ -377,10 +384,10 @@ def read_ready_made(batches: Sequence[Any]) -> Layout:
 
 
 def _only_reading(axes: Mapping[str, Mapping[tuple[int, ...], list[int]]], batches: int) -> tuple[int, ...] | None:
-    """The numbers of samples of all batches, if one reading of these axes is possible or stands out.
+    """Return the samples of each batch, if exactly one reading of these axes is possible.
 
-    It stands out if nothing changes from batch to batch, and it is the only one that all parts have, and all
-    have it first. What changes may be the samples, or the length that they are padded to.
+    Where nothing changes from batch to batch, the extent must also come first in every part. An extent that
+    changes may count the samples, or be the length that they are padded to.
     """
     every = {extent for found in axes.values() for extent in found}
     ones = (1,) * batches
@@ -398,7 +405,7 @@ def _only_reading(axes: Mapping[str, Mapping[tuple[int, ...], list[int]]], batch
 
 
 def _is_of_numbers(batch: Any, path: str) -> bool:
-    """Whether a part is a list of plain numbers: sizes of pictures, as likely as one number for each sample."""
+    """Return whether a part is a list of plain numbers: image sizes, as likely as one number for each sample."""
     nodes = {"batch": batch}
     while path not in nodes:
         known = [(name, node) for name, node in nodes.items() if path.startswith(name)]
@@ -408,7 +415,7 @@ def _is_of_numbers(batch: Any, path: str) -> bool:
 
 
 def _leaves(path: str, node: Any, *, top: bool = False) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Shapes of all tensors, arrays, registered values and lists of constants in a batch."""
+    """Yield the shapes of all tensors, arrays, registered values and lists of constants in a batch."""
     shape = extents(node)
     listed = is_plain_sequence(node)
     if shape and (not listed or (not top and node and all(map(is_constant, node)))):
@@ -432,7 +439,7 @@ def _containers(path: str, node: Any, *, top: bool = False) -> Iterator[tuple[st
 
 
 def _axes(shapes: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], list[int]]:
-    """Axes of a part by their extents in all batches."""
+    """Return the axes of a part by their extents in all batches."""
     found: dict[tuple[int, ...], list[int]] = {}
     for axis, extent in enumerate(zip(*shapes)):
         found.setdefault(extent, []).append(axis)
@@ -462,9 +469,10 @@ def _changed(path: str, node: Any) -> str:
 
 
 def _ambiguous(shapes: Mapping[str, tuple[int, ...]]) -> str:
-    told = ", ".join(f"{path} {shape}" for path, shape in list(shapes.items())[:4])
+    listed = ", ".join(f"{path} {shape}" for path, shape in list(shapes.items())[:4])
+    parts = listed or "none with a length"
     return (
-        f"The batch cannot be cut into samples, as it comes ready-made and its parts ({told or 'none with a length'}) "
+        f"The batch cannot be cut into samples, as it comes ready-made and its parts ({parts}) "
         f"allow for no reading or for several: {WAY_OUT}."
     )
 

@@ -1,8 +1,8 @@
-"""Merge what ``training_step`` returned for chunks into what it would have returned for the whole batch.
+"""Merge the outputs of ``training_step`` for the chunks of a batch into its output for the whole batch.
 
-What has one entry for each sample is joined, in the order of the chunks; a number that is a mean is
-averaged by weight; what is the same for all chunks stays. What cannot be merged becomes the list of
-its parts. As in Lightning, nothing keeps its graph.
+Values with one entry for each sample are joined, in the order of the chunks; means are averaged by
+weight; values that are the same for all chunks stay. Values that cannot be merged become a list. As in
+Lightning, nothing keeps its graph.
 """
 
 import copy
@@ -21,7 +21,7 @@ from lightning_ga.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What one chunk has to say: a value, the samples of the chunk, and what it weighs in a mean."""
+    """The value of one chunk, the samples of the chunk, and its weight in a mean."""
 
     value: Any
     size: int
@@ -32,21 +32,21 @@ class _Part:
 
 
 def merge_outputs(outputs: Sequence[Any], sizes: Sequence[int], weights: Sequence[float] | None = None) -> Any:
-    """One output for a batch from those of its chunks.
+    """Merge the outputs of the chunks of a batch into one.
 
     - A tensor alone and ``output["loss"]`` are losses: the mean by weight.
     - Tensors and arrays whose first axis is as long as their chunk are concatenated, lists too.
     - Other numbers and tensors of one shape: equal ones stay, others are averaged by weight, whole
       numbers giving floats. A number that counts the chunk's samples becomes their sum.
-    - Containers of fields are merged field by field. ``None`` in some chunks is passed over.
+    - Containers of fields are merged field by field. ``None`` in some chunks is skipped.
     - Anything else: the value if it is equal in all chunks, otherwise the list of the values.
 
-    Chunks of no samples are passed over, and means pass over chunks of no weight: their loss is NaN.
+    Chunks of no samples are skipped, and means skip chunks of no weight: their loss is NaN.
 
     Args:
-        outputs: What ``training_step`` returned for each chunk.
+        outputs: Output of ``training_step`` for each chunk.
         sizes: Samples of each chunk.
-        weights: What each chunk weighs in means, for example its tokens; its samples by default.
+        weights: Weight of each chunk in means, for example its tokens; its samples by default.
 
     Raises:
         UserError: If there is not one size and one weight for each of at least one output.
@@ -114,7 +114,7 @@ def _merge_field(parts: list[_Part], loss: bool) -> Any:
 
 
 def _merge_lists(parts: list[_Part]) -> Any:
-    """Join lists of samples, or of however many things there were; merge lists of fields field by field."""
+    """Join lists with one entry for each sample, or of unequal lengths; merge lists of fields field by field."""
     first = parts[0].value
     lengths = [len(part.value) for part in parts]
     samples = lengths == [part.size for part in parts] and not _are_fields(parts)
@@ -124,7 +124,7 @@ def _merge_lists(parts: list[_Part]) -> Any:
 
 
 def _are_fields(parts: list[_Part]) -> bool:
-    """Whether lists as long as their chunks hold fields all the same: two outputs for two samples."""
+    """Return whether lists as long as their chunks hold fields all the same, such as two outputs for two samples."""
     if len({part.size for part in parts}) > 1:
         return False
     return any(
@@ -154,13 +154,13 @@ def _is_by_sample(parts: list[_Part]) -> bool:
 
 
 def _may_be_by_sample(parts: list[_Part]) -> bool:
-    """Whether several entries for each sample cannot be told from entries for something else."""
+    """Return whether several entries for each sample cannot be distinguished from entries for something else."""
     shape = parts[0].value.shape
     return bool(shape) and len({part.size for part in parts}) == 1 and shape[0] % max(parts[0].size, 1) == 0
 
 
 def _average(parts: list[_Part]) -> Any:
-    """Mean of tensors of one shape by weight, in at least single precision; whole numbers that are equal stay."""
+    """Average tensors of one shape by weight, in at least single precision; whole numbers that are equal stay."""
     tensors = [part.value.detach() for part in parts]
     first = tensors[0]
     if not (first.is_floating_point() or first.is_complex()):
@@ -172,11 +172,26 @@ def _average(parts: list[_Part]) -> Any:
         return first
     dtype = first.dtype if first.is_floating_point() or first.is_complex() else torch.get_default_dtype()
     wide = torch.promote_types(dtype, torch.float32)
-    heavy = [(tensor.to(wide), part.weight) for tensor, part in zip(tensors, parts) if part.weight]
-    if not heavy:
+    weighted = [(tensor.to(wide), part.weight) for tensor, part in zip(tensors, parts) if part.weight]
+    if not weighted:
         return torch.full_like(first, float("nan"), dtype=dtype)
-    total = sum((tensor * weight for tensor, weight in heavy[1:]), start=heavy[0][0] * heavy[0][1])
-    return (total / sum(weight for _, weight in heavy)).to(dtype)
+    return weighted_mean(*zip(*weighted)).to(dtype)
+
+
+def weighted_mean(tensors: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
+    """Average tensors of one shape by weights that are not zero; numbers in a fixed number of operations.
+
+    Examples:
+        >>> weighted_mean([torch.tensor(1.0), torch.tensor(4.0)], [2, 1])
+        tensor(2.)
+    """
+    total = sum(weights)
+    shares = [weight / total for weight in weights]
+    if tensors[0].numel() > 1:  # large ones are not held twice
+        return sum((tensor * share for tensor, share in zip(tensors[1:], shares[1:])), start=tensors[0] * shares[0])
+    if len(set(weights)) == 1:
+        return torch.stack(list(tensors)).mean(0)
+    return torch.stack(torch._foreach_mul(list(tensors), shares)).sum(0)
 
 
 def _merge_arrays(parts: list[_Part]) -> Any:
@@ -195,18 +210,18 @@ def _merge_numbers(parts: list[_Part]) -> Any:
     if any(isinstance(value, bool) for value in values):
         return _same(values)
     sizes = [part.size for part in parts]
-    # Bigger than one: a chunk of one sample says nothing, as any number may be one.
+    # In chunks of one sample each, any number may happen to be one.
     if values == sizes and max(sizes) > 1:
         return sum(sizes)
     if _all_equal(values):
         return values[0]
-    heavy = [part for part in parts if part.weight]
-    total = sum(part.weight for part in heavy)
-    return sum(part.value * part.weight for part in heavy) / total if heavy else float("nan")
+    weighted = [part for part in parts if part.weight]
+    total = sum(part.weight for part in weighted)
+    return sum(part.value * part.weight for part in weighted) / total if weighted else float("nan")
 
 
 def _same(values: list[Any]) -> Any:
-    """The value if all are equal, otherwise all of them."""
+    """Return the value if all are equal, otherwise the list of all."""
     return _detached(values[0]) if _all_equal(values) else [_detached(value) for value in values]
 
 
@@ -223,7 +238,7 @@ def _equal(one: Any, other: Any) -> bool:
         if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
             return one.dtype == other.dtype and bool(np.array_equal(one, other))
         return type(one) is type(other) and bool(one == other)
-    except Exception:  # what an == of a user's type may say: arrays, tensors in it, anything
+    except Exception:  # the == of a user's type may raise anything
         return False
 
 

@@ -1,9 +1,9 @@
-"""Open the containers that batches are made of, and build them again with their type and all else they hold.
+"""Open the containers that batches are made of, and rebuild them with their type and all else they hold.
 
 A *leaf* has a length of its own: a tensor, an array, a packed sequence, anything registered. A
-*record* has fields: a mapping, a named tuple, a dataclass, or a list of things of several kinds. A
-*series* is a list or tuple of things of one kind, which may be fields or samples. A *constant*
-(``None``, a string, a number, a tensor of no dimension) says the same of every sample.
+*record* has fields: a mapping, a named tuple, a dataclass, or a list of values of several kinds. A
+*series* is a list or tuple of values of one kind, which may be fields or samples. A *constant*
+(``None``, a string, a number, a tensor of no dimension) holds for every sample.
 """
 
 import copy
@@ -34,8 +34,8 @@ class Splitter:
     """How a registered type is cut.
 
     Attributes:
-        count: How many samples a value holds.
-        take: The value's samples from ``start`` up to but without ``stop``, as a value of the same type.
+        count: Returns the number of samples of a value.
+        take: Returns the samples from ``start`` up to but without ``stop``, as a value of the same type.
     """
 
     count: Callable[[Any], int]
@@ -46,7 +46,7 @@ _SPLITTERS: dict[type, Splitter] = {}
 
 
 def register_splitter(kind: type[T], *, count: Callable[[T], int], take: Callable[[T, int, int], Any]) -> None:
-    """Say how batches of a type of one's own, wherever they are in a batch, are cut; subclasses too.
+    """Register how values of a type, and of its subclasses, are cut wherever they are in a batch.
 
     Args:
         kind: The type.
@@ -66,7 +66,10 @@ def register_splitter(kind: type[T], *, count: Callable[[T], int], take: Callabl
 
 
 def find_splitter(node: Any) -> Splitter | None:
-    """What is registered for the type of a value or the nearest of its bases; batches of torch_geometric are known."""
+    """Return the splitter of a value's type or its nearest registered base; ``None`` if there is none.
+
+    Batches of torch_geometric need no registration.
+    """
     if _SPLITTERS:
         for base in type(node).__mro__:
             if base in _SPLITTERS:
@@ -82,23 +85,20 @@ _OF_GRAPHS = Splitter(
 
 
 def leaf_length(node: Any) -> int | None:
-    """Length along the sample axis; ``None`` for what has no such axis.
+    """Return the length along the sample axis; ``None`` for a value that has no such axis.
 
     Examples:
         >>> leaf_length(torch.zeros(3, 7)), leaf_length(torch.tensor(1.0)), leaf_length([1, 2])
         (3, None, None)
     """
-    if (splitter := find_splitter(node)) is not None:
-        return splitter.count(node)
-    if isinstance(node, PackedSequence):
-        return int(node.batch_sizes[0]) if len(node.batch_sizes) else 0
-    if isinstance(node, torch.Tensor):
-        return node.size(0) if node.dim() else None  # nested tensors of strided layout have no len()
-    return int(node.shape[0]) if is_array(node) and node.shape else None
+    if is_plain_sequence(node) and find_splitter(node) is None:
+        return None
+    lengths = extents(node)
+    return None if lengths is None else lengths[0]
 
 
 def extents(node: Any) -> tuple[int, ...] | None:
-    """Extents of a value along the axes that samples may lie on; ``None`` for what has none.
+    """Return the extents of a value along the axes that may be the sample axis; ``None`` if it has none.
 
     Examples:
         >>> extents(torch.zeros(3, 7)), extents(["a", "b"]), extents(torch.tensor(1.0)), extents({"x": 1})
@@ -118,7 +118,7 @@ def extents(node: Any) -> tuple[int, ...] | None:
 
 
 def is_constant(node: Any) -> bool:
-    """Whether a value is a text, a number, a tensor of no dimension, or anything else of which there is one."""
+    """Return whether a value is a text, a number, a tensor of no dimension, or another single value."""
     if find_splitter(node) is not None:
         return False
     if isinstance(node, torch.Tensor):
@@ -127,7 +127,7 @@ def is_constant(node: Any) -> bool:
 
 
 def same_values(one: Any, other: Any) -> bool:
-    """Whether two values of any structure are the same, NaN included; objects of unknown types by their own ``==``.
+    """Return whether two values of any structure are equal, NaN included; unknown types are compared by ``==``.
 
     Examples:
         >>> same_values({"x": torch.tensor([1.0, float("nan")])}, {"x": torch.tensor([1.0, float("nan")])})
@@ -154,7 +154,7 @@ def same_values(one: Any, other: Any) -> bool:
         ):
             return same_values(vars(one), vars(other))
         return bool(one == other)
-    except Exception:  # arrays of objects; what an == of a user's type may say
+    except Exception:  # arrays of objects; the == of a user's type may raise anything
         return _same_text(one, other)
 
 
@@ -177,14 +177,14 @@ def _same_text(one: Any, other: Any) -> bool:
 
 
 def is_array(node: Any) -> bool:
-    """Whether a value is cut by slicing it: arrays of numpy and others, data frames, ``TensorDict``."""
+    """Return whether a value is cut by slicing it: arrays of numpy and others, data frames, ``TensorDict``."""
     if isinstance(node, (dict, UserDict, torch.Tensor)) or dataclasses.is_dataclass(node):
         return False  # a field may be called shape
     return isinstance(getattr(node, "shape", None), tuple) and hasattr(type(node), "__getitem__")
 
 
 def kind_of(node: Any) -> Kind:
-    """Which of the kinds above a value is; ``"opaque"`` where its type says nothing of samples."""
+    """Return which of the kinds above a value is; ``"opaque"`` where its type does not show samples."""
     if leaf_length(node) is not None:
         return "leaf"
     if isinstance(node, (*_CONSTANTS, torch.Tensor)) or is_array(node):
@@ -195,12 +195,12 @@ def kind_of(node: Any) -> Kind:
 
 
 def is_plain_sequence(node: Any) -> bool:
-    """Whether a value is a list or a tuple without names."""
+    """Return whether a value is a list or a tuple without names."""
     return isinstance(node, (list, tuple)) and not hasattr(node, "_fields")
 
 
 def open_container(node: Any) -> list[tuple[str, Any]] | None:
-    """Children of a container, each under the name that leads to it; ``None`` for anything else.
+    """Return the children of a container, each with its path from there; ``None`` for anything else.
 
     Examples:
         >>> open_container({"ids": 1, "mask": 2})
@@ -216,10 +216,10 @@ def open_container(node: Any) -> list[tuple[str, Any]] | None:
 
 
 def rebuild(node: Any, children: Iterable[Any]) -> Any:
-    """A container like ``node`` with other children, in the order of ``open_container``.
+    """Return a container like ``node`` with other children, in the order of ``open_container``.
 
-    No constructor of a user's class is called where a copy will do: frozen dataclasses, fields that
-    ``__post_init__`` computes and ``BatchEncoding`` stay what they are.
+    Containers are copied rather than constructed where possible: so frozen dataclasses, fields that
+    ``__post_init__`` computes and ``BatchEncoding`` keep what else they hold.
 
     Examples:
         >>> from collections import OrderedDict
@@ -245,7 +245,7 @@ def rebuild(node: Any, children: Iterable[Any]) -> Any:
 
 
 def _attribute_names(node: Any) -> list[str] | None:
-    """Attributes of what is opened by them, but for dataclasses that are mappings (``ModelOutput``)."""
+    """Return the attributes by which a container is opened; ``None`` for others and mappings (``ModelOutput``)."""
     if isinstance(node, tuple):
         return list(node._fields) if hasattr(node, "_fields") else None
     if isinstance(node, (list, dict)):
@@ -258,7 +258,7 @@ def _attribute_names(node: Any) -> list[str] | None:
 
 
 def _of_one_kind(sequence: Sequence[Any]) -> bool:
-    """Whether all things in a sequence are of one kind; ``None`` may stand for any of them."""
+    """Return whether all values in a sequence are of one kind; ``None`` matches any."""
     things = [thing for thing in sequence if thing is not None]
     if things and all(isinstance(thing, Mapping) for thing in things) and any(things):
         return bool(set.intersection(*(set(thing) for thing in things)))  # (inputs, targets) have no key in common

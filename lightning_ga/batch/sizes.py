@@ -1,4 +1,4 @@
-"""How large a sample is: the shape of every field, whatever structure holds them."""
+"""Measure a sample: the shape of every field, in any structure."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
@@ -11,7 +11,7 @@ _POSITIONS = 8  # further items of a sequence count as one field
 
 
 def elements(sample: Any) -> int:
-    """Elements of all tensors, arrays, images, sequences and text in a sample of any structure.
+    """Count the elements of all tensors, arrays, images, sequences and text in a sample of any structure.
 
     Examples:
         >>> elements({"image": torch.zeros(3, 4), "label": 1})
@@ -21,7 +21,7 @@ def elements(sample: Any) -> int:
 
 
 def leaves(sample: Any, *, text: bool = True) -> Iterator[tuple[Field, tuple[int, ...]]]:
-    """Every field of a sample and its shape.
+    """Yield every field of a sample and its shape.
 
     Examples:
         >>> list(leaves({"image": torch.zeros(3, 4), "ids": [5, 7, 9]}))
@@ -50,7 +50,7 @@ def _items(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _shape(value: Any, text: bool) -> tuple[int, ...] | None:
-    """Shape of a leaf; ``None`` for what holds others."""
+    """Return the shape of a leaf; ``None`` for a container."""
     if isinstance(value, torch.Tensor):
         sparse = "sparse" in str(value.layout)
         return (value._nnz() if sparse else value.numel(),) if sparse or value.is_nested else tuple(value.shape)

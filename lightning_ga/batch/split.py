@@ -1,8 +1,8 @@
 """Cut a batch of any structure into slices of its samples: one at a time, tensors as views.
 
-Where the samples lie is read in ``layout``; here they are cut. A LightningModule may define
-``split_batch(self, batch, sizes)`` for what cannot be read, for example nodes of several graphs that
-are joined in a way of one's own::
+``layout`` reads where the samples lie; this module cuts. A LightningModule may define
+``split_batch(self, batch, sizes)`` for batches whose layout cannot be read, for example nodes of
+several graphs that its own code has joined::
 
     def split_batch(self, batch, sizes):
         graphs = iter(batch.graphs())
@@ -58,7 +58,13 @@ def split_batch(batch: Any, sizes: Sequence[int], *, layout: Layout) -> Iterator
 
 
 def cut(batch: Any, layout: Layout, part: Slice) -> Any:
-    """One slice of a batch."""
+    """Cut one slice out of a batch.
+
+    Args:
+        batch: The batch.
+        layout: Where its samples lie.
+        part: The slice.
+    """
     return _cut("batch", batch, layout, part, {})
 
 
@@ -78,7 +84,7 @@ def _cut(path: str, node: Any, layout: Layout, part: Slice, edges: Edges) -> Any
 
 
 def join(batches: Sequence[Any], layout: Layout) -> Any:
-    """One batch of the samples of several.
+    """Join several batches into one.
 
     Raises:
         LayoutError: If a part is of a type that cannot be joined.
@@ -113,16 +119,16 @@ def _concatenated(path: str, nodes: list[Any], axis: int) -> Any:
 def split_by_hook(
     hook: Any, batch: Any, sizes: Sequence[int], *, count: Callable[[Any], int] | None = None
 ) -> Iterator[Any]:
-    """Let a module's own ``split_batch`` cut a batch.
+    """Cut a batch by a module's own ``split_batch``.
 
     Args:
-        hook: Called with the batch and the sizes, it returns one slice for each.
+        hook: Called with the batch and the sizes; it returns one slice for each.
         batch: The batch.
         sizes: Samples of each slice.
-        count: Samples of a slice, where that can be read.
+        count: Returns the samples of a slice, where they can be read.
 
     Raises:
-        UserError: If the hook is none, or returns another number of slices, or slices of other sizes.
+        UserError: If the hook is not callable, or returns another number of slices, or slices of other sizes.
     """
     if not callable(hook):
         raise UserError(

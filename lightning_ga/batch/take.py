@@ -1,4 +1,4 @@
-"""Take neighbouring samples out of one value, along the axis where they lie: a view where that is possible."""
+"""Take neighbouring samples out of one value, along its sample axis: as a view where possible."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ Edges = dict[tuple[str, torch.device], tuple[torch.Tensor, torch.Tensor | None]]
 
 
 def take(node: Any, axis: int, start: int, stop: int, edges: Edges | None = None) -> Any:
-    """The entries ``start`` to ``stop - 1`` of a value.
+    """Return the entries ``start`` to ``stop - 1`` of a value.
 
     Dense tensors and arrays come as views; packed, sparse and nested tensors copy at most what is taken.
 
@@ -20,8 +20,7 @@ def take(node: Any, axis: int, start: int, stop: int, edges: Edges | None = None
         axis: The axis of the entries; 0 for all but tensors and arrays.
         start: The first.
         stop: One after the last.
-        edges: Offsets of jagged tensors that were taken before: tensors of one raggedness must share them, else
-            they would not add.
+        edges: Offsets of jagged tensors taken before: tensors of one raggedness must share them to be added.
 
     Examples:
         >>> take(torch.arange(6).reshape(2, 3), 1, 0, 2)
@@ -68,9 +67,9 @@ def _take_jagged(tensor: Any, start: int, stop: int, edges: Edges) -> torch.Tens
 
 
 def _take_sequences(packed: PackedSequence, start: int, stop: int) -> PackedSequence:
-    """Whole sequences of a packed batch, counted in the order in which the user packed them.
+    """Take whole sequences of a packed batch, counted in the order in which the user packed them.
 
-    A packed batch holds step after step, in each the sequences that are that long, the longest first.
+    A packed batch holds one step after another, each with the sequences that are that long, the longest first.
     """
     batch_sizes, unsorted = packed.batch_sizes, packed.unsorted_indices
     wanted = torch.arange(start, stop) if unsorted is None else unsorted[start:stop].cpu()

@@ -1,7 +1,4 @@
-"""Numbers that all ranks agree on.
-
-Read in lightning 2.6.6 and 2.5.0; ``tests/compat`` fails when a name or an order that is relied on here changes.
-"""
+"""Numbers that all ranks agree on, by ``strategy.broadcast`` and ``strategy.reduce``."""
 
 import os
 from typing import Any
@@ -10,12 +7,12 @@ import torch
 
 
 def shared_seed(trainer: Any) -> int:
-    """Rank 0's seed, on every rank: that of ``seed_everything``, which spawned ranks begin with, or torch's."""
+    """Return rank 0's seed on every rank: that of ``seed_everything``, or else torch's."""
     return int(trainer.strategy.broadcast(int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed()))))
 
 
 def largest_over_ranks(trainer: Any, value: int) -> int:
-    """The largest of one number over all ranks."""
+    """Return the largest of one number over all ranks."""
     if not is_distributed(trainer):
         return value
     largest = torch.tensor(value, device=trainer.strategy.root_device)
@@ -23,22 +20,22 @@ def largest_over_ranks(trainer: Any, value: int) -> int:
 
 
 def smallest_over_ranks(trainer: Any, value: int) -> int:
-    """The smallest of one number over all ranks."""
+    """Return the smallest of one number over all ranks."""
     return -largest_over_ranks(trainer, -value)
 
 
 def is_distributed(trainer: Any) -> bool:
-    """Whether gradients are averaged over several ranks."""
+    """Return whether gradients are averaged over several ranks."""
     return int(trainer.world_size) > 1
 
 
 def is_sharded(trainer: Any) -> bool:
-    """Whether ranks hold parts of the model, so that no rank can run a step alone, or fail alone without a hang."""
+    """Return whether each rank holds only a part of the model, so that no rank can run a step, or fail, alone."""
     return any(base.__name__ in ("FSDPStrategy", "ModelParallelStrategy") for base in type(trainer.strategy).__mro__)
 
 
 def sum_over_ranks(trainer: Any, value: float) -> float:
-    """One number summed over all ranks."""
+    """Return one number summed over all ranks."""
     if not is_distributed(trainer):
         return value
     total = torch.tensor(value, dtype=torch.float64, device=trainer.strategy.root_device)

@@ -1,10 +1,10 @@
-"""Checkpoints that are whole or not there: written beside the file, flushed to the disk, then renamed.
+"""Write checkpoints that are complete or absent: beside the file, flushed to the disk, then renamed.
 
-Lightning 2.6.6 writes to the folder of temporary files and moves the result
+Lightning writes to the folder of temporary files and moves the result
 (``fabric/utilities/cloud_io.py``, ``_atomic_save``). Where that folder lies on another disk, moving
-is copying, and a process that is killed meanwhile leaves a torn file under the checkpoint's own
-name, the whole one before it gone. Even on one disk nothing is flushed: a machine that loses power
-may keep the new name and not the new bytes.
+is copying, and a process that is killed meanwhile leaves a torn file in place of the checkpoint
+before it. Even on one disk nothing is flushed: after a loss of power the new name may stand for old
+or missing bytes.
 """
 
 import os
@@ -20,12 +20,12 @@ PART = ".part"  # ends the name of a file that is being written; neither ours no
 
 
 class AtomicCheckpointIO(TorchCheckpointIO, LegacyTorchCheckpointIO):
-    """Writes checkpoints that are never torn, of the kind that Lightning loads with or without it.
+    """Writes checkpoints that are never torn, in the format that Lightning loads with or without it.
 
-    What is on the disk under a checkpoint's name is always whole: the one before, until the next is
-    complete. A process killed meanwhile leaves ``NAME.ckpt.part``, which the next write replaces.
-    Remote paths (``s3://…``) are left to Lightning. The checkpoint is not copied in memory first, which
-    Lightning does twice.
+    The file under a checkpoint's name is always complete: the previous one, until the next is written.
+    A process killed meanwhile leaves ``NAME.ckpt.part``, which the next write replaces. Remote paths
+    (``s3://…``) are left to Lightning. The checkpoint is not copied in memory first, which Lightning
+    does twice.
 
     Examples:
         >>> from lightning.pytorch import Trainer
@@ -33,7 +33,13 @@ class AtomicCheckpointIO(TorchCheckpointIO, LegacyTorchCheckpointIO):
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
-        """Write a checkpoint; the file of that name is replaced when the new one is complete."""
+        """Write a checkpoint; an existing file is replaced once the new one is complete.
+
+        Args:
+            checkpoint: The checkpoint.
+            path: Where to write it.
+            storage_options: Options of a remote file system; with any, Lightning writes the file.
+        """
         place = local_path(path)
         if place is None or storage_options is not None:
             super().save_checkpoint(checkpoint, path, storage_options)
@@ -53,7 +59,7 @@ class AtomicCheckpointIO(TorchCheckpointIO, LegacyTorchCheckpointIO):
 
 
 def local_path(path: str | Path) -> Path | None:
-    """The path of a file on this machine; ``None`` for a remote one.
+    """Return the path of a file on this machine; ``None`` for a remote one.
 
     Examples:
         >>> local_path("runs/last.ckpt"), local_path("file:///runs/last.ckpt"), local_path("s3://runs/last.ckpt")
@@ -66,7 +72,7 @@ def local_path(path: str | Path) -> Path | None:
 
 
 def flush_folder(folder: Path) -> None:
-    """Let a rename in it outlast a loss of power; file systems that cannot do so are left alone."""
+    """Flush a folder, so that a rename in it survives a loss of power; do nothing where the file system cannot."""
     with suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:

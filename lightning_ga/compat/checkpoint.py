@@ -1,9 +1,9 @@
-"""The part of a checkpoint that belongs to Lightning's fit loop, in the units that stock Lightning expects.
+"""Convert the fit loop's part of a checkpoint to the units that stock Lightning expects, and back.
 
-Read in lightning 2.6.6 (``trainer/connectors/checkpoint_connector.py``, ``loops/fit_loop.py``:
-``on_save_checkpoint`` and ``on_load_checkpoint``). The loop of a run that cuts batches counts
+Lightning's ``trainer/connectors/checkpoint_connector.py`` and ``loops/fit_loop.py``
+(``on_save_checkpoint``, ``on_load_checkpoint``). The loop of a run that cuts batches counts
 micro-batches; its checkpoints count batches of the recipe, so that a run without the callback goes on
-at the same place. The run's own counts lie beside the callback's state, for a resume with it.
+at the same place. The run's own counts lie in the callback's state, for a resume with it.
 """
 
 import copy
@@ -38,20 +38,20 @@ def count_recipe_batches(checkpoint: MutableMapping[str, Any], key: str, *, done
 
 
 def count_micro_batches(checkpoint: MutableMapping[str, Any], key: str) -> None:
-    """Give a loaded checkpoint the counts back that ``count_recipe_batches`` replaced, before loops read them."""
+    """Restore the counts that ``count_recipe_batches`` replaced in a loaded checkpoint, before loops read them."""
     counts = checkpoint.get("callbacks", {}).get(key, {}).pop(_COUNTS, None)
     if counts is not None:
         _fit_loop(checkpoint)["epoch_loop.batch_progress"] = counts
 
 
 def save_loaders(checkpoint: MutableMapping[str, Any], states: Sequence[Any]) -> None:
-    """Keep the states of the user's loaders where stock Lightning looks for them."""
+    """Store the states of the user's loaders where stock Lightning looks for them."""
     if states:
         _fit_loop(checkpoint).setdefault("state_dict", {})[_LOADERS] = list(states)
 
 
 def take_loaders(checkpoint: MutableMapping[str, Any]) -> list[Any]:
-    """Take the states of loaders out of a loaded checkpoint, as the loop does not see these loaders."""
+    """Remove the states of loaders from a loaded checkpoint and return them: the loop does not see these loaders."""
     states: list[Any] = _fit_loop(checkpoint).get("state_dict", {}).pop(_LOADERS, [])
     return states
 

@@ -1,6 +1,6 @@
-"""The closures of automatic optimization, and the optimizer's step.
+"""Intercept the closures of automatic optimization, and the optimizer's step.
 
-Read in lightning 2.6.6 and 2.5.0; ``tests/compat`` fails when a name or an order that is relied on here changes.
+Lightning's ``loops/optimization/automatic.py``, ``plugins/precision/precision.py`` and ``loops/utilities.py``.
 """
 
 import inspect
@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import wraps
+from itertools import chain
 from types import MethodType
 from typing import Any
 
@@ -22,7 +23,7 @@ def intercept_closures(trainer: Any, wrap: Callable[..., Any]) -> None:
     make = type(loop)._make_closure
 
     def make_ours(*given: Any) -> Any:
-        """A closure of Lightning's own class, which says so if an ``optimizer_step`` forgets to call it."""
+        """Return a closure of Lightning's own class, which reports an ``optimizer_step`` that never calls it."""
         ours, closure = wrap(lambda *again: make(loop, *again), *given), make(loop, *given)
         patching.shadow(closure, "closure", lambda *arguments, **_: _Ran(ours(*arguments), ours.consume_result()))
         return closure
@@ -32,13 +33,13 @@ def intercept_closures(trainer: Any, wrap: Callable[..., Any]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Ran:
-    """What a closure hands to the loop: what the optimizer is told, and what came of the micro-batch."""
+    """The result of a closure: the loss that the optimizer gets, and the output of the micro-batch."""
 
     loss: Any
     result: Any
 
     def asdict(self) -> dict[str, Any]:
-        """As the results of the loop's own closures."""
+        """Return the output in the form of the loop's own closure results."""
         return dict(self.result.asdict())
 
 
@@ -48,30 +49,36 @@ def release_closures(trainer: Any) -> None:
 
 
 def accumulating(trainer: Any) -> AbstractContextManager[None]:
-    """Within, backward passes do not reduce gradients over ranks."""
+    """Return a context in which backward passes do not reduce gradients over ranks."""
     block = getattr(trainer.strategy, "block_backward_sync", None)
     return nullcontext() if block is None else block()
 
 
 def takes_an_iterator(module: Any, step: str = "training_step") -> bool:
-    """Whether a step fetches batches itself (``loops/utilities.py``, ``_select_data_fetcher``)."""
+    """Return whether a step fetches batches itself (``loops/utilities.py``, ``_select_data_fetcher``)."""
     return "dataloader_iter" in inspect.signature(getattr(module, step)).parameters
 
 
 def zero_no_gradients(closure: Any) -> None:
-    """Let a closure of the loop leave gradients as they are: an earlier part of its batch has zeroed them."""
+    """Stop a closure of the loop from zeroing gradients: an earlier micro-batch of its batch has done so."""
     closure._zero_grad_fn = None
 
 
 def zeroes_gradients(closure: Any) -> bool:
-    """Whether a closure of the loop zeroes gradients before its backward pass."""
+    """Return whether a closure of the loop zeroes gradients before its backward pass."""
     return closure._zero_grad_fn is not None
 
 
 def intercept_optimizer_step(trainer: Any, around: Callable[..., Any], ready: Callable[[], None]) -> Callable[[], None]:
-    """Let the optimizer's step go through ``around(step, *arguments)``, whoever calls it; returns what undoes that.
+    """Let every call of the optimizer's step go through ``around(step, *arguments)``.
 
-    ``ready`` is called between clipping and the update (``plugins/precision/precision.py``, ``_after_closure``).
+    Args:
+        trainer: The Trainer.
+        around: Called instead of the step, with the step and its arguments.
+        ready: Called between clipping and the update (``plugins/precision/precision.py``, ``_after_closure``).
+
+    Returns:
+        A function that undoes the interception.
     """
     optimizer, plugin = trainer.optimizers[0], trainer.precision_plugin
     after_closure, earlier = type(plugin)._after_closure, vars(optimizer).get("step")
@@ -103,8 +110,19 @@ def intercept_optimizer_step(trainer: Any, around: Callable[..., Any], ready: Ca
     return release
 
 
-def parameters(trainer: Any) -> list[torch.Tensor]:
-    """The module's parameters, and tensors that only an optimizer knows."""
-    groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
-    known = [*trainer.lightning_module.parameters(), *(tensor for group in groups for tensor in group["params"])]
-    return list({id(tensor): tensor for tensor in known}.values())
+class TrainedTensors:
+    """The module's parameters, and tensors that only an optimizer holds; modules are listed once, at the start.
+
+    Args:
+        trainer: The Trainer.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._optimizers = trainer.optimizers
+        self._tables = [part._parameters for part in trainer.lightning_module.modules()]
+
+    def now(self) -> list[torch.Tensor]:
+        """Return the tensors that exist now, each once; those of modules added since are not among them."""
+        groups = [group["params"] for optimizer in self._optimizers for group in optimizer.param_groups]
+        known = chain(chain.from_iterable(map(dict.values, self._tables)), chain.from_iterable(groups))
+        return list({id(tensor): tensor for tensor in known if tensor is not None}.values())

@@ -1,6 +1,6 @@
-"""How the fit loop and evaluation loops come to their loaders.
+"""Intercept how the fit loop and evaluation loops get their loaders.
 
-Read in lightning 2.6.6 and 2.5.0; ``tests/compat`` fails when a name or an order that is relied on here changes.
+Lightning's ``loops/fit_loop.py``, ``trainer/connectors/data_connector.py`` and ``utilities/combined_loader.py``.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,6 +18,11 @@ def intercept_loaders(trainer: Any, cut: Callable[[Any], Any], around: Callable[
 
     ``fit_loop.setup_data`` asks ``_data_source`` for the loader wherever it comes from: ``fit()``,
     the module or a datamodule (``loops/fit_loop.py:238``).
+
+    Args:
+        trainer: The Trainer.
+        cut: Takes the user's loader and returns the one that the loop reads.
+        around: Called with the loop's own ``setup_data`` in its place.
     """
     loop = trainer.fit_loop
     source, request, set_up = loop._data_source, type(loop._data_source).dataloader, type(loop).setup_data
@@ -26,20 +31,21 @@ def intercept_loaders(trainer: Any, cut: Callable[[Any], Any], around: Callable[
 
 
 def forget_loaders(trainer: Any) -> None:
-    """Let the fit loop set its data up again: the learning rate finder of Lightning 2.5 leaves what it trained on."""
+    """Let the fit loop set its data up again: the learning-rate finder of Lightning 2.5 leaves its own in place."""
     trainer.fit_loop._combined_loader = None
 
 
 def batches_of(
     trainer: Any, loader: Any
 ) -> tuple[list[Any], Callable[[list[Any]], Any], Callable[[], Iterator[Any]], int | None]:
-    """What the loop would make of any training data.
+    """Read any training data as the fit loop would.
 
-    Its loaders, what puts their batches together, what starts them anew and yields batches, and how many
-    there are if that is known.
+    As in ``fit_loop.setup_data`` (:235 to :257), collections of loaders are combined, each loader is
+    prepared for the ranks, and samplers are given the epoch (:445).
 
-    As ``fit_loop.setup_data`` does (:235 to :257): collections of loaders are combined, each loader is
-    prepared for the ranks, and samplers are told the epoch (:445).
+    Returns:
+        The loaders, a function that combines one batch of each, a function that starts them anew and yields
+        batches, and the number of batches (``None`` if it is not known).
     """
     module = patching.sibling(trainer, "utilities.combined_loader")
     connector = patching.sibling(trainer, "trainer.connectors.data_connector")
@@ -65,7 +71,7 @@ def batches_of(
 
 
 def _batches(iterator: Iterator[Any]) -> Iterator[Any]:
-    """The batches of a CombinedLoader; a ``for`` would start its loaders once more."""
+    """Yield the batches of a CombinedLoader's iterator; a ``for`` would start its loaders once more."""
     while True:
         try:
             batch, *_ = next(iterator)
@@ -75,7 +81,7 @@ def _batches(iterator: Iterator[Any]) -> Iterator[Any]:
 
 
 def length_of(loader: Any) -> int | None:
-    """Batches of any loader, ``None`` if it does not tell."""
+    """Return the number of batches of any loader; ``None`` if it has no length."""
     try:
         return len(loader)
     except (TypeError, NotImplementedError):
@@ -96,11 +102,11 @@ def release_loaders(trainer: Any) -> None:
 
 @contextmanager
 def micro_batch_units(trainer: Any) -> Iterator[None]:
-    """Set data up without sharding it again and without reading the recipe's limits as micro-batches.
+    """Return a context in which data are set up without sharding them again or applying the recipe's limits.
 
     ``setup_data`` re-creates loaders for a distributed sampler (``connectors/data_connector.py``,
     ``_prepare_dataloader``), cuts epochs at ``limit_train_batches`` and checks ``val_check_interval``
-    against the number of batches; here all three are the feed's.
+    against the number of batches; the training source does all three itself.
     """
     connector = trainer._accelerator_connector
     kept = connector.use_distributed_sampler, trainer.limit_train_batches
@@ -119,12 +125,12 @@ def micro_batch_units(trainer: Any) -> Iterator[None]:
 
 
 def shards_data(trainer: Any) -> bool:
-    """``Trainer(use_distributed_sampler=…)``."""
+    """Return ``Trainer(use_distributed_sampler=…)``."""
     return bool(trainer._accelerator_connector.use_distributed_sampler)
 
 
 def resize_epoch(trainer: Any, length: int | None, *, at_most: int | None = None) -> None:
-    """Tell the loops how many micro-batches the epoch has: four places hold a copy of it.
+    """Set the number of micro-batches of the epoch, of which the loops hold four copies.
 
     Args:
         trainer: The Trainer.
@@ -144,6 +150,11 @@ def iterate_again(trainer: Any) -> None:
     iter(trainer.fit_loop._data_fetcher)
 
 
+def ran_out(trainer: Any) -> bool:
+    """Return whether the epoch's loader has nothing more to yield (``loops/fetchers.py``)."""
+    return bool(trainer.fit_loop._data_fetcher.done)
+
+
 def warn_of_overfitting(trainer: Any, loader: Any) -> None:
     """Let Lightning warn if ``overfit_batches`` turns shuffling off (``connectors/data_connector.py``)."""
     if trainer.overfit_batches:
@@ -153,12 +164,12 @@ def warn_of_overfitting(trainer: Any, loader: Any) -> None:
 
 
 def combine_batches(combined: Any) -> Callable[[list[Any]], Any]:
-    """What puts batches of a CombinedLoader's loaders together as it does (``utilities/combined_loader.py``)."""
+    """Return a function that combines batches of a CombinedLoader's loaders (``utilities/combined_loader.py``)."""
     return lambda batches: tree_unflatten(batches, combined._spec)
 
 
 def evaluation_loaders(trainer: Any, loader: int) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-    """The loaders that the running evaluation's batches come from, and what puts their batches together."""
+    """Return the loaders of the running evaluation's batches, and a function that combines one batch of each."""
     combined = trainer._active_loop._combined_loader
     if combined._mode == "sequential":
         return [combined.flattened[loader]], lambda batches: batches[0]
@@ -166,9 +177,9 @@ def evaluation_loaders(trainer: Any, loader: int) -> tuple[list[Any], Callable[[
 
 
 def show_loaders(trainer: Any, loader: Any) -> None:
-    """Let ``trainer.train_dataloader`` be what the user gave, in its own structure.
+    """Let ``trainer.train_dataloader`` return the user's loaders in their own structure.
 
-    The property reads ``_iterables``, and the loop what is flattened (``utilities/combined_loader.py``).
+    The property reads ``_iterables``; the loop reads ``flattened`` (``utilities/combined_loader.py``).
     """
     combined = patching.sibling(trainer, "utilities.combined_loader").CombinedLoader
     given = loader.iterables if isinstance(loader, combined) else loader

@@ -1,6 +1,6 @@
-"""The steps of evaluation loops, and how their batches are moved.
+"""Intercept the steps of evaluation loops, and the transfer of their batches.
 
-Read in lightning 2.6.6 and 2.5.0; ``tests/compat`` fails when a name or an order that is relied on here changes.
+Lightning's ``trainer/call.py`` (``_call_strategy_hook``), by which the loops call both on the strategy.
 """
 
 from collections.abc import Callable
@@ -13,9 +13,12 @@ STEPS = ("validation_step", "test_step", "predict_step")
 
 
 def intercept_evaluation(trainer: Any, around: Callable[..., Any], move: Callable[..., Any]) -> None:
-    """Let steps of evaluation loops go through ``around(name, step, *arguments)``, and batches through ``move``.
+    """Let steps of evaluation loops go through ``around``, and the transfer of their batches through ``move``.
 
-    The loops call both on the strategy (``trainer/call.py``, ``_call_strategy_hook``).
+    Args:
+        trainer: The Trainer.
+        around: Called as ``around(name, step, *arguments)`` for a step.
+        move: Called as ``move(to_device, batch, dataloader_idx)`` for a batch.
     """
     strategy = trainer.strategy
     for name in STEPS:

@@ -1,6 +1,6 @@
-"""When schedules of the learning rate and validation are due, and where training may stop.
+"""Decide when learning-rate schedules and validation are due, and where training may stop.
 
-Read in lightning 2.6.6 and 2.5.0; ``tests/compat`` fails when a name or an order that is relied on here changes.
+Lightning's ``loops/training_epoch_loop.py``.
 """
 
 from collections.abc import Callable
@@ -28,13 +28,13 @@ def step_schedulers_when_due(trainer: Any, frequencies: dict[int, int], window: 
 
 
 def frequencies_by_step(trainer: Any) -> dict[int, int]:
-    """Frequencies of the schedules by step that do not run on every one, by position."""
+    """Return the frequencies above one of schedules by step, by position."""
     configs = enumerate(trainer.lr_scheduler_configs)
     return {at: config.frequency for at, config in configs if config.interval == "step" and config.frequency > 1}
 
 
 def restore_frequencies(trainer: Any, frequencies: dict[int, int]) -> None:
-    """What the user wrote, again."""
+    """Restore the frequencies that the user wrote."""
     for position, frequency in frequencies.items():
         trainer.lr_scheduler_configs[position].frequency = frequency
 
@@ -72,7 +72,7 @@ def set_validation_interval(trainer: Any, epoch_batches: int | None) -> None:
 
 
 def _validation_interval(trainer: Any, epoch_batches: int | None) -> int | None:
-    """``val_check_interval`` in batches of the recipe; ``None`` where that is not known."""
+    """Return ``val_check_interval`` in batches of the recipe; ``None`` where that is not known."""
     interval: int | float = trainer.val_check_interval
     if not isinstance(interval, float):
         return interval
@@ -80,13 +80,13 @@ def _validation_interval(trainer: Any, epoch_batches: int | None) -> int | None:
 
 
 def stop_only_unless(trainer: Any, holds: Callable[[], bool]) -> Callable[[], None]:
-    """Let ``trainer.should_stop`` end an epoch only where ``holds`` is false: not within a batch that the loader cuts.
+    """Let ``trainer.should_stop`` end an epoch only while ``holds()`` is false: never between parts of one batch.
 
-    The epoch loop looks at it after each micro-batch, and validates before it ends (``training_epoch_loop.py:120``
+    The epoch loop reads it after each micro-batch, and validates before it ends (``training_epoch_loop.py:120``
     and :553).
 
     Returns:
-        What undoes this.
+        A function that undoes this.
     """
     loop = trainer.fit_loop.epoch_loop
     cls = type(loop)
@@ -112,7 +112,7 @@ def stop_only_unless(trainer: Any, holds: Callable[[], bool]) -> Callable[[], No
 
 
 def check_validation_interval(trainer: Any, epoch_batches: int | None) -> None:
-    """The check that ``setup_data`` makes of ``val_check_interval``, in batches of the recipe."""
+    """Check ``val_check_interval`` as ``setup_data`` does, in batches of the recipe."""
     interval = getattr(trainer, "val_check_interval", None)
     if epoch_batches is None or not isinstance(interval, int) or trainer.check_val_every_n_epoch is None:
         return
@@ -124,5 +124,5 @@ def check_validation_interval(trainer: Any, epoch_batches: int | None) -> None:
 
 
 def schedules_by_step(trainer: Any) -> list[Any]:
-    """Learning-rate schedules that step with every optimizer step."""
+    """Return the learning-rate schedules that step with every optimizer step."""
     return [c.scheduler for c in trainer.lr_scheduler_configs if c.interval == "step" and c.frequency == 1]

@@ -1,6 +1,6 @@
-"""What a step logs, held back until the batch is done.
+"""Hold back what a step logs until the batch is done.
 
-Read in lightning 2.6.6 and 2.5.0; ``tests/compat`` fails when a name or an order that is relied on here changes.
+Lightning's ``core/module.py`` (``log``) and ``trainer/connectors/logger_connector/result.py``.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,7 +13,7 @@ from lightning_ga.compat import patching
 
 @contextmanager
 def logs_held_back(trainer: Any, note: Callable[..., None]) -> Iterator[Callable[..., None]]:
-    """Within, ``log`` calls ``note`` instead of the results of the running loop; yields what would have been called.
+    """Return a context in which ``log`` calls ``note``; it yields the function that logs one value.
 
     ``LightningModule.log`` ends in ``results.log(fx, name, value, **settings)`` (``core/module.py:380``).
     """
@@ -29,7 +29,7 @@ def logs_held_back(trainer: Any, note: Callable[..., None]) -> Iterator[Callable
 
 
 def _log_or_nothing(results: Any, fx: str, name: str, *arguments: Any, **settings: Any) -> None:
-    """Log one value; if that fails half-way, put the sums of that name back (``logger_connector/result.py:234``)."""
+    """Log one value; on failure restore the sums of that name (``logger_connector/result.py:234``)."""
     key = f"{fx}.{name}"
     before = {known: dict(vars(metric)) for known, metric in results.items() if known.startswith(key)}
     try:

@@ -1,6 +1,6 @@
-"""What the fit loop counts: epochs, batches, and its place after a restart.
+"""Read and set what the fit loop counts: epochs, batches, and its position after a restart.
 
-Read in lightning 2.6.6 and 2.5.0; ``tests/compat`` fails when a name or an order that is relied on here changes.
+Lightning's ``loops/fit_loop.py``, ``loops/training_epoch_loop.py`` and ``loops/progress.py``.
 """
 
 import re
@@ -9,32 +9,35 @@ from typing import Any
 
 
 def training_epoch(trainer: Any) -> int:
-    """The epoch whose order the loop asks samplers for (``loops/fit_loop.py:445``)."""
+    """Return the epoch that the loop sets on samplers (``loops/fit_loop.py:445``)."""
     return int(trainer.fit_loop.epoch_progress.current.processed)
 
 
 def batches_processed(trainer: Any) -> int:
-    """Batches that the loop has trained on since it began its epoch."""
+    """Return the number of batches that the loop has trained on in its epoch."""
     return int(trainer.fit_loop.epoch_loop.batch_progress.current.processed)
 
 
 def micro_batch_index(trainer: Any) -> int:
-    """Index in the epoch of the micro-batch that is being trained on."""
+    """Return the index in the epoch of the micro-batch that is being trained on."""
     return int(trainer.fit_loop.epoch_loop.batch_progress.current.ready) - 1
 
 
 def window_is_over(trainer: Any) -> bool:
-    """Whether the optimizer stepped on the micro-batch just trained on."""
+    """Return whether the optimizer stepped on the micro-batch just trained on."""
     return not trainer.fit_loop._should_accumulate()
 
 
 def restarts_in_epoch(trainer: Any) -> bool:
-    """Whether the loops were restored from a checkpoint and go on with its counters."""
+    """Return whether the loops were restored from a checkpoint and go on with its counters."""
     return bool(trainer.fit_loop.epoch_loop.restarting)
 
 
 def batches_done(trainer: Any) -> tuple[int, int]:
-    """Batches of the epoch that a restored loop has trained on (none of one that is over), and those before it."""
+    """Return the batches that a restored loop has trained on: in its epoch, and before it.
+
+    An epoch that is over counts as one before it.
+    """
     progress, epochs = trainer.fit_loop.epoch_loop.batch_progress, trainer.fit_loop.epoch_progress.current
     done = int(progress.current.processed) if epochs.started > epochs.processed else 0
     return done, int(progress.total.processed) - done
@@ -43,7 +46,12 @@ def batches_done(trainer: Any) -> tuple[int, int]:
 def move_to_micro_batch(trainer: Any, done: int, *, same_epoch: bool) -> None:
     """Let a restored epoch go on after ``done`` micro-batches, in this run's own units.
 
-    A checkpoint counts the micro-batches of the run that wrote it; the loop's totals move along.
+    A checkpoint counts the micro-batches of the run that wrote it; the loop's totals change by the same number.
+
+    Args:
+        trainer: The Trainer.
+        done: Micro-batches of the epoch that are done.
+        same_epoch: Whether the loop goes on in the epoch of the checkpoint.
     """
     loop = trainer.fit_loop.epoch_loop
     progress = loop.batch_progress
@@ -57,12 +65,12 @@ def move_to_micro_batch(trainer: Any, done: int, *, same_epoch: bool) -> None:
 
 
 def begin_next_epoch(trainer: Any) -> None:
-    """Let a restored loop begin its next epoch as any other, if the one of the checkpoint was over.
+    """Let a restored loop begin its next epoch as any other, if the epoch of the checkpoint was over.
 
-    Restored from a checkpoint of an epoch's last micro-batch, the loop takes itself for in the middle of
-    the next epoch (``fit_loop.py:398`` and ``:447``). Nobody is told that it starts, and the count of
-    epochs that have begun stays behind: a checkpoint written in it would be taken for one between
-    epochs, and the next resume would lose its place and an optimizer step.
+    Restored from a checkpoint of an epoch's last micro-batch, the loop acts as if it were in the middle of
+    the next epoch (``fit_loop.py:398`` and ``:447``): no hook announces its start, and the count of epochs
+    that have begun stays behind. A checkpoint written in it would look like one between epochs, and the
+    next resume would lose its position and an optimizer step.
     """
     loop = trainer.fit_loop
     progress = loop.epoch_progress.current
@@ -77,8 +85,8 @@ def begin_next_epoch(trainer: Any) -> None:
 def reopen_epoch(trainer: Any) -> None:
     """Let a restored loop go on in an epoch that ``max_steps`` ended early, as stock Lightning does.
 
-    A checkpoint of its ``on_train_epoch_end`` counts the epoch as processed. With ``max_steps`` the loop
-    trains on in it all the same (``fit_loop.py``: ``on_run_start``, ``_iteration_based_training``), but
+    A checkpoint of ``on_train_epoch_end`` counts that epoch as processed. With ``max_steps`` the loop
+    continues it all the same (``fit_loop.py``: ``on_run_start``, ``_iteration_based_training``), but
     counts it twice; without, it begins the next one.
     """
     loop = trainer.fit_loop
@@ -89,11 +97,11 @@ def reopen_epoch(trainer: Any) -> None:
 
 
 def align_logger_steps(trainer: Any) -> None:
-    """Let a restored loop give loggers the number of optimizer steps, once it has restarted.
+    """Give loggers the right number of optimizer steps after a restart.
 
     A checkpoint is written before that count rises. The loop makes up for it by adding one, on its
-    reset (``training_epoch_loop.py:190``) or, where validation was due, by going through the end of
-    the micro-batch once more (:277).
+    reset (``training_epoch_loop.py:190``) or, where validation was due, by running the end of the
+    micro-batch once more (:277).
     """
     loop = trainer.fit_loop.epoch_loop
     on_reset = loop.restarted_on_train_batch_end or not loop.restarted_on_last
@@ -107,7 +115,7 @@ _REPEATS = "You're resuming from a checkpoint that ended before the epoch ended"
 def expect_positions_to_be_kept() -> None:
     """Silence Lightning's warning that a resume in mid-epoch repeats samples: here it does not.
 
-    ``training_epoch_loop.py:215`` warns for every loader that keeps no state of its own.
+    ``training_epoch_loop.py:215`` warns for every loader without a state of its own.
     """
     warnings.filterwarnings("ignore", message=_REPEATS)
 
@@ -120,25 +128,25 @@ def expect_nothing_of_positions() -> None:
 
 
 def end_training(trainer: Any) -> None:
-    """Let the fit end before its first training step, when its start is over."""
+    """Let the fit end before its first training step, once it has started."""
     trainer.fit_loop.epoch_loop.max_steps = trainer.global_step
 
 
 def all_epochs(trainer: Any) -> range | None:
-    """Every epoch of the training, those before a resume too; ``None`` where there is no end."""
+    """Return every epoch of the training, those before a resume too; ``None`` where there is no end."""
     last = trainer.max_epochs
     return None if last is None or last < 0 else range(max(1, last))
 
 
 def training_epochs(trainer: Any) -> range:
-    """The epochs that training is known to run, from the current one on."""
+    """Return the epochs that training is known to run, from the current one on."""
     first = training_epoch(trainer)
     last = trainer.max_epochs
     return range(first, first + 1) if last is None or last < 0 else range(first, max(first + 1, last))
 
 
 def stage(trainer: Any) -> str:
-    """What a batch is for now."""
+    """Return what batches are for now: ``"training"``, ``"validation"``, ``"test"`` or ``"prediction"``."""
     if trainer.predicting:
         return "prediction"
     if trainer.testing:

@@ -1,4 +1,4 @@
-"""Lightning's two namespaces: ``lightning.pytorch``, and ``pytorch_lightning`` where that is installed."""
+"""Support both of Lightning's namespaces: ``lightning.pytorch`` and, where installed, ``pytorch_lightning``."""
 
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -11,13 +11,4 @@ else:
     import pytorch_lightning
 
     class Callback(pl.Callback, pytorch_lightning.Callback):
-        """A callback that trainers of both namespaces take: each checks the type."""
-
-
-def namespace_of(module: object) -> str | None:
-    """Return the namespace of a LightningModule; ``None`` if it is none."""
-    for base in type(module).__mro__:
-        root = base.__module__.partition(".core.")[0]
-        if base.__name__ == "LightningModule" and root in ("lightning.pytorch", "pytorch_lightning"):
-            return root
-    return None
+        """A callback that trainers of both namespaces accept: each checks the type."""

@@ -1,7 +1,4 @@
-"""The namespace that a trainer is from, and methods of single instances exchanged for others.
-
-Read in lightning 2.6.6 and 2.5.0; ``tests/compat`` fails when a name or an order that is relied on here changes.
-"""
+"""Replace methods of single instances, and find modules of the trainer's own namespace."""
 
 from collections.abc import Callable
 from importlib import import_module
@@ -9,16 +6,22 @@ from typing import Any
 
 
 def shadow(instance: Any, method: str, replacement: Callable[..., Any]) -> None:
-    """Let one instance answer a method with a replacement."""
+    """Replace a method of one instance.
+
+    Args:
+        instance: The instance.
+        method: The method's name.
+        replacement: Called instead, without the instance.
+    """
     instance.__dict__[method] = replacement
 
 
 def unshadow(instance: Any, method: str) -> None:
-    """Give an instance its class's method back."""
+    """Restore the class's method of an instance."""
     instance.__dict__.pop(method, None)
 
 
 def sibling(trainer: Any, name: str) -> Any:
-    """A module of the namespace that the trainer is from: ``lightning.pytorch`` or ``pytorch_lightning``."""
+    """Import a module of the trainer's own namespace: ``lightning.pytorch`` or ``pytorch_lightning``."""
     root = type(trainer.fit_loop).__module__.removesuffix(".loops.fit_loop")
     return import_module(f"{root}.{name}")

@@ -1,9 +1,8 @@
-"""What ranks do together: every touch of private parts of ``DistributedDataParallel`` and of process groups.
+"""Share gradients and buffers by hand under ``DistributedDataParallel``, and count collectives.
 
 A rank that runs a batch again, in halves, must do so alone: nothing in it may wait for other ranks.
-So the buffers that ``DistributedDataParallel`` shares in a forward pass are shared here instead, and
-what the user's own code exchanges with other ranks is told from the number of collectives that
-process groups have run.
+So the buffers that ``DistributedDataParallel`` shares in a forward pass are shared here instead.
+Communication in the user's own code shows in the number of collectives that process groups have run.
 """
 
 from typing import Any
@@ -17,7 +16,7 @@ from lightning_ga.compat.reduction import average_gradients
 
 
 def distributed_module(trainer: Any) -> Any:
-    """The ``DistributedDataParallel`` around the module, if gradients are averaged as that does by itself."""
+    """Return the module's ``DistributedDataParallel``; ``None`` without one or if its averaging is customized."""
     module = trainer.strategy.model
     if not isinstance(module, DistributedDataParallel):
         return None
@@ -32,16 +31,19 @@ def distributed_module(trainer: Any) -> Any:
 
 
 def needs_averaging_by_hand(trainer: Any) -> bool:
-    """Whether the module fails under accumulation: with ``static_graph`` a first pass without reduction is refused."""
+    """Return whether accumulation fails under the module's own reduction.
+
+    With ``static_graph`` a first backward pass without reduction is refused.
+    """
     module = distributed_module(trainer)
     return module is not None and bool(module.static_graph)
 
 
 def take_over(trainer: Any) -> None:
-    """Let no pass of the module wait for other ranks: from here on gradients and buffers are shared by hand.
+    """Stop the module from waiting for other ranks in any pass: gradients and buffers are shared by hand.
 
-    With ``static_graph`` the first backward pass would reduce, ``no_sync`` or not, unless it looks as if it had
-    (``torch/nn/parallel/distributed.py``, ``_DDPSink``).
+    With ``static_graph`` the first backward pass would reduce in spite of ``no_sync``, unless this flag says that
+    it has (``torch/nn/parallel/distributed.py``, ``_DDPSink``).
     """
     module = distributed_module(trainer)
     module._static_graph_delay_allreduce_enqueued = True
@@ -49,22 +51,22 @@ def take_over(trainer: Any) -> None:
 
 
 def average_over_ranks(trainer: Any) -> None:
-    """What ``DistributedDataParallel`` does around a synchronised backward pass."""
+    """Average gradients and share buffers, as ``DistributedDataParallel`` does around a synchronised pass."""
     module = distributed_module(trainer)
     average_gradients(parameters_of(module), module.process_group)
     share_buffers(module)
 
 
 def parameters_of(module: DistributedDataParallel) -> list[torch.nn.Parameter]:
-    """The parameters that a ``DistributedDataParallel`` averages (``torch/nn/parallel/distributed.py:906``)."""
+    """Return the parameters that a ``DistributedDataParallel`` averages (``torch/nn/parallel/distributed.py:906``)."""
     named = module.module.named_parameters()
     return [parameter for name, parameter in named if name not in module.parameters_to_ignore]
 
 
 def share_buffers(module: DistributedDataParallel) -> None:
-    """Give all ranks the buffers of rank 0, as the module does in the first forward pass after each reduction.
+    """Copy rank 0's buffers to all ranks, as the module does in the first forward pass after each reduction.
 
-    There it must not: a rank that runs that pass again would wait for the others (``distributed.py:2404``).
+    The module itself must not: a rank that repeats that pass would wait for the others (``distributed.py:2404``).
     """
     if module.broadcast_buffers and len(module.modules_buffers) > 0:
         module._sync_buffers()  # type: ignore[no-untyped-call]
@@ -72,22 +74,23 @@ def share_buffers(module: DistributedDataParallel) -> None:
 
 
 def share_buffers_before_forward(trainer: Any) -> None:
-    """Share buffers now if the next forward pass would: a sanity check of validation comes before training."""
+    """Share buffers now if the next forward pass would: a sanity check comes before training."""
     module = trainer.strategy.model
     if isinstance(module, DistributedDataParallel) and module.will_sync_module_buffers():  # type: ignore[no-untyped-call]
         share_buffers(module)
 
 
 def waits_in_forward(trainer: Any) -> str | None:
-    """Why ranks wait for each other in forward passes; ``None`` if no layer lets them."""
+    """Return why ranks wait for each other in forward passes; ``None`` if they do not."""
     synced = [part for part in trainer.lightning_module.modules() if isinstance(part, torch.nn.SyncBatchNorm)]
     return "SyncBatchNorm layers let ranks wait for each other in forward passes" if synced else None
 
 
 def collectives(trainer: Any) -> int:
-    """How many collectives this rank has run so far, in all process groups: a step that adds to it needs the others.
+    """Return how many collectives this rank has run in all process groups.
 
-    Process groups number them, in Python as in C++ (``c10d/Backend.hpp``, ``getSequenceNumberForGroup``).
+    A step that raises the number needs the other ranks. Process groups number their collectives, in Python as in
+    C++ (``c10d/Backend.hpp``, ``getSequenceNumberForGroup``).
     """
     if not agreement.is_distributed(trainer) or not dist.is_available() or not dist.is_initialized():
         return 0

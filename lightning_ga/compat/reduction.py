@@ -1,8 +1,8 @@
 """Average the gradients of a window over ranks, by hand and once.
 
-``DistributedDataParallel`` averages while the last backward pass runs. A rank that has to run that
-pass again, in halves, would then issue more collectives than the others and hang them all. So every
-pass runs without them, and each rank comes here when its window is complete.
+``DistributedDataParallel`` averages during the last backward pass. A rank that has to repeat that
+pass, in halves, would then issue more collectives than the others and hang them all. So every
+pass runs without collectives, and each rank averages when its window is complete.
 """
 
 from collections.abc import Iterable, Iterator
@@ -18,9 +18,9 @@ _BUCKET = 25 * 2**20  # bytes joined to one message, as in DistributedDataParall
 
 @torch.no_grad()
 def average_gradients(parameters: Iterable[Parameter], group: Any = None) -> None:
-    """Let every rank have the mean of all ranks' gradients; one that a rank does not have counts as zero.
+    """Replace every rank's gradients by their mean over ranks; a missing gradient counts as zero.
 
-    A parameter that no rank has a gradient for stays without one.
+    A parameter without a gradient on every rank stays without one.
 
     Args:
         parameters: The same on every rank, in the same order.
@@ -57,7 +57,7 @@ def _kind(parameter: Parameter) -> int:
 
 
 def _buckets(parameters: list[Parameter]) -> Iterator[list[Tensor]]:
-    """Gradients of one type and device, of at most some bytes together; larger ones alone."""
+    """Yield gradients of one type and device, up to 25 MiB together; larger ones alone."""
     bucket: list[Tensor] = []
     size = 0
     for parameter in parameters:
@@ -75,7 +75,7 @@ def _buckets(parameters: list[Parameter]) -> Iterator[list[Tensor]]:
 
 
 def _average_sparse(parameter: Parameter, world_size: int, group: Any) -> None:
-    """Rows of all ranks, added up."""
+    """Average a sparse gradient: the rows of all ranks, added up."""
     gradient = parameter.grad
     if gradient is None:
         empty = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)

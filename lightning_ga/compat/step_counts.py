@@ -1,4 +1,4 @@
-"""How many optimizer steps a training takes, and learning-rate schedules that must know."""
+"""Count the optimizer steps of a training, and find learning-rate schedules made for another number."""
 
 from typing import Any
 
@@ -6,10 +6,10 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, OneCycleLR
 
 
 def optimizer_steps(trainer: Any) -> int | float:
-    """Optimizer steps of a whole training, also where the effective batch changes from epoch to epoch.
+    """Count the optimizer steps of a whole training, also where the effective batch changes between epochs.
 
-    For use in ``configure_optimizers``, where ``trainer.estimated_stepping_batches`` is right for a
-    constant effective batch only: it divides by the factor of the moment.
+    For use in ``configure_optimizers``, where ``trainer.estimated_stepping_batches`` is right only for a
+    constant effective batch: it divides by the current factor.
 
     Args:
         trainer: The Trainer of the fit that is running, with or without ``AutoAccumulate``.
@@ -27,7 +27,7 @@ def optimizer_steps(trainer: Any) -> int | float:
 
 
 def wrong_horizons(schedulers: list[Any], steps: int | float) -> list[tuple[str, int]]:
-    """Schedules by step whose horizon is not the number of optimizer steps: name and horizon.
+    """Return name and horizon of schedules by step whose horizon is not the number of optimizer steps.
 
     Examples:
         >>> import torch
@@ -41,7 +41,7 @@ def wrong_horizons(schedulers: list[Any], steps: int | float) -> list[tuple[str,
 
 
 def horizon(scheduler: LRScheduler) -> int | None:
-    """Steps after which a schedule is over; ``None`` for schedules without an end."""
+    """Return the steps after which a schedule ends; ``None`` for schedules without an end."""
     if isinstance(scheduler, OneCycleLR):
         return int(scheduler.total_steps)
     return int(scheduler.T_max) if isinstance(scheduler, CosineAnnealingLR) else None

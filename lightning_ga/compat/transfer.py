@@ -1,6 +1,6 @@
-"""The way of batches from the host to the step.
+"""Move batches from the host to the step.
 
-Read in lightning 2.6.6 and 2.5.0; ``tests/compat`` fails when a name or an order that is relied on here changes.
+Lightning's ``loops/training_epoch_loop.py``, ``trainer/call.py`` and ``core/module.py``.
 """
 
 from dataclasses import dataclass
@@ -10,18 +10,30 @@ from lightning_ga.compat import patching
 
 
 def to_device(trainer: Any, batch: Any) -> Any:
-    """A batch as ``training_step`` gets it (``loops/training_epoch_loop.py:320``)."""
+    """Return a batch as ``training_step`` gets it (``loops/training_epoch_loop.py:320``)."""
     return transferred(trainer, before_transfer(trainer, batch))
 
 
 def before_transfer(trainer: Any, batch: Any, *, loader: int = 0) -> Any:
-    """What ``to_device`` does on the host."""
+    """Run the part of ``to_device`` that precedes the transfer, on the host.
+
+    Args:
+        trainer: The Trainer.
+        batch: The batch.
+        loader: Index of its loader among those of the stage.
+    """
     batch = trainer.precision_plugin.convert_input(batch)
     return trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=loader)
 
 
 def transferred(trainer: Any, batch: Any, *, loader: int = 0) -> Any:
-    """The rest of it: the transfer, and what comes after it on the device."""
+    """Run the rest of ``to_device``: the transfer, and the hook that follows it on the device.
+
+    Args:
+        trainer: The Trainer.
+        batch: The batch, after ``before_transfer``.
+        loader: Index of its loader among those of the stage.
+    """
     return patching.sibling(trainer, "trainer.call")._call_strategy_hook(
         trainer, "batch_to_device", batch, dataloader_idx=loader
     )
@@ -29,11 +41,11 @@ def transferred(trainer: Any, batch: Any, *, loader: int = 0) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class BatchTransfer:
-    """The way of a loader's batches from the host to the step.
+    """Moves the batches of one loader from the host to the step.
 
     Attributes:
         trainer: The Trainer.
-        loader: The loader's number among those of its stage.
+        loader: Index of the loader among those of its stage.
     """
 
     trainer: Any
@@ -41,35 +53,34 @@ class BatchTransfer:
 
     @property
     def has_hooks(self) -> bool:
-        """Whether something of the user's own is done to a batch while it is moved or afterwards."""
+        """True if the user's own hooks change a batch during the transfer or after it."""
         return hooks_move_batches(self.trainer)
 
     @property
     def split_batch(self) -> Any:
-        """The module's own way to cut a batch; ``None`` if it has none."""
+        """The module's own ``split_batch``; ``None`` if it has none."""
         return getattr(self.trainer.lightning_module, "split_batch", None)
 
     def on_host(self, batch: Any) -> Any:
-        """Do what is done before the batch is moved."""
+        """Run the part that precedes the transfer."""
         return before_transfer(self.trainer, batch, loader=self.loader)
 
     def to_device(self, batch: Any) -> Any:
-        """Do that, and move the batch."""
+        """Run all of it."""
         return transferred(self.trainer, self.on_host(batch), loader=self.loader)
 
 
 def hooks_move_batches(trainer: Any) -> bool:
-    """Whether the module or the datamodule has a part of its own in the way of batches to the device."""
-    owners = [owner for owner in (trainer.lightning_module, trainer.datamodule) if owner is not None]
-    hooks = [
-        getattr(owner, hook) for owner in owners for hook in ("transfer_batch_to_device", "on_after_batch_transfer")
-    ]
-    return not all(hook.__module__.startswith(("lightning.", "pytorch_lightning.")) for hook in hooks)
+    """Return whether the module or the datamodule overrides the transfer of batches or the hook after it."""
+    return _overrides(trainer, "transfer_batch_to_device", "on_after_batch_transfer")
 
 
 def hooks_see_batches(trainer: Any) -> bool:
-    """Whether the module or the datamodule has a part of its own in what is done to a batch before the step."""
+    """Return whether the module or the datamodule overrides any hook that a batch passes before the step."""
+    return _overrides(trainer, "on_before_batch_transfer") or hooks_move_batches(trainer)
+
+
+def _overrides(trainer: Any, *hooks: str) -> bool:
     owners = [owner for owner in (trainer.lightning_module, trainer.datamodule) if owner is not None]
-    before = [owner.on_before_batch_transfer for owner in owners]
-    own = not all(hook.__module__.startswith(("lightning.", "pytorch_lightning.")) for hook in before)
-    return own or hooks_move_batches(trainer)
+    found = [getattr(owner, hook) for owner in owners for hook in hooks]
+    return not all(hook.__module__.startswith(("lightning.", "pytorch_lightning.")) for hook in found)

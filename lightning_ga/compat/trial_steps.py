@@ -1,6 +1,6 @@
-"""Steps aside from training: what a loop changes in them, and what must not be seen of them.
+"""Run steps outside training, unseen by callbacks and loggers: what the loop changes in them is listed here.
 
-Read in lightning 2.6.6 and 2.5.0; ``tests/compat`` fails when a name or an order that is relied on here changes.
+Lightning's ``loops/training_epoch_loop.py``, ``trainer/connectors/logger_connector/`` and ``trainer/call.py``.
 """
 
 import sys
@@ -17,28 +17,28 @@ from lightning_ga.snapshot.state import Attributes
 
 
 def owners(trainer: Any) -> list[Any]:
-    """Objects whose attributes a step may set: the trainer, the datamodule, schedules of the learning rate."""
+    """Return the objects whose attributes a step may set: the trainer, the datamodule, learning-rate schedules."""
     schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
     return [trainer, *schedulers, *([] if trainer.datamodule is None else [trainer.datamodule])]
 
 
 def remember_progress(trainer: Any, kept: Attributes) -> Attributes:
-    """All attributes of loops and connectors that a training step changes; counters are copied for each trial."""
+    """Keep all attributes of loops and connectors that a training step changes; trials work on copies of counters."""
     loop = trainer.fit_loop.epoch_loop
-    kept.keep(loop, "_results")
-    kept.keep(loop, "batch_progress", copied=True)
-    kept.keep(loop.automatic_optimization, "optim_progress", copied=True)
+    kept.take(loop, "_results")
+    kept.take(loop, "batch_progress", copied=True)
+    kept.take(loop.automatic_optimization, "optim_progress", copied=True)
     connector = trainer._logger_connector
-    kept.keep(connector, "_progress_bar_metrics", "_logged_metrics", "_callback_metrics", copied=True)
-    kept.keep(connector, "_first_loop_iter")
+    kept.take(connector, "_progress_bar_metrics", "_logged_metrics", "_callback_metrics", copied=True)
+    kept.take(connector, "_first_loop_iter")
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     if scaler is not None:
-        kept.keep(trainer.precision_plugin, "scaler", copied=True)
+        kept.take(trainer.precision_plugin, "scaler", copied=True)
     return kept
 
 
 def enter_trial(trainer: Any) -> None:
-    """Let the next step be the last micro-batch of a window, seen by no callback, logger or profiler."""
+    """Make the next step the last micro-batch of a window, unseen by callbacks, loggers and profilers."""
     loop = trainer.fit_loop.epoch_loop
     trainer._loggers = [patching.sibling(trainer, "loggers.logger").DummyLogger() for _ in trainer._loggers]
     trainer.profiler = patching.sibling(trainer, "profilers").PassThroughProfiler()
@@ -54,24 +54,23 @@ def enter_trial(trainer: Any) -> None:
 
 @contextmanager
 def muted(trainer: Any) -> Iterator[None]:
-    """Within, no hook calls this trainer's callbacks, and no one is warned: training will say what there is to say.
+    """Return a context in which this trainer's callbacks are not called and nothing warns: training will.
 
-    The callbacks stay in ``trainer.callbacks``, where steps may look.
-
-    The loops and plugins call them through this function of ``trainer/call.py``; those of other trainers pass through.
+    The callbacks stay in ``trainer.callbacks``, where steps may look. The loops and plugins call them through one
+    function of ``trainer/call.py``; calls of other trainers pass through.
     """
     call = patching.sibling(trainer, "trainer.call")
     hooks = call._call_callback_hooks
     if not hasattr(hooks, "muted"):
         hooks = call._call_callback_hooks = _Unless(hooks)
     hooks.muted.append(trainer)
-    told = [(cache, set(cache)) for cache in _warning_caches(trainer)]
+    warned = [(cache, set(cache)) for cache in _warning_caches(trainer)]
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        for cache, texts in told:
+        for cache, texts in warned:
             cache.clear()
             cache.update(texts)
         hooks.muted.remove(trainer)
@@ -80,7 +79,7 @@ def muted(trainer: Any) -> Iterator[None]:
 
 
 def _warning_caches(trainer: Any) -> list[set[str]]:
-    """What Lightning has warned of and will not warn of again (``utilities/rank_zero.py``: ``WarningCache``)."""
+    """Return the texts that Lightning will not warn of again (``utilities/rank_zero.py``: ``WarningCache``)."""
     root = patching.sibling(trainer, "trainer").__name__.removesuffix(".trainer")
     modules = [module for name, module in list(sys.modules.items()) if name.startswith(f"{root}.")]
     caches = [getattr(module, "warning_cache", None) for module in modules]
@@ -88,10 +87,10 @@ def _warning_caches(trainer: Any) -> list[set[str]]:
 
 
 class _Unless:
-    """Calls a hook of callbacks unless the trainer is muted.
+    """Calls the hooks of callbacks, except for trainers that are muted.
 
     Attributes:
-        call: What calls it.
+        call: Lightning's own function.
         muted: Trainers that are muted, each as often as it was.
     """
 
@@ -104,12 +103,18 @@ class _Unless:
 
 
 def call_module_hook(trainer: Any, name: str, *arguments: Any) -> None:
-    """A hook of the module alone: steps may need what it sets up; callbacks see no trial."""
+    """Call a hook of the module alone: steps may need what it sets up, and callbacks see no trial.
+
+    Args:
+        trainer: The Trainer.
+        name: The hook.
+        *arguments: Its arguments.
+    """
     patching.sibling(trainer, "trainer.call")._call_lightning_module_hook(trainer, name, *arguments)
 
 
 def _never_overflow(scaler: Any) -> None:
-    """Let a trial's copy of the scaler start low: a step that is skipped makes no optimizer state."""
+    """Let a trial's copy of the scaler start low, so that no step is skipped: optimizer state must exist."""
     if scaler is not None and scaler.is_enabled():
         scaler._init_scale = 1.0
         if scaler._scale is not None:
@@ -117,7 +122,7 @@ def _never_overflow(scaler: Any) -> None:
 
 
 def backward_only(trainer: Any, batch: Any) -> None:
-    """Forward and backward of one micro-batch that begins a window, without an optimizer step.
+    """Run forward and backward of one micro-batch that begins a window, without an optimizer step.
 
     To be called after ``enter_trial``.
     """
@@ -141,18 +146,18 @@ def accumulate_only(
     ends: bool = True,
     weight: float = 1.0,
 ) -> None:
-    """Forward and backward of one micro-batch of a window, the first of which has gradients zeroed; nothing steps.
+    """Run forward and backward of one micro-batch of a window; the first zeroes gradients, and nothing steps.
 
     To be called after ``enter_trial``.
 
     Args:
         trainer: The Trainer.
         batch: The micro-batch, on the device.
-        batch_idx: Which of the window it is.
-        observe: Called before and after the step, within the hooks of the loop.
-        begins: Whether it begins a batch of the loop, so that the module's hook of that runs.
+        batch_idx: Its index in the window.
+        observe: Called before and after the step, between the hooks of the loop.
+        begins: Whether it begins a batch of the loop, so that ``on_train_batch_start`` runs.
         ends: Whether it ends one.
-        weight: What its backward signal is multiplied by.
+        weight: Factor of its backward signal.
     """
     loop = trainer.fit_loop.epoch_loop
     trainer.accumulate_grad_batches = 4
@@ -173,7 +178,7 @@ def accumulate_only(
 
 @contextmanager
 def _weighing(trainer: Any, weight: float) -> Iterator[None]:
-    """Let backward passes weigh as much, where the callback does that in training (``on_before_backward``)."""
+    """Return a context in which losses are weighted before backward, as in ``on_before_backward`` in training."""
     strategy = trainer.strategy
     prepare = strategy.pre_backward
 
@@ -191,7 +196,7 @@ def _weighing(trainer: Any, weight: float) -> Iterator[None]:
 
 @contextmanager
 def without_collectives(trainer: Any) -> Iterator[None]:
-    """Run a step on one rank without waiting for the others: no reduction, no broadcast of buffers."""
+    """Return a context in which a step waits for no other rank: no reduction, no broadcast of buffers."""
     strategy = trainer.strategy
     if not hasattr(strategy, "block_backward_sync"):
         yield
@@ -201,7 +206,7 @@ def without_collectives(trainer: Any) -> Iterator[None]:
     with strategy.block_backward_sync():
         for name, value in (("require_forward_param_sync", False), ("_static_graph_delay_allreduce_enqueued", True)):
             if hasattr(strategy.model, name):
-                kept.keep(strategy.model, name)
+                kept.take(strategy.model, name)
                 setattr(strategy.model, name, value)
         try:
             yield

@@ -1,16 +1,13 @@
-"""MNIST and Fashion-MNIST, in the idx files in which both are published.
-
-An idx file holds two zero bytes, a type byte (8 for uint8), the number of axes, the length of each
-axis as a big-endian 32-bit number, then the values.
-"""
+"""MNIST and Fashion-MNIST, in the idx files in which both are published."""
 
 import gzip
-import struct
+import shutil
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
-import torch
 import torchvision
 from torch import Tensor
+from torchvision.datasets.mnist import read_sn3_pascalvincent_tensor
 
 from lightning_ga.data.download import fetch, missing
 from lightning_ga.data.images import ImageData, Labelled, Splits
@@ -72,20 +69,19 @@ def idx_path(folder: Path, file: str) -> Path:
 
 
 def read_idx(path: Path) -> Tensor:
-    """A uint8 tensor in the shape that the file states.
+    """The tensor of an idx file, read by torchvision; a compressed one is unpacked for that.
 
     Raises:
-        UserError: If it is not an idx file of bytes, or is cut short.
+        UserError: If it is not an idx file, or is cut short.
     """
-    content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    if content[:3] != b"\0\0\x08":
-        raise UserError(f"{str(path)!r} is not an idx file of bytes: download it again.")
-    axes = content[3]
-    start = 4 + 4 * axes
-    shape = struct.unpack(f">{axes}I", content[4:start])
-    values = torch.frombuffer(bytearray(content[start:]), dtype=torch.uint8)
-    if values.numel() != torch.Size(shape).numel():
-        raise UserError(
-            f"{str(path)!r} holds {values.numel()} values where its header says {shape}: download it again."
-        )
-    return values.reshape(shape)
+    with TemporaryDirectory() as folder:
+        plain = path
+        try:
+            if path.suffix == ".gz":
+                plain = Path(folder) / path.stem
+                with gzip.open(path) as packed, plain.open("wb") as file:
+                    shutil.copyfileobj(packed, file)
+            values: Tensor = read_sn3_pascalvincent_tensor(str(plain))
+        except (AssertionError, KeyError, ValueError, IndexError, EOFError, OSError, RuntimeError) as error:
+            raise UserError(f"{str(path)!r} is no whole idx file: download it again.") from error
+    return values

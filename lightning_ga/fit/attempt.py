@@ -1,17 +1,19 @@
 """Try to run something on a device, and undo it where memory runs out."""
 
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_ga.compat import ranks
+from torch.utils.hooks import RemovableHandle
+
+from lightning_ga.compat import agreement, ranks
 from lightning_ga.errors import UserError
 from lightning_ga.fit.messages import cannot_run_again, changed_by_the_step, of_rank
 from lightning_ga.fit.retry_policy import RetryPolicy
 from lightning_ga.memory.device import describe_memory
 from lightning_ga.memory.oom import is_ambiguous_out_of_memory, is_out_of_memory, release
-from lightning_ga.snapshot.attempt import AttemptState
+from lightning_ga.snapshot.attempt import AttemptSnapshot
 
 _EXCHANGES = "its step exchanges values with the other ranks (all_gather, all_reduce, the compute of a metric)"
 
@@ -41,10 +43,12 @@ class AttemptRunner:
         self._trainer = trainer
         self._policy = policy
         self._suspended = False
+        self._distributed = agreement.is_distributed(trainer)
         self._lockstep: set[str] = set()
         self._undecided: set[str] = set()
         self._last_failures: dict[str, Exception] = {}  # by stage
-        self._state: AttemptState | None = None
+        self._state: AttemptSnapshot | None = None
+        self._noting: RemovableHandle | None = None  # the steps of optimizers within attempts
 
     @property
     def policy(self) -> RetryPolicy:
@@ -57,23 +61,32 @@ class AttemptRunner:
         return not self._suspended
 
     @property
-    def state(self) -> AttemptState:
+    def state(self) -> AttemptSnapshot:
         """What attempts change, as it was before."""
         if self._state is None:
-            self._state = AttemptState(self._trainer.lightning_module)
+            self._state = AttemptSnapshot(self._trainer.lightning_module)
         return self._state
 
     def begin_training(self, policy: RetryPolicy, changing: Collection[str]) -> None:
         """Take over the policy of training, and what its steps are known to change."""
+        self.end_training()
         self.read_module()
         self.state.weights.expect(changing)
         self._policy = policy
+        if policy.retries:
+            self._noting = self.state.weights.note_steps()
         self._lockstep |= {"training"} if policy.lockstep else set()
         self._undecided = {"training"} if policy.undecided else set()
 
+    def end_training(self) -> None:
+        """Note no more steps of optimizers."""
+        if self._noting is not None:
+            self._noting.remove()
+        self._noting = None
+
     def read_module(self) -> None:
         """Look at the module anew: its buffers and metrics are other objects once it has been moved."""
-        self._state = AttemptState(self._trainer.lightning_module)
+        self._state = AttemptSnapshot(self._trainer.lightning_module)
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
@@ -100,29 +113,29 @@ class AttemptRunner:
         """Return the out-of-memory error that a stage met last."""
         return self._last_failures.get(stage)
 
-    def keep(self, batch: Any) -> None:
+    def take(self, batch: Any) -> None:
         """Remember what an attempt at these samples may change."""
         if self._policy.retries:
-            self.state.keep(batch)
+            self.state.take(batch)
 
     def learn(self) -> None:
         """Note that an attempt went through: what changes in one shows."""
         if self._policy.retries:
             self.state.learn()
 
-    def undo(self, stage: str, also: Callable[[], None], failure: Exception | None) -> None:
+    def undo(self, stage: str, also: Callable[[], str | None], failure: Exception | None) -> None:
         """Put back what an attempt changed.
 
         Args:
             stage: What the attempt was for.
-            also: Undoes what is special to the stage.
+            also: Undoes what is special to the stage, and names what cannot be undone.
             failure: The out-of-memory error that makes this necessary, if it was one.
 
         Raises:
             UserError: If something cannot be put back.
         """
-        lost = self.state.put_back()
-        also()
+        lost = self.state.restore()
+        lost = also() or lost
         if lost is not None and failure is not None:
             raise self.told(changed_by_the_step(stage, lost, self.memory())) from failure
 
@@ -132,16 +145,15 @@ class AttemptRunner:
         Raises:
             UserError: If memory runs out and other ranks would wait for a retry.
         """
-        before = ranks.collectives(self._trainer)
+        before = self._collectives()
         try:
-            with self.state.weights.note_steps() if self._policy.retries else nullcontext():
-                return Attempt(run())
+            return Attempt(run())
         except Exception as error:
             if not self._acts_upon(error):
                 raise
             failure = error
         finally:
-            if ranks.collectives(self._trainer) != before:
+            if self._collectives() != before:
                 self._lockstep.add(stage)
         release(failure)
         self._last_failures[stage] = failure
@@ -162,11 +174,11 @@ class AttemptRunner:
 
         Not so where it has exchanged values with other ranks, as they would not do that again.
         """
-        before = ranks.collectives(self._trainer)
+        before = self._collectives()
         try:
             run()
         except Exception as error:
-            exchanged = ranks.collectives(self._trainer) != before
+            exchanged = self._collectives() != before
             if not self._policy.retries or not is_out_of_memory(error) or exchanged:
                 raise
             failure = error
@@ -182,6 +194,10 @@ class AttemptRunner:
     def memory(self) -> str:
         """Describe the device's memory."""
         return describe_memory(self._trainer.strategy.root_device)
+
+    def _collectives(self) -> int:
+        """Return how many collectives this rank has run so far."""
+        return ranks.collectives(self._trainer) if self._distributed else 0
 
     def _acts_upon(self, error: Exception) -> bool:
         """Return whether an error leads to a retry, or to a sentence on why there is none."""

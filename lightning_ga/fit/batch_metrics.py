@@ -14,7 +14,7 @@ from torchmetrics import Metric
 from torchmetrics.metric import CompositionalMetric
 from torchmetrics.wrappers.abstract import WrapperMetric
 
-from lightning_ga.snapshot.attempt import metric_state, set_metric_state
+from lightning_ga.snapshot.metrics import metric_state, set_metric_state
 
 
 @contextmanager

@@ -14,8 +14,8 @@ class TaskAttempt(Protocol):
     def __call__(self, part: Any) -> Any:
         """Run these samples."""
 
-    def undo(self) -> None:
-        """Undo what it changed beyond what all stages change."""
+    def undo(self) -> str | None:
+        """Undo what it changed beyond what all stages change; name what cannot be undone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +32,9 @@ class Evaluation:
         """Run these samples."""
         return self.step(part)
 
-    def undo(self) -> None:
+    def undo(self) -> str | None:
         """Do nothing."""
+        return None
 
 
 @dataclass(frozen=True, slots=True)

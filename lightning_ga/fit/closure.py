@@ -1,9 +1,8 @@
 """The closures of automatic optimization, run whole or in pieces."""
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -19,7 +18,7 @@ from lightning_ga.fit.pieces import Piece
 from lightning_ga.fit.window_gradients import WindowGradients
 from lightning_ga.loading.reader import CollatedAgain
 from lightning_ga.plan.window_weights import WindowWeights
-from lightning_ga.snapshot.gradients import Accumulations, GradientMarks, left_alone
+from lightning_ga.snapshot.gradients import Accumulations, GradientSnapshot, left_alone
 
 MakeClosure = Callable[[Any, Optimizer, int], Any]
 
@@ -46,7 +45,8 @@ class MicroBatchClosures:
         self._samples_again = samples_again
         self._expected: int | None = None
         self._warned = False
-        self._parameters: list[Tensor] = []  # as a window finds them: walking through a module takes its time
+        self._trained = closures.TrainedTensors(trainer)
+        self._parameters = self._trained.now()
         self._repeated: list[Tensor] | None = None
 
     @property
@@ -83,11 +83,21 @@ class MicroBatchClosures:
             ranks.average_over_ranks(self.trainer)
         return done
 
+    def begin_epoch(self) -> None:
+        """Look through the module again: parts may have been added."""
+        self._trained = closures.TrainedTensors(self.trainer)
+
     def parameters(self, *, anew: bool) -> list[Tensor]:
         """Return what may have a gradient; looked for anew where a window starts."""
-        if anew or not self._parameters:
-            self._parameters = closures.parameters(self.trainer)
+        if anew:
+            self._parameters = self._trained.now()
         return self._parameters
+
+    def new_gradients(self) -> bool:
+        """Return whether tensors have a gradient that were not there when the window started."""
+        known = set(map(id, self._parameters))
+        now = closures.TrainedTensors(self.trainer).now()
+        return any(tensor.grad is not None for tensor in now if id(tensor) not in known)
 
     def went_through(self, counted: Accumulations | None) -> None:
         """Learn from the first pass which parameters are added to more than once."""
@@ -162,12 +172,25 @@ class _Passes:
         return list({id(p): p for failed in around for p in self._complete[failed]}.values())
 
 
+@dataclass(frozen=True, slots=True)
+class _Before:
+    """What a pass began with.
+
+    Attributes:
+        weights: Where the weights of the window were.
+        gradients: The gradients; ``None`` where the pass begins the window and zeroes them.
+    """
+
+    weights: WindowWeights
+    gradients: GradientSnapshot | None
+
+
 class _Pass:
     """One forward and backward pass over some samples."""
 
     def __init__(self, passes: _Passes, piece: Piece | None) -> None:
         self._passes, self._piece = passes, piece
-        self._undo: Callable[[], None] | None = None  # none where samples did not reach the device
+        self._before: _Before | None = None  # none where samples did not reach the device
 
     def __call__(self, part: Any) -> dict[str, Any] | None:
         """Run it; what ``training_step`` returned, the loss without its graph."""
@@ -175,9 +198,9 @@ class _Pass:
         closure = passes.closure(part)
         starts_window = closures.zeroes_gradients(closure)
         parameters = steps.parameters(anew=starts_window)
-        marks = None if starts_window else GradientMarks(parameters, steps.repeated or ())
+        gradients = None if starts_window else GradientSnapshot(parameters, steps.repeated or ())
         counted = Accumulations(parameters) if steps.repeated is None else None
-        self._undo = partial(self._put_back, steps.gradients.weights, marks)
+        self._before = _Before(steps.gradients.weights, gradients)
         with self._context(part), nullcontext() if counted is None else counted.counted():
             closure()
         steps.went_through(counted)
@@ -185,28 +208,31 @@ class _Pass:
         result = closure.consume_result()
         return None if result.loss is None else dict(result.asdict())
 
-    def undo(self) -> None:
-        """Undo a pass that failed."""
-        if self._undo is not None:
-            self._undo()
+    def undo(self) -> str | None:
+        """Undo a pass that failed: gradients it touched are complete, unless it began the window: they are zeroed anew.
 
-    @contextmanager
-    def _context(self, part: Any) -> Iterator[None]:
+        Returns:
+            What cannot be undone, in words.
+        """
+        if self._before is None:
+            return None
+        steps = self._passes.steps
+        steps.gradients.put_back(self._before.weights)
+        if self._before.gradients is None:
+            return None
+        self._passes.failed(self._piece, self._before.gradients.restore())
+        return "gradients of parameters that were made within an epoch" if steps.new_gradients() else None
+
+    def _context(self, part: Any) -> AbstractContextManager[Any]:
         """Return a context in which the backward pass weighs what it should, and reduces if it should."""
         steps, piece = self._passes.steps, self._piece
-        with ExitStack() as stack:
-            if steps.retrier.policy.by_hand or (piece is not None and not piece.is_last):
-                stack.enter_context(closures.accumulating(steps.trainer))
-            if piece is not None:
-                stack.enter_context(steps.gradients.weighing_a_part(self._passes.share(part, piece)))
-                stack.enter_context(left_alone(self._passes.complete_for(piece)))
-            yield
-
-    def _put_back(self, weights: WindowWeights, marks: GradientMarks | None) -> None:
-        """Gradients it touched are complete, unless it began the window: then they are zeroed anew."""
-        self._passes.steps.gradients.put_back(weights)
-        if marks is not None:
-            self._passes.failed(self._piece, marks.put_back())
+        stack = ExitStack()
+        if steps.retrier.policy.by_hand or (piece is not None and not piece.is_last):
+            stack.enter_context(closures.accumulating(steps.trainer))
+        if piece is not None:
+            stack.enter_context(steps.gradients.weighing_a_part(self._passes.share(part, piece)))
+            stack.enter_context(left_alone(self._passes.complete_for(piece)))
+        return stack
 
 
 @dataclass(slots=True)

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_ga.batch.layout import LayoutError
 from lightning_ga.compat import agreement, dataloaders, intervals, loops
@@ -132,7 +132,7 @@ class Fit:
             set_up()
         if self._source is not None and self._source is not known:
             dataloaders.show_loaders(trainer, self._given)
-            batches = self._progress.epoch_batches(self._source)
+            batches = self._source.epoch_batches
             intervals.check_validation_interval(trainer, batches)
             intervals.set_validation_interval(trainer, batches)
             dataloaders.resize_epoch(trainer, self._source.length, at_most=self._source.at_most)
@@ -215,10 +215,28 @@ class Fit:
 
     def advance(self) -> None:
         """Keep the place after a micro-batch, and lower the limit where the allocator struggles."""
-        if loops.window_is_over(self.trainer):
+        over = loops.window_is_over(self.trainer)
+        if over:
             self.oom_handler.after_window(self._limit.micro_batch or 1)
-        self._progress.advance(self.source)
+        self._progress.advance(self.source, window_is_over=over)
         self._tell_of_changes(self.oom_handler.weights_that_passes_change())
+
+    def check_epoch(self) -> None:
+        """Refuse a loader whose own ``__iter__`` has ended the epoch before its last micro-batch.
+
+        Raises:
+            UserError: If that is so; windows were not trained on as planned.
+        """
+        done, planned = loops.batches_processed(self.trainer), self.source.length
+        if planned is None or done >= planned or not dataloaders.ran_out(self.trainer):
+            return
+        loader = type(self.source.user_loader)
+        if loader.__iter__ is not DataLoader.__iter__:
+            raise UserError(
+                f"The training loader {loader.__name__} has an __iter__ of its own, which ended after {done} of "
+                f"{planned} micro-batches: it seems to count the recipe's batches. Use "
+                'micro_batching="step", or let its sampler say where an epoch ends.'
+            )
 
     def close(self) -> None:
         """Give model, schedules, loops and device back what they had."""
@@ -232,7 +250,7 @@ class Fit:
     def abandon(self) -> None:
         """After an error: count the recipe's batches again, as with its factor."""
         self.trainer.accumulate_grad_batches = self.recipe_factor
-        batches = self._progress.epoch_batches(self.source) if self._begun is not None else None
+        batches = self.source.epoch_batches if self._begun is not None else None
         if batches is not None:
             dataloaders.resize_epoch(self.trainer, batches)
         self.close()
@@ -263,6 +281,7 @@ class Fit:
         self._arrange(epoch)
         self._begun = source, epoch
         self._progress.begin_epoch()
+        self.oom_handler.begin_epoch()
         self.gradients.begin_epoch(self._fed_at_most, known=not source.counted_later)
         # Ranks count their pieces together where one of them has a limit, so all have one.
         if source.cut_in_step and (source.may_grow or self._cuts(epoch) or source.world_size > 1):

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
+from lightning_ga.batch.merge import weighted_mean
+
 
 @dataclass(frozen=True, slots=True)
 class Entry:
@@ -130,10 +132,8 @@ def _is_constant(sizes: Sequence[float], samples: Sequence[int], whole: int) -> 
 def _mean(values: list[Tensor], weights: Sequence[float]) -> Tensor:
     """By weight; pieces of no weight are passed over, as their mean is over nothing."""
     values = [value if value.is_floating_point() else value.to(torch.get_default_dtype()) for value in values]
-    total = sum(weights)
-    if not total:
-        return values[-1]
-    return torch.stack([weight / total * value for weight, value in zip(weights, values) if weight]).sum(0)
+    heavy = [(value, weight) for value, weight in zip(values, weights) if weight]
+    return weighted_mean(*zip(*heavy)) if heavy else values[-1]
 
 
 def _detached(value: Any) -> Any:

@@ -74,12 +74,16 @@ def a_piece_failed(stage: str, samples: int, whole: int, memory: str | None, err
     )
 
 
-def optimizer_step_failed(memory: str) -> UserError:
-    """The error where an optimizer has changed some of the parameters."""
+def optimizer_step_failed(memory: str, *, again: bool = False) -> UserError:
+    """The error where an optimizer has changed some of the parameters, or its step has failed ``again``."""
+    why = (
+        "and again when all that can be freed was free"
+        if again
+        else "after it had changed some parameters or states, so the step can neither be undone nor run again"
+    )
     return UserError(
-        f"Memory ran out inside the optimizer's step ({memory}) after it had changed some parameters or states, so the "
-        "step can neither be undone nor run again: resume from the last checkpoint, and leave the step more memory "
-        "(a lower memory_budget or max_micro_batch_size, or foreach=False in the optimizer)."
+        f"Memory ran out inside the optimizer's step ({memory}) {why}: resume from the last checkpoint, and leave the "
+        "step more memory (a lower memory_budget or max_micro_batch_size, or foreach=False in the optimizer)."
     )
 
 

@@ -178,6 +178,11 @@ class OomHandler:
         if wrap is not None:
             closures.intercept_closures(trainer, wrap)
 
+    def begin_epoch(self) -> None:
+        """Look through the module again: parts may have been added."""
+        if self._steps is not None:
+            self._steps.begin_epoch()
+
     def weights_that_passes_change(self) -> tuple[str, ...]:
         """Return the names of weights that passes were seen to change, be it by a callback."""
         return self._retrier.attempts.state.weights.changing if self._retrier.policy.retries else ()
@@ -201,6 +206,7 @@ class OomHandler:
     def stop_training(self) -> None:
         """Give the training loop its own ways back."""
         closures.release_closures(self._trainer)
+        self._retrier.attempts.end_training()
         self._release_step()
 
     def stop(self) -> None:

@@ -27,7 +27,7 @@ from lightning_ga.fit.messages import (
 from lightning_ga.fit.piecewise import PiecewiseRun
 from lightning_ga.fit.retry_policy import RetryPolicy
 from lightning_ga.loading.reader import BatchReader, BatchSource
-from lightning_ga.snapshot.state import RandomState
+from lightning_ga.snapshot.random_numbers import RandomState
 
 
 class OomRetrier:
@@ -166,7 +166,7 @@ class OomRetrier:
 
     def _whole(self, task: BatchTask, ledger: LogBuffer) -> tuple[BatchResult | None, Exception | None]:
         """Run the batch as it is; the result, or the error that ended it."""
-        self._attempts.keep(task.batch)
+        self._attempts.take(task.batch)
         tried = task.attempt(None)
         ran = self._attempts.attempt(task.stage, partial(tried, task.batch))
         if ran.failure is None:

@@ -103,7 +103,7 @@ class PiecewiseRun:
     def _take(self, piece: Piece) -> Any:
         """Cut a piece, and keep what may change before it has run."""
         part = self._slices.take(piece.start, piece.stop)
-        self._attempts.keep(part)
+        self._attempts.take(part)
         return part
 
     def _run(self, tried: TaskAttempt, part: Any) -> Any:

@@ -45,11 +45,6 @@ class Progress:
         """Return the samples of an epoch that optimizer steps have used, over all ranks."""
         return self._position.samples_done if epoch == self._position.epoch else 0
 
-    def epoch_batches(self, source: TrainingSource) -> int | None:
-        """Return the batches of the recipe in the epoch, on one rank; ``None`` for a stream."""
-        total = source.total(self._position.epoch)
-        return None if total is None or source.length is None else source.recipe_batches(total)
-
     def take_over(self, source: TrainingSource, recipe_factor: int) -> bool:
         """Take the place over from a restored loop; return whether it is within the epoch that goes on.
 
@@ -70,7 +65,7 @@ class Progress:
         """Count the recipe's batches on where one epoch follows another."""
         if epoch == self._position.epoch:
             return
-        passed = self.epoch_batches(source)
+        passed = source.epoch_batches
         if passed is None:  # a stream: as many as it turned out to hold
             passed = source.recipe_batches(self._position.samples_done // source.sharded_ranks)
         before = self._position.batches_before + passed * (epoch - self._position.epoch)
@@ -91,27 +86,27 @@ class Progress:
             loops.expect_positions_to_be_kept()
         loops.move_to_micro_batch(trainer, done, same_epoch=same_epoch)
         if done:
-            self._passed = source.batches_after(done - 1), self._position.batches_before
-            self._schedule_validation(source, done - 1)
+            before, after = source.batches_after(done - 2), source.batches_after(done - 1)
+            self._passed = after, self._position.batches_before
+            self._schedule_validation(source, before, after)
         loops.align_logger_steps(trainer)
 
-    def advance(self, source: TrainingSource) -> None:
+    def advance(self, source: TrainingSource, *, window_is_over: bool) -> None:
         """Keep the place after a micro-batch, and let validation run when the recipe says."""
         index = loops.micro_batch_index(self._trainer)
-        if loops.window_is_over(self._trainer):
+        if window_is_over:
             done = source.chunk(index).window_end * source.sharded_ranks
             self._position = replace(self._position, samples_done=done)
-        batches = source.batches_after(index)
-        self._passed = batches, self._position.batches_before
-        self._within_batch = batches == source.batches_after(index - 1)
-        self._schedule_validation(source, index)
+        before, after = source.batches_after(index - 1), source.batches_after(index)
+        self._passed = after, self._position.batches_before
+        self._within_batch = after == before
+        self._schedule_validation(source, before, after)
 
     def recipe_counts(self) -> tuple[int, int]:
         """Return the batches of the recipe that were trained on: in the loop's epoch, and before it."""
         started = loops.batches_processed(self._trainer) > 0  # the loop counts a new epoch only with its first batch
         return self._passed if started else (0, self._position.batches_before)
 
-    def _schedule_validation(self, source: TrainingSource, index: int) -> None:
+    def _schedule_validation(self, source: TrainingSource, before: int, after: int) -> None:
         offset = self._position.batches_before if self._trainer.check_val_every_n_epoch is None else 0
-        before, after = (offset + source.batches_after(i) for i in (index - 1, index))
-        intervals.validate_when_due(self._trainer, before, after, self.epoch_batches(source))
+        intervals.validate_when_due(self._trainer, offset + before, offset + after, source.epoch_batches)

@@ -33,7 +33,7 @@ from lightning_ga.memory.live_tensors import uncounted
 from lightning_ga.memory.oom import is_out_of_memory, release
 from lightning_ga.plan.weights import count_items
 from lightning_ga.probe.isolation import isolated
-from lightning_ga.snapshot.state import RandomState, generator_state, generators_of, have_moved, reseed
+from lightning_ga.snapshot.random_numbers import RandomState, generator_state, generators_of, have_moved, reseed
 
 SAMPLES = 5  # parts of three and two: BatchNorm refuses one sample, and unequal parts show wrong weights
 MOVED = 1e-2  # how far weights are moved, relatively: a teacher of momentum 0.9999 follows by more than rounding

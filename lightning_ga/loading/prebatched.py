@@ -218,6 +218,11 @@ class PrebatchedSource:
         return self._feed.length
 
     @property
+    def epoch_batches(self) -> int | None:
+        """Batches of the arranged epoch; ``None`` if that is not known."""
+        return self._feed.epoch_batches
+
+    @property
     def at_most(self) -> int | None:
         """Batches after which a stream is not read any further."""
         return self._feed.at_most

@@ -6,7 +6,7 @@ whatever the micro-batch and the number of ranks are, after a resume too.
 """
 
 import random
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any, Protocol
@@ -18,8 +18,10 @@ from torch.utils.data import Sampler
 from lightning_ga.loading.permutation import Permutation
 from lightning_ga.memory.live_tensors import uncounted
 from lightning_ga.plan.windows import Chunk, EpochPlan
-from lightning_ga.snapshot.state import generator_state, is_generator, restore_generator
+from lightning_ga.snapshot.contents import ObjectState, reachable
+from lightning_ga.snapshot.random_numbers import generator_state, is_generator, restore_generator
 
+_FEW = 64  # micro-batches
 _SEEDS = 2**63  # torch.Generator takes seeds of 64 bits
 # The largest epoch whose order is written down, in 512 MiB and a few seconds on every rank. Beyond it both would
 # hold the training up.
@@ -80,15 +82,15 @@ class FromSampler:
     def __init__(self, sampler: Iterable[Any], size: int) -> None:
         self.sampler = sampler
         self.size = size
-        self._drawn: tuple[tuple[int, int], list[Any]] | None = None
+        self._drawn = _Drawn(lambda: list(islice(sampler, size)), sampler)
 
     def draw(self, epoch: int, seed: int) -> Sequence[Any]:
-        """The sampler's own order for one epoch, drawn once: a sampler may count how often it is asked."""
-        if self._drawn is None or self._drawn[0] != (epoch, seed):
-            _set_epoch(self.sampler, epoch)
-            with seeded(seed + epoch, epoch, self.sampler):
-                self._drawn = (epoch, seed), list(islice(self.sampler, self.size))
-        return self._drawn[1]
+        """Return the sampler's own order for one epoch."""
+        return self._drawn.look(epoch, seed)
+
+    def begin(self, epoch: int, seed: int) -> Sequence[Any]:
+        """Return the order that training begins an epoch with."""
+        return self._drawn.begin(epoch, seed)
 
 
 class FromBatches:
@@ -96,29 +98,77 @@ class FromBatches:
 
     def __init__(self, batch_sampler: Iterable[Sequence[Any]]) -> None:
         self.batch_sampler = batch_sampler
-        self._drawn: tuple[tuple[int, int], list[Sequence[Any]]] | None = None
+        self._drawn = _Drawn(self._all_batches, batch_sampler, getattr(batch_sampler, "sampler", None))
+        self._size = 0
 
-    def batches(self, epoch: int, seed: int) -> list[Sequence[Any]]:
-        """The batches of one epoch."""
-        if self._drawn is None or self._drawn[0] != (epoch, seed):
-            inner = getattr(self.batch_sampler, "sampler", None)
-            _set_epoch(self.batch_sampler, epoch)
-            _set_epoch(inner, epoch)
-            with seeded(seed + epoch, epoch, self.batch_sampler, inner):
-                self._drawn = (epoch, seed), [list(batch) for batch in islice(self.batch_sampler, self._count())]
-        return self._drawn[1]
-
-    def _count(self) -> int | None:
-        return len(self.batch_sampler) if isinstance(self.batch_sampler, Sized) else None
+    def batches(self, epoch: int, seed: int) -> list[list[Any]]:
+        """Return the batches of one epoch."""
+        batches = self._drawn.look(epoch, seed)
+        self._size = sum(map(len, batches))
+        return batches
 
     @property
     def size(self) -> int:
         """Samples of the epoch drawn last."""
-        return sum(map(len, self._drawn[1])) if self._drawn else 0
+        return self._size
 
     def draw(self, epoch: int, seed: int) -> Sequence[Any]:
-        """All indices of one epoch, batch after batch."""
+        """Return all indices of one epoch, batch after batch."""
         return [index for batch in self.batches(epoch, seed) for index in batch]
+
+    def begin(self, epoch: int, seed: int) -> Sequence[Any]:
+        """Return the order that training begins an epoch with; its batches are as large as planned."""
+        sizes = [len(batch) for batch in self.batches(epoch, seed)]
+        self._drawn.begin(epoch, seed, unless=lambda batches: [len(batch) for batch in batches] != sizes)
+        return self.draw(epoch, seed)
+
+    def _all_batches(self) -> list[list[Any]]:
+        count = len(self.batch_sampler) if isinstance(self.batch_sampler, Sized) else None
+        return [list(batch) for batch in islice(self.batch_sampler, count)]
+
+
+class _Drawn:
+    """One epoch of a user's sampler: looked at without a trace, and drawn again when training begins it.
+
+    Hooks that run in between may have changed the sampler, and a sampler may count how often it is asked.
+
+    Args:
+        draw: Draws an epoch.
+        samplers: What is told the epoch, and carries generators.
+    """
+
+    def __init__(self, draw: Callable[[], list[Any]], *samplers: Any) -> None:
+        self._draw, self._samplers = draw, samplers
+        self._key: tuple[int, int] | None = None
+        self._order: list[Any] = []
+
+    def look(self, epoch: int, seed: int) -> list[Any]:
+        """Return an epoch, drawn without a trace if it was not drawn before."""
+        if self._key != (epoch, seed):
+            state = ObjectState(thing for sampler in self._samplers for thing in reachable(sampler))
+            self._order = self._drawn(epoch, seed)
+            state.restore()
+            self._key = epoch, seed
+        return self._order
+
+    def begin(self, epoch: int, seed: int, unless: Callable[[list[Any]], bool] = lambda _: False) -> list[Any]:
+        """Draw an epoch for training.
+
+        Args:
+            epoch: The epoch.
+            seed: Seed of all epochs.
+            unless: Says of what was drawn that the epoch stays as it was looked at.
+        """
+        drawn = self._drawn(epoch, seed)
+        if not unless(drawn):
+            self._order, self._key = drawn, (epoch, seed)
+        return self._order
+
+    def _drawn(self, epoch: int, seed: int) -> list[Any]:
+        for sampler in self._samplers:
+            _set_epoch(sampler, epoch)
+        with seeded(seed + epoch, epoch, *self._samplers):
+            return self._draw()
 
 
 class Stream:
@@ -164,6 +214,7 @@ class WindowBatchSampler(Sampler[list[Any]]):
         self.epoch = 0
         self.plan: EpochPlan | None = None
         self.enabled = False
+        self._chunks_known: dict[int, Chunk] = {}  # a few: each is asked for several times
 
     @property
     def sampler(self) -> "WindowBatchSampler":
@@ -176,7 +227,7 @@ class WindowBatchSampler(Sampler[list[Any]]):
 
     def arrange(self, epoch: int, plan: EpochPlan, *, enabled: bool) -> None:
         """Cut an epoch; the next iteration yields its micro-batches, if that is ``enabled``."""
-        self.epoch, self.plan, self.enabled = epoch, plan, enabled
+        self.epoch, self.plan, self.enabled, self._chunks_known = epoch, plan, enabled, {}
 
     def __len__(self) -> int:
         length = self.plan.length if self.plan else None
@@ -203,13 +254,18 @@ class WindowBatchSampler(Sampler[list[Any]]):
 
     def chunk(self, index: int) -> Chunk:
         """The ``index``-th micro-batch of the epoch on this rank."""
-        assert self.plan is not None
-        return self.plan.chunk(index, self.share)
+        if index not in self._chunks_known:
+            assert self.plan is not None
+            if len(self._chunks_known) >= _FEW:
+                self._chunks_known.clear()
+            self._chunks_known[index] = self.plan.chunk(index, self.share)
+        return self._chunks_known[index]
 
     def _chunks(self, plan: EpochPlan) -> Iterator[list[Any]]:
         if self._draws:
             torch.empty((), dtype=torch.int64).random_()
-        order = self.order.draw(self.epoch, self.seed)
+        begin = getattr(self.order, "begin", self.order.draw)  # of a sampler that hooks may have changed meanwhile
+        order = begin(self.epoch, self.seed)
         index = plan.done
         while plan.length is None or index < plan.length:
             yield _indices_of(plan.chunk(index, self.share), order)

@@ -67,6 +67,8 @@ class MicroBatchSource:
         )
         self.loader: DataLoader[Any] | None = None
         self._ends: tuple[int, list[int]] | None = None
+        self._done_after: dict[int, int] = {}  # the last two: each is asked for several times
+        self._epoch_batches: int | None = None
 
     @property
     def counted_later(self) -> bool:
@@ -159,6 +161,9 @@ class MicroBatchSource:
             pieces=pieces,
         )
         self.sampler.arrange(epoch, epoch_plan, enabled=enabled)
+        total = self.total(epoch)
+        self._done_after = {}
+        self._epoch_batches = None if total is None or self.length is None else self.recipe_batches(total)
         if self.loader is None:
             sized = self.length is not None
             self.loader = rebatch(self.user_loader, self.sampler, sized=sized, shuffle=self._shuffle)
@@ -182,6 +187,11 @@ class MicroBatchSource:
     def length(self) -> int | None:
         """Micro-batches of the arranged epoch on each rank; ``None`` for a stream, which ends where it pleases."""
         return None if self.recipe.batch_size is not None and self.recipe.order.size is None else self.epoch_plan.length
+
+    @property
+    def epoch_batches(self) -> int | None:
+        """Batches of the recipe in the arranged epoch, on one rank; ``None`` for a stream."""
+        return self._epoch_batches
 
     @property
     def at_most(self) -> int | None:
@@ -260,7 +270,12 @@ class MicroBatchSource:
 
     def batches_after(self, index: int) -> int:
         """Batches of the recipe that are done once each rank has done this micro-batch; none before the first."""
-        return self.recipe_batches(self.epoch_plan.samples_after(index)) if index >= 0 else 0
+        if index < 0:
+            return 0
+        if index not in self._done_after:
+            done = self.recipe_batches(self.epoch_plan.samples_after(index))
+            self._done_after = {index: done, **{known: self._done_after[known] for known in [*self._done_after][:1]}}
+        return self._done_after[index]
 
     def expected(self, chunk: Chunk) -> int | None:
         """Samples that a batch of the epoch should hold; ``None`` where only the batch can tell."""
@@ -316,8 +331,10 @@ class MicroBatchSource:
         return share // batch if self.recipe.drop_last else -(-share // batch)
 
     def _batches_used(self) -> int | None:
-        """The same, those that the trainer's limit lets through."""
+        """The same, those that a length of the loader's own and the trainer's limit let through."""
         batches = self._batches()
+        if batches is not None and type(self.user_loader).__len__ is not DataLoader.__len__:
+            batches = min(batches, len(self.user_loader))
         if isinstance(self.limit_batches, int):
             return self.limit_batches if batches is None else min(batches, self.limit_batches)
         if self.limit_batches == 1.0:

@@ -108,6 +108,10 @@ class TrainingSource(Protocol):
         """Micro-batches of the arranged epoch on each rank; ``None`` for a stream."""
 
     @property
+    def epoch_batches(self) -> int | None:
+        """Batches of the recipe in the arranged epoch, on one rank; ``None`` for a stream."""
+
+    @property
     def at_most(self) -> int | None:
         """Micro-batches after which the epoch is not read any further; ``None`` without a limit."""
 

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 
+from lightning_ga.memory.device import keeps_statistics, require_statistics
 from lightning_ga.memory.segments import ROUNDING
 from lightning_ga.memory.trace import MemoryTrace, Segment, canonical
 
@@ -28,16 +29,21 @@ class AllocatorMeter:
     Args:
         device: A CUDA or XPU device: those whose allocators keep statistics.
 
-    Attributes:
-        segmented: Whether the allocator cuts its blocks out of segments of its own.
+    Raises:
+        UserError: If the user's own allocator keeps none.
     """
 
     def __init__(self, device: torch.device) -> None:
+        require_statistics(device)
         self.device = device
         self._backend: Any = getattr(torch, device.type)
         self._before = (0, 0)
         self._history = _history_of(device)
-        self.segmented = _cuts_segments(device)
+
+    @property
+    def segmented(self) -> bool:
+        """Whether the allocator cuts blocks out of segments by the rules that ``segments`` knows."""
+        return _is_native(self.device) and _has_known_rules(_settings(self.device))
 
     def allocated(self) -> int:
         """Bytes that tensors take now."""
@@ -56,6 +62,10 @@ class AllocatorMeter:
         """Peak of allocated bytes since ``start``, and whether the step ran without trouble."""
         self._backend.synchronize(self.device)
         return int(self._backend.max_memory_allocated(self.device)), self.troubles() == self._before
+
+    def reserved_peak(self) -> int:
+        """Most bytes that the allocator held at once since ``start``: what a budget has to leave for the step."""
+        return int(self._backend.max_memory_reserved(self.device))
 
     def trace(self, samples: int) -> MemoryTrace | None:
         """The recorded step in the allocator's own events; ``None`` where it keeps no history."""
@@ -80,7 +90,7 @@ class RetryWatch:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._meter = AllocatorMeter(device) if device.type in WITH_STATISTICS else None
+        self._meter = AllocatorMeter(device) if keeps_statistics(device) else None
         self._before: tuple[int, int] | None = None
 
     def struggles(self) -> bool:
@@ -147,19 +157,35 @@ def _history_of(device: torch.device) -> History | None:
     known = hasattr(torch.cuda.memory, "_record_memory_history_impl") and hasattr(torch._C, "_cuda_isHistoryEnabled")
     if device.type != "cuda" or not known or tuple(map(int, torch.__version__.split(".")[:2])) < (2, 6):
         return None
-    return History(device) if _is_native() else None
+    return History(device) if _is_native(device) else None
 
 
-def _is_native() -> bool:
-    return torch.cuda.memory.get_allocator_backend() == "native"
+def _is_native(device: torch.device) -> bool:
+    return device.type != "cuda" or torch.cuda.memory.get_allocator_backend() == "native"
 
 
-def _cuts_segments(device: torch.device) -> bool:
-    """Whether ``segments`` describes the allocator: it is native, and not told to let its segments grow."""
-    if device.type == "cuda" and not _is_native():
-        return False
-    settings = (os.environ.get(f"PYTORCH_{prefix}ALLOC_CONF", "") for prefix in ("", "CUDA_", "HIP_", "XPU_"))
-    return not any("expandable_segments:true" in text.lower().replace(" ", "") for text in settings)
+def _settings(device: torch.device) -> dict[str, Any]:
+    """What an allocator was told, by an environment variable or since; of XPU's, the variables alone."""
+    if device.type == "cuda":
+        settings: dict[str, Any] = torch.cuda.memory._snapshot(device)["allocator_settings"]
+        return settings
+    text = ",".join(os.environ.get(f"PYTORCH_{prefix}ALLOC_CONF", "") for prefix in ("", "XPU_"))
+    return {"PYTORCH_CUDA_ALLOC_CONF": text}
+
+
+def _has_known_rules(settings: Mapping[str, Any]) -> bool:
+    """Whether segments are cut as by default: none that grow, and no sizes of the user's.
+
+    Examples:
+        >>> _has_known_rules({"expandable_segments": False, "max_split_size": -1})
+        True
+        >>> _has_known_rules({"expandable_segments": True, "max_split_size": -1})
+        False
+    """
+    text = settings.get("PYTORCH_CUDA_ALLOC_CONF", "").lower().replace(" ", "")
+    grow = settings.get("expandable_segments", "expandable_segments:true" in text)
+    rounded = any(settings.get("roundup_power2_divisions", {}).values())
+    return not (grow or rounded or settings.get("max_split_size", -1) >= 0 or "large_segment_size_mb" in text)
 
 
 def events_as_trace(
@@ -211,4 +237,4 @@ def _layout(segment: Mapping[str, Any], initial: Mapping[int, int]) -> Segment:
         is_hole = shared and block["state"] == "inactive"
         blocks.append((block["size"], -1 if is_hole else initial.get(address, 0)))
         address += block["size"]
-    return segment["segment_type"] == "small", tuple(blocks)
+    return Segment(segment["segment_type"] == "small", segment["address"], tuple(blocks))

@@ -77,8 +77,8 @@ def available_memory(device: torch.device | str) -> int:
     """Bytes that this process can still take on a device.
 
     CPU: what the machine has available and what the control group leaves, the smaller. CUDA: free
-    memory and cached blocks that are not in use, less 5 % of the device for fragmentation. Within
-    ``limit_memory``: what its budget leaves.
+    memory and cached blocks that are not in use, less 5 % of the device for fragmentation, and no more
+    than ``set_per_process_memory_fraction`` leaves. Within ``limit_memory``: what its budget leaves.
 
     Raises:
         UserError: If PyTorch cannot tell for this kind of device.
@@ -87,10 +87,15 @@ def available_memory(device: torch.device | str) -> int:
     limits = [limit.budget - limit.live_bytes for limit in _active_limits(device) if limit.budget is not None]
     if device.type == "cpu":
         free = min([psutil.virtual_memory().available, *(limit - used for limit, used in control_group_limits())])
+    elif _is_cuda(device):
+        require_statistics(device)
+        free, total = _device_memory(device)
+        allocated = torch.cuda.memory_allocated(device)
+        free += torch.cuda.memory_reserved(device) - allocated - int(_CUDA_MARGIN * total)
+        free = min(free, int(_memory_fraction(device) * total) - allocated)
     else:
         free, total = _device_memory(device)
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device) if _is_cuda(device) else 0
-        free += cached - int(_CUDA_MARGIN * total)
+        free -= int(_CUDA_MARGIN * total)
     return max(0, min([free, *limits]))
 
 
@@ -118,6 +123,24 @@ def _active_limits(device: torch.device) -> list[LiveTensorMeter]:
 
 def _is_cuda(device: torch.device) -> bool:
     return device.type == "cuda"
+
+
+def keeps_statistics(device: torch.device) -> bool:
+    """Whether the allocator of a device tells what it has handed out: none that a user has plugged in does."""
+    return device.type == "xpu" or (_is_cuda(device) and torch.cuda.memory.get_allocator_backend() != "pluggable")
+
+
+def require_statistics(device: torch.device) -> None:
+    """Refuse a CUDA allocator that a user has plugged in.
+
+    Raises:
+        UserError: If PyTorch cannot read or bound what it hands out.
+    """
+    if _is_cuda(device) and not keeps_statistics(device):
+        raise UserError(
+            f"The allocator that was plugged in for {str(device)!r} keeps no statistics, so no limit can be found and "
+            "no memory_budget held: give a fixed micro_batch_size and no memory_budget."
+        )
 
 
 def _device_memory(device: torch.device) -> tuple[int, int]:
@@ -202,15 +225,23 @@ def synchronize(device: torch.device) -> None:
 def enforced_budget(device: torch.device, budget: int | None) -> Iterator[None]:
     """Let CUDA's allocator reserve no more than ``budget`` bytes inside; other devices are left alone.
 
-    It cuts the product of share and memory off, so half a byte more keeps the whole budget.
+    A smaller fraction that the user has set stays. The allocator cuts the product of fraction and memory off,
+    so half a byte more keeps the whole budget.
     """
     if budget is None or not _is_cuda(device):
         yield
         return
-    read = getattr(torch.cuda, "get_per_process_memory_fraction", None)  # since torch 2.7
-    before = 1.0 if read is None else float(read(device))
-    torch.cuda.set_per_process_memory_fraction(min(1.0, (budget + 0.5) / _device_memory(device)[1]), device)
+    require_statistics(device)
+    before = _memory_fraction(device)
+    torch.cuda.set_per_process_memory_fraction(min(before, (budget + 0.5) / _device_memory(device)[1]), device)
     try:
         yield
     finally:
         torch.cuda.set_per_process_memory_fraction(before, device)
+
+
+def _memory_fraction(device: torch.device) -> float:
+    """The share of a CUDA device that this process may reserve: all of it where PyTorch 2.6 cannot tell."""
+    read = getattr(torch.cuda, "get_per_process_memory_fraction", None)
+    # For cudaMallocAsync PyTorch 2.15 answers with bytes divided by its own limit.
+    return 1.0 if read is None else min(1.0, float(read(device)))

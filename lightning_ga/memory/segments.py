@@ -3,7 +3,8 @@
 The limit of a device holds for what is reserved. Blocks are cut out of segments, and a segment goes
 back only when it is free as a whole, so holes between blocks count too. The rules are those of the
 native allocators of CUDA and XPU (``CUDACachingAllocator.cpp``, read in torch 2.11), for one stream
-and default settings.
+and default settings. Of free blocks of one size the allocator takes the one with the lowest address;
+a new segment is taken to lie in the lowest gap that is large enough.
 """
 
 from bisect import bisect_left, insort
@@ -11,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from lightning_ga.memory.trace import MemoryTrace
+from lightning_ga.memory.trace import MemoryTrace, Segment
 
 KIB, MIB = 2**10, 2**20
 ROUNDING = 512  # bytes that every block is rounded up to
@@ -32,6 +33,7 @@ class Peaks(NamedTuple):
 class _Block:
     """A part of a segment, and its neighbours there."""
 
+    address: int
     size: int
     small: bool
     before: "_Block | None" = None
@@ -49,11 +51,10 @@ class Segments:
 
     def __init__(self) -> None:
         self.allocated = self.reserved = 0
-        # Free blocks by (size, age): the smallest that is large enough is taken, the oldest of equals.
+        # Free blocks by (size, address): the smallest that is large enough is taken, the lowest of equals.
         self._free: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
-        self._blocks: dict[int, _Block] = {}
-        self._numbers: dict[_Block, int] = {}
-        self._born = 0
+        self._blocks: dict[int, _Block] = {}  # the free ones, by address
+        self._spans: list[tuple[int, int]] = []  # of all segments: first address, and first after it
 
     def allocate(self, size: int) -> _Block:
         """Hand out a block of at least ``size`` bytes."""
@@ -65,19 +66,22 @@ class Segments:
         self.allocated += block.size
         return block
 
-    def adopt(self, small: bool, sizes: Iterable[tuple[int, bool]]) -> list[_Block]:
-        """Take over a segment that there is: the sizes of its blocks in order, and whether each is handed out."""
+    def adopt(self, segment: Segment, held: Iterable[bool]) -> list[_Block]:
+        """Take over a segment that there is, and which of its blocks are handed out."""
         blocks: list[_Block] = []
-        for size, held in sizes:
-            block = _Block(size, small, before=blocks[-1] if blocks else None)
+        address = segment.address
+        for (size, _), is_held in zip(segment.blocks, held):
+            block = _Block(address, size, segment.small, before=blocks[-1] if blocks else None)
             if block.before is not None:
                 block.before.after = block
             blocks.append(block)
-            self.reserved += size
-            if held:
+            address += size
+            if is_held:
                 self.allocated += size
             else:
                 self._track(block)
+        self.reserved += address - segment.address
+        insort(self._spans, (segment.address, address))
         return blocks
 
     def release(self, block: _Block) -> None:
@@ -88,7 +92,7 @@ class Segments:
                 self._untrack(neighbour)
                 block.size += neighbour.size
                 if neighbour is block.before:
-                    block.before = neighbour.before
+                    block.address, block.before = neighbour.address, neighbour.before
                 else:
                     block.after = neighbour.after
         if block.before is not None:
@@ -108,28 +112,37 @@ class Segments:
 
     def _reserve(self, size: int, small: bool) -> _Block:
         large = LARGE_SEGMENT if size < LARGE else _up(size, SEGMENT_ROUNDING)
-        block = _Block(SMALL_SEGMENT if small else large, small)
-        self.reserved += block.size
+        taken = SMALL_SEGMENT if small else large
+        block = _Block(self._gap(taken), taken, small)
+        insort(self._spans, (block.address, block.address + taken))
+        self.reserved += taken
         return block
 
+    def _gap(self, size: int) -> int:
+        """The lowest address with so much room behind it."""
+        place = self._spans[0][0] if self._spans else 0
+        for start, end in self._spans:
+            if start - place >= size:
+                break
+            place = end
+        return place
+
     def _split(self, block: _Block, size: int) -> None:
-        rest = _Block(block.size - size, block.small, before=block, after=block.after)
+        rest = _Block(block.address + size, block.size - size, block.small, before=block, after=block.after)
         if rest.after is not None:
             rest.after.before = rest
         block.size, block.after = size, rest
         self._track(rest)
 
     def _track(self, block: _Block) -> None:
-        self._born += 1
         block.free = True
-        self._blocks[self._born], self._numbers[block] = block, self._born
-        insort(self._free[block.small], (block.size, self._born))
+        self._blocks[block.address] = block
+        insort(self._free[block.small], (block.size, block.address))
 
     def _untrack(self, block: _Block) -> None:
-        number = self._numbers.pop(block)
-        del self._blocks[number]
+        del self._blocks[block.address]
         free = self._free[block.small]
-        del free[bisect_left(free, (block.size, number))]
+        del free[bisect_left(free, (block.size, block.address))]
         block.free = False
 
 
@@ -148,11 +161,11 @@ def replay_segments(sizes: Iterable[int], trace: MemoryTrace) -> Peaks:
     held = list(sizes)
     segments = Segments()
     blocks: dict[int, _Block] = {}
-    for small, parts in trace.layout:
+    for segment in trace.layout:
         # A storage that grows with the samples is elsewhere then, and its place is a hole.
-        there = [(size, n == 0 or (n > 0 and held[n] == trace.sizes[n])) for size, n in parts]
-        adopted = segments.adopt(small, there)
-        blocks |= {n: block for (_, n), (_, kept), block in zip(parts, there, adopted) if kept and n > 0}
+        there = [n == 0 or (n > 0 and held[n] == trace.sizes[n]) for _, n in segment.blocks]
+        adopted = segments.adopt(segment, there)
+        blocks |= {n: block for (_, n), kept, block in zip(segment.blocks, there, adopted) if kept and n > 0}
     known = trace.sizes[0] if trace.layout else 0
     segments.allocated += held[0] - known
     segments.reserved += _up(held[0] - known, SEGMENT_ROUNDING)

@@ -3,8 +3,21 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
-Segment = tuple[bool, tuple[tuple[int, int], ...]]
+
+class Segment(NamedTuple):
+    """A piece of the device's memory that a caching allocator cuts into blocks.
+
+    Attributes:
+        small: Whether it is for small blocks.
+        address: Where it begins.
+        blocks: Each as ``(bytes, storage)``, in order, with storage 0 for what outlives the step and -1 for a hole.
+    """
+
+    small: bool
+    address: int
+    blocks: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,9 +31,7 @@ class MemoryTrace:
         events: ``n`` where storage ``n`` is allocated and ``~n`` where it is released. Releases
             that follow one another are sorted: their order changes no peak.
         marks: Positions in ``events`` where a phase of the step ends, such as before the optimizer's step.
-        layout: The segments of a caching allocator before the step, where they are known: whether each is
-            for small blocks, and its blocks as ``(bytes, storage)``, with storage 0 for what outlives
-            the step and -1 for a hole.
+        layout: The segments of a caching allocator before the step, where they are known.
 
     Examples:
         >>> MemoryTrace(samples=2, sizes=(100, 8, 16), events=(0, 1, 2, ~1, ~2)).peak()
@@ -31,7 +42,7 @@ class MemoryTrace:
     sizes: tuple[int, ...]
     events: tuple[int, ...]
     marks: tuple[int, ...] = ()
-    layout: tuple["Segment", ...] = ()
+    layout: tuple[Segment, ...] = ()
 
     def peak(self, rounding: int = 1) -> int:
         """Most bytes alive at once, every storage rounded up to a multiple of ``rounding`` bytes."""

@@ -3,6 +3,6 @@
 from lightning_ga.models.classifier import Classifier
 from lightning_ga.models.group_norm import to_group_norm
 from lightning_ga.models.mlp import MLPClassifier
-from lightning_ga.models.timm import TimmClassifier
+from lightning_ga.models.timm import TimmClassifier, build_timm
 
-__all__ = ["Classifier", "MLPClassifier", "TimmClassifier", "to_group_norm"]
+__all__ = ["Classifier", "MLPClassifier", "TimmClassifier", "build_timm", "to_group_norm"]

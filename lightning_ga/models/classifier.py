@@ -1,9 +1,10 @@
 """An image classifier that knows nothing of accumulation.
 
 Its loss is a mean over samples, so gradients accumulate exactly. One thing takes care of windows:
-the training curve. Stock Lightning logs the value of a window's last micro-batch; here
+the training curve. Stock Lightning logs the value of a window's last micro-batch; here the logged
 ``train/loss`` is the mean over all samples of the window so far, so that the curve by optimizer
-step is the same whatever the micro-batch.
+step is the same whatever the micro-batch. At the end of an epoch it is the mean over the epoch, for
+checkpoints, for early stopping and as the result of a run.
 """
 
 import inspect
@@ -16,11 +17,11 @@ import torch.nn.functional as F  # noqa: N812 (the name PyTorch users know)
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import OneCycleLR
-from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
 
 from lightning_ga.compat.step_counts import optimizer_steps
 from lightning_ga.errors import UserError
+from lightning_ga.models.sample_mean import SampleMean
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 MakeScheduler = Callable[..., torch.optim.lr_scheduler.LRScheduler]
@@ -53,8 +54,10 @@ class Classifier(LightningModule):
         self.make_optimizer = optimizer or torch.optim.Adam
         self.make_scheduler = lr_scheduler
         # A sync would be a collective on every micro-batch: rank 0 shows the curve of its own share.
-        self.window_loss = MeanMetric(sync_on_compute=False)
+        self.window_loss = SampleMean(sync_on_compute=False)
         self.window_accuracy = MulticlassAccuracy(num_classes, average="micro", sync_on_compute=False)
+        self.epoch_loss = SampleMean()
+        self.epoch_accuracy = SampleMean()
         self.val_accuracy = MulticlassAccuracy(num_classes, average="micro")
         self.test_accuracy = MulticlassAccuracy(num_classes, average="micro")
         self.test_confusion = MulticlassConfusionMatrix(num_classes)
@@ -71,6 +74,11 @@ class Classifier(LightningModule):
         """Remember the ends of saved schedules: they are restored with these, whatever the training takes now."""
         self._saved_ends = [state.get("total_steps") for state in checkpoint.get("lr_schedulers", ())]
 
+    def on_train_epoch_start(self) -> None:
+        """Begin the means of the epoch anew."""
+        self.epoch_loss.reset()
+        self.epoch_accuracy.reset()
+
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Mean loss of one micro-batch; logs the means of the window so far."""
         images, targets = batch
@@ -80,11 +88,27 @@ class Classifier(LightningModule):
             self._starts_window = False
         logits = self(images)
         loss = F.cross_entropy(logits, targets)
-        self.window_loss.update(loss.detach(), weight=len(targets))
+        self.window_loss.update(loss.detach(), len(targets))
         self.window_accuracy.update(logits.detach(), targets)
+        self.epoch_loss.update(loss.detach(), len(targets))
+        self.epoch_accuracy.update((logits.detach().argmax(dim=1) == targets).float().mean(), len(targets))
         curves = {"train/loss": self.window_loss.compute(), "train/acc": self.window_accuracy.compute()}
-        self.log_dict(curves, prog_bar=True, on_step=True, on_epoch=False, batch_size=len(targets))
+        self.log_dict(curves, on_step=True, on_epoch=False, batch_size=len(targets))
         return loss
+
+    def epoch_means(self) -> dict[str, Tensor]:
+        """Loss and accuracy over this rank's samples of the epoch so far."""
+        means = {"loss": self.epoch_loss, "acc": self.epoch_accuracy}
+        return {name: metric.total / metric.samples for name, metric in means.items() if metric.update_called}
+
+    def on_train_epoch_end(self) -> None:
+        """Let ``train/loss`` and ``train/acc`` be the means over the epoch from here on."""
+        self._log_epoch()
+
+    def on_validation_epoch_end(self) -> None:
+        """As at the end of the epoch: checkpoints and early stopping look here, in the middle of a fit."""
+        if self.trainer.state.fn == "fit" and not self.trainer.sanity_checking:
+            self._log_epoch()
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """The next micro-batch starts a window."""
@@ -105,9 +129,9 @@ class Classifier(LightningModule):
         self.test_confusion.reset()
 
     def predict_step(self, batch: Batch | list[Tensor], batch_idx: int) -> Tensor:
-        """Predicted classes ``(batch,)``."""
+        """Probabilities of the classes, ``(batch, num_classes)``."""
         logits: Tensor = self(batch[0])
-        return logits.argmax(dim=1)
+        return logits.softmax(dim=1)
 
     def configure_optimizers(self) -> Any:
         """The optimizer, and its scheduler by optimizer step where there is one."""
@@ -122,6 +146,11 @@ class Classifier(LightningModule):
             for end in self._saved_ends:
                 refuse_longer(scheduler, end)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def _log_epoch(self) -> None:
+        if self.epoch_loss.update_called:
+            means = {"train/loss": self.epoch_loss.compute(), "train/acc": self.epoch_accuracy.compute()}
+            self.log_dict(means, logger=False, on_step=False, on_epoch=True)
 
     def _evaluate(self, batch: Batch, stage: str, accuracy: MulticlassAccuracy) -> Tensor:
         images, targets = batch

@@ -15,6 +15,8 @@ from torch import nn
 from lightning_ga.errors import UserError
 from lightning_ga.models.classifier import Classifier, MakeOptimizer, MakeScheduler
 
+OPENS_FILES = ("checkpoint_path", "pretrained_cfg", "pretrained_cfg_overlay")
+
 
 class TimmClassifier(Classifier):
     """A timm model by its name.
@@ -50,13 +52,20 @@ class TimmClassifier(Classifier):
         self.save_hyperparameters("name", "pretrained", "num_classes", "in_channels", "image_size", "options")
 
 
-def build_timm(name: str, *, image_size: int, pretrained: bool = False, **arguments: Any) -> nn.Module:
-    """``timm.create_model`` whose failures say what to do.
+def build_timm(name: str, *, image_size: int = 224, pretrained: bool = False, **arguments: Any) -> nn.Module:
+    """``timm.create_model`` that opens no files, and whose failures say what to do.
+
+    Args:
+        name: A name of ``timm.list_models()``.
+        image_size: Height and width of an image, for models of fixed input size.
+        pretrained: Start from published weights.
+        **arguments: Further arguments of ``timm.create_model``.
 
     Raises:
         UserError: For an unknown name (with the nearest ones), or weights that cannot be fetched.
     """
     require_timm_name(name)
+    refuse_files(arguments)
     config = timm.get_pretrained_cfg(name, allow_unregistered=True)
     if config is not None and config.fixed_input_size:
         arguments.setdefault("img_size", image_size)
@@ -71,6 +80,13 @@ def build_timm(name: str, *, image_size: int, pretrained: bool = False, **argume
             f"The weights for model.pretrained=true of {name!r} could not be fetched ({reason}): check the network, "
             "or train from scratch with model.pretrained=false."
         ) from error
+
+
+def refuse_files(arguments: Mapping[str, Any]) -> None:
+    """Refuse arguments by which timm opens files that may be pickles."""
+    for name in OPENS_FILES:
+        if name in arguments:
+            raise UserError(f"{name}=… makes timm open a file that may be a pickle: use model.init_from=PATH instead.")
 
 
 @contextmanager

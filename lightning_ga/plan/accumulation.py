@@ -1,8 +1,8 @@
 """Cut an effective batch over ranks into micro-batches: pure arithmetic.
 
-The words: a *window* holds the samples between two optimizer steps, on all ranks. It is cut into
-one share per rank, and every share into the same number of *chunks*, the micro-batches. Sizes
-differ by one at most, so no pass peaks higher than needed and none is nearly empty.
+A *window* holds the samples between two optimizer steps, on all ranks. It is cut into one share per
+rank, and every share into the same number of *chunks*, the micro-batches. Sizes differ by one at
+most, so no pass peaks higher than needed and none is nearly empty.
 """
 
 from collections.abc import Sequence
@@ -89,9 +89,10 @@ def plan_accumulation(effective_batch: int, *, micro_batch: int, world_size: int
 
 
 def in_groups(windows: Sequence[Sequence[int]], *, pieces: int) -> AccumulationPlan:
-    """The plan of windows of batches that are not to be mixed, each batch cut into as many near-equal chunks.
+    """Plan windows of whole batches, each batch cut into the same number of near-equal chunks.
 
-    It is that of the window with the most samples; where another holds more batches, with chunks of none.
+    The plan is that of the window with the most samples; where another window holds more batches, empty
+    chunks are added.
 
     Args:
         windows: Sizes of the batches of each window.
@@ -109,7 +110,12 @@ def in_groups(windows: Sequence[Sequence[int]], *, pieces: int) -> AccumulationP
 
 
 def cut_window(samples: int, *, micro_batch: int, world_size: int) -> tuple[tuple[int, ...], ...]:
-    """Chunks of a window of any size, one tuple per rank and all of the same length.
+    """Cut a window of any size into chunks, one tuple per rank and all of the same length.
+
+    Args:
+        samples: Samples of the window, over all ranks.
+        micro_batch: Most samples of a chunk.
+        world_size: Data-parallel ranks.
 
     Examples:
         >>> cut_window(7, micro_batch=2, world_size=2)  # a ragged window on two ranks
@@ -139,7 +145,7 @@ def require_effective_batch(effective_batch: int, world_size: int) -> None:
 
 
 def cut_further(plan: AccumulationPlan, *, micro_batch: int) -> AccumulationPlan:
-    """Cut each chunk of a plan into the fewest near-equal ones of at most ``micro_batch`` samples.
+    """Cut each chunk of a plan into the fewest near-equal chunks of at most ``micro_batch`` samples.
 
     Ranks may then hold different numbers of chunks; ``factor`` is the largest.
 

@@ -1,4 +1,4 @@
-"""What a checkpoint keeps of a run: plain values, so that it loads with ``weights_only=True``."""
+"""The state of a run in a checkpoint: plain values, so that it loads with ``weights_only=True``."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -9,7 +9,7 @@ from lightning_ga.plan.records import Method, ProbeResult, Source, Timing, Trial
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Where a run is in its data.
+    """Position of a run in its data.
 
     Attributes:
         seed: Seed of the epochs' orders.
@@ -26,12 +26,12 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """All that a checkpoint keeps.
+    """The state of a run in a checkpoint.
 
     Attributes:
-        position: Where the run is in its data.
-        hardware: What the limit was found on; on anything else it is looked for again.
-        probe: What the probe found, if one ran.
+        position: Position in the data.
+        hardware: The hardware that the limit was found on; on any other it is searched for again.
+        probe: Result of the probe, if one ran.
         limit: Most samples of a pass since memory ran out; ``None`` if it never did.
         oom_events: Out-of-memory errors that were survived.
     """
@@ -43,12 +43,12 @@ class RunState:
     oom_events: int = 0
 
     def to_dict(self) -> dict[str, Any]:
-        """Numbers, strings, lists and dictionaries only."""
+        """Return numbers, strings, lists and dictionaries only."""
         return {"version": 1, **asdict(self)}
 
     @classmethod
     def from_dict(cls, state: Mapping[str, Any]) -> "RunState":
-        """The record behind ``to_dict``."""
+        """Return the record that ``to_dict`` was called on."""
         probe = state["probe"]
         if probe is not None:
             probe = read_probe(probe)
@@ -62,7 +62,7 @@ class RunState:
 
 
 def read_probe(record: Mapping[str, Any]) -> ProbeResult:
-    """The record behind ``asdict``, also after it went through JSON.
+    """Return the record that ``asdict`` was called on, also after it went through JSON.
 
     Raises:
         KeyError, TypeError, ValueError: If it is not one.

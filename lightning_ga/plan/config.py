@@ -1,4 +1,4 @@
-"""What the user asked for, checked before anything runs: the arguments of ``AutoAccumulate``."""
+"""The arguments of ``AutoAccumulate`` as records, checked before anything runs."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,13 +14,13 @@ Normalize = Literal["samples"] | Callable[[Any], Any] | None
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The arguments, as functions of the epoch where they may change over training.
+    """The arguments that say how much, as functions of the epoch where they may change over training.
 
     Attributes:
         effective: Effective batch size by epoch; ``None`` keeps the recipe's.
         factor: Accumulation factor by epoch; ``None`` where the effective batch decides.
         micro_batch: A micro-batch that the user fixed; ``None`` to probe for it.
-        most: Never more than this.
+        most: Upper bound of the micro-batch; ``None`` for none.
     """
 
     effective: Schedule
@@ -29,20 +29,32 @@ class Request:
     most: int | None
 
     def effective_batch(self, epoch: int, micro_batch: int, world_size: int) -> int | None:
-        """Effective batch size of an epoch; ``None`` keeps the recipe's windows."""
+        """Return the effective batch size of an epoch; ``None`` keeps the recipe's windows.
+
+        Args:
+            epoch: The epoch.
+            micro_batch: Samples of a micro-batch.
+            world_size: Data-parallel ranks.
+        """
         factor = self.factor(epoch)
         return self.effective(epoch) if factor is None else factor * micro_batch * world_size
 
     def capped(self, micro_batch: int) -> int:
-        """A micro-batch that obeys what the user fixed."""
+        """Return the micro-batch that the user's arguments allow instead of this one."""
         wanted = micro_batch if self.micro_batch is None else self.micro_batch
         return wanted if self.most is None else min(wanted, self.most)
 
     def useful_limit(self, epochs: range, *, recipe: int, total: int | None, world_size: int) -> int:
-        """Largest micro-batch that any of these epochs can use, in samples.
+        """Return the largest micro-batch that any of these epochs can use, in samples.
 
-        With a fixed factor it is what leaves one full window per epoch; otherwise a rank's share of
-        the largest effective batch.
+        With a fixed factor it leaves one full window per epoch; otherwise it is a rank's share of the
+        largest effective batch.
+
+        Args:
+            epochs: The epochs.
+            recipe: Effective batch size of the recipe.
+            total: Samples of an epoch; ``None`` for a stream of unknown length.
+            world_size: Data-parallel ranks.
         """
         factor = largest(self.factor, epochs)
         share = -(-max(self.effective(epoch) or recipe for epoch in epochs) // world_size)
@@ -59,9 +71,9 @@ class Options:
 
     Attributes:
         budget: ``memory_budget`` as the user wrote it.
-        normalize: What micro-batches are weighted by: ``"samples"``, a callable that counts the items
-            of a batch, or ``None`` for Lightning's division by the nominal factor.
-        batch_norm: What is done about BatchNorm layers: ``"warn"``, ``"rescale"`` or ``"ignore"``.
+        normalize: Weights of micro-batches: ``"samples"``, a callable that counts the items of a batch, or
+            ``None`` for Lightning's division by the nominal factor.
+        batch_norm: Treatment of BatchNorm layers: ``"warn"``, ``"rescale"`` or ``"ignore"``.
         verify: Whether exactness is measured.
         objective: What a micro-batch is chosen for: ``"memory"`` or ``"throughput"``.
         cache: Whether limits are remembered between runs.
@@ -86,6 +98,12 @@ def read_request(
     max_micro_batch_size: int | None,
 ) -> Request:
     """Check the arguments that say how much, and turn them into a ``Request``.
+
+    Args:
+        effective_batch_size: Effective batch size, or a schedule of it.
+        accumulate: Accumulation factor, or a schedule of it; excludes ``effective_batch_size``.
+        micro_batch_size: Samples of a micro-batch, or ``"auto"`` to probe for them.
+        max_micro_batch_size: Upper bound of the micro-batch.
 
     Raises:
         UserError: If two of them contradict each other or one is not a count of at least one.
@@ -126,7 +144,7 @@ def _require_micro_batch(name: str, value: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _FromOne:
-    """Before the first epoch of a mapping the factor is 1, as in Lightning's scheduler."""
+    """A schedule of factors, 1 before the first epoch of a mapping, as in Lightning's scheduler."""
 
     schedule: Schedule
 

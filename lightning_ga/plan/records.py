@@ -1,4 +1,4 @@
-"""What probes leave: records of their steps and findings, and how long these hold."""
+"""Results of a probe: its trials and its limit, and how long these hold."""
 
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -27,7 +27,7 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """How long a window takes at a micro-batch size.
+    """Time of a window at a micro-batch size.
 
     Attributes:
         micro_batch_size: Largest chunk of the window, in samples.
@@ -42,7 +42,7 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """What a probe found.
+    """Result of a probe.
 
     Attributes:
         limit: Largest micro-batch that fits in the budget, or the largest that was asked for.
@@ -51,16 +51,16 @@ class ProbeResult:
         trials: Steps that were tried, in order.
         steps: Training steps run in all, warm-up included.
         seconds: Wall time of the whole probe.
-        method: How the limit was found: ``"replay"`` if a verified prediction found it, ``"prediction"`` if
-            one that was not verified did, ``"below"`` if it was approached from below, ``"phases"`` if the
-            peaks of the step's phases led to it, else ``"bracket"``.
+        method: How the limit was found: ``"replay"`` by a verified prediction, ``"prediction"`` by one that was not
+            verified, ``"below"`` by approaching it from below, ``"phases"`` from the peaks of the step's phases,
+            ``"bracket"`` otherwise.
         curve: Bytes that a budget must leave by micro-batch size, as predicted: ``(samples, bytes)`` in
             rising order; empty where nothing was predicted. The peak, or on a GPU what its allocator
             reserves for that peak.
         timings: Windows timed at several sizes, in rising order; empty with ``objective="memory"``.
         fastest: The smallest size whose window takes at most 3 % longer than the best; ``None`` if not timed.
         source: Where it comes from: a probe of this run, the cache of earlier ones (verified by one step), the
-            checkpoint that the run resumed, or an estimate for a device that is not here.
+            checkpoint that the run resumed, or an estimate for a device that is not present.
     """
 
     limit: int
@@ -77,12 +77,12 @@ class ProbeResult:
 
 
 def outdated(known: ProbeResult, budget: int, high: int) -> str | None:
-    """Why an earlier result of the same step does not hold any more; ``None`` if it does.
+    """Return why an earlier result of the same step no longer holds; ``None`` if it does.
 
-    What a device has free is never twice the same to the byte: two percent more count as the same.
+    The free memory of a device is never twice the same to the byte: up to two percent more counts as the same.
 
     Args:
-        known: What was found.
+        known: The earlier result.
         budget: Bytes that a step may take now.
         high: Largest micro-batch that is of use now.
 
@@ -104,7 +104,7 @@ def outdated(known: ProbeResult, budget: int, high: int) -> str | None:
 
 
 def lowered(found: ProbeResult, limit: int) -> ProbeResult:
-    """What a probe found, after memory ran out in training with more samples than ``limit``."""
+    """Return a probe's result after memory ran out in training with more samples than ``limit``."""
     refused = Trial(limit + 1, found.budget_bytes + 1, False, 0.0)
     peak = next((peak for samples, peak in found.curve if samples >= limit), found.peak_bytes)
     curve = tuple(point for point in found.curve if point[0] <= limit)

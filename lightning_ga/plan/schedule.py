@@ -1,4 +1,4 @@
-"""One number, a mapping from epoch or a callable: all become a function of the epoch."""
+"""Turn a number, a mapping from epoch or a callable into a function of the epoch."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,10 +11,10 @@ Schedule = Callable[[int], int | None]
 
 
 def as_schedule(value: ScheduleLike | None, *, name: str) -> Schedule:
-    """Turn whatever the user wrote into ``epoch -> count``; ``None`` where nothing was said of an epoch.
+    """Turn the user's value into ``epoch -> count``, which is ``None`` for epochs that the value leaves open.
 
     A mapping holds from its epoch on, as in Lightning's ``GradientAccumulationScheduler``, and is
-    copied: the caller's own is neither changed nor watched.
+    copied: later changes of the caller's mapping have no effect.
 
     Args:
         value: A count of at least one, a mapping ``{epoch: count}``, a callable, or ``None``.
@@ -39,7 +39,7 @@ def as_schedule(value: ScheduleLike | None, *, name: str) -> Schedule:
 
 
 def largest(schedule: Schedule, epochs: range) -> int | None:
-    """The largest count that a schedule gives over some epochs; ``None`` where it leaves one open.
+    """Return the largest count of a schedule over some epochs; ``None`` where it leaves one open.
 
     Examples:
         >>> largest(as_schedule({0: 32, 2: 64}, name="effective_batch_size"), range(3))
@@ -60,7 +60,7 @@ class _Constant:
 
 @dataclass(frozen=True, slots=True)
 class _Steps:
-    """A count from each of some epochs on; nothing before the first."""
+    """A count that holds from its epoch on, for several epochs; none before the first."""
 
     counts: tuple[tuple[int, int], ...]
 
@@ -70,7 +70,7 @@ class _Steps:
 
 @dataclass(frozen=True, slots=True)
 class _Checked:
-    """A callable of the user's, whose counts are checked when it is asked."""
+    """A callable of the user, whose counts are checked at each call."""
 
     name: str
     schedule: Callable[[int], int]

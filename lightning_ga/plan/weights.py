@@ -1,4 +1,4 @@
-"""What a micro-batch must weigh so that a window's gradient is that of its samples in one pass.
+"""Weights of micro-batches, so that a window's gradient is that of its samples in one pass.
 
 A loss is a mean over the samples of one micro-batch. Lightning divides it by the accumulation
 factor A (``loops/optimization/automatic.py`` of 2.6.6, ``ClosureResult``) and data parallelism
@@ -15,7 +15,7 @@ from lightning_ga.errors import UserError
 
 
 def known_weight(count: float, window: float, *, factor: int, world_size: int) -> float:
-    """Weight of a micro-batch whose window is known in advance; 1.0 where all are equal.
+    """Return the weight of a micro-batch whose window is known in advance; 1.0 where all are equal.
 
     Args:
         count: Samples (or tokens) of this micro-batch.
@@ -31,14 +31,14 @@ def known_weight(count: float, window: float, *, factor: int, world_size: int) -
 
 
 def window_scale(total: float, *, reference: float, factor: int, world_size: int) -> float:
-    """Scale for the gradients of a window whose micro-batches weighed ``count / reference``.
+    """Return the scale for the gradients of a window whose micro-batches weighed ``count / reference``.
 
-    Used where the window is known only when it is over. The reference is near the mean count, so
+    Used where the total of the window is known only at its end. The reference is near the mean count, so
     that the weights are near one and half precision neither overflows nor loses digits.
 
     Args:
         total: Samples (or tokens) that the window turned out to hold, over all ranks.
-        reference: What the counts were divided by.
+        reference: The number that the counts were divided by.
         factor: The accumulation factor by which Lightning divided.
         world_size: Ranks over which gradients were averaged.
 
@@ -50,7 +50,7 @@ def window_scale(total: float, *, reference: float, factor: int, world_size: int
 
 
 def count_items(normalize: Callable[[Any], Any], batch: Any) -> float:
-    """What ``normalize`` counts in a batch.
+    """Call ``normalize`` on a batch and return its count.
 
     Raises:
         UserError: If that is not one number.
@@ -68,10 +68,10 @@ def count_items(normalize: Callable[[Any], Any], batch: Any) -> float:
 
 @dataclass(frozen=True)
 class Samples:
-    """Counts samples: the length of the batch's first tensor. What ``normalize="samples"`` does by itself."""
+    """Counts samples: the length of the batch's first tensor, as ``normalize="samples"`` does."""
 
     def __call__(self, batch: Any) -> int:
-        """Samples of a batch."""
+        """Return the samples of a batch."""
         first = next(_tensors(batch), None)
         if first is None:
             raise UserError(
@@ -101,14 +101,14 @@ class TargetTokens:
     shift: bool = False
 
     def __call__(self, batch: Any) -> int:
-        """Targets of a batch that count."""
+        """Return the targets of a batch that count."""
         targets = _pick(batch, self.key)
         return int((targets[..., 1:] if self.shift else targets).ne(self.ignore_index).sum())
 
 
 @dataclass(frozen=True)
 class AttentionMaskTokens:
-    """Counts the tokens that are no padding.
+    """Counts the tokens that are not padding.
 
     Attributes:
         key: Where the mask (1 for a token, 0 for padding) is in the batch.
@@ -122,7 +122,7 @@ class AttentionMaskTokens:
     key: str | int = "attention_mask"
 
     def __call__(self, batch: Any) -> int:
-        """Tokens of a batch."""
+        """Return the tokens of a batch."""
         return int(_pick(batch, self.key).sum())
 
 

@@ -1,6 +1,6 @@
-"""Weigh the micro-batches of a window, be its samples known in advance or counted as they come. Pure.
+"""Weigh the micro-batches of a window, with samples known in advance or counted during the window. Pure.
 
-Records are frozen: an attempt that fails is undone by going on with the record from before it.
+Records are frozen: to undo a failed attempt, go on with the record from before it.
 """
 
 from collections.abc import Callable
@@ -16,18 +16,18 @@ class StockWindow:
 
     Attributes:
         weight: Weight of the micro-batch.
-        share: How much of it is in the next backward pass.
+        share: Share of the micro-batch in the next backward pass.
     """
 
     weight: float = 1.0
     share: float = 1.0
 
     def part(self, share: float) -> "StockWindow":
-        """Let so much of the micro-batch be in the next backward pass."""
+        """Set the share of the micro-batch in the next backward pass."""
         return replace(self, share=share)
 
     def whole(self) -> "StockWindow":
-        """Let all of the micro-batch be in the next backward pass."""
+        """Let the next backward pass cover the whole micro-batch."""
         return replace(self, share=1.0)
 
     def trained(self) -> "StockWindow":
@@ -46,7 +46,7 @@ class KnownWindow:
     Attributes:
         world_size: Ranks over which gradients are averaged.
         weight: Weight of the micro-batch.
-        share: How much of it is in the next backward pass.
+        share: Share of the micro-batch in the next backward pass.
         window: Samples of the window as planned, over all ranks.
         seen: Samples of this rank's micro-batches so far, as planned.
         reached: Those that have reached their backward passes.
@@ -85,22 +85,23 @@ class KnownWindow:
         return KnownWindow(self.world_size, weight, 1.0, window, seen, reached, count, count)
 
     def part(self, share: float) -> "KnownWindow":
-        """Let so much of the micro-batch be in the next backward pass."""
+        """Set the share of the micro-batch in the next backward pass."""
         return replace(self, share=share, pending=share * self.count)
 
     def whole(self) -> "KnownWindow":
-        """Let all of the micro-batch be in the next backward pass."""
+        """Let the next backward pass cover the whole micro-batch."""
         return replace(self, share=1.0)
 
     def trained(self) -> "KnownWindow":
         """Note that the backward pass has been reached; steps that return ``None`` do not reach it."""
-        return replace(self, reached=self.reached + self.pending, pending=0.0)
+        reached = self.reached + self.pending
+        return KnownWindow(self.world_size, self.weight, self.share, self.window, self.seen, reached, self.count)
 
     def close(self, factor: int) -> tuple[float, "KnownWindow"]:
         """Return the scale of the window's gradients, and the record for the next window.
 
-        It is above one where micro-batches were skipped or samples dropped. Other ranks are not asked:
-        Lightning allows a step to be skipped on one rank only.
+        The scale is above one where micro-batches were skipped or samples dropped. It is computed without the other
+        ranks, as Lightning allows a step to be skipped on one rank only.
         """
         skipped = self.seen - self.reached
         return self.window / (self.window - skipped) if 0 < skipped < self.window else 1.0, self
@@ -108,23 +109,23 @@ class KnownWindow:
 
 @dataclass(frozen=True, slots=True)
 class LateWindow:
-    """Weights of windows whose samples or tokens are counted as they come.
+    """Weights of windows whose samples or tokens are counted during the window.
 
     A micro-batch weighs its count ÷ a reference near the mean count, and the window's gradients are
-    scaled once when its total is known. The reference is twice the largest mean of a window so far:
-    so hardly any weight is above one, and half precision overflows no more often than without.
+    scaled once, when its total is known. The reference is twice the largest mean of a window so far:
+    hardly any weight is then above one, and half precision overflows no more often than without.
 
     Attributes:
         world_size: Ranks over which gradients are averaged.
         sum_over_ranks: Adds up one number over all ranks.
-        reference: Where to start; ``None`` takes it from the first micro-batch that counts anything.
+        reference: The first reference; ``None`` takes it from the first micro-batch with a count above zero.
         fixed: Whether the reference stays.
         weight: Weight of the micro-batch.
-        share: How much of it is in the next backward pass.
+        share: Share of the micro-batch in the next backward pass.
         largest_mean: The largest mean count of a window so far.
-        reached: What has reached its backward pass in this window.
-        count: What the micro-batch counts.
-        pending: What of it has not reached a backward pass.
+        reached: The count that has reached its backward passes in this window.
+        count: Count of the micro-batch.
+        pending: The part of it that has not reached a backward pass.
         any_reached: Whether a backward pass of the window has been reached.
 
     Examples:
@@ -152,10 +153,10 @@ class LateWindow:
     def weigh(
         self, count: float, *, window: float, factor: int, first: bool, planned: float | None = None
     ) -> "LateWindow":
-        """Weigh the next micro-batch of this rank; what was planned does not matter here.
+        """Weigh the next micro-batch of this rank.
 
         Args:
-            count: What it counts.
+            count: Its samples or tokens.
             window: Unused.
             factor: The accumulation factor.
             first: Whether it begins the window.
@@ -172,11 +173,11 @@ class LateWindow:
         return replace(begun, reference=reference, weight=weight, share=1.0, count=count, pending=count)
 
     def part(self, share: float) -> "LateWindow":
-        """Let so much of the micro-batch be in the next backward pass."""
+        """Set the share of the micro-batch in the next backward pass."""
         return replace(self, share=share, pending=share * self.count)
 
     def whole(self) -> "LateWindow":
-        """Let all of the micro-batch be in the next backward pass."""
+        """Let the next backward pass cover the whole micro-batch."""
         return replace(self, share=1.0)
 
     def trained(self) -> "LateWindow":
@@ -184,7 +185,9 @@ class LateWindow:
         return replace(self, reached=self.reached + self.pending, pending=0.0, any_reached=True)
 
     def close(self, factor: int) -> tuple[float, "LateWindow"]:
-        """Return the scale of the window's gradients, and the record for the next window; ranks ask together.
+        """Return the scale of the window's gradients, and the record for the next window.
+
+        All ranks must call it together.
 
         Raises:
             UserError: If the whole window counts nothing.
@@ -203,7 +206,7 @@ class LateWindow:
         return scale, replace(self, largest_mean=max(self.largest_mean, mean))
 
     def _reference_for(self, count: float, *, factor: int, first: bool) -> float | None:
-        """Return what the next count is divided by; ``None`` while nothing was counted."""
+        """Return the divisor of the next count; ``None`` while nothing was counted."""
         if factor == self.world_size == 1 and count:  # a window of one micro-batch is its own mean, to the bit
             return count
         if self.reference is None:

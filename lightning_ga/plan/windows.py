@@ -1,4 +1,4 @@
-"""The windows of one epoch and their micro-batches: pure arithmetic, each answer in constant time."""
+"""Cut one epoch into windows and micro-batches: pure arithmetic, each answer in constant time."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from typing import Protocol
 
 
 class Windows(Protocol):
-    """Where each window of an epoch starts and how many samples it holds."""
+    """The windows of an epoch: where each starts and how many samples it holds."""
 
     @property
     def done(self) -> int:
@@ -19,7 +19,7 @@ class Windows(Protocol):
         """Windows of the epoch, those already done included; ``None`` for a stream of unknown length."""
 
     def span(self, window: int) -> tuple[int, int]:
-        """Start and number of samples of one window, counted in the epoch's order."""
+        """Return start and number of samples of one window, counted in the epoch's order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class RegularWindows:
 
     @property
     def done(self) -> int:
-        """Windows already trained on, the last one perhaps of another size."""
+        """Windows already trained on, the last perhaps of another size."""
         return -(-self.samples_done // self.size)
 
     @property
@@ -52,7 +52,7 @@ class RegularWindows:
         return self.done + (left // self.size if self.drop_last else -(-left // self.size))
 
     def span(self, window: int) -> tuple[int, int]:
-        """Start and number of samples.
+        """Return start and number of samples of one window.
 
         Examples:
             >>> RegularWindows(total=10, size=4).span(2)
@@ -67,10 +67,10 @@ class RegularWindows:
 
 @dataclass(frozen=True, slots=True)
 class GivenWindows:
-    """Windows as a batch sampler of the user's own cut them, each of its own size.
+    """Windows given by the user's own batch sampler, each of its own size.
 
     Attributes:
-        starts: Where each window starts, and the end of the last.
+        starts: Start of each window, and the end of the last.
         done: Windows that an earlier run has already trained on.
     """
 
@@ -79,9 +79,14 @@ class GivenWindows:
 
     @classmethod
     def of(cls, sizes: Sequence[int], *, per_window: int, samples_done: int = 0) -> "GivenWindows":
-        """Join ``per_window`` batches of the given sizes to one window.
+        """Join ``per_window`` batches of the given sizes into each window.
 
-        Windows start anew at ``samples_done``, which other windows may have led to.
+        Windows start anew at ``samples_done``, where windows of another size may have ended.
+
+        Args:
+            sizes: Samples of each batch of the epoch.
+            per_window: Batches of a window.
+            samples_done: Samples that an earlier run has already trained on.
 
         Examples:
             >>> GivenWindows.of([3, 5, 2], per_window=2).starts
@@ -102,11 +107,11 @@ class GivenWindows:
         return len(self.starts) - 1
 
     def span(self, window: int) -> tuple[int, int]:
-        """Start and number of samples."""
+        """Return start and number of samples of one window."""
         return self.starts[window], self.starts[window + 1] - self.starts[window]
 
     def batches(self, ends: Sequence[int]) -> list[list[int]]:
-        """Sizes of the batches in each window that is still to come.
+        """Return the sizes of the batches in each window that is still to come.
 
         Args:
             ends: Samples before each batch of the epoch, and after the last.
@@ -150,21 +155,22 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class EpochPlan:
-    """Which samples each micro-batch of an epoch holds, on every rank.
+    """The micro-batches of an epoch, on every rank.
 
     Every window is cut into the same number of chunks, the accumulation factor, but for the last,
-    which needs only as many as its samples ask for.
+    which has only as many as its samples need.
 
     Attributes:
         windows: The windows of the epoch.
         micro_batch: Most samples of a chunk.
         factor: Chunks per rank of every window but the last.
         world_size: Ranks that share the epoch's order.
-        whole: Whether the last window has as many chunks as the others: where each rank has data of its
-            own, the ranks know nothing of one another's last windows.
-        batches: Where the recipe's batches start and end, if chunks are to be these: counted in the epoch's
-            order, or ``()`` where all but the last of a window have ``micro_batch`` samples. On one rank only.
-        pieces: Chunks that each of these batches is cut into: none holds samples of two of them.
+        whole: Whether the last window has as many chunks as the others, as where each rank has data of its
+            own and does not know the last windows of other ranks.
+        batches: Starts and ends of the recipe's batches in the epoch's order, where chunks must not cross them;
+            ``()`` where all batches but the last of a window have ``micro_batch`` samples; ``None`` where chunks
+            ignore batches. On one rank only.
+        pieces: Chunks that each of these batches is cut into.
     """
 
     windows: Windows
@@ -187,13 +193,13 @@ class EpochPlan:
         return self.starts_at(self.windows.done)
 
     def starts_at(self, window: int) -> int:
-        """Micro-batches before a window."""
+        """Return the number of micro-batches before a window."""
         if not window or window != self.windows.count:
             return window * self.factor
         return (window - 1) * self.factor + self.factor_of(window - 1)
 
     def factor_of(self, window: int) -> int:
-        """Chunks per rank of one window."""
+        """Return the chunks per rank of one window."""
         count = self.windows.count
         if self.whole or count is None or window < count - 1:
             return self.factor
@@ -205,7 +211,7 @@ class EpochPlan:
         return max(1, min(self.factor, -(-share // self.micro_batch)))
 
     def samples_after(self, index: int) -> int:
-        """Samples of the epoch that all ranks have done once each has done this micro-batch.
+        """Return the samples of the epoch that are done once each rank has done this micro-batch.
 
         Examples:
             >>> EpochPlan(RegularWindows(total=10, size=8), 4, factor=2, world_size=1).samples_after(0)
@@ -222,7 +228,7 @@ class EpochPlan:
         return start + larger * done_of_larger + (self.world_size - larger) * done
 
     def chunk(self, index: int, rank: int) -> Chunk:
-        """The ``index``-th micro-batch of the epoch on one rank.
+        """Return the ``index``-th micro-batch of the epoch on one rank.
 
         Examples:
             >>> plan = EpochPlan(RegularWindows(total=10, size=8), micro_batch=3, factor=3, world_size=1)
@@ -246,7 +252,7 @@ class EpochPlan:
         return Chunk(window, start + share_start + chunk_start, count, samples, start + samples)
 
     def _batch(self, start: int, samples: int, position: int) -> tuple[int, int]:
-        """Start and end of the recipe's batch at a position of a window; a resumed window may start in the midst."""
+        """Return start and end of a recipe batch by its position; a resumed window may start in the middle of one."""
         end = start + samples
         if not self.batches:
             first = min(start + position * self.micro_batch, end)
@@ -257,7 +263,12 @@ class EpochPlan:
 
 
 def part(total: int, parts: int, index: int) -> tuple[int, int]:
-    """Start and size of one of ``parts`` near-equal parts, the larger ones first.
+    """Return start and size of one of ``parts`` near-equal parts, the larger ones first.
+
+    Args:
+        total: Samples to cut.
+        parts: Number of parts.
+        index: Which part.
 
     Examples:
         >>> [part(10, 4, index) for index in range(4)]

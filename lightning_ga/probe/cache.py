@@ -7,7 +7,7 @@ costs a probe and a warning, never the run.
 
 import json
 import os
-import tempfile
+import secrets
 import warnings
 from collections.abc import Mapping
 from contextlib import suppress
@@ -21,7 +21,7 @@ from lightning_ga.plan.records import ProbeResult
 
 
 class LimitCache:
-    """Results of probes by the description of the step that they hold for.
+    """Results of probes, by the description of the step that they hold for.
 
     Args:
         folder: Where the files lie; ``None`` is the user's cache folder.
@@ -31,33 +31,28 @@ class LimitCache:
         self.folder = cache_folder() if folder is None else folder
 
     def read(self, step: Mapping[str, Any]) -> ProbeResult | None:
-        """What a probe of this step found; ``None``, with a warning if there is a file that cannot be read."""
+        """Return what a probe of this step found; ``None``, with a warning if its file cannot be read."""
         path = self._path(step)
         try:
             return read_probe(json.loads(path.read_text(encoding="utf-8"))["probe"])
         except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            _warn(f"{path} cannot be read ({_told(error)}), so the limit is looked for again.")
+            _warn(f"{path} cannot be read ({type(error).__name__}: {error}), so the limit is looked for again.")
             return None
 
     def write(self, step: Mapping[str, Any], result: ProbeResult) -> None:
-        """Keep a result, whole or not at all: it is written beside the file and then takes its place."""
+        """Keep a result, whole or not at all: another file is written, which then takes the place of the old one."""
         path = self._path(step)
-        content = json.dumps({"step": step, "probe": asdict(result)}, indent=1)
+        part = path.with_suffix(f".{secrets.token_hex(8)}.part")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            handle, name = tempfile.mkstemp(dir=self.folder, suffix=".part")
-            try:
-                with os.fdopen(handle, "w", encoding="utf-8") as file:
-                    file.write(content)
-                Path(name).replace(path)
-            except OSError:
-                with suppress(OSError):
-                    Path(name).unlink()
-                raise
+            part.write_text(json.dumps({"step": step, "probe": asdict(result)}, indent=1), encoding="utf-8")
+            part.replace(path)
         except OSError as error:
-            _warn(f"{path} cannot be written ({_told(error)}), so the limit is not remembered.")
+            with suppress(OSError):
+                part.unlink()
+            _warn(f"{path} cannot be written ({type(error).__name__}: {error}), so the limit is not remembered.")
 
     def _path(self, step: Mapping[str, Any]) -> Path:
         digest = sha256(json.dumps(step, sort_keys=True).encode()).hexdigest()
@@ -65,7 +60,7 @@ class LimitCache:
 
 
 def cache_folder() -> Path:
-    """The folder of this package in the user's cache.
+    """Return the folder of this package in the user's cache.
 
     Examples:
         >>> cache_folder().name
@@ -73,10 +68,6 @@ def cache_folder() -> Path:
     """
     root = os.environ.get("XDG_CACHE_HOME")
     return (Path(root) if root else Path("~/.cache").expanduser()) / "lightning_ga"
-
-
-def _told(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
 
 
 def _warn(message: str) -> None:

@@ -1,4 +1,4 @@
-"""Peak memory by micro-batch size, read off the steps that were tried. Pure."""
+"""Peak memory by micro-batch size, read off the steps that ran. Pure."""
 
 from dataclasses import dataclass, replace
 
@@ -9,7 +9,26 @@ from lightning_ga.probe.prediction import PeakPredictor, extrapolate
 
 # A caching allocator hands out somewhat more than is asked for, and kernels choose their workspaces by size.
 TOLERANCE = 0.016  # of a measured peak
-Step = tuple[Trial, tuple[MemoryTrace, ...]]  # one that fits, and what was recorded of it
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A training step that fits.
+
+    Attributes:
+        trial: Its size and peak.
+        traces: What was recorded of it, the most faithful first.
+        reserved_bytes: What an allocator reserved for that peak, and a budget had to leave; ``None`` is not known.
+    """
+
+    trial: Trial
+    traces: tuple[MemoryTrace, ...]
+    reserved_bytes: int | None = None
+
+    @property
+    def samples(self) -> int:
+        """Micro-batch size."""
+        return self.trial.micro_batch_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +44,8 @@ class Curve:
         lines: Bytes at these two sizes.
         rounding: Bytes that the allocator rounds up to: 1 where sizes are exact.
         segmented: Whether the allocator cuts its blocks out of segments.
+        shift: Size of the largest step that ran, and the bytes by which it missed the prediction, in what a budget
+            must leave.
     """
 
     replay: PeakPredictor | None
@@ -32,6 +53,7 @@ class Curve:
     lines: tuple[tuple[int, int], ...]
     rounding: int = 1
     segmented: bool = False
+    shift: tuple[int, int] = (1, 0)
 
     @property
     def is_replay(self) -> bool:
@@ -49,7 +71,16 @@ class Curve:
 
     def needs(self, samples: int) -> int:
         """Bytes that a budget must leave: with segments, what the allocator reserves for that peak."""
-        return self._unseen(samples) + self._seen(samples)[1]
+        size, missed = self.shift
+        if missed > 0 and size > self.samples[1]:  # holes grow with what lies around them
+            missed = missed * max(size, samples) // size
+        return self._unseen(samples) + self._seen(samples)[1] + missed
+
+    def through(self, step: Step) -> "Curve":
+        """Shift a curve to what a step needed: a large one tells what smaller ones do not."""
+        reserved, foreseen = step.reserved_bytes, self._unseen(step.samples) + self._seen(step.samples)[1]
+        missed = step.trial.peak_bytes - self(step.samples) if reserved is None else reserved - foreseen
+        return replace(self, shift=(step.samples, missed))
 
     def confirms(self, trial: Trial, traces: tuple[MemoryTrace, ...]) -> bool:
         """Whether a further trial has the predicted peak, and the stream of one of its traces.
@@ -75,23 +106,36 @@ class Curve:
 
 
 def fit_curve(fitting: list[Step], rounding: int, *, segmented: bool = False) -> Curve | None:
-    """The curve through the two largest steps; by replay, then by phase, if the two largest traces allow."""
-    traced = [pair for pair in fitting if pair[1]][-2:]
-    pairs = list(zip(*(traces for _, traces in traced))) if len(traced) == 2 else []
+    """Fit the curve to steps in rising order: by replay, then by phase, if two traces allow, else by their peaks.
+
+    Args:
+        fitting: Steps that fit.
+        rounding: Bytes that the allocator rounds up to.
+        segmented: Whether the allocator cuts its blocks out of segments.
+
+    Returns:
+        The curve, through the largest step; ``None`` if there are not two steps.
+    """
+    traced = [step for step in fitting if step.traces][-2:]
+    curve = _of_traces(traced[0], traced[1], rounding, segmented) if len(traced) == 2 else None
+    if curve is None and len(fitting) > 1:
+        small, large = (step.trial for step in fitting[-2:])
+        line = (small.peak_bytes, large.peak_bytes)
+        curve = Curve(None, (small.micro_batch_size, large.micro_batch_size), (line,), rounding)
+    return None if curve is None else curve.through(fitting[-1])
+
+
+def _of_traces(small: Step, large: Step, rounding: int, segmented: bool) -> Curve | None:
+    samples, pairs = (small.samples, large.samples), list(zip(small.traces, large.traces))
     for first, second in pairs:
         replay = extrapolate(first, second, rounding=rounding)
         if replay is not None:
-            seen = Curve(replay, (first.samples, second.samples), ((0, 0),), rounding, segmented)
-            unseen = [trial.peak_bytes - seen(trial.micro_batch_size) for trial, _ in traced]
-            return replace(seen, lines=((unseen[0], unseen[1]),))
+            seen = Curve(replay, samples, ((0, 0),), rounding, segmented)
+            start, end = (step.trial.peak_bytes - seen(step.samples) for step in (small, large))
+            return replace(seen, lines=((start, end),))
     for first, second in pairs:
         if len(first.marks) == len(second.marks) > 0:
-            unseen = [trial.peak_bytes - trace.peak(rounding) for (trial, _), trace in zip(traced, (first, second))]
+            start, end = small.trial.peak_bytes - first.peak(rounding), large.trial.peak_bytes - second.peak(rounding)
             phases = zip(first.phase_peaks(rounding), second.phase_peaks(rounding))
-            lines = tuple((start + unseen[0], end + unseen[1]) for start, end in phases)
-            return Curve(None, (first.samples, second.samples), lines, rounding)
-    if len(fitting) < 2:
-        return None
-    small, large = fitting[-2][0], fitting[-1][0]
-    line = (small.peak_bytes, large.peak_bytes)
-    return Curve(None, (small.micro_batch_size, large.micro_batch_size), (line,), rounding)
+            return Curve(None, samples, tuple((low + start, high + end) for low, high in phases), rounding)
+    return None

@@ -1,4 +1,4 @@
-"""What a limit depends on, as plain text: two steps of equal description take the same memory.
+"""Describe what a limit depends on in plain text: two steps of equal description take the same memory.
 
 It errs on the side of telling steps apart: a description that changes costs a probe, one that does
 not change although the step did is caught by the step that verifies a remembered limit.
@@ -6,9 +6,10 @@ not change although the step did is caught by the step that verifies a remembere
 
 import os
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from hashlib import sha256
 from importlib.metadata import version
+from itertools import chain
 from typing import Any
 
 import psutil
@@ -23,7 +24,7 @@ _PLAIN = (bool, int, float, str, torch.dtype, type(None))
 
 
 def hardware(trainer: Any, budget: int | float | str | None) -> str:
-    """What a limit depends on besides the user's code: device, memory, budget, precision, ranks, versions."""
+    """Describe what a limit depends on besides the user's code: device, memory, budget, precision, ranks, versions."""
     device = trainer.strategy.root_device
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
@@ -50,12 +51,12 @@ def describe_step(
     on_cpu = trainer.strategy.root_device.type == "cpu"
     windows = rank_samples if objective != "memory" or sparse_parameters(module) else None
     return {
-        "model": _digest(describe_module(module)),
-        "code": _digest(sorted({describe_class(type(part)) for part in module.modules()})),
+        "model": _digest(_module(module)),
+        "code": _digest(sorted({_digest(_code(type(part))) for part in module.modules()})),
         "samples": sorted({str(describe_value(sample)) for sample in samples}),
-        "collate": describe_code(collate),
+        "collate": _digest(_code(collate)),
         "whole": batch_samples if on_cpu else None,
-        "optimizers": [describe_optimizer(optimizer) for optimizer in trainer.optimizers],
+        "optimizers": [_optimizer(optimizer) for optimizer in trainer.optimizers],
         "callbacks": sorted(type(callback).__name__ for callback in trainer.callbacks),
         "clipping": [str(trainer.gradient_clip_val), str(trainer.gradient_clip_algorithm)],
         "strategy": type(trainer.strategy).__name__,
@@ -68,18 +69,8 @@ def describe_step(
     }
 
 
-def describe_module(module: torch.nn.Module) -> list[str]:
-    """Layers with their plain settings, parameters and buffers with their shapes and types."""
-    lines = []
-    for name, part in module.named_modules():
-        settings = {key: value for key, value in sorted(vars(part).items()) if _is_setting(value)}
-        lines.append(f"{name}: {type(part).__module__}.{type(part).__qualname__} {settings}")
-    tensors = [*module.named_parameters(), *module.named_buffers()]
-    return lines + [f"{name}: {tuple(t.shape)} {t.dtype} {t.requires_grad} {t.layout}" for name, t in tensors]
-
-
 def describe_value(value: Any) -> Any:
-    """Structure, shapes and types of a sample; values do not matter.
+    """Describe structure, shapes and types of a sample; values do not matter.
 
     Examples:
         >>> describe_value({"image": torch.zeros(3, 4), "label": 1})
@@ -94,36 +85,34 @@ def describe_value(value: Any) -> Any:
     return f"{type(value).__name__} of {len(value)}" if isinstance(value, (str, bytes)) else type(value).__name__
 
 
-def describe_optimizer(optimizer: torch.optim.Optimizer) -> list[str]:
-    """Its kind, and of every group which options are on: rates do not change what it takes."""
-    groups = (group.items() for group in optimizer.param_groups)
-    options = [{k: v if isinstance(v, (bool, type(None))) else bool(v) for k, v in g if _is_setting(v)} for g in groups]
-    return [type(optimizer).__qualname__, *(f"{sorted(group.items())}" for group in options)]
+def _module(module: torch.nn.Module) -> Iterator[str]:
+    """Describe layers with their plain settings, parameters and buffers with their shapes and types."""
+    for name, part in module.named_modules():
+        settings = {key: value for key, value in sorted(vars(part).items()) if _is_setting(value)}
+        yield f"{name}: {type(part).__module__}.{type(part).__qualname__} {settings}"
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        yield f"{name}: {tuple(tensor.shape)} {tensor.dtype} {tensor.requires_grad} {tensor.layout}"
 
 
-def describe_class(kind: type) -> str:
-    """A class and the code of its methods, its base classes' too."""
-    functions = [value for base in kind.__mro__ for _, value in sorted(vars(base).items()) if _is_function(value)]
-    return f"{kind.__module__}.{kind.__qualname__} {_digest(map(describe_code, functions))}"
+def _optimizer(optimizer: torch.optim.Optimizer) -> list[str]:
+    """Describe its kind, and of every group which options are on: rates do not change what it takes."""
+    groups = ({key: value for key, value in group.items() if _is_setting(value)} for group in optimizer.param_groups)
+    options = ({k: v if isinstance(v, (bool, type(None))) else bool(v) for k, v in group.items()} for group in groups)
+    return [type(optimizer).__qualname__, *(str(sorted(group.items())) for group in options)]
 
 
-def describe_code(function: Any) -> str:
-    """A digest of what a function does: its byte code, constants and names, not where it is defined."""
-    code = getattr(function, "__code__", None)
+def _code(thing: Any) -> list[str]:
+    """Describe what a function does, or a class with its bases: byte code, constants and names, not their place."""
+    if isinstance(thing, type):
+        values = (value for base in thing.__mro__ for _, value in sorted(vars(base).items()))
+        methods = (_code(value) for value in values if isinstance(value, types.FunctionType))
+        return [f"{thing.__module__}.{thing.__qualname__}", *chain.from_iterable(methods)]
+    code = thing if isinstance(thing, types.CodeType) else getattr(thing, "__code__", None)
     if code is None:
-        return type(function).__qualname__ if not hasattr(function, "__qualname__") else function.__qualname__
-    return _digest(_of_code(code))
-
-
-def _of_code(code: types.CodeType) -> list[str]:
-    inner = [_of_code(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
-    constants = [repr(constant) for constant in code.co_consts if isinstance(constant, (*_PLAIN, bytes, tuple))]
-    plain = [text for text in constants if "<code object" not in text]
-    return [code.co_code.hex(), *code.co_names, *plain, *(line for lines in inner for line in lines)]
-
-
-def _is_function(value: Any) -> bool:
-    return isinstance(value, types.FunctionType)
+        return [getattr(thing, "__qualname__", type(thing).__qualname__)]
+    inner = (_code(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
+    plain = (repr(constant) for constant in code.co_consts if isinstance(constant, (*_PLAIN, bytes, tuple)))
+    return [code.co_code.hex(), *code.co_names, *plain, *chain.from_iterable(inner)]
 
 
 def _is_setting(value: Any) -> bool:

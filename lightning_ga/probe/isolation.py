@@ -8,21 +8,21 @@ import torch
 
 from lightning_ga.compat import patching, transfer, trial_steps
 from lightning_ga.memory.live_tensors import uncounted
-from lightning_ga.snapshot.attempt import AttemptState
+from lightning_ga.snapshot.attempt import AttemptSnapshot
 from lightning_ga.snapshot.contents import ObjectState
+from lightning_ga.snapshot.random_numbers import RandomState
 from lightning_ga.snapshot.state import (
     Attributes,
     Gradients,
     OptimizerState,
     PlainState,
-    RandomState,
     TensorValues,
 )
 
 
 @contextmanager
 def isolated(trainer: Any, stand_ins: Mapping[int, Any] | None = None) -> Iterator[Callable[[], None]]:
-    """Within, trial steps may run, and the yielded function puts back all they changed; so does the end.
+    """Let trial steps run as a context; the yielded function puts back all they changed, and so does the end.
 
     Args:
         trainer: The Trainer.
@@ -65,7 +65,7 @@ def isolated(trainer: Any, stand_ins: Mapping[int, Any] | None = None) -> Iterat
 
 @contextmanager
 def hooks_apart(trainer: Any) -> Iterator[None]:
-    """Within, hooks of batches may be called aside from training: what they change is put back."""
+    """Let hooks of batches be called apart from training, as a context: what they change is put back."""
     profiler, trainer.profiler = trainer.profiler, patching.sibling(trainer, "profilers").PassThroughProfiler()
     try:
         with _kept_apart(trainer) if transfer.hooks_see_batches(trainer) else nullcontext():
@@ -78,14 +78,14 @@ def hooks_apart(trainer: Any) -> Iterator[None]:
 def _kept_apart(trainer: Any) -> Iterator[None]:
     module, random_state = trainer.lightning_module, RandomState()
     plain = PlainState(list(module.modules()), [trainer, trainer.strategy, trainer.datamodule])
-    tensors = AttemptState(module)
-    tensors.keep(None)
+    tensors = AttemptSnapshot(module)
+    tensors.take(None)
     plain.swap_in_copies()
     try:
         yield
     finally:
         plain.restore()
-        tensors.put_back()
+        tensors.restore()
         random_state.restore()
 
 

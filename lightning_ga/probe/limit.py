@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
-from itertools import chain
+from itertools import chain, count
 from typing import Any
 
 import torch
@@ -90,7 +90,9 @@ def probe(
             alive.fill()
 
         reset()
-        timer = WindowTimer(trainer, step, reset, announce.timing)
+        steps = count(1)
+        on_size = "Looking for the fastest micro-batch: {} samples …".format
+        timer = WindowTimer(trainer, step, reset, lambda size: announce(on_size(size)))
         prober = Prober(
             step,
             meter_of(numbered(trainer.strategy.root_device)),
@@ -98,7 +100,7 @@ def probe(
             resident=lambda: chain(resident_tensors(trainer), extra_resident()),
             reset=reset,
             agree=lambda fits: agreement.sum_over_ranks(trainer, float(not fits)) == 0,
-            on_step=announce.step,
+            on_step=lambda n: announce(f"Looking for the largest micro-batch: step {next(steps)}, {n} samples …"),
         )
         kind = describe_step(trainer, loader.collate_fn, samples.by_weight, options, rank_samples, batch_samples)
         found = _recall_or_find(prober, trainer, high, kind, options, partial(timer.time_windows, rank_samples))

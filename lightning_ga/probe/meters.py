@@ -30,6 +30,7 @@ class Measurement:
         failure: What the step raised.
         strained: Whether the allocator ran out of memory or had to free its cache, even if the step went on.
         traces: The recorded step, the most faithful first.
+        reserved_bytes: Most bytes that the allocator held at once; ``None`` where it hands out what it holds.
     """
 
     peak_bytes: int
@@ -37,6 +38,7 @@ class Measurement:
     failure: Exception | None = None
     strained: bool = False
     traces: tuple[MemoryTrace, ...] = ()
+    reserved_bytes: int | None = None
 
 
 class Meter(Protocol):
@@ -46,12 +48,14 @@ class Meter(Protocol):
         device: Where the step's memory lies.
         rounding: Bytes that the allocator rounds up to.
         segmented: Whether the allocator cuts its blocks out of segments.
+        sees_kernels: Whether temporaries that kernels choose by size are measured, too.
         deadly: Whether running out of memory ends the process instead of raising an error.
     """
 
     device: torch.device
     rounding: int
     segmented: bool
+    sees_kernels: bool
     deadly: bool
 
     def count(self, tensors: Iterable[Tensor | None]) -> int:
@@ -80,6 +84,7 @@ class TensorMeter:
     """
 
     segmented = False
+    sees_kernels = False
 
     def __init__(self, device: torch.device, *, rounding: int = 1, room: int | None = None) -> None:
         self.device, self.rounding = device, rounding
@@ -123,6 +128,7 @@ class CachingMeter:
     """
 
     rounding = ROUNDING
+    sees_kernels = True
     deadly = False
 
     def __init__(self, device: torch.device) -> None:
@@ -148,7 +154,7 @@ class CachingMeter:
         peak, undisturbed = self._allocator.finish()
         recorded = (self._allocator.trace(samples), self._tensors.trace(samples)) if record else ()
         traces = tuple(trace for trace in recorded if trace is not None)
-        return Measurement(peak, seconds, failure, not undisturbed, traces)
+        return Measurement(peak, seconds, failure, not undisturbed, traces, self._allocator.reserved_peak())
 
     def mark(self) -> None:
         """Note in the recording that a phase of the step ends."""

@@ -8,7 +8,7 @@ with those sizes, and the maximum is taken.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from lightning_ga.memory.trace import MemoryTrace, replay
 
@@ -25,37 +25,26 @@ class PeakPredictor:
     first: MemoryTrace
     second: MemoryTrace
     rounding: int = 1
-    _fixed: tuple[int, ...] = field(init=False, repr=False, compare=False)
-    _affine: tuple[int, ...] = field(init=False, repr=False, compare=False)
-    _quadratic: tuple[int, ...] = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        growing = [n for n, (small, large) in enumerate(zip(self.first.sizes, self.second.sizes)) if large > small]
-        negative = {n for n in growing if self._intercept_is_negative(n)}
-        object.__setattr__(self, "_fixed", tuple(map(max, self.first.sizes, self.second.sizes)))
-        object.__setattr__(self, "_affine", tuple(n for n in growing if n not in negative))
-        object.__setattr__(self, "_quadratic", tuple(sorted(negative)))
-
-    def _intercept_is_negative(self, storage: int) -> bool:
-        return self.first.sizes[storage] * self.second.samples < self.second.sizes[storage] * self.first.samples
 
     @property
     def is_quadratic(self) -> bool:
         """Whether a storage was read as quadratic, which a third trace should confirm."""
-        return bool(self._quadratic)
+        return any(map(self._is_square, self.first.sizes, self.second.sizes))
 
     def sizes(self, samples: int) -> list[int]:
         """Bytes of every storage at a micro-batch of ``samples``, rounded up to whole bytes."""
         low, high = self.first.samples, self.second.samples
-        before, after = samples - low, high - samples
-        smaller, larger = self.first.sizes, self.second.sizes
-        sizes = list(self._fixed)
-        for n in self._affine:
-            sizes[n] = smaller[n] - (smaller[n] - larger[n]) * before // (high - low)
-        scale = low * high * (high - low)
-        for n in self._quadratic:  # size / samples is a line through both points
-            sizes[n] = -(-samples * (smaller[n] * high * after + larger[n] * low * before) // scale)
-        return [max(size, 0) for size in sizes]
+        before, after, apart = samples - low, high - samples, high - low
+        sizes = []
+        for small, large in zip(self.first.sizes, self.second.sizes):
+            if large <= small:
+                size = small
+            elif not self._is_square(small, large):
+                size = small - (small - large) * before // apart
+            else:  # size / samples is a line through both points
+                size = -(-samples * (small * high * after + large * low * before) // (low * high * apart))
+            sizes.append(max(size, 0))
+        return sizes
 
     def __call__(self, samples: int) -> int:
         """Predicted peak in bytes at a micro-batch of ``samples``."""
@@ -65,16 +54,16 @@ class PeakPredictor:
         """Whether a further trace has the same stream and exactly the predicted peak."""
         return trace.events == self.second.events and self(trace.samples) == trace.peak(self.rounding)
 
+    def _is_square(self, small: int, large: int) -> bool:
+        return small < large and small * self.second.samples < large * self.first.samples
 
-def extrapolate(
-    first: MemoryTrace, second: MemoryTrace, *, check: MemoryTrace | None = None, rounding: int = 1
-) -> PeakPredictor | None:
+
+def extrapolate(first: MemoryTrace, second: MemoryTrace, *, rounding: int = 1) -> PeakPredictor | None:
     """Read the whole memory curve off two traces; ``None`` where the streams do not align.
 
     Args:
         first: Trace at one micro-batch size.
         second: Trace at another.
-        check: A third trace that the prediction has to match to the byte.
         rounding: Bytes that the allocator rounds up to: 1 on a CPU, 512 on CUDA.
 
     Examples:
@@ -86,8 +75,7 @@ def extrapolate(
     if first.samples == second.samples or first.events != second.events:
         return None
     small, large = sorted((first, second), key=lambda trace: trace.samples)
-    prediction = PeakPredictor(small, large, rounding)
-    return prediction if check is None or prediction.confirms(check) else None
+    return PeakPredictor(small, large, rounding)
 
 
 def largest_fitting(predict: Callable[[int], int], low: int, high: int, budget: int) -> int:

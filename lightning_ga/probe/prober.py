@@ -15,11 +15,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from lightning_ga.errors import UserError
 from lightning_ga.memory.device import enforced_budget
 from lightning_ga.memory.oom import is_ambiguous_out_of_memory, is_out_of_memory, release
-from lightning_ga.memory.trace import MemoryTrace
 from lightning_ga.plan.records import ProbeResult, Trial, outdated
 from lightning_ga.probe.meters import Measurement, Meter
 from lightning_ga.probe.optimizers import SteppingOptimizers
-from lightning_ga.probe.search import Search, trace_sizes
+from lightning_ga.probe.search import Search, affordable_samples, trace_sizes
 
 CLOSEST = 0.25  # share of the budget that a trial may take where nothing can be predicted and running out is deadly
 
@@ -126,7 +125,9 @@ class Prober:
             UserError: If not even the smallest step fits.
         """
         self._least = inf
-        high, sizes = self._warm_up(smallest_over_ranks(high, self._agree))
+        high = smallest_over_ranks(high, self._agree)
+        cautious = self._is_cautious(self._prepare()[0], predict_only)
+        high, sizes = self._warm_up(high, cautious)
         alive, budget = self._prepare()
         search = Search(
             high=high,
@@ -134,13 +135,13 @@ class Prober:
             sizes=sizes,
             rounding=self._meter.rounding,
             segmented=self._meter.segmented,
-            predict_only=self._is_cautious(alive, predict_only),
+            predict_only=cautious,
             closest=CLOSEST if self._meter.deadly else 1.0,
         )
         while (size := smallest_over_ranks(search.propose(), self._agree)) != search.limit:
-            trial, traces = self._try(size, record=search.wants_trace)
+            trial, measured = self._try(size, record=search.wants_trace)
             self._trials.append(trial)
-            search.record(trial, *traces)
+            search.record(trial, *measured.traces, reserved_bytes=measured.reserved_bytes)
         limit = smallest_over_ranks(search.predicted, self._agree) if search.predict_only else search.limit
         if limit < 1:
             raise self._does_not_fit(alive, budget)
@@ -167,13 +168,13 @@ class Prober:
     def _seconds(self) -> float:
         return time.perf_counter() - self._started
 
-    def _warm_up(self, high: int) -> tuple[int, tuple[int, ...]]:
+    def _warm_up(self, high: int, cautious: bool) -> tuple[int, tuple[int, ...]]:
         """Run a first step, of two samples if these fit; the largest size left to search, and sizes to trace."""
         alive, budget = self._prepare()
         if not self._agree(alive <= budget):
             raise self._does_not_fit(alive, budget)
         for size in range(min(2, high), 0, -1):
-            trial, traces = self._try(size, record=True)
+            trial, measured = self._try(size, record=True)
             if not trial.fits:
                 self._trials.append(trial)
                 continue
@@ -182,9 +183,13 @@ class Prober:
                     f"A step of {size} samples takes no memory on device {str(self._meter.device)!r}: give "
                     "find_micro_batch the device= that it runs on."
                 )
-            growing = max((trace.transient_peak(self._meter.rounding) for trace in traces), default=0)
+            alive = self._prepare()[0]
+            affordable = affordable_samples(
+                measured.traces, budget - alive, taken=trial.peak_bytes - alive, rounding=self._meter.rounding
+            )
+            affordable = smallest_over_ranks(min(max(0, affordable), 2 * high), self._agree)
             high = high if size == 2 else 1
-            return high, trace_sizes(high, budget, alive=self._prepare()[0], growing=growing, warm_up=size)
+            return high, trace_sizes(high, affordable, kernels_vary=self._meter.sees_kernels and not cautious)
         raise self._does_not_fit(alive, budget)
 
     def _prepare(self) -> tuple[int, int]:
@@ -202,7 +207,7 @@ class Prober:
             predict_only = self._meter.deadly and not bounded
         return not self._agree(not predict_only)
 
-    def _try(self, size: int, *, record: bool) -> tuple[Trial, tuple[MemoryTrace, ...]]:
+    def _try(self, size: int, *, record: bool) -> tuple[Trial, Measurement]:
         """Run a step from a clean start, and put the state back after it, whatever came of it."""
         if self._on_step is not None:
             self._on_step(size)
@@ -219,17 +224,17 @@ class Prober:
             self._optimizers.regrade(had_gradients)
         if fatal and failure is not None:
             raise failure
-        return self._judge(size, measured, budget)
+        return self._judge(size, measured, budget), measured
 
-    def _judge(self, size: int, measured: Measurement, budget: int) -> tuple[Trial, tuple[MemoryTrace, ...]]:
-        """Decide whether a step fits, on all ranks; its traces if it does."""
+    def _judge(self, size: int, measured: Measurement, budget: int) -> Trial:
+        """Decide whether a step fits, on all ranks."""
         ran, peak = measured.failure is None, measured.peak_bytes
         self._least = min(self._least, size if ran else inf)
         short = measured.strained or (measured.failure is not None and is_out_of_memory(measured.failure))
         if short:  # an allocator that ran out has handed out less than was needed
             peak = max(peak, budget + 1)
         fits = self._agree(ran and not short and peak <= budget)
-        return Trial(size, peak, fits, measured.seconds), measured.traces if fits else ()
+        return Trial(size, peak, fits, measured.seconds)
 
     def _put_back(self) -> None:
         """Put back the state before the step, but for what the optimizers made, which is kept for the next."""

@@ -4,8 +4,14 @@
 steps predict the peak at every size (see ``prediction``), and one step at the predicted limit verifies
 it. Where the prediction misses, or the streams do not align, measured peaks and halving close in on
 the limit from both sides. The limit was always tried, or, where nothing may be tried, predicted.
+
+Where sizes are exact to the byte, so is the limit. An allocator that rounds and cuts segments does not
+repeat itself so well: there the search ends when at most one sample in a hundred could be gained,
+or after ``MOST_TRIALS``.
 """
 
+from collections.abc import Sequence
+from dataclasses import replace
 from math import isqrt, sqrt
 
 from lightning_ga.memory.trace import MemoryTrace
@@ -14,31 +20,58 @@ from lightning_ga.probe.curve import Curve, Step, fit_curve
 from lightning_ga.probe.prediction import largest_fitting
 
 CURVE_POINTS = 32
-# Where an allocator does not repeat itself to the byte, the search ends this close to the smallest failure.
-CLOSE_ENOUGH = 0.995
+ENOUGH = 0.99  # of what may still fit: no further trial where sizes are not exact
+MOST_TRIALS = 12  # where sizes are not exact
+# Percent of the budget to spare after each failure. What an allocator reserved for a step that fits corrects the
+# prediction, so it is better to have one soon than to fail again.
+SPARES, EXACT_SPARES = (8, 25), (2, 4, 8)
 
 
-def trace_sizes(high: int, budget: int, *, alive: int = 0, growing: int = 0, warm_up: int = 2) -> tuple[int, ...]:
-    """Sizes of the traces: small enough to fit for sure, yet apart where that costs nothing.
+def trace_sizes(high: int, affordable: int, *, kernels_vary: bool = False) -> tuple[int, ...]:
+    """Choose the sizes of the traces: small enough to fit for sure, yet apart where that costs nothing.
 
-    They start at two samples, as BatchNorm refuses one. The warm-up bounds what a larger step
-    takes: what is alive after it, plus what it allocated and released, in proportion.
+    They start at two samples, as BatchNorm refuses one. Kernels of an accelerator take other
+    temporaries for larger inputs, so there the traces are as large as a quarter of the memory allows.
 
     Args:
         high: Largest micro-batch that is of use.
-        budget: Bytes that a step may take.
-        alive: Bytes alive after the warm-up.
-        growing: Peak bytes of what the warm-up both allocated and released.
-        warm_up: Samples of the warm-up.
+        affordable: Samples that fit if all that a step takes grows in proportion.
+        kernels_vary: Whether kernels choose their temporaries by size.
 
     Examples:
-        >>> trace_sizes(100, budget=2000, alive=500, growing=100), trace_sizes(100, budget=800, alive=500, growing=100)
-        ((4, 8), (2, 4))
+        >>> trace_sizes(100, 30), trace_sizes(100, 5), trace_sizes(1000, 300, kernels_vary=True)
+        ((4, 8), (2, 4), (37, 75))
     """
     if high <= 3:
         return (high,) if high < 3 else (2, 3)
-    room = (budget - alive) * warm_up
-    return next((pair for pair in ((4, 8), (2, 4)) if pair[1] <= high and growing * pair[1] <= room), (2, 3))
+    second = min(affordable // 4, high // 2) if kernels_vary else 0
+    if second > 8:
+        return (second // 2, second)
+    return next((pair for pair in ((4, 8), (2, 4)) if pair[1] <= min(high, affordable)), (2, 3))
+
+
+def affordable_samples(traces: Sequence[MemoryTrace], room: int, *, taken: int = 0, rounding: int = 1) -> int:
+    """Samples that fit if all that grows does so in proportion, as the recorded warm-up step bounds it.
+
+    What is allocated and released before the first mark (forward and backward passes) may grow; the rest
+    is added once.
+
+    Args:
+        traces: The warm-up step; marks are in the last one, if in any.
+        room: Bytes that the budget leaves besides what is alive after it.
+        taken: Bytes that it took besides these, as an allocator measured them.
+        rounding: Bytes that the allocator rounds up to.
+
+    Examples:
+        >>> step = MemoryTrace(2, (100, 8, 16), (0, 1, ~1, 2, ~2), marks=(3,))
+        >>> affordable_samples([step], room=116)
+        25
+    """
+    marked = traces[-1]
+    passes = marked.events[: marked.marks[0]] if marked.marks else marked.events
+    once = max(taken, *(trace.transient_peak(rounding) for trace in traces))
+    growing = replace(marked, events=passes).transient_peak(rounding) or once
+    return (room - once) * marked.samples // max(1, growing)
 
 
 class Search:
@@ -91,11 +124,12 @@ class Search:
         self._fitting: list[Step] = []  # by size
         self._curve: Curve | None = None
         self._verified = self._misled = False
-        self._misses = 0
+        self._trials = self._misses = 0
+        self._stride = 1
 
     def propose(self) -> int:
         """The next size to try, below ``ceiling``; ``limit`` itself at the end."""
-        if self.limit + 1 >= self.ceiling or self._is_close_enough():
+        if self.limit + 1 >= self.ceiling:
             return self.limit
         for size in self._sizes:
             if self.limit < size < self.ceiling:
@@ -103,31 +137,48 @@ class Search:
         if self.predict_only:
             return self._approach()
         guess = self._guess()
+        if self.rounding > 1 and self._is_enough(guess):
+            return self.limit
         check = 2 * self.limit
         if len(self._fitting) == len(self._sizes) and self._is_quadratic() and check < guess:
             return check  # a third trace, as two cannot tell a square from sizes that vary
-        if guess == self.limit and not self._is_proven():
-            return self._unused_between_traces() or self.limit + 1
-        return guess
+        if guess > self.limit or self._is_proven():
+            return guess
+        return self._unused_between_traces() or min(self.limit + self._stride, self.ceiling - 1)
 
-    def record(self, trial: Trial, *recorded: MemoryTrace | None) -> None:
-        """Take the outcome of one step, with its traces if it fits and was recorded, the best first."""
+    def record(self, trial: Trial, *recorded: MemoryTrace | None, reserved_bytes: int | None = None) -> None:
+        """Take the outcome of one step.
+
+        Args:
+            trial: Its size and peak, and whether it fits.
+            recorded: Its traces if it fits and was recorded, the best first.
+            reserved_bytes: What an allocator reserved for it, if that is known.
+        """
         size, traces = trial.micro_batch_size, tuple(trace for trace in recorded if trace is not None)
+        self._trials += 1
         if self._curve is not None:
             foreseen = self._curve.confirms(trial, traces) if trial.fits else self._curve.needs(size) > self.budget
             self._verified |= foreseen and trial.fits
             self._misled |= not foreseen
         if not trial.fits:
-            self.ceiling = min(self.ceiling, size)
-            self._misses += 1
+            self._fail(size)
             return
+        self._stride = 2 * self._stride if size == self.limit + self._stride else 1
         self.limit = max(self.limit, size)
-        self._fitting = sorted([*self._fitting, (trial, traces)], key=lambda pair: pair[0].micro_batch_size)
+        fitting = [*self._fitting, Step(trial, traces, reserved_bytes)]
+        self._fitting = sorted(fitting, key=lambda step: step.samples)
         self._curve = fit_curve(self._fitting, self.rounding, segmented=self.segmented)
+
+    def _fail(self, size: int) -> None:
+        self.ceiling = min(self.ceiling, size)
+        self._misses += 1
+        self._stride = 1
+        if not self._fitting and size == self._sizes[0] > 4:
+            self._sizes = trace_sizes(self.ceiling - 1, 8)
 
     @property
     def wants_trace(self) -> bool:
-        """Whether the next step should be recorded; later ones need not be where recording disturbs."""
+        """Whether the next step should be recorded; later ones need not be where that disturbs them."""
         return self.predict_only or len(self._fitting) < len(self._sizes) + self._is_quadratic()
 
     @property
@@ -172,12 +223,13 @@ class Search:
     def _is_quadratic(self) -> bool:
         return self._curve is not None and self._curve.is_quadratic
 
-    def _is_close_enough(self) -> bool:
-        """Whether a trial failed so near that looking any closer would measure the allocator's moods."""
-        return self.rounding > 1 and self._misses > 0 and self.limit >= CLOSE_ENOUGH * (self.ceiling - 1)
+    def _is_enough(self, guess: int) -> bool:
+        """Whether the limit, tried beyond the traces, is near enough to where it should be, or trials are used up."""
+        beyond = self.limit > max(self._sizes) or self._misses > 0
+        return (beyond and self.limit >= ENOUGH * guess) or (self.limit > 0 and self._trials >= MOST_TRIALS)
 
     def _is_proven(self) -> bool:
-        """Whether a replay's word counts as a trial: one confirmed it, and none ever contradicted it."""
+        """Whether a replay counts as a trial: one confirmed it, and none ever contradicted it."""
         return self._verified and not self._misled and self._curve is not None and self._curve.is_replay
 
     def _guess(self) -> int:
@@ -188,16 +240,18 @@ class Search:
         guess = largest_fitting(self._curve.needs, low + 1, self._high, self.budget)
         if guess < self.ceiling:
             return guess
-        # The curve said that the size that failed fits. An allocator may be fragmented: spare 2, 4, 8 % of the budget.
-        if (self._curve.is_replay or len(self._curve.lines) > 1) and self._misses <= 3:
-            spare = self.budget * 2**self._misses // 100
+        # The curve said that the size that failed fits. An allocator may be fragmented: spare some of the budget.
+        spares = SPARES if self.rounding > 1 else EXACT_SPARES
+        if self.rounding > 1 and low > max(self._sizes):  # a large step is in the curve: it is nearly right
+            guess = high - high // 64 if self._misses == 1 else 0
+        elif (self._curve.is_replay or len(self._curve.lines) > 1) and self._misses <= len(spares):
+            spare = self.budget * spares[self._misses - 1] // 100
             guess = largest_fitting(self._curve.needs, low + 1, high, self.budget - spare)
         return guess if low < guess < self.ceiling else _between(low, self.ceiling)
 
     def _approach(self) -> int:
         """From below without coming near the budget: needed only where the streams do not align."""
-        last = self._fitting[-1][0] if self._fitting else None
-        if last is None:
+        if not self._fitting:
             return _between(0, self.ceiling)
         if self._curve is not None and self._curve.is_replay and (self._verified or not self._curve.is_quadratic):
             return self.limit
@@ -211,8 +265,9 @@ class Search:
 
     def _parts(self) -> tuple[int, int]:
         """Bytes of the largest step that stay as they are when the samples grow, and bytes that may grow."""
-        trial, traces = self._fitting[-1]
-        kept = [max(trace.kept_bytes(self.rounding) for trace in traces) for _, traces in self._fitting if traces]
+        trial, traces = self._fitting[-1].trial, self._fitting[-1].traces
+        recorded = [step.traces for step in self._fitting if step.traces]
+        kept = [max(trace.kept_bytes(self.rounding) for trace in traces) for traces in recorded]
         if not traces or len(kept) < 2 or kept[-1] != kept[-2]:
             return 0, trial.peak_bytes
         unseen = max(0, trial.peak_bytes - max(trace.peak(self.rounding) for trace in traces))

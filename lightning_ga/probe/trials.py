@@ -50,11 +50,11 @@ class TrialStep:
         self._batch_samples = batch_samples or 0
 
     def __call__(self, micro_batch_size: int) -> None:
-        """Forward, backward, clipping and the optimizer step on so many samples."""
+        """Run forward, backward, clipping and the optimizer step on so many samples."""
         self.run(self.batch(micro_batch_size))
 
     def batch(self, micro_batch_size: int) -> Any:
-        """So many samples, on the device; beside the rest of their batch, if they are cut from one."""
+        """Make a batch of so many samples on the device, with the rest of their batch if they are cut from one."""
         rest = max(0, self._batch_samples - micro_batch_size)
         batch = transfer.before_transfer(self._trainer, self._samples.batch(self._loader, micro_batch_size + rest))
         if not rest or self._reader is None:
@@ -89,7 +89,7 @@ class TrialStep:
         return part if on_host else transfer.transferred(self._trainer, part)
 
     def run(self, batch: Any) -> None:
-        """The step on a batch."""
+        """Run the step on a batch."""
         trainer = self._trainer
         epoch_loop = trainer.fit_loop.epoch_loop
         trainer._logger_connector.on_batch_start(batch)
@@ -162,7 +162,7 @@ def resident_tensors(trainer: Any) -> Iterator[torch.Tensor]:
 
 
 def make_optimizer_state(trainer: Any) -> None:
-    """What the first training step makes, without one: a step on gradients of zeros."""
+    """Make what the first training step would, by a step on gradients of zeros."""
     for optimizer in trainer.optimizers:
         optimizer.step(lambda: torch.zeros(()))
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from lightning_ga.snapshot.state import is_writable
+from lightning_ga.snapshot.copies import is_writable
 
 WORD = 8  # bytes that are added up as one integer
 

@@ -1,4 +1,4 @@
-"""Which gradients a failed backward pass has touched, and which of them are whole.
+"""Tell which gradients a failed backward pass has touched, and restore those that are half done.
 
 A gradient that it has touched holds that pass's whole contribution, as autograd adds to a
 parameter's gradient once, when all of it is summed: so the next attempt leaves it alone. Nothing is
@@ -18,8 +18,8 @@ Mark = tuple[int, int]
 _NO_GRADIENT: Mark = (0, 0)
 
 
-class GradientMarks:
-    """Which gradients an attempt has touched, told by their versions: nothing is copied but what is repeated.
+class GradientSnapshot:
+    """Gradients before an attempt, by their versions: nothing is copied but what is added to more than once.
 
     Args:
         parameters: Parameters that may have a gradient.
@@ -29,19 +29,24 @@ class GradientMarks:
     def __init__(self, parameters: Iterable[Tensor], repeated: Iterable[Tensor] = ()) -> None:
         self._repeated = [(p, None if p.grad is None else p.grad.clone()) for p in repeated]
         apart = {id(parameter) for parameter, _ in self._repeated}
-        self._parameters = [p for p in parameters if id(p) not in apart]
-        self._marks = [_mark(parameter) for parameter in self._parameters]
+        self._parameters = [p for p in parameters if id(p) not in apart] if apart else list(parameters)
+        self._gradients = [parameter.grad for parameter in self._parameters]
+        self._versions = [-1 if gradient is None else gradient._version for gradient in self._gradients]
 
-    def put_back(self) -> list[Tensor]:
-        """Undo what can be half done; parameters that have the whole contribution of the attempt's samples."""
+    def restore(self) -> list[Tensor]:
+        """Undo what can be half done; return parameters that have the whole contribution of the attempt's samples."""
         with torch.no_grad():
             for parameter, gradient in self._repeated:
                 if gradient is None or parameter.grad is None:
                     parameter.grad = gradient
                 else:
                     parameter.grad.copy_(gradient)
-        pairs = zip(self._parameters, self._marks)
-        return [parameter for parameter, mark in pairs if _mark(parameter) != mark]
+        marks = zip(self._parameters, self._gradients, self._versions)
+        return [
+            parameter
+            for parameter, gradient, version in marks
+            if parameter.grad is not gradient or (gradient is not None and gradient._version != version)
+        ]
 
 
 class Accumulations:

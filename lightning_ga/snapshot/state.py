@@ -6,21 +6,19 @@ on deep copies and the originals are put back untouched, so that references held
 """
 
 import copy
-import random
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
-import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_ga.batch.pytree import same_values
 from lightning_ga.errors import UserError
 from lightning_ga.snapshot.contents import Contents, contained
+from lightning_ga.snapshot.copies import is_expanded
 
 # What nn.Module keeps of itself: tables of tensors, children and hooks. No copies of these are made.
 _MODULE_TABLES = {name for name in vars(torch.nn.Module()) if name != "training"}
@@ -46,17 +44,6 @@ class TensorValues:
                 tensor.copy_(value)
             if tensor.requires_grad != requires_grad:
                 tensor.requires_grad_(requires_grad)
-
-
-def is_expanded(tensor: torch.Tensor) -> bool:
-    """Whether several of its elements are one in memory; sparse and nested tensors have no strides to tell."""
-    return tensor.layout is torch.strided and not tensor.is_nested and 0 in tensor.stride()
-
-
-def is_writable(tensor: torch.Tensor) -> bool:
-    """Whether values can be copied back into it: it is dense, stored as it reads, and no two elements are one."""
-    dense = tensor.layout is torch.strided and not tensor.is_nested
-    return dense and not tensor.is_conj() and not tensor.is_neg() and not is_expanded(tensor)
 
 
 class Gradients:
@@ -144,85 +131,13 @@ class OptimizerState:
         self._tensors.restore()
 
 
-GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-
-
-def is_generator(value: object) -> bool:
-    """Whether a value is a generator of random numbers, of torch, NumPy or Python."""
-    return isinstance(value, GENERATORS)
-
-
-def generator_state(generator: Any) -> Any:
-    """Where a generator is."""
-    if isinstance(generator, np.random.Generator):
-        return generator.bit_generator.state
-    return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
-
-
-def restore_generator(generator: Any, state: Any) -> None:
-    """Set a generator back to where it was."""
-    if isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = state
-    else:
-        (generator.setstate if isinstance(generator, random.Random) else generator.set_state)(state)
-
-
-def have_moved(states: Iterable[tuple[Any, Any]]) -> bool:
-    """Whether a generator has drawn since, given each with its state before."""
-    return any(not same_values(state, generator_state(generator)) for generator, state in states)
-
-
-def generators_of(module: torch.nn.Module) -> list[Any]:
-    """Generators that a module or one of its parts holds."""
-    return [value for part in module.modules() for value in vars(part).values() if is_generator(value)]
-
-
-def reseed(seed: int, generators: Iterable[Any] = ()) -> None:
-    """Seed the global generators, and these."""
-    torch.manual_seed(seed)
-    np.random.seed(seed)
-    random.seed(seed)
-    for generator in generators:
-        if isinstance(generator, torch.Generator):
-            generator.manual_seed(seed)
-        elif isinstance(generator, np.random.Generator):
-            generator.bit_generator.state = type(generator.bit_generator)(seed).state
-        else:
-            generator.seed(seed)
-
-
-class RandomState:
-    """Random numbers of torch (the host and every device in use), NumPy and Python."""
-
-    def __init__(self) -> None:
-        self._torch = torch.get_rng_state()
-        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
-        self._numpy = np.random.get_state()
-        self._python = random.getstate()
-
-    def is_current(self) -> bool:
-        """Whether no random number was drawn since."""
-        now = RandomState()
-        same = torch.equal(self._torch, now._torch) and self._python == now._python
-        same &= all(torch.equal(before, after) for before, after in zip(self._cuda, now._cuda))
-        return same and all(np.array_equal(before, after) for before, after in zip(self._numpy, now._numpy))
-
-    def restore(self) -> None:
-        """Set every generator back."""
-        torch.set_rng_state(self._torch)
-        if self._cuda:
-            torch.cuda.set_rng_state_all(self._cuda)
-        np.random.set_state(self._numpy)
-        random.setstate(self._python)
-
-
 class Attributes:
     """Some attributes of any objects, put back as they were; copies of the values may work meanwhile."""
 
     def __init__(self) -> None:
         self._kept: list[tuple[Any, str, Any, bool]] = []
 
-    def keep(self, owner: Any, *names: str, copied: bool = False) -> None:
+    def take(self, owner: Any, *names: str, copied: bool = False) -> None:
         """Remember attributes; with ``copied``, let a copy of the value work from the next restore on."""
         self._kept += [(owner, name, vars(owner)[name], copied) for name in names]
 

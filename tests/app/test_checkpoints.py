@@ -6,7 +6,14 @@ import torch
 from omegaconf import OmegaConf
 
 from lightning_ga import UserError
-from lightning_ga.app.checkpoints import find_checkpoint
+from lightning_ga.app.checkpoints import (
+    differences,
+    find_checkpoint,
+    read_safely,
+    require_checkpoint,
+    require_same_model,
+    require_same_optimizer,
+)
 
 MLP = {"_target_": "lightning_ga.models.MLPClassifier", "hidden": [8], "optimizer": {"lr": 0.1}}
 
@@ -41,17 +48,68 @@ class Harmful:
 
 
 def test_a_file_that_would_run_code_is_refused(tmp_path):
-    """Nothing is built from a checkpoint."""
+    """Nothing is built from a checkpoint, and nobody is advised to build from it."""
     path = tmp_path / "a.ckpt"
     torch.save({"x": Harmful()}, path)
-    with pytest.raises(UserError, match="not a checkpoint of tensors and plain values"):
-        find_checkpoint(str(path), MLP, [])
-    path.write_bytes(pickle.dumps(Harmful(), protocol=2))
-    with pytest.raises(UserError):
-        find_checkpoint(str(path), MLP, [])
-    path.write_bytes(b"no checkpoint")
-    with pytest.raises(UserError, match="not a checkpoint of tensors and plain values"):
-        find_checkpoint(str(path), MLP, [])
+    with pytest.raises(
+        UserError, match=r"not a checkpoint of tensors and plain values \(it holds posix.getcwd"
+    ) as told:
+        read_safely(path)
+    assert "weights_only" not in str(told.value)
+    for content in (pickle.dumps(Harmful(), protocol=2), b"no checkpoint", b""):
+        path.write_bytes(content)
+        with pytest.raises(UserError, match="not a checkpoint of tensors and plain values") as told:
+            read_safely(path)
+        assert "weights_only" not in str(told.value)
+
+
+def test_bare_weights_are_no_checkpoint(tmp_path):
+    """The message names the key that takes them."""
+    path = tmp_path / "weights.pt"
+    torch.save(torch.nn.Linear(2, 3).state_dict(), path)
+    with pytest.raises(UserError, match=r"holds weights alone.*model.init_from="):
+        require_checkpoint(path, read_safely(path))
+    torch.save({"a": 1}, path)
+    with pytest.raises(UserError, match="no checkpoint of a run"):
+        require_checkpoint(path, read_safely(path))
+
+
+def test_a_checkpoint_of_another_model_or_optimizer_is_refused(tmp_path):
+    """What is missing, unknown or of another shape is counted."""
+    path, one, other = tmp_path / "a.ckpt", torch.nn.Linear(2, 3), torch.nn.Linear(2, 4, bias=False)
+    require_same_model(path, one.state_dict(), one.state_dict())
+    with pytest.raises(UserError, match=r"another model: 1 weights are unknown \(such as bias\), 1 .* another shape"):
+        require_same_model(path, one.state_dict(), other.state_dict())
+    sgd, adam = torch.optim.SGD(one.parameters(), 0.1), torch.optim.Adam(one.parameters())
+    content = {"optimizer_states": [sgd.state_dict()]}
+    require_same_optimizer(path, content, sgd)
+    with pytest.raises(UserError, match=r"another optimizer than Adam \(it has no amsgrad, betas,"):
+        require_same_optimizer(path, content, adam)
+
+
+def test_a_folder_means_the_checkpoint_of_its_run(tmp_path):
+    """The last state to go on with, the best one to test."""
+    path = leave_run(tmp_path, "run", MLP, 10)
+    best = path.with_name("best.ckpt")
+    best.write_bytes(path.read_bytes())
+    assert find_checkpoint(str(tmp_path / "run"), MLP, []) == path
+    assert find_checkpoint(str(tmp_path / "run"), MLP, [], kind="best") == best
+    best.unlink()
+    assert find_checkpoint(str(path.parent), MLP, [], kind="best") == path
+    with pytest.raises(UserError, match="folder without checkpoints"):
+        find_checkpoint(str(tmp_path), MLP, [])
+
+
+def test_what_differs_from_the_run_of_a_checkpoint_is_told(tmp_path):
+    """Data, model and recipe; a test does not care for the optimizer, and folders change no result."""
+    path = leave_run(tmp_path, "run", MLP, 10)
+    config = {"model": MLP, "data": {"batch_size": 32, "root": "a"}, "optimizer": {"lr": 0.1}}
+    OmegaConf.save(OmegaConf.create(config), tmp_path / "run" / "config.yaml")
+    now = {"model": MLP, "data": {"batch_size": 64, "root": "b"}, "optimizer": {"lr": 0.2}}
+    assert differences(path, config | {"data": {"batch_size": 32, "root": "b"}}, fit=True) is None
+    told = differences(path, now, fit=True)
+    assert told.endswith("data.batch_size (32 then, 64 now), optimizer.lr (0.1 then, 0.2 now).")
+    assert "optimizer" not in differences(path, now, fit=False)
 
 
 def test_a_checkpoint_in_the_older_format_is_whole(tmp_path):

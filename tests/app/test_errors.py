@@ -1,9 +1,13 @@
+import errno
+
 import pytest
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from lightning_ga import UserError
-from lightning_ga.app.errors import explain, explain_key
+from lightning_ga.app.errors import explain, explain_key, is_expected
 
 
 def test_the_users_mistake_is_found_below_hydras_wrapping():
@@ -22,9 +26,32 @@ def test_an_unknown_argument_names_its_constructor():
 
 
 def test_an_unknown_key_suggests_its_neighbour():
-    """Only keys of the same section are offered."""
-    assert "did you mean a.batch?" in explain_key("a.bach", ["batch", "other"])
-    assert "did you mean" not in explain_key("a.qqq", ["batch"])
+    """Keys of the same section are offered, or a section of nearly that name."""
+    config = OmegaConf.create({"a": {"batch": 1, "other": 2}, "data": {"size": 3}})
+    OmegaConf.set_struct(config, True)
+
+    def told(key: str) -> str:
+        with pytest.raises(OmegaConfBaseException) as caught:
+            OmegaConf.update(config, key, 3)
+        return explain_key(key, caught.value, ["a", "data"])
+
+    assert "did you mean a.batch?" in told("a.bach")
+    assert "did you mean" not in told("a.qqq")
+    assert "did you mean data.size?" in told("datas.size")
+
+
+def test_disks_and_folders_are_told_in_one_sentence():
+    """Which file, why, and which keys choose another place; other errors of the system are bugs."""
+    full = OSError(errno.ENOSPC, "No space left on device")
+    assert is_expected(full)
+    assert explain(full).startswith("A file of this run cannot be written: the disk is full")
+    denied = PermissionError(errno.EACCES, "Permission denied", "/somewhere")
+    assert "'/somewhere' cannot be written" in explain(denied)
+    assert "hydra.run.dir=FOLDER" in explain(denied)
+    wrapped = RuntimeError("unexpected pos 64 vs 0")
+    wrapped.__cause__ = full
+    assert is_expected(wrapped)
+    assert not is_expected(OSError(errno.ECHILD, "No child processes"))
 
 
 def test_a_long_message_is_cut_to_its_first_paragraph():

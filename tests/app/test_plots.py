@@ -3,7 +3,8 @@ from dataclasses import replace
 import pytest
 from matplotlib.figure import Figure
 
-from lightning_ga.app.plots import draw_memory, draw_timings, plot_losses, plot_probe, read_curves
+from lightning_ga.app.plots import draw_memory, draw_timings, plot_losses, plot_probe
+from lightning_ga.app.run_files import read_curves
 from lightning_ga.plan.records import ProbeResult, Timing, Trial
 
 MIB, GIB = 2**20, 2**30

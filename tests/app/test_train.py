@@ -62,8 +62,40 @@ def test_the_plan_is_printed_first_and_the_result_last(quick):
     assert "32 = 16 × 2 × 1 (micro-batch × factor × ranks)" in lines[3]
     assert lines[-2].startswith("Result after ")
     assert "test/acc" in lines[-2]
-    for shown in ("loss=", "acc=", "effective=32", "factor=2"):
-        assert shown in quick.out
+
+
+def test_where_there_is_no_terminal_an_epoch_is_one_line(quick):
+    """No bar that is drawn over itself; the run's own log holds what was printed."""
+    epochs = [line for line in quick.out.splitlines() if line.startswith("Epoch")]
+    assert [line.split(":")[0] for line in epochs] == ["Epoch 1/2", "Epoch 2/2"]
+    assert all("train loss" in line and "val loss" in line and len(line) <= 80 for line in epochs)
+    assert "\r" not in quick.out
+    assert (quick.folder / "train.log").read_text() == quick.out
+
+
+@pytest.mark.parametrize(("progress", "shown"), [("bar", "effective=32"), ("rich", "effective"), ("none", "Result")])
+def test_progress_is_shown_as_was_asked_for(command, progress, shown):
+    """A bar, a bar in colour, or nothing; the log has a line an epoch all the same."""
+    run = command(*TINY, f"progress={progress}")
+    assert run.code == 0, run.err
+    assert shown in run.out
+    assert ("Epoch" in run.out) == (progress != "none")
+    log = (run.folder / "train.log").read_text()
+    assert "Epoch 1/2: train loss" in log
+    assert "\r" not in log
+
+
+def test_the_result_of_a_training_is_the_mean_over_its_last_epoch(command):
+    """Not that of the last, smaller window; checkpoints that watch it see the same."""
+    run = command(*QUICK, "trainer.max_epochs=1", "trainer.log_every_n_steps=1", "optimized_metric=train/loss")
+    with (run.folder / "csv" / "metrics.csv").open() as file:
+        windows = [float(row["train/loss"]) for row in csv.DictReader(file) if row["train/loss"]]
+    sizes = [32] * 40 + [1293 - 40 * 32]
+    mean = sum(size * loss for size, loss in zip(sizes, windows)) / sum(sizes)
+    assert result(run.folder)["train/loss"] == pytest.approx(mean, rel=1e-5)
+    assert result(run.folder)["train/loss"] != pytest.approx(windows[-1], rel=1e-3)
+    best = torch.load(run.folder / "checkpoints" / "best.ckpt", weights_only=True)["callbacks"]
+    assert any(state.get("best_model_score") == pytest.approx(mean, rel=1e-5) for state in best.values())
 
 
 def test_curves_are_logged_by_optimizer_step(command):
@@ -159,7 +191,7 @@ def test_resnet34d_learns_the_digits(command):
         (["model=mlp", "optimizer.lr=abc"], ["optimizer (torch.optim.Adam) could not be built"]),
         (["model=mlp", "+optimizer.foo=1"], ["unexpected keyword argument 'foo'"]),
         (["model=mlp", "accumulate=fixed", "accumulate.effective_batch_size=64"], ["exclude each other"]),
-        (["model=mlp", "task=tset"], ["did you mean test?"]),
+        (["model=mlp", "task=tset"], ["task=tset must be one of", "for example task=test"]),
         (["model=mlp", "task=test"], ["needs trained weights", "ckpt_path=best"]),
         (["model=mlp", "ckpt_path=last"], ["no run of this model"]),
         (["model=mlp", "ckpt_path=nowhere.ckpt"], ["nowhere.ckpt is not a file"]),
@@ -183,6 +215,25 @@ def test_resnet34d_learns_the_digits(command):
         (["model=mlp", "accumulate.foo=3"], ["no key accumulate.foo", "effective_batch_size"]),
         (["model=mlp", "+accumulate.foo=3"], ["unexpected keyword argument 'foo'", "effective_batch_size"]),
         (["model=mlp", "+accumulate.acumulate=3"], ["did you mean accumulate?"]),
+        (["datas.batch_size=3"], ["did you mean data.batch_size?"]),
+        (["callbacks.best.montor=x"], ["did you mean callbacks.best.monitor?"]),
+        (["model=null"], ["model=null chooses no option", "a run needs one"]),
+        (["accumulate=null"], ["write accumulate=off"]),
+        (["logger=null"], ["write logger=none"]),
+        (["model=nope", "search=optuna"], ["pip install 'lightning_ga[sweep]'"]),
+        (["ckpt_path=epoch=1.ckpt"], ["is quoted twice", "'ckpt_path=\"epoch=1.ckpt\"'"]),
+        (["model=mlp", "model"], ["model is neither an option nor KEY=VALUE"]),
+        (["model=mlp", "trainer.val_check_interval=0"], ["a share of an epoch above 0"]),
+        (["model=mlp", "data.augment=abc"], ["must be a list of transforms"]),
+        (["model=mlp", "allow_targets=null"], ["must be a list of packages"]),
+        (["model=mlp", "data.image_size=100000"], ["a whole number from 1 to 4096"]),
+        (["model=mlp", "hydra.run.dir=/proc/no"], ["'/proc/no' cannot be written", "hydra.run.dir=FOLDER"]),
+        (["model=mlp", "hydra.run.dir=/dev/null/x"], ["'/dev/null/x' cannot be written"]),
+        (["model=mlp", "logger=wandb"], ["pip install wandb"]),
+        (["model=mlp", "model.init_from=nowhere.pt"], ["model.init_from=nowhere.pt is not a file"]),
+        (["model=timm", "+model.options.checkpoint_path=x.pth"], ["use model.init_from=PATH instead"]),
+        (["+hydra.job.env_set.LD_PRELOAD=x"], ["hydra.job.env_set"]),
+        (["hydra.job_logging.handlers.console.stream=ext://antigravity.x"], ["ext://antigravity.x"]),
     ],
     ids=lambda value: value[-1] if value and "=" in value[-1] else None,
 )
@@ -212,7 +263,7 @@ def test_help_shows_examples_groups_and_keys(command):
     for part in (
         "accumulate.memory_budget=",
         "model: mlp, resnet34d, timm",
-        "ckpt_path=last|best|PATH",
+        "ckpt_path=last|best|FOLDER|PATH",
         "--config-dir",
     ):
         assert part in run.out
@@ -302,6 +353,26 @@ def test_a_sweep_runs_every_combination(command):
     run = command("-m", *TINY, "seed=1,2", "hydra.sweep.dir=multirun")
     assert run.code == 0, run.err
     assert [Path(f"multirun/{job}/plan.json").is_file() for job in (0, 1)] == [True, True]
+    lines = run.out.splitlines()
+    (first,) = [place for place, line in enumerate(lines) if line.startswith("job  val/acc")]
+    assert sorted(line.split()[-1] for line in lines[first + 1 : first + 3]) == ["seed=1", "seed=2"]
+    with Path("multirun/sweep.csv").open() as file:
+        assert sorted(row["job"] for row in csv.DictReader(file)) == ["0", "1"]
+
+
+def test_a_sweep_goes_on_where_it_ended(command):
+    """Jobs that are done are not run again; those with another configuration are."""
+    first = command("-m", *TINY, "seed=1,2", "hydra.sweep.dir=multirun")
+    stamp = Path("multirun/1/result.json").stat().st_mtime_ns
+    Path("multirun/0/result.json").unlink()
+    again = command("-m", *TINY, "seed=1,2", "hydra.sweep.dir=multirun")
+    assert (first.code, again.code) == (0, 0)
+    assert Path("multirun/0/result.json").is_file()
+    assert Path("multirun/1/result.json").stat().st_mtime_ns == stamp
+    assert first.out.splitlines()[-4:-1] == again.out.splitlines()[-4:-1]
+    other = command("-m", *TINY, "optimizer.lr=0.01", "seed=1,2", "hydra.sweep.dir=multirun")
+    assert other.code == 0
+    assert Path("multirun/1/result.json").stat().st_mtime_ns != stamp
 
 
 def test_a_failed_job_of_a_sweep_is_named(command):
@@ -310,6 +381,8 @@ def test_a_failed_job_of_a_sweep_is_named(command):
     assert run.code == 1
     assert "Error: job 0 (" in run.err
     assert "data=cifar10" in run.err
+    assert "  0  failed" in run.out
+    assert "add hydra.sweep.dir=multirun to the same command line" in run.out
     assert Path("multirun/1/result.json").is_file()
 
 

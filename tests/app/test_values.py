@@ -1,15 +1,21 @@
 import pytest
+import yaml
 from hydra import compose, initialize_config_dir
 
 from lightning_ga import UserError
-from lightning_ga.app.values import RULES, check_values
+from lightning_ga.app.values import RULES, check_values, resolved
 from lightning_ga.train import config_folder
 
 
-def check(*overrides: str) -> None:
-    """Compose as the command line does, and look at the values."""
+def composed(*overrides: str) -> dict:
+    """Compose as the command line does."""
     with initialize_config_dir(str(config_folder()), version_base="1.3"):
-        check_values(compose("train", ["model=mlp", *overrides, "paths.output_dir=run"]))
+        return resolved(compose("train", ["model=mlp", *overrides, "paths.output_dir=run"]))
+
+
+def check(*overrides: str) -> None:
+    """Look at the values."""
+    check_values(composed(*overrides))
 
 
 @pytest.mark.parametrize(
@@ -22,7 +28,10 @@ def check(*overrides: str) -> None:
         "trainer.gradient_clip_val=-1", "data.num_workers=-1", "data.num_workers=abc",
         "data.batch_size=abc", "data.batch_size=null", "data.val_fraction=2", "data.val_fraction=0",
         "data.image_size=0", "data.channels=2", "data.mean=[]", "data.std=0", "data.split_seed=-1",
-        "precision.float32_matmul=most", "lr_scheduler.warmup=2",
+        "precision.float32_matmul=most", "lr_scheduler.warmup=2", "task=tset", "progress=maybe", "compile=null",
+        "trainer.val_check_interval=0", "trainer.val_check_interval=1.5", "trainer.limit_train_batches=-1",
+        "data.augment=abc", "data.augment=[abc]", "data.augment=null", "allow_targets=null", "allow_targets=os",
+        "data.image_size=100000", "data.batch_size=1e-3", "trainer.max_steps=1.5e0",
     ],
 )  # fmt: skip
 def test_a_wrong_value_is_refused(wrong: str):
@@ -41,18 +50,36 @@ def test_generated_pictures_are_counted(samples: str):
 
 @pytest.mark.parametrize(
     "right",
-    ["seed=null", "trainer.max_epochs=-1", "data.mean=[0.1,0.2]", "data.num_classes=null", "optimized_metric=val/loss"],
+    [
+        *("seed=null", "trainer.max_epochs=-1", "data.mean=[0.1,0.2]", "data.num_classes=null"),
+        *("optimized_metric=val/loss", "progress=none", "compile=max-autotune", "trainer.val_check_interval=null"),
+        *("trainer.val_check_interval=10", "trainer.val_check_interval=0.5", "trainer.limit_train_batches=0.1"),
+    ],
 )
 def test_a_right_value_is_taken(right: str):
     """Null and -1 mean something in some places."""
     check(right)
 
 
+def test_whole_numbers_may_be_written_in_powers_of_ten():
+    """1e3 is a float to YAML, and a thousand to whoever typed it; shares stay shares."""
+    typed = ["data.batch_size=1e3", "trainer.max_steps=1e9", "accumulate.effective_batch_size=1e3"]
+    config = composed(*typed, "trainer.limit_train_batches=1e2", "accumulate.memory_budget=1e9")
+    check_values(config)
+    assert config["data"]["batch_size"] == config["accumulate"]["effective_batch_size"] == 1000
+    assert config["trainer"]["max_steps"] == config["accumulate"]["memory_budget"] == 10**9
+    assert isinstance(config["trainer"]["limit_train_batches"], int)
+    config = composed("accumulate.memory_budget=1.0", "accumulate.accumulate={0:1e0,2:4e0}")
+    check_values(config)
+    assert isinstance(config["accumulate"]["memory_budget"], float)
+    assert config["accumulate"]["accumulate"] == {0: 1, 2: 4}
+    assert isinstance(config["trainer"]["limit_val_batches"], float)
+
+
 @pytest.mark.parametrize("key", RULES)
 def test_every_example_obeys_its_rule(key: str):
     """What a message proposes works."""
-    example = RULES[key].example
-    assert RULES[key].holds(example == "true" or example)
+    assert RULES[key].holds(yaml.safe_load(str(RULES[key].example)))
 
 
 @pytest.mark.parametrize(

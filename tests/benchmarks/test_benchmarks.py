@@ -135,7 +135,7 @@ def test_trainers_take_turns_window_by_window() -> None:
 
         return fit
 
-    watches = turns.take_turns([player("a", 2), player("b", 1), player("c", 2)], factor=2)
+    watches = turns.take_turns([player("a", 2), player("b", 1), player("c", 2)], [2, 2, 2])
     assert "".join(seen) == "aabbccaacc"
     assert [len(watch.wall) for watch in watches] == [2, 1, 2]
 
@@ -150,7 +150,7 @@ def test_a_trainer_that_fails_ends_all() -> None:
         raise ValueError("broken")
 
     with pytest.raises(RuntimeError, match="a trainer failed") as caught:
-        turns.take_turns([waits, fails], factor=1)
+        turns.take_turns([waits, fails], [1, 1])
     assert isinstance(caught.value.__cause__, ValueError)
 
 

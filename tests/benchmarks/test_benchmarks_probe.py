@@ -241,10 +241,10 @@ def test_what_the_gpu_benchmark_has_measured_is_kept(
     monkeypatch.setattr(gpu, "run", run)
     monkeypatch.setattr(gpu, "prediction", predict)
     with pytest.raises(KeyboardInterrupt):
-        gpu.main(["--models", "ViT", "MLP"])
+        gpu.main(["--stages", "cells", "--models", "ViT", "MLP", "--budgets", "2"])
     (file,) = tmp_path.iterdir()
     record = json.loads(file.read_text())
-    assert file.name == "nvidia-t4.json"
+    assert file.name == "nvidia-t4-cells.json"
     assert record["cells"][0]["incomplete"] == "CUDA out of memory."
     assert {target["what"]: target["met"] for target in record["targets"]}["cells that an error cut short"] is False
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2**30, 2**30))
@@ -255,10 +255,12 @@ def test_what_the_gpu_benchmark_has_measured_is_kept(
 def test_the_gpu_tables_are_80_columns_wide_and_their_targets_judged() -> None:
     """From a record as a GPU would write it."""
     foreseen = {"samples": 20, "predicted": 99 * MIB, "measured": 100 * MIB, "error": -0.01}
-    speed = {"micro_batch": 20, "plain": 100.0, "ours": 97.0, "ratio": 0.97}
-    record = {**small_cell(found=19), "limit": 19, "prediction": foreseen, "throughput": speed}
-    missed = [target.what for target in gpu.gpu_targets([record]) if not target.met]
-    assert missed == ["images/s ÷ plain loop, least"]
+    record = {**small_cell(found=19), "limit": 19, "prediction": foreseen}
+    assert all(target.met for target in gpu.gpu_targets([record]))
+    record["prediction"] |= {"error": -0.02}
+    assert [target.what for target in gpu.gpu_targets([record]) if not target.met] == ["prediction error, largest"]
+    record["prediction"] |= {"error": -0.01}
+    assert [target.met for target in gpu.speed_targets([{"ratio": 0.97}])] == [False]
     shown = gpu.text({"device": "NVIDIA H200", "cells": [record, small_cell()]})
     assert "-1.00 %" in shown
     assert max(map(len, shown.splitlines())) <= output.WIDTH

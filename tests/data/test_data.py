@@ -91,7 +91,7 @@ def test_a_damaged_idx_file_is_named(tmp_path):
     """Another format, or cut short."""
     path = tmp_path / "x"
     path.write_bytes(b"hello world")
-    with pytest.raises(UserError, match="not an idx file"):
+    with pytest.raises(UserError, match="no whole idx file"):
         read_idx(path)
     write_idx(path, np.zeros((2, 3)))
     path.write_bytes(path.read_bytes()[:-1])

@@ -7,7 +7,7 @@ import torch
 import torchmetrics
 
 from lightning_ga.fit.batch_metrics import whole_batch_metrics
-from lightning_ga.snapshot.attempt import metric_state, set_metric_state
+from lightning_ga.snapshot.metrics import metric_state, set_metric_state
 
 
 class Custom(torchmetrics.Metric):

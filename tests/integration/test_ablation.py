@@ -16,7 +16,8 @@ from lightning_ga import AutoAccumulate
 from lightning_ga.compat import patching, trial_steps
 from lightning_ga.snapshot import state as snapshot
 from lightning_ga.snapshot.contents import Contents, ObjectState
-from lightning_ga.snapshot.state import Attributes, Gradients, PlainState, RandomState, TensorValues
+from lightning_ga.snapshot.random_numbers import RandomState
+from lightning_ga.snapshot.state import Attributes, Gradients, PlainState, TensorValues
 
 Omit = Callable[[pytest.MonkeyPatch], None]
 BUDGET = "60KB"  # fp16 with a scaler

@@ -4,6 +4,7 @@ import logging
 import time
 import warnings
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.utilities import CombinedLoader
 from reference import Regression, Samples, StreamOf, fit
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
 from lightning_ga import AutoAccumulate, UserError
 
@@ -339,3 +340,68 @@ def test_callbacks_are_in_their_order_again_after_a_fit() -> None:
     callback = AutoAccumulate(micro_batch_size=4)
     _, trainer = fit(loader(), others[0], callback, others[1], module=Regression(), max_epochs=1)
     assert [each for each in trainer.callbacks if each in (*others, callback)] == [others[0], callback, others[1]]
+
+
+class Curriculum(Sampler[int]):
+    """Yields samples from a place on that hooks move, and counts how often it is asked."""
+
+    def __init__(self) -> None:
+        self.start, self.asked = 0, 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.asked += 1
+        return iter(range(self.start, self.start + 12))
+
+    def __len__(self) -> int:
+        return 12
+
+
+class Moved(Regression):
+    """Moves its sampler when an epoch starts."""
+
+    def __init__(self, sampler: Curriculum) -> None:
+        super().__init__()
+        self.sampler = sampler
+
+    def on_train_epoch_start(self) -> None:
+        self.sampler.start = 4 * (self.current_epoch + 1)
+
+
+@pytest.mark.parametrize("in_batches", [False, True])
+@pytest.mark.parametrize("settings", [{"micro_batch_size": 4}, {}, {"micro_batch_size": 2, "verify": False}])
+def test_what_hooks_set_in_a_sampler_counts_at_once(settings: dict[str, Any], in_batches: bool) -> None:
+    """In its first epoch too, though probe and check have looked at its order; the sampler counts no looks."""
+
+    def train(*callbacks: AutoAccumulate) -> tuple[Moved, Curriculum]:
+        sampler = Curriculum()
+        batches = {"batch_sampler": BatchSampler(sampler, 4, drop_last=False)}
+        given: dict[str, Any] = batches if in_batches else {"batch_size": 4, "sampler": sampler}
+        module, _ = fit(DataLoader(Samples(64), **given), *callbacks, module=Moved(sampler), max_epochs=3)
+        return module, sampler
+
+    (stock, asked), (ours, counted) = train(), train(AutoAccumulate(**settings))
+    assert counted.asked == asked.asked == 3
+    for mine, theirs in zip(ours.parameters(), stock.parameters()):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-7)
+
+
+class Short(DataLoader[Any]):
+    """Ends its epochs after two batches."""
+
+    def __iter__(self) -> Any:
+        return islice(super().__iter__(), 2)
+
+    def __len__(self) -> int:
+        return 2
+
+
+def test_a_loader_that_ends_its_epochs_itself_is_not_cut_in_silence() -> None:
+    """It counts batches of the recipe: of micro-batches it would yield too few. Cut in the step, it is right."""
+    with pytest.raises(UserError, match=r"Short has an __iter__ of its own, which ended after 2 of 8 micro-batches"):
+        fit(Short(Samples(32), batch_size=8), AutoAccumulate(micro_batch_size=2))
+    whole, _ = fit(Short(Samples(32), batch_size=8))
+    for callback in (AutoAccumulate(micro_batch_size=2, micro_batching="step"), AutoAccumulate()):
+        cut, trainer = fit(Short(Samples(32), batch_size=8), callback)
+        assert trainer.global_step == 4
+        for mine, theirs in zip(cut.parameters(), whole.parameters()):
+            torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-7)

@@ -97,8 +97,8 @@ def ended(factory: Factory, at: int) -> tuple[Any, Any] | None:
 @pytest.mark.parametrize(
     ("factory", "survives"),
     [
-        (lambda weights: torch.optim.SGD(weights, lr=0.1, momentum=0.9), True),
-        (lambda weights: torch.optim.Adam(weights, lr=0.05), True),
+        (lambda weights: torch.optim.SGD(weights, lr=0.1, momentum=0.9, foreach=False), True),
+        (lambda weights: torch.optim.Adam(weights, lr=0.05, foreach=False), True),
         (lambda weights: torch.optim.AdamW(weights, lr=0.05, foreach=True), False),  # a mode hides its changes here
         (Counting, True),
         (OldStyle, False),
@@ -119,6 +119,56 @@ def test_an_update_is_whole_or_said_to_be_broken(factory: Factory, survives: boo
             torch.testing.assert_close(again.state_dict()[name], value, rtol=1e-12, atol=1e-14)
     if survives is not None:
         assert any(run is not None for run in runs) == survives
+
+
+def test_a_fused_update_that_has_begun_is_not_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It raises no version of what it writes: memory runs out before the second group's first update."""
+
+    def fused(weights: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([{"params": [weight]} for weight in weights], lr=0.05, fused=True)
+
+    faults = Faults()
+    made: list[int] = []
+    make = torch.zeros_like
+
+    def failing(tensor: torch.Tensor, **settings: Any) -> torch.Tensor:
+        made.append(tensor.numel())
+        if faults.armed and len(made) == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+        return make(tensor, **settings)
+
+    module, callback = Chosen(fused, faults), AutoAccumulate(16, micro_batch_size=8, verify=False)
+    monkeypatch.setattr(torch, "zeros_like", failing)
+    with pytest.raises(UserError, match="after it had changed some parameters"):
+        fit(DataLoader(Samples(37), batch_size=8), callback, ArmUpdate(faults), module=module)
+
+
+def test_an_update_that_runs_out_twice_ends_with_a_sentence() -> None:
+    """Where nothing is left that could be freed."""
+
+    def short(weights: Any) -> torch.optim.Optimizer:
+        return Short(weights, lr=0.1, foreach=False)
+
+    with pytest.raises(UserError, match="inside the optimizer's step .* and again when all that can be freed was free"):
+        train(short)
+
+
+class Short(torch.optim.SGD):
+    """Never has the memory for its second update."""
+
+    updates = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        value = None
+        if closure is not None:
+            with torch.enable_grad():
+                value = closure()
+        self.updates += 1
+        if self.updates > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+        super().step()
+        return value
 
 
 def test_the_step_of_an_optimizer_is_its_own_again_after_training() -> None:

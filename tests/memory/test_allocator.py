@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lightning_ga.memory.allocator import AllocatorMeter, RetryWatch, events_as_trace
+from lightning_ga.memory.trace import Segment
 from lightning_ga.probe.prediction import extrapolate
 
 
@@ -63,7 +64,7 @@ def test_segments_before_a_step_are_kept_with_it() -> None:
         "blocks": [{"state": state, "size": size} for state, size in blocks],
     }
     trace = events_as_trace([*free(4096 + 2560, 1000), alloc(1, 512)], samples=2, alive=3072, segments=[segment])
-    assert trace.layout == ((True, ((2048, 0), (512, -1), (1024, 1))),)
+    assert trace.layout == (Segment(True, 4096, ((2048, 0), (512, -1), (1024, 1))),)
     assert trace.sizes == (2048, 1000, 512)
     assert trace.events == (0, 1, ~1, 2)
 

@@ -11,7 +11,7 @@ import torch
 
 from lightning_ga.errors import UserError
 from lightning_ga.fit.fit import Fit
-from lightning_ga.memory.allocator import AllocatorMeter
+from lightning_ga.memory.allocator import AllocatorMeter, RetryWatch
 from lightning_ga.memory.device import (
     available_memory,
     control_group_limits,
@@ -129,6 +129,19 @@ def test_a_device_without_statistics_is_an_error_with_a_way_out() -> None:
         available_memory("hpu")
 
 
+def test_an_allocator_without_statistics_is_an_error_with_a_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that a user has plugged in; a fixed micro-batch trains on it."""
+    monkeypatch.setattr(torch.cuda.memory, "get_allocator_backend", lambda: "pluggable")
+    device = torch.device("cuda", 0)
+    for use in (AllocatorMeter, available_memory):
+        with pytest.raises(UserError, match="give a fixed micro_batch_size"):
+            use(device)
+    with pytest.raises(UserError, match="no memory_budget held"), enforced_budget(device, 100):
+        pass
+    with enforced_budget(device, None):
+        assert not RetryWatch(device).struggles()
+
+
 def test_a_budget_is_enforced_on_cuda_only() -> None:
     with enforced_budget(torch.device("cpu"), 1):
         assert torch.zeros(1000).numel() == 1000
@@ -198,4 +211,21 @@ def test_cuda_memory_and_the_fraction_that_enforces_a_budget(monkeypatch: pytest
     assert (available_memory(device), total_memory(device)) == (600 + 200 - 50, 1000)
     with enforced_budget(device, 250):
         assert fractions == [1.0, 0.2505]  # CUDA cuts 250.5 bytes off to 250
+        assert available_memory(device) == 250 - 100
     assert fractions == [1.0, 0.2505, 1.0]
+
+
+def test_a_fraction_that_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is less than the device has free, and a larger budget does not lift it."""
+    device, fractions = torch.device("cuda", 0), [0.4]
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (600, 1000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 300)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 100)
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: fractions[-1], raising=False)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, device: fractions.append(share))
+    assert available_memory(device) == 400 - 100
+    with enforced_budget(device, 700):
+        assert fractions[-1] == 0.4
+    with enforced_budget(device, 200):
+        assert fractions[-1] == 0.2005
+    assert fractions[-1] == 0.4

@@ -81,6 +81,15 @@ def test_a_hole_is_used_before_a_segment_is_added() -> None:
     assert play([(30 * MIB, -1), (0, 0), (12 * MIB, -1), (18 * MIB, -1), (1, -1)])[0].reserved == 32 * MIB
 
 
+def test_of_equal_holes_the_lowest_is_used() -> None:
+    """However long each has been free."""
+    segments = Segments()
+    blocks = [segments.allocate(12 * MIB) for _ in range(3)]
+    for block in (blocks[2], blocks[0], blocks[1]):
+        segments.release(block)
+    assert [segments.allocate(12 * MIB).address for _ in range(4)] == [place * 12 * MIB for place in range(4)]
+
+
 def layout_of(held: list[Any], numbers: dict[int, int]) -> tuple[Segment, ...]:
     """The segments of all blocks that are held, with the numbers of those that have one."""
     heads: dict[int, Any] = {}
@@ -94,7 +103,7 @@ def layout_of(held: list[Any], numbers: dict[int, int]) -> tuple[Segment, ...]:
         while block is not None:
             parts.append((block.size, -1 if block.free else numbers.get(id(block), 0)))
             block = block.after
-        found.append((head.small, tuple(parts)))
+        found.append(Segment(head.small, head.address, tuple(parts)))
     return tuple(found)
 
 
@@ -112,9 +121,9 @@ def test_holes_between_what_was_there_before_are_used(before: list[Action], duri
     layout = layout_of([block for _, block in there], {id(block): n for n, (_, block) in enumerate(initial, 1)})
     device = Segments()
     blocks: dict[int, Any] = {}
-    for small, parts in layout:
-        adopted = device.adopt(small, [(size, number >= 0) for size, number in parts])
-        blocks |= {number: block for (_, number), block in zip(parts, adopted) if number > 0}
+    for segment in layout:
+        adopted = device.adopt(segment, [number >= 0 for _, number in segment.blocks])
+        blocks |= {number: block for (_, number), block in zip(segment.blocks, adopted) if number > 0}
     alive = device.allocated
     peak, sizes, events = alive, [size for size, _ in initial], list(range(len(initial) + 1))
     for size, place in during:

@@ -15,6 +15,7 @@ from lightning_ga.errors import UserError
 from lightning_ga.memory.live_tensors import LiveTensorMeter
 from lightning_ga.plan.records import ProbeResult
 from lightning_ga.probe.finder import find_micro_batch
+from lightning_ga.probe.search import MOST_TRIALS
 from lightning_ga.testing import limit_memory
 
 Step = Callable[[int], object]
@@ -397,6 +398,9 @@ class FakeCuda:
     def start(self, *, record: bool = False) -> None:
         self.memory.start()
 
+    def reserved_peak(self) -> int:
+        return self.finish()[0]
+
     def trace(self, samples: int) -> None:
         return None
 
@@ -459,7 +463,7 @@ def test_on_cuda_the_statistics_of_the_allocator_decide(monkeypatch: pytest.Monk
 
     with FakeCuda.memory:
         found = find_micro_batch(step, high=4096, device="cuda")
-    assert found.limit == 124
-    assert 125 in sizes
-    assert found.peak_bytes == 4000 * 124 + 10_000
-    assert sizes[:4] == [2, 4, 8, 247]
+    assert 0.97 * 124 <= found.limit <= 124
+    assert found.limit in sizes
+    assert found.peak_bytes == 4000 * found.limit + 10_000
+    assert found.steps == len(sizes) <= 1 + MOST_TRIALS

@@ -49,9 +49,10 @@ def test_the_order_of_releases_in_a_row_does_not_matter() -> None:
 def test_a_third_trace_checks_the_prediction() -> None:
     """Experts routed by a mask have the same stream, but sizes that no rule foresees."""
     traces = [MemoryTrace(b, (size,), (0,)) for b, size in ((4, 10), (8, 30), (16, 50))]
-    assert extrapolate(traces[0], traces[1]) is not None
-    assert extrapolate(traces[0], traces[1], check=traces[2]) is None
-    assert extrapolate(traces[0], traces[1], check=MemoryTrace(16, (100,), (0,))) is not None
+    prediction = extrapolate(traces[0], traces[1])
+    assert prediction is not None
+    assert not prediction.confirms(traces[2])
+    assert prediction.confirms(MemoryTrace(16, (100,), (0,)))
 
 
 def test_sizes_are_rounded_as_the_allocator_does() -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
+from math import isqrt
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +12,7 @@ from streams import CONSTANT_OR_GROWING, SQUARES, UNFORESEEN, FakeDevice, Size, 
 
 from lightning_ga.memory.trace import MemoryTrace, canonical
 from lightning_ga.plan.records import ProbeResult, Trial, lowered, outdated
-from lightning_ga.probe.search import Search, trace_sizes
+from lightning_ga.probe.search import MOST_TRIALS, Search, affordable_samples, trace_sizes
 
 
 def run(device: Callable[[int], tuple[Trial, MemoryTrace | None]], search: Search) -> Search:
@@ -71,6 +72,7 @@ def test_any_rising_peaks_without_traces(peaks: list[int], budget: int) -> None:
     search = run(device, Search(high=len(peaks), budget=budget, sizes=trace_sizes(len(peaks), 10**9)))
     assert search.limit == sum(peak <= budget for peak in peaks)
     assert search.method == "bracket"
+    assert len(tried) <= 25
 
 
 @pytest.mark.parametrize(
@@ -101,6 +103,121 @@ def test_a_device_that_holds_back_memory_is_approached_from_above_in_small_steps
     assert search.limit == 950
     assert device.tried[:5] == [4, 8, 1000, 980, 960]
     assert len(device.tried) <= 11
+
+
+class Allocator(FakeDevice):
+    """Reserves more than it hands out, by ``holes`` at every size; the budget bounds what it reserves."""
+
+    def __init__(self, stream: tuple[list[Size], list[int]], budget: int, holes: Callable[[int], float]) -> None:
+        super().__init__(stream, budget)
+        self.holes = holes
+
+    def reserved(self, samples: int) -> int:
+        return int(self.trace(samples).peak(512) * (1 + self.holes(samples)))
+
+    def search(self, high: int, sizes: tuple[int, ...] = (4, 8)) -> Search:
+        search = Search(high=high, budget=self.budget, sizes=sizes, rounding=512)
+        while (size := search.propose()) != search.limit:
+            self.tried.append(size)
+            fits, trace = self.reserved(size) <= self.budget, self.trace(size)
+            traces = [trace] if search.wants_trace and fits else []
+            trial = Trial(size, trace.peak(512) if fits else self.budget + 1, fits, 0.0)
+            search.record(trial, *traces, reserved_bytes=self.reserved(size) if fits else None)
+        return search
+
+    def failed(self) -> int:
+        return sum(self.reserved(size) > self.budget for size in self.tried)
+
+
+@pytest.mark.parametrize("budget", [10**7, 3 * 10**8, 5 * 10**9])
+@pytest.mark.parametrize("holes", [-0.1, -0.03, 0.0, 0.01, 0.03, 0.06])
+def test_what_an_allocator_reserved_for_a_large_step_corrects_the_prediction(holes: float, budget: int) -> None:
+    """Small steps say nothing of it: with the warm-up, six steps at most, one of which fails."""
+    device = Allocator(linear(10**6, 10**4), budget, lambda samples: holes if samples > 16 else 0.0)
+    search = device.search(10**7)
+    limit = int((budget / (1 + holes) - 10**6) / 10**4)
+    assert 0.98 * limit <= search.limit <= limit + 1
+    assert search.limit in device.tried
+    assert 1 + len(device.tried) <= 6
+    assert device.failed() == (holes > 0)
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    streams(st.one_of(CONSTANT_OR_GROWING, SQUARES, UNFORESEEN)),
+    st.integers(8, 2000),
+    st.lists(st.floats(-0.2, 1.0), min_size=1, max_size=20),
+    st.sampled_from([(2, 3), (4, 8), (30, 60)]),
+    st.data(),
+)
+def test_where_sizes_are_not_exact_the_search_is_bounded(
+    stream: tuple[list[Size], list[int]],
+    high: int,
+    holes: list[float],
+    sizes: tuple[int, int],
+    data: st.DataObject,
+) -> None:
+    """Whatever is reserved: few trials, none twice, and the answer is one that was tried and fits."""
+    device = Allocator(stream, 0, lambda samples: holes[samples % len(holes)])
+    device.budget = data.draw(st.integers(0, device.trace(high + 20).peak(512) + 1))
+    search = device.search(high, sizes if high >= 60 else (2, 3))
+    assert len(device.tried) == len(set(device.tried))
+    fitting = [size for size in device.tried if device.reserved(size) <= device.budget]
+    assert search.limit == max(fitting, default=0)
+    assert device.failed() <= MOST_TRIALS
+    assert len(device.tried) <= (MOST_TRIALS if fitting else 1 + high.bit_length())
+
+
+def test_a_first_trace_that_does_not_fit_is_followed_by_small_ones() -> None:
+    """Squares that no warm-up shows: one failure, then the sizes that fit for sure."""
+    device = Allocator(([lambda b: 10**6 + 100 * b, lambda b: 1000 * b * b], [0, 1, ~1]), 10**9, lambda samples: 0.0)
+    search = device.search(10**6, sizes=(5000, 10_000))
+    assert device.tried[:4] == [5000, 4, 8, 16]
+    assert 0.98 * 999 <= search.limit <= 999
+    assert device.failed() == 1
+
+
+def test_curves_that_nothing_foresees_are_not_walked_along() -> None:
+    """Exact to the byte, but flat where the last two steps lead on to one sample more again and again."""
+    tried: list[int] = []
+
+    def device(samples: int) -> tuple[Trial, None]:
+        tried.append(samples)
+        peak = 900 + isqrt(samples) // 8
+        return Trial(samples, peak, peak <= 1000, 0.0), None
+
+    search = run(device, Search(high=10**7, budget=1000))
+    assert search.limit == 808**2 - 1
+    assert len(tried) <= 60
+
+
+@pytest.mark.parametrize(
+    ("affordable", "high", "sizes"),
+    [
+        pytest.param(10**6, 10**6, (125_000, 250_000), id="a quarter of what may fit"),
+        pytest.param(10**6, 100, (25, 50), id="half of what is of use"),
+        pytest.param(40, 10**6, (5, 10), id="little memory"),
+        pytest.param(35, 10**6, (4, 8), id="as on a CPU"),
+        pytest.param(5, 10**6, (2, 4), id="very little memory"),
+        pytest.param(0, 10**6, (2, 3), id="hardly any"),
+        pytest.param(10**6, 3, (2, 3), id="hardly any use"),
+    ],
+)
+def test_traces_of_an_accelerator_are_large_where_that_is_safe(
+    affordable: int, high: int, sizes: tuple[int, ...]
+) -> None:
+    assert trace_sizes(high, affordable, kernels_vary=True) == sizes
+
+
+def test_what_is_affordable_is_bounded_by_all_that_was_seen() -> None:
+    """Only what passes allocate and release grows; the optimizer's and the allocator's own part comes once."""
+    live = MemoryTrace(2, (100, 8, 16), (0, 1, ~1, 2, ~2), marks=(3,))
+    whole = MemoryTrace(2, (100, 8, 20), (0, 1, 2, ~1, ~2))
+    assert affordable_samples([live], 116) == 25
+    assert affordable_samples([whole, live], 128) == 25
+    assert affordable_samples([whole, live], 150, taken=50) == 25
+    assert affordable_samples([replace(live, marks=())], 116) == 12
+    assert affordable_samples([MemoryTrace(2, (100,), (0,))], 150, taken=50) == 4
 
 
 def test_memory_that_the_traces_do_not_see_is_added() -> None:

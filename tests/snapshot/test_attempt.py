@@ -11,21 +11,22 @@ import torchmetrics
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_ga.snapshot.attempt import AttemptState
-from lightning_ga.snapshot.attributes import SMALL, BufferStash
-from lightning_ga.snapshot.gradients import Accumulations, GradientMarks, left_alone
+from lightning_ga.snapshot.attempt import AttemptSnapshot
+from lightning_ga.snapshot.buffers import BufferSnapshot
+from lightning_ga.snapshot.copies import SMALL
+from lightning_ga.snapshot.gradients import Accumulations, GradientSnapshot, left_alone
 
 
 def test_statistics_of_batch_norm_are_put_back() -> None:
     """Their versions do not rise, so nothing but a copy tells."""
     layer = nn.BatchNorm2d(4)
-    stash = BufferStash(layer)
+    snapshot = BufferSnapshot(layer)
     for _ in range(3):
-        stash.keep()
+        snapshot.take()
         before = [buffer.clone() for buffer in layer.buffers()]
         layer(torch.randn(8, 4, 3, 3))
         assert not torch.equal(before[0], layer.running_mean)
-        stash.put_back()
+        snapshot.restore()
         assert all(torch.equal(a, b) for a, b in zip(before, layer.buffers()))
         layer(torch.randn(8, 4, 3, 3))
 
@@ -41,48 +42,48 @@ class Large(nn.Module):
 
 def test_large_buffers_are_copied_when_they_change() -> None:
     module = Large()
-    stash = BufferStash(module)
-    first = list(stash.tensors())
-    stash.keep()
-    assert all(a is b for a, b in zip(first, stash.tensors()))
+    snapshot = BufferSnapshot(module)
+    first = list(snapshot.tensors())
+    snapshot.take()
+    assert all(a is b for a, b in zip(first, snapshot.tensors()))
     module.memory.add_(1)
-    stash.put_back()
+    snapshot.restore()
     assert float(module.memory.sum()) == 0
-    stash.learn()
+    snapshot.learn()
     module.memory.add_(1)
-    stash.keep()
-    assert [float(copy.max()) for copy in stash.tensors()] == [1, 1]
-    assert all(a is b for a, b in zip(first, stash.tensors()))
+    snapshot.take()
+    assert [float(copy.max()) for copy in snapshot.tensors()] == [1, 1]
+    assert all(a is b for a, b in zip(first, snapshot.tensors()))
     module.memory.mul_(5)
-    stash.put_back()
+    snapshot.restore()
     assert float(module.memory.max()) == 1
 
 
 def test_large_buffers_that_change_by_their_data() -> None:
     """As codebooks do; their versions tell nothing, so the first attempt is looked at."""
     module = Large()
-    stash = BufferStash(module)
+    snapshot = BufferSnapshot(module)
     for value in (1.0, 2.0, 3.0):
-        stash.keep()
+        snapshot.take()
         module.memory.data.add_(10)
-        stash.put_back()
-        stash.keep()
+        snapshot.restore()
+        snapshot.take()
         module.memory.data.add_(1)
-        stash.learn()
-        assert stash.lost() is None
+        snapshot.learn()
+        assert snapshot.lost() is None
         assert float(module.memory.max()) == value
     module.mask.data.zero_()
-    assert stash.lost() == "a buffer by its .data (mask)"
+    assert snapshot.lost() == "a buffer by its .data (mask)"
 
 
 def test_an_expanded_buffer_is_left_alone() -> None:
     """Nothing can write to it."""
     module = nn.Module()
     module.register_buffer("mask", torch.ones(1, 5).expand(4, 5))
-    stash = BufferStash(module)
-    stash.keep()
-    stash.put_back()
-    assert list(stash.tensors()) == []
+    snapshot = BufferSnapshot(module)
+    snapshot.take()
+    snapshot.restore()
+    assert list(snapshot.tensors()) == []
 
 
 class Follower(nn.Module):
@@ -114,21 +115,21 @@ class Follower(nn.Module):
 
 def test_weights_and_attributes_that_a_step_changes_come_back() -> None:
     module = Follower()
-    state = AttemptState(module)
-    state.keep(None)
+    state = AttemptSnapshot(module)
+    state.take(None)
     module.step()
-    assert state.put_back() == "weights without an optimizer (teacher.weight)"
-    state.keep(None)
+    assert state.restore() == "weights without an optimizer (teacher.weight)"
+    state.take(None)
     module.step()
     state.learn()
     module.student.requires_grad_(True)
     module.drop.train()
     before = {name: value.clone() for name, value in module.state_dict().items()}
     for _ in range(3):
-        state.keep(None)
+        state.take(None)
         drawn = module.generator.get_state()
         module.step()
-        assert state.put_back() is None
+        assert state.restore() is None
         assert all(torch.equal(before[name], value) for name, value in module.state_dict().items())
         assert (len(module.losses), float(module.seen["last"]), module.drop.training) == (1, 1.0, True)
         assert not module.teacher.weight.requires_grad
@@ -140,15 +141,15 @@ def test_weights_and_attributes_that_a_step_changes_come_back() -> None:
 
 def test_outputs_of_the_step_before_are_not_kept_alive() -> None:
     module = Follower()
-    state = AttemptState(module)
+    state = AttemptSnapshot(module)
     module.output = torch.zeros(2**20)
     module.losses.append(torch.zeros(2**20))
     kept = [weakref.ref(module.output), weakref.ref(module.losses[0])]
-    state.keep(None)
+    state.take(None)
     module.output = None
     module.losses.clear()
     assert [held() for held in kept] == [None, None]
-    state.put_back()
+    state.restore()
 
 
 def test_a_tensor_that_is_no_buffer_and_changes_in_place_comes_back() -> None:
@@ -156,11 +157,11 @@ def test_a_tensor_that_is_no_buffer_and_changes_in_place_comes_back() -> None:
     module = Follower()
     module.trained = torch.ones(2, requires_grad=True)
     module.wide = torch.ones(1).expand(3)
-    state = AttemptState(module)
-    state.keep(None)
+    state = AttemptSnapshot(module)
+    state.take(None)
     module.centre.add_(1)
     module.trained.data.mul_(5)
-    assert state.put_back() is None
+    assert state.restore() is None
     assert [float(module.centre.sum()), float(module.trained.detach().sum())] == [0, 2]
     assert module.trained.requires_grad
 
@@ -171,20 +172,20 @@ def test_elements_of_a_list_that_change_in_place_come_back() -> None:
     module.means = {"a": torch.zeros(2), "b": torch.zeros(2)}
     module.history = [torch.zeros(()) for _ in range(100)]
     module.counts = torch.eye(2).to_sparse()
-    state = AttemptState(module)
-    state.keep(None)
+    state = AttemptSnapshot(module)
+    state.take(None)
     module.means["a"].add_(1)
     module.means["b"].data.add_(1)
     module.history.append(torch.ones(()))
-    assert state.put_back() is None
+    assert state.restore() is None
     assert [float(module.means[name].sum()) for name in "ab"] == [0, 0]
     assert len(module.history) == 100
-    state.keep(None)
+    state.take(None)
     module.history[7].add_(1)
-    assert state.put_back() == "a tensor in place that is no buffer (history)"
-    state.keep(None)
+    assert state.restore() == "a tensor in place that is no buffer (history)"
+    state.take(None)
     module.counts.mul_(2)
-    assert state.put_back() == "a tensor in place that is no buffer (counts)"
+    assert state.restore() == "a tensor in place that is no buffer (counts)"
 
 
 class Graph(nn.Module):
@@ -211,14 +212,14 @@ def test_tensors_of_any_kind_may_lie_in_a_module(kind: str, place: str) -> None:
         module.register_buffer("adjacency", tensor)
     else:
         module.adjacency = [tensor] if place == "list" else tensor
-    state = AttemptState(module)
+    state = AttemptSnapshot(module)
     for _ in range(2):
-        state.keep(None)
+        state.take(None)
         state.learn()
-        assert state.put_back() is None
+        assert state.restore() is None
     if kind in ("coo", "csr", "conjugate"):
         tensor.mul_(2)
-        assert "(adjacency)" in str(state.put_back())
+        assert "(adjacency)" in str(state.restore())
 
 
 @dataclasses.dataclass
@@ -231,36 +232,36 @@ class Sample:
 
 def test_containers_of_a_batch_get_their_contents_back() -> None:
     """What a step pops and assigns; what it writes into a tensor is noticed."""
-    state = AttemptState(nn.Module())
+    state = AttemptSnapshot(nn.Module())
     batch = {"x": torch.zeros(3), "more": [torch.zeros(3), Sample(torch.ones(3), ["a"])]}
     inside = batch["more"][1]
     for _ in range(2):
-        state.keep(batch)
+        state.take(batch)
         batch["x"] = batch["x"] / 2
         inside.names.append("b")
         inside.inputs = None
         batch.pop("more").pop()
-        assert state.put_back() is None
+        assert state.restore() is None
         assert batch["more"][1] is inside
         assert inside.names == ["a"]
         assert torch.equal(inside.inputs, torch.ones(3))
-    state.keep(batch)
+    state.take(batch)
     inside.inputs.div_(2)
-    assert state.put_back() == "its batch in place (batch['more'][1].inputs)"
+    assert state.restore() == "its batch in place (batch['more'][1].inputs)"
 
 
 def test_random_numbers_and_metrics_are_put_back() -> None:
     module = nn.Module()
     module.mean, module.cat = torchmetrics.MeanMetric(), torchmetrics.CatMetric()
-    state = AttemptState(module)
+    state = AttemptSnapshot(module)
     module.mean(1.0)
     module.cat(torch.ones(2))
-    state.keep(None)
+    state.take(None)
     drawn = [torch.rand(3), random.random(), np.random.rand()]
     module.mean(9.0)
     module.cat(torch.zeros(3))
     for _ in range(2):  # as often as attempts fail
-        state.put_back()
+        state.restore()
         assert module.mean.compute() == 1.0
         assert module.mean._update_count == 1
         assert module.cat.compute().tolist() == [1.0, 1.0]
@@ -277,7 +278,7 @@ def test_gradients_that_a_failed_pass_touched_are_complete(fails_after: int) -> 
     inputs = torch.randn(6, 3, dtype=torch.float64)
     layers(inputs[:2]).mean().backward()  # an earlier micro-batch
     before = [parameter.grad.clone() for parameter in layers.parameters()]
-    marks = GradientMarks(layers.parameters())
+    marks = GradientSnapshot(layers.parameters())
     stopper = list(layers.parameters())[::-2][fails_after]
 
     def stop(_: torch.Tensor) -> None:
@@ -287,7 +288,7 @@ def test_gradients_that_a_failed_pass_touched_are_complete(fails_after: int) -> 
     with pytest.raises(torch.OutOfMemoryError):
         layers(inputs).mean().backward()
     hook.remove()
-    touched = marks.put_back()
+    touched = marks.restore()
     assert (fails_after > 0) == bool(touched)
     for part in (inputs[:3], inputs[3:]):
         with left_alone(touched):
@@ -322,12 +323,12 @@ def test_gradients_that_are_added_to_more_than_once_come_back(fails_at: int) -> 
         run(inputs).backward()
     assert accumulations.repeated() == list(shared.parameters())
     before = [parameter.grad.clone() for parameter in shared.parameters()]
-    marks = GradientMarks(shared.parameters(), accumulations.repeated())
+    marks = GradientSnapshot(shared.parameters(), accumulations.repeated())
     hook = shared.bias.register_hook(count)
     with pytest.raises(torch.OutOfMemoryError):
         run(inputs).backward()
     hook.remove()
-    assert marks.put_back() == []
+    assert marks.restore() == []
     assert all(torch.equal(p.grad, old) for p, old in zip(shared.parameters(), before))
 
 
@@ -353,15 +354,15 @@ def test_buffers_that_are_exchanged_come_back() -> None:
     """``self.mean = 0.9 * self.mean + …`` is as usual as a change in place."""
     layer = nn.BatchNorm1d(2)
     layer.register_buffer("large", torch.zeros(SMALL // 4 + 1))
-    stash = BufferStash(layer)
+    snapshot = BufferSnapshot(layer)
     large = layer.large
     for step in (1.0, 2.0):
         layer.running_mean = torch.full((2,), step)  # a step that went through
-        stash.keep()
+        snapshot.take()
         layer.running_mean = layer.running_mean + 10  # and one that fails
         layer.large = layer.large + 1
         layer.register_buffer(f"new{step:.0f}", torch.zeros(1))
-        stash.put_back()
+        snapshot.restore()
         assert layer.running_mean.tolist() == [step, step]
         assert layer.large is large
         assert not hasattr(layer, f"new{step:.0f}")

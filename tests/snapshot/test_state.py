@@ -13,7 +13,8 @@ import torchmetrics
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_ga.snapshot.state import Attributes, OptimizerState, PlainState, RandomState, TensorValues
+from lightning_ga.snapshot.random_numbers import RandomState
+from lightning_ga.snapshot.state import Attributes, OptimizerState, PlainState, TensorValues
 
 
 def own_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
@@ -555,8 +556,8 @@ def test_attributes_are_swapped_for_copies_and_put_back() -> None:
     loop = Loop()
     progress, results = loop.progress, loop.results
     kept = Attributes()
-    kept.keep(loop, "progress", copied=True)
-    kept.keep(loop, "results", "flag")
+    kept.take(loop, "progress", copied=True)
+    kept.take(loop, "results", "flag")
     for _ in range(2):
         kept.swap_in_copies()
         assert loop.progress == {"ready": [1]}
@@ -574,4 +575,4 @@ def test_attributes_are_swapped_for_copies_and_put_back() -> None:
 def test_an_attribute_that_is_not_there_is_not_kept() -> None:
     """A version of Lightning that no longer has it fails at once and names it."""
     with pytest.raises(KeyError, match="nothing"):
-        Attributes().keep(nn.Linear(1, 1), "nothing")
+        Attributes().take(nn.Linear(1, 1), "nothing")

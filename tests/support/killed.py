@@ -19,7 +19,7 @@ from reference import Regression, Samples, fit
 from torch.utils.data import DataLoader
 
 from lightning_ga import AtomicCheckpointIO, AutoAccumulate
-from lightning_ga.fit import fit as run
+from lightning_ga.fit import limit
 
 SAMPLES, BATCH = 27, 5
 
@@ -51,7 +51,7 @@ def live(
     """Train from the last checkpoint that there is, until it is time to die."""
     warnings.simplefilter("ignore")
     if hardware is not None:
-        run.hardware = lambda *_: hardware
+        limit.hardware = lambda *_: hardware
     mortal = Mortal(folder, number, dies, at)
     if dies == "write":
         mortal.cut_writes_off()

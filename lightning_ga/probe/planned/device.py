@@ -1,7 +1,7 @@
 """A device that is not here: how much memory it has, and what of it a training may take.
 
-Within ``planned_device`` a probe estimates its limit on tensors without values (``estimate``)
-instead of measuring it, as ``limit_memory`` lets it measure on a smaller one.
+In the context of ``planned_device`` a probe estimates its limit on tensors without values
+(``estimate``) instead of measuring it, as ``limit_memory`` lets it measure on a smaller device.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,7 +15,7 @@ import torch
 
 from lightning_ga.errors import UserError
 from lightning_ga.memory.device import parse_budget
-from lightning_ga.plan.accumulation import AccumulationPlan, require_count
+from lightning_ga.plan.accumulation import AccumulationPlan
 from lightning_ga.plan.records import ProbeResult
 
 CONTEXT = 512 * 2**20  # bytes of the CUDA context and of kernels' code, which no tensor can use
@@ -52,7 +52,7 @@ class PlannedDevice:
 
         Args:
             memory_budget: What the user gave to ``AutoAccumulate``; a share is one of this device.
-            buckets: Bytes that data parallelism keeps beside the gradients.
+            buckets: Bytes that data parallelism keeps besides the gradients.
 
         Raises:
             UserError: If nothing is left.
@@ -77,11 +77,11 @@ class PlannedDevice:
 
 @dataclass(frozen=True, slots=True)
 class DevicePlan:
-    """What training on a device that is not here would look like: an estimate.
+    """A training on a device that is not here, as estimated.
 
     Attributes:
         plan: How a full window would be cut.
-        probe: The estimated limit and peak; its method is ``"estimate"``.
+        probe: The estimated limit and peak; its source is ``"estimate"``.
         device_bytes: Memory of the device.
         reserved_bytes: What of it no tensor can use: context, workspaces, fragmentation, buckets of data
             parallelism.
@@ -106,7 +106,7 @@ def current_device() -> PlannedDevice | None:
 
 @contextmanager
 def planned_device(memory: int | str, *, like_cuda: bool = True) -> Iterator[PlannedDevice]:
-    """Within, probes estimate for a device that is not here, and run no step on this one.
+    """Let probes estimate for a device that is not here, as a context, and run no step on this one.
 
     Args:
         memory: Memory of the device: bytes, or text such as ``"16GiB"``.
@@ -181,20 +181,14 @@ def settings_on_this_host(
 
 
 def _count(devices: Any) -> int:
-    """How many devices an argument of the Trainer names; one where that depends on the machine.
+    """Count the devices that an argument of the Trainer names; one where that depends on the machine.
 
     Examples:
         >>> _count(4), _count("0,1"), _count([2, 3]), _count("auto"), _count(-1)
         (4, 2, 2, 1, 1)
     """
     if isinstance(devices, str):
-        devices = [one for one in devices.split(",") if one] if "," in devices else devices
-        devices = int(devices) if isinstance(devices, str) and devices.isdigit() else devices
-    if isinstance(devices, (list, tuple)):
-        return max(1, len(devices))
-    return devices if isinstance(devices, int) and devices > 0 else 1
-
-
-def require_devices(devices: int) -> None:
-    """Refuse anything but a count."""
-    require_count("devices", devices)
+        named = [one for one in devices.split(",") if one]
+        devices = named if "," in devices else int(devices) if devices.isdigit() else 1
+    count = len(devices) if isinstance(devices, (list, tuple)) else devices
+    return count if isinstance(count, int) and count > 0 else 1

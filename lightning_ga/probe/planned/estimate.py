@@ -202,7 +202,7 @@ def _explained() -> Iterator[None]:
 
 
 def _bucket_bytes(trainer: Any) -> int:
-    """What data parallelism keeps beside the gradients: buckets to reduce them in."""
+    """Bytes that data parallelism keeps besides the gradients: buckets to reduce them in."""
     if not agreement.is_distributed(trainer):
         return 0
     wanting = [p for p in trainer.lightning_module.parameters() if p.requires_grad]
@@ -211,7 +211,7 @@ def _bucket_bytes(trainer: Any) -> int:
 
 @contextmanager
 def _quiet_and_eager() -> Iterator[None]:
-    """Within, PyTorch does not log what is answered, and compiled functions run as they were written."""
+    """Keep PyTorch from logging what is answered, and let compiled functions run as they were written, as a context."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     level, stance = log.level, getattr(torch.compiler, "set_stance", None)  # since torch 2.6
     log.setLevel(logging.CRITICAL + 1)

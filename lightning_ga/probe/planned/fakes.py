@@ -71,7 +71,7 @@ class Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class PlainCopies(TorchFunctionMode):
-    """Within, tensors without values can be deeply copied; PyTorch 2.15 tries to copy their storages."""
+    """Let tensors without values be copied deeply, as a context: PyTorch 2.15 tries to copy their storages."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the function, or copy."""

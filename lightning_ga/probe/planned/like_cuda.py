@@ -29,7 +29,7 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 class LikeCuda(TorchFunctionMode):
-    """Within, functions whose memory differs between CPU and CUDA take what they take on CUDA."""
+    """Let functions whose memory differs between CPU and CUDA take what they take on CUDA, as a context."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the function as CUDA would."""

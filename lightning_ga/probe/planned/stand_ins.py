@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from copy import copy
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from lightning_ga.batch.pytree import is_constant, is_plain_sequence, open_container, rebuild
 from lightning_ga.snapshot.state import refuse_lazy
 
 _RECURRENT = (torch.nn.RNNBase, torch.nn.RNNCellBase)
@@ -17,7 +19,7 @@ _RECURRENT = (torch.nn.RNNBase, torch.nn.RNNCellBase)
 def without_values(
     module: torch.nn.Module, optimizers: list[torch.optim.Optimizer], *, foreach: bool
 ) -> Iterator[tuple[FakeTensorMode, dict[int, Any]]]:
-    """Within, a module and its optimizers have tensors without values; afterwards they are as they were.
+    """Give a module and its optimizers tensors without values, as a context; afterwards they are as they were.
 
     Args:
         module: The module.
@@ -48,7 +50,7 @@ def without_values(
 
 
 def _refill(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    """Puts an optimizer's state and groups back."""
+    """Keep an optimizer's state and groups; the function puts them back."""
     state, groups = dict(optimizer.state), [dict(group) for group in optimizer.param_groups]
     parameters = [list(group["params"]) for group in optimizer.param_groups]
 
@@ -85,7 +87,7 @@ def _faked(value: Any, mode: FakeTensorMode) -> Any:
 
 
 def grown(small: Any, large: Any, periods: int) -> Any:
-    """A batch without values, extrapolated from two that differ by one period of samples.
+    """Extrapolate a batch without values from two that differ by one period of samples.
 
     Args:
         small: A batch.
@@ -105,45 +107,24 @@ def grown(small: Any, large: Any, periods: int) -> Any:
         channels_last = small.dim() == 4 and not small.is_contiguous()
         layout = torch.channels_last if channels_last else torch.contiguous_format
         return torch.empty(shape, dtype=small.dtype, memory_format=layout)
-    if isinstance(small, dict):
-        content = {key: grown(inner, large[key], periods) for key, inner in small.items()}
-        return content if type(small) is dict else _like(small, content)
-    if isinstance(small, (list, tuple)):
-        return _grown_sequence(small, large, periods)
     if isinstance(small, int) and not isinstance(small, bool):
         return small + (large - small) * periods
-    return large if isinstance(small, (str, bytes, float, bool, type(None))) else _grown_object(small, large, periods)
-
-
-def _grown_sequence(small: Any, large: Any, periods: int) -> Any:
-    if len(small) == len(large):
-        items = [grown(a, b, periods) for a, b in zip(small, large)]
-    else:  # one item a sample
-        more = large[len(small) :]
-        items = [grown(item, item, 0) for item in [*small, *(item for _ in range(periods) for item in more)]]
-    if hasattr(small, "_fields"):
-        return type(small)(*items)
-    return type(small)(items)
-
-
-def _grown_object(small: Any, large: Any, periods: int) -> Any:
-    if not hasattr(small, "__dict__"):
+    if is_plain_sequence(small) and len(small) != len(large):  # one item a sample
+        items = [*small, *(item for _ in range(periods) for item in large[len(small) :])]
+        return type(small)([grown(item, item, 0) for item in items])
+    content = open_container(small)
+    if content is not None:
+        more = open_container(large) or ()
+        return rebuild(small, [grown(one, other, periods) for (_, one), (_, other) in zip(content, more)])
+    if is_constant(small) or not hasattr(small, "__dict__"):
         return large
-    copied = object.__new__(type(small))
-    copied.__dict__.update(grown(vars(small), vars(large), periods))
-    return copied
-
-
-def _like(mapping: Any, content: dict[Any, Any]) -> Any:
-    """A mapping of another class, such as Hugging Face's ``BatchEncoding``, with other content."""
-    try:
-        return type(mapping)(content)
-    except TypeError:
-        return content
+    grown_object = copy(small)
+    vars(grown_object).update({name: grown(one, vars(large)[name], periods) for name, one in vars(small).items()})
+    return grown_object
 
 
 def hidden_workspaces(module: torch.nn.Module) -> Iterator[str]:
-    """Modules whose memory tensors without values do not show, in words."""
+    """Name the modules whose memory tensors without values do not show, each with the reason."""
     for name, child in module.named_modules():
         if isinstance(child, _RECURRENT):
             yield f"{name or 'the module'} ({type(child).__name__}): the workspace of recurrent kernels is not seen"

@@ -1,6 +1,7 @@
 """The plan in words: its table before the first step, and its JSON. Made from frozen records alone."""
 
 import json
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -209,15 +210,37 @@ def save_plan(
     probe: ProbeResult | None,
     exactness: Exactness | None = None,
     device: PlannedDevice | None = None,
+    *,
+    setting: str = "",
 ) -> None:
-    """The records as JSON, ``null`` for one that is not there."""
+    """Save the records as JSON, ``null`` for one that is not there, and what is told of them.
+
+    Args:
+        path: The file.
+        plan: How a window is cut; nothing where no effective batch is known.
+        probe: What the probe found, if one ran.
+        exactness: What the exactness check measured, if it ran.
+        device: The device that is planned for, where it is not this one.
+        setting: One line on what is trained.
+    """
     records: dict[str, Any] = {"plan": plan, "probe": probe, "exactness": exactness}
     if device is not None:
         records["device"] = device
-    write_json(path, {name: asdict(record) if record else None for name, record in records.items()})
+    content = {name: asdict(record) if record else None for name, record in records.items()}
+    told = dict([*([("training", setting)] if setting else []), *plan_rows(plan, probe, exactness, device)])
+    write_json(path, {**content, "told": told})
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Indented JSON; the folder is made if needed."""
+    """Indented JSON, with null for numbers that are not finite, which JSON lacks; the folder is made if needed."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(finite(content), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def finite(content: Any) -> Any:
+    """The content with null for numbers that are not finite."""
+    if isinstance(content, dict):
+        return {key: finite(value) for key, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [finite(value) for value in content]
+    return None if isinstance(content, float) and not math.isfinite(content) else content

@@ -1,0 +1,179 @@
+"""What does survival cost while nothing happens? ``python -m benchmarks.idle``.
+
+Host time per micro-batch beside stock Lightning, for models of 10, 100 and 600 modules whose step costs
+nothing: on a GPU the step of a small model is bound by the host, so this is what its users wait for. Stock
+Lightning, stock Lightning again (the control), the loader mode and the step mode take turns, a window of 4
+micro-batches each. Exits with 1 if a median is above 60 µs + 2 % of stock Lightning's.
+"""
+
+import argparse
+import os
+import random
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from rich import box
+from rich.table import Table
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from benchmarks.measure import quiet
+from benchmarks.output import as_text, write_json
+from benchmarks.turns import Stopwatch, take_turns
+from lightning_ga import AutoAccumulate
+
+MICRO, FACTOR, WIDTH = 2, 4, 4
+WARM_UP = 4  # windows of each bout that are not counted
+ALLOWED_SECONDS, ALLOWED_SHARE = 60e-6, 0.02
+STOCK = "stock Lightning"
+MODES = {"loader mode": "loader", "step mode": "step"}
+PROGRAMS = (STOCK, "stock Lightning again", *MODES)
+
+
+class Layers(pl.LightningModule):
+    """A chain of layers that take next to no time.
+
+    Args:
+        modules: How many layers.
+        batch_norm: Whether every second one is BatchNorm.
+    """
+
+    def __init__(self, modules: int, *, batch_norm: bool) -> None:
+        super().__init__()
+        other = (lambda: nn.BatchNorm1d(WIDTH)) if batch_norm else (lambda: nn.LayerNorm(WIDTH))
+        self.net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) if i % 2 == 0 else other() for i in range(modules)))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """Mean square of the output."""
+        return self.net(batch[0]).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """SGD: the cheapest step."""
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+def fit(watch: Stopwatch, *, name: str, modules: int, batch_norm: bool, windows: int, settings: dict[str, Any]) -> None:
+    """Train a fresh model for some windows."""
+    data = TensorDataset(torch.randn(MICRO * FACTOR * windows, WIDTH))
+    batch, program = MICRO, {"callbacks": [watch], "accumulate_grad_batches": FACTOR}
+    if name in MODES:
+        ours = AutoAccumulate(
+            MICRO * FACTOR, micro_batch_size=MICRO, micro_batching=MODES[name], batch_norm="ignore", verify=False
+        )
+        program = {"callbacks": [ours, watch]}
+        batch = MICRO * FACTOR if name == "step mode" else MICRO
+    trainer = pl.Trainer(
+        max_epochs=1,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **{"devices": 1, **settings},
+        **program,
+    )
+    trainer.fit(Layers(modules, batch_norm=batch_norm), DataLoader(data, batch_size=batch))
+
+
+def bout(modules: int, *, batch_norm: bool, windows: int, order: Sequence[str]) -> dict[str, list[float]]:
+    """Processor seconds of each window of each program."""
+    given = {"modules": modules, "batch_norm": batch_norm, "windows": windows + WARM_UP, "settings": {}}
+    watches = take_turns([partial(fit, name=name, **given) for name in order], [_batches(name) for name in order])
+    return {name: watch.cpu[WARM_UP:] for name, watch in sorted(zip(order, watches), key=lambda pair: pair[0])}
+
+
+def _batches(name: str) -> int:
+    """Batches of the loop that make up a window."""
+    return 1 if name == "step mode" else FACTOR
+
+
+def summarize(bouts: Sequence[Mapping[str, Sequence[float]]]) -> list[dict[str, Any]]:
+    """Medians per micro-batch, and what each program takes more than stock Lightning in the same round.
+
+    Examples:
+        >>> summarize([{STOCK: [4.0], "stock Lightning again": [4.4], "loader mode": [4.8], "step mode": [4.0]}])[1]
+        {'name': 'loader mode', 'seconds': 1.2, 'added_seconds': 0.2, 'allowed_seconds': 0.02006, 'met': False}
+    """
+    stock = statistics.median(second for one in bouts for second in one[STOCK]) / FACTOR
+    allowed, rows = ALLOWED_SECONDS + ALLOWED_SHARE * stock, []
+    for name in PROGRAMS[1:]:
+        seconds = statistics.median(second for one in bouts for second in one[name]) / FACTOR
+        added = statistics.median(a - b for one in bouts for a, b in zip(one[name], one[STOCK])) / FACTOR
+        row = {"name": name, "seconds": seconds, "added_seconds": added, "allowed_seconds": allowed}
+        rows.append({key: round(value, 9) if isinstance(value, float) else value for key, value in row.items()})
+        rows[-1]["met"] = None if name not in MODES else added <= allowed
+    return rows
+
+
+def table(cells: Sequence[dict[str, Any]]) -> Table:
+    """Cells as they are shown."""
+    shown = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for title in ("modules", "norm"):
+        shown.add_column(title, no_wrap=True)
+    for title in ("stock", "again", *MODES, "allowed"):
+        shown.add_column(title, justify="right", no_wrap=True)
+    for cell in cells:
+        again, *ours = cell["rows"]
+        added = [f"{1e6 * row['added_seconds']:+.0f}{'' if row['met'] else ' NO'}" for row in ours]
+        shown.add_row(
+            str(cell["modules"]),
+            "batch" if cell["batch_norm"] else "layer",
+            f"{1e6 * cell['stock_seconds']:,.0f}",
+            f"{1e6 * again['added_seconds']:+.0f}",
+            *added,
+            f"{1e6 * again['allowed_seconds']:.0f}",
+        )
+    return shown
+
+
+def text(record: Mapping[str, Any]) -> str:
+    """Table and legend of a record."""
+    return as_text(
+        table(record["cells"]),
+        f"Processor time per micro-batch in µs: stock Lightning's, and what is added to it. Medians of\n"
+        f"{record['windows']} windows of {FACTOR} micro-batches, each beside one of stock Lightning; one thread;\n"
+        f"load average {record['load_average']:.1f}.",
+    )
+
+
+def measure(modules: int, *, batch_norm: bool, bouts: int, windows: int, rng: random.Random) -> dict[str, Any]:
+    """One cell of the table."""
+    order, found = list(PROGRAMS), []
+    for _ in range(bouts):
+        rng.shuffle(order)
+        found.append(bout(modules, batch_norm=batch_norm, windows=windows, order=order))
+    stock = statistics.median(second for one in found for second in one[STOCK]) / FACTOR
+    return {"modules": modules, "batch_norm": batch_norm, "stock_seconds": stock, "rows": summarize(found)}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, show, write; 1 if a target is missed."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.idle", description=__doc__)
+    parser.add_argument("--bouts", type=int, default=5, help="bouts of fresh models (default: 5)")
+    parser.add_argument("--windows", type=int, default=40, help="windows of each program a bout (default: 40)")
+    parser.add_argument("--modules", type=int, nargs="*", default=[10, 100, 600], help="sizes (default: 10 100 600)")
+    settings = parser.parse_args(arguments)
+    quiet()
+    start, rng = time.perf_counter(), random.Random(0)
+    cells = [
+        measure(modules, batch_norm=batch_norm, bouts=settings.bouts, windows=settings.windows, rng=rng)
+        for modules in settings.modules
+        for batch_norm in (False, True)
+    ]
+    record = {
+        "cells": cells,
+        "windows": settings.bouts * settings.windows,
+        "load_average": os.getloadavg()[1],
+        "seconds": round(time.perf_counter() - start, 1),
+    }
+    print(f"{text(record)}\n{write_json('idle', record).name}, {record['seconds']} s")
+    return int(any(row["met"] is False for cell in cells for row in cell["rows"]))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

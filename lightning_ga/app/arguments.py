@@ -1,0 +1,83 @@
+"""Put what was typed into the order that Hydra takes, and read from it what files must not decide."""
+
+from collections.abc import Mapping, Sequence
+from itertools import islice
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from lightning_ga.errors import UserError
+
+WITH_VALUE = ("--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd")
+
+
+def options_first(arguments: Sequence[str]) -> list[str]:
+    """Options before overrides: Hydra takes overrides in one piece only, and Lightning appends some for its ranks.
+
+    Examples:
+        >>> options_first(["model=mlp", "--config-dir", "mine", "seed=1"])
+        ['--config-dir', 'mine', 'model=mlp', 'seed=1']
+    """
+    options, overrides = split_options(arguments)
+    return [*options, *overrides]
+
+
+def split_options(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Options with their values, and overrides."""
+    options: list[str] = []
+    overrides: list[str] = []
+    rest = iter(arguments)
+    for argument in rest:
+        if not argument.startswith("-"):
+            overrides.append(argument)
+            continue
+        options.append(argument)
+        if argument in WITH_VALUE:
+            options += list(islice(rest, 1))
+    return options, overrides
+
+
+def rank_overrides(arguments: Sequence[str], environment: Mapping[str, str]) -> list[str]:
+    """Overrides for ranks that ``torchrun`` or ``srun`` has started: all but the first keep no folder of their own.
+
+    Each process names its folder by its own clock. Ranks that Lightning starts are told the folder of the first.
+
+    Examples:
+        >>> rank_overrides(["trainer=ddp"], {"RANK": "1"})
+        ['hydra.output_subdir=null', 'hydra/job_logging=none', 'hydra.run.dir=${paths.output_root}']
+        >>> rank_overrides(["trainer=ddp"], {"RANK": "0"})
+        []
+    """
+    if is_first_rank(environment):
+        return []
+    if any(argument.startswith(("hydra.output_subdir=", "hydra/job_logging=")) for argument in arguments):
+        return []
+    told = any(argument.startswith("hydra.run.dir=") for argument in arguments)
+    folder = [] if told else ["hydra.run.dir=${paths.output_root}"]
+    return ["hydra.output_subdir=null", "hydra/job_logging=none", *folder]
+
+
+def is_first_rank(environment: Mapping[str, str]) -> bool:
+    """Whether this process is the only one, or the first of those that were started together."""
+    names = ("RANK",) if "RANK" in environment else ("SLURM_PROCID", "NODE_RANK", "LOCAL_RANK")
+    return all(environment.get(name, "0") == "0" for name in names)
+
+
+def typed_targets(arguments: Sequence[str]) -> tuple[str, ...]:
+    """The packages that ``allow_targets=…`` names on the command line.
+
+    A configuration cannot add to them: what may be built would then be decided by what is to be built.
+
+    Raises:
+        UserError: If the value is no list of names.
+
+    Examples:
+        >>> typed_targets(["seed=1", "allow_targets=[mine, yours.models]"])
+        ('mine', 'yours.models')
+    """
+    typed = [argument for argument in split_options(arguments)[1] if argument.startswith("allow_targets=")]
+    if not typed:
+        return ()
+    value = OverridesParser.create().parse_override(typed[-1]).value()
+    if not isinstance(value, list) or not all(isinstance(name, str) and name for name in value):
+        raise UserError(f"{typed[-1]} must be a list of packages; for example allow_targets=[my_package].")
+    return tuple(map(str, value))

@@ -1,0 +1,146 @@
+"""Check a configuration when Hydra has composed it, before any of it is used.
+
+Hydra's own section builds things too: callbacks, log handlers, sweepers. And a file of the user's own
+is merged without a word, whatever its keys are.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from difflib import get_close_matches
+from typing import Any
+
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from omegaconf import DictConfig, OmegaConf
+
+from lightning_ga.errors import UserError
+
+LOGGING = (
+    *("logging.StreamHandler", "logging.FileHandler", "logging.NullHandler", "logging.Formatter"),
+    *("logging.handlers.RotatingFileHandler", "logging.handlers.TimedRotatingFileHandler", "colorlog.ColoredFormatter"),
+)
+"""What may handle log records; anything else below ``logging``, such as ``logging.os.system``, ends elsewhere."""
+STREAMS = ("ext://sys.stdout", "ext://sys.stderr")
+PLUGINS = ("hydra._internal.core_plugins.", "hydra_plugins.", "optuna.samplers.")
+IN_FOLDER = re.compile(r"\$\{hydra\.runtime\.output_dir\}(/|\$\{hydra\.job\.name\}|[\w.-])*")
+PLAIN_SECTIONS = {
+    "paths": ("data_dir", "output_root", "sweep_root", "output_dir"),
+    "precision": ("trainer", "float32_matmul"),
+}
+"""Sections that build nothing, with all keys that are read."""
+GLOBAL = ("experiment", "debug")  # groups whose files are written from the top of the configuration
+
+
+@contextmanager
+def checked_composition(*, known_keys: Sequence[str], typed: Sequence[str]) -> Iterator[None]:
+    """A context in which every configuration that Hydra composes is checked.
+
+    Args:
+        known_keys: The keys at the top of this application's configuration.
+        typed: The command line, whose ``+key=value`` adds keys on purpose.
+    """
+    load = ConfigLoaderImpl.load_configuration
+    added = [argument.lstrip("+").split("=")[0].split(".")[0] for argument in typed if argument.startswith("+")]
+
+    def load_and_check(*args: Any, **kwargs: Any) -> DictConfig:
+        config = load(*args, **kwargs)
+        content: Any = OmegaConf.to_container(config, resolve=False)
+        check_hydra_section(content.pop("hydra"))
+        check_keys(content, [*known_keys, *added])
+        return config
+
+    ConfigLoaderImpl.load_configuration = load_and_check  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        ConfigLoaderImpl.load_configuration = load  # type: ignore[method-assign]
+
+
+def check_keys(content: Mapping[str, Any], known: Sequence[str]) -> None:
+    """Refuse files of the user's own that would be merged to where nothing reads them.
+
+    Raises:
+        UserError: If an experiment is not written from the top, or a section has a name that nothing reads.
+    """
+    for group in GLOBAL:
+        if isinstance(content.get(group), Mapping):
+            raise UserError(
+                f"The file chosen by {group}=… does not begin with the line '# @package _global_', so that its keys "
+                f"({', '.join(content[group])}) would be read by nothing: add that line."
+            )
+    for section, names in PLAIN_SECTIONS.items():
+        for name in (content.get(section) or {}).keys() - names:
+            raise UserError(f"A configuration file sets {section}.{name}, which nothing reads: {', '.join(names)} are.")
+    for key in content.keys() - set(known):
+        if not is_referred_to(key, content):
+            nearest = get_close_matches(key, known, n=1)
+            hint = f"did you mean {nearest[0]}?" if nearest else f"the keys are {', '.join(known)}."
+            raise UserError(f"A configuration file sets {key}, which nothing reads; {hint}")
+
+
+def is_referred_to(key: str, content: Any) -> bool:
+    """Whether an interpolation such as ``${key}`` or ``${key.part}`` reads a key."""
+    return any(re.search(rf"\$\{{{re.escape(key)}[.}}\[]", text) for text in leaves(content) if isinstance(text, str))
+
+
+def check_hydra_section(section: Mapping[str, Any]) -> None:
+    """Refuse what Hydra would run or hand on before the job is checked.
+
+    Raises:
+        UserError: For callbacks, environment variables, plugins from elsewhere, and log handlers of other libraries.
+    """
+    if section["callbacks"]:
+        raise UserError("hydra.callbacks would run before anything is checked: use callbacks of the Trainer instead.")
+    if section["job"]["env_set"]:
+        raise UserError("hydra.job.env_set would reach every process that a run starts: set variables in the shell.")
+    for target in found_under("_target_", section):
+        if not str(target).startswith(PLUGINS) or "${" in str(target):
+            raise UserError(
+                f"The hydra section names {target}: only Hydra's own launchers and sweepers are built there."
+            )
+    for key, may_be_placed in (("job_logging", True), ("hydra_logging", False)):
+        check_logging(key, section[key], may_be_placed=may_be_placed)
+
+
+def check_logging(key: str, section: Any, *, may_be_placed: bool) -> None:
+    """Refuse log handlers and values that Python's logging would import.
+
+    Args:
+        key: The section's name, for the message.
+        section: The section, not resolved: what it is resolved to may change.
+        may_be_placed: Whether a file in the run's folder may be named; that is known once the job begins.
+    """
+    for name in ("()", "class", "queue", "listener"):
+        for factory in found_under(name, section):
+            if factory not in LOGGING:
+                raise UserError(f"hydra.{key} names {factory}: only {', '.join(LOGGING)} are built.")
+    for text in leaves(section):
+        if not isinstance(text, str) or text in STREAMS:
+            continue
+        in_folder = may_be_placed and IN_FOLDER.fullmatch(text.replace("${hydra.job.name}", "name"))
+        if "://" in text or ("${" in text and not in_folder):
+            raise UserError(f"hydra.{key} holds {text}, which could import any module: write a plain value.")
+
+
+def found_under(name: str, content: Any) -> Iterator[Any]:
+    """Every value of a key, however deep."""
+    if isinstance(content, Mapping):
+        for key, value in content.items():
+            if key == name:
+                yield value
+            yield from found_under(name, value)
+    elif isinstance(content, list | tuple):
+        for value in content:
+            yield from found_under(name, value)
+
+
+def leaves(content: Any) -> Iterator[Any]:
+    """Every plain value, however deep."""
+    if isinstance(content, Mapping):
+        for value in content.values():
+            yield from leaves(value)
+    elif isinstance(content, list | tuple):
+        for value in content:
+            yield from leaves(value)
+    else:
+        yield content

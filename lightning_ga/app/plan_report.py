@@ -1,0 +1,118 @@
+"""The plan of a run: found on the callback that plans, printed and saved before the first step."""
+
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from rich.console import Console
+
+from lightning_ga.app.plan_table import plan_table, save_plan
+from lightning_ga.app.plots import plot_probe
+from lightning_ga.app.terminal import warn
+from lightning_ga.fit.exactness import Exactness
+from lightning_ga.plan.accumulation import AccumulationPlan
+from lightning_ga.plan.records import ProbeResult
+from lightning_ga.probe.planned.device import current_device
+
+
+class PlanReport(Callback):
+    """Prints the plan and saves it as JSON and as a picture once training is set up, before the first step.
+
+    Args:
+        folder: Where ``plan.json`` and ``probe.png`` go.
+        dry_run: End the fit right there, without a single training step.
+
+    Attributes:
+        started: Whether there was anything to train.
+    """
+
+    def __init__(self, folder: Path, *, dry_run: bool = False) -> None:
+        self.folder = folder
+        self.dry_run = dry_run
+        self.started = False
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """AutoAccumulate, which comes first among the callbacks, has its plan by now."""
+        self.started = True
+        if trainer.is_global_zero:
+            records = current_plan(trainer), current_probe(trainer), current_exactness(trainer), current_device()
+            setting = describe_setting(trainer, pl_module)
+            save_plan(self.folder / "plan.json", *records, setting=setting)
+            if records[1] is not None:
+                plot_probe(self.folder / "probe.png", records[1])
+            Console(width=80).print(plan_table(*records, setting=setting))
+            warn(beyond_the_data(records[0], training_samples(trainer)))
+        if self.dry_run:
+            trainer.fit_loop.epoch_loop.max_steps = trainer.global_step
+
+
+def training_samples(trainer: Trainer) -> int | None:
+    """Samples of the training set; nothing where it has no length."""
+    dataset: Any = getattr(trainer.train_dataloader, "dataset", None)
+    return len(dataset) if hasattr(dataset, "__len__") else None
+
+
+def beyond_the_data(plan: AccumulationPlan | None, samples: int | None) -> str | None:
+    """What is odd about an effective batch that is larger than the training set; nothing where it is not.
+
+    Examples:
+        >>> from lightning_ga.plan.accumulation import plan_accumulation
+        >>> beyond_the_data(plan_accumulation(64, micro_batch=8), 1000)
+    """
+    if plan is None or samples is None or plan.effective_batch_size <= samples:
+        return None
+    return (
+        f"The effective batch of {plan.effective_batch_size:,} samples is above the {samples:,} of the training set: "
+        "every epoch is a single optimizer step over all of them, and a larger batch changes nothing."
+    )
+
+
+def describe_setting(trainer: Trainer, module: LightningModule) -> str:
+    """Model, parameters, precision and device, unless it is another one, in one line."""
+    name = module.hparams.get("name", type(module).__name__)
+    millions = sum(parameter.numel() for parameter in module.parameters()) / 1e6
+    device = f"{trainer.world_size} × {module.device.type}" if trainer.world_size > 1 else module.device.type
+    place = "" if current_device() is not None else f", on {device}"
+    return f"{name}, {millions:.1f} M parameters, {trainer.precision}{place}"
+
+
+def find_accumulate(trainer: Trainer) -> Any:
+    """The callback that plans, known by what it offers: ``plan`` and ``probe``."""
+    plans = [callback for callback in _callbacks(trainer) if hasattr(callback, "plan") and hasattr(callback, "probe")]
+    return plans[0] if plans else None
+
+
+def current_plan(trainer: Trainer) -> AccumulationPlan | None:
+    """The plan of the epoch, or the recipe as it is where nothing plans."""
+    plan: AccumulationPlan | None = getattr(find_accumulate(trainer), "plan", None)
+    return plan or recipe_plan(trainer)
+
+
+def current_probe(trainer: Trainer) -> ProbeResult | None:
+    """What the probe found, if one ran."""
+    probe: ProbeResult | None = getattr(find_accumulate(trainer), "probe", None)
+    return probe
+
+
+def survived_errors(trainer: Trainer) -> int:
+    """Out-of-memory errors that cost a retry each, not the run."""
+    return getattr(find_accumulate(trainer), "oom_events", 0)
+
+
+def current_exactness(trainer: Trainer) -> Exactness | None:
+    """What the exactness check measured, if it ran."""
+    exactness: Exactness | None = getattr(find_accumulate(trainer), "exactness", None)
+    return exactness
+
+
+def recipe_plan(trainer: Trainer) -> AccumulationPlan | None:
+    """The loader's batch size × accumulated batches × ranks; nothing if the loader has no batch size."""
+    batch = getattr(trainer.train_dataloader, "batch_size", None)
+    if not isinstance(batch, int):
+        return None
+    factor, ranks = trainer.accumulate_grad_batches, trainer.world_size
+    return AccumulationPlan(batch * factor * ranks, ranks, batch, factor, ((batch,) * factor,) * ranks)
+
+
+def _callbacks(trainer: Trainer) -> list[Callback]:
+    return trainer.callbacks  # type: ignore[attr-defined, no-any-return]

@@ -1,0 +1,98 @@
+"""Print on any terminal, and keep what was printed."""
+
+import codecs
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from io import TextIOBase
+from pathlib import Path
+from typing import Any, TextIO
+
+ASCII_SIGNS = {"×": "x", "–": "-", "—": "-", "…": "...", "→": "->", "−": "-", "±": "+-", "µ": "u", "‖": "|", "≤": "<="}
+MOVES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")  # colours and movements of a terminal's cursor
+
+
+def _in_ascii(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeEncodeError)
+    signs = error.object[error.start : error.end]
+    return "".join(ASCII_SIGNS.get(sign, "-" if "\u2500" <= sign <= "\u257f" else "?") for sign in signs), error.end
+
+
+codecs.register_error("lightning_ga.ascii", _in_ascii)
+
+
+def printable_everywhere(*streams: Any) -> None:
+    """Have signs that a terminal's encoding lacks replaced by those of ASCII, where printing them would fail."""
+    for stream in streams:
+        with suppress(AttributeError, ValueError, OSError):
+            stream.reconfigure(errors="lightning_ga.ascii")
+
+
+class Tee(TextIOBase):
+    """Prints on a stream and writes the same to a log, without what only moves a terminal's cursor.
+
+    Args:
+        stream: What is printed on.
+        log: The file that keeps it.
+    """
+
+    def __init__(self, stream: TextIO, log: TextIO) -> None:
+        self._stream = stream
+        self._log = log
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        """The stream's."""
+        return self._stream.encoding
+
+    def isatty(self) -> bool:
+        """Whether a terminal shows it."""
+        return self._stream.isatty()
+
+    def fileno(self) -> int:
+        """The stream's."""
+        return self._stream.fileno()
+
+    def write(self, text: str) -> int:
+        """Print and keep."""
+        if "\r" not in text:
+            self.keep(MOVES.sub("", text))
+        return self._stream.write(text)
+
+    def keep(self, text: str) -> None:
+        """Write to the log alone."""
+        with suppress(OSError, ValueError):  # a full disk is told by what must be written
+            self._log.write(text)
+
+    def flush(self) -> None:
+        """Both."""
+        self._stream.flush()
+        with suppress(OSError, ValueError):
+            self._log.flush()
+
+
+@contextmanager
+def printed_to(path: Path) -> Iterator[None]:
+    """A context that keeps all that is printed in a file, added to its end."""
+    with (
+        path.open("a", encoding="utf-8", errors="replace") as log,
+        redirect_stdout(Tee(sys.stdout, log)),
+        redirect_stderr(Tee(sys.stderr, log)),
+    ):
+        yield
+
+
+def keep_in_log(line: str) -> None:
+    """Write a line to the log of what is printed, and not on the screen."""
+    if isinstance(sys.stdout, Tee):
+        sys.stdout.keep(f"{line}\n")
+
+
+def warn(sentence: str | None) -> None:
+    """Print a warning beside the output; nothing where there is none."""
+    if sentence:
+        print(f"Warning: {sentence}", file=sys.stderr)

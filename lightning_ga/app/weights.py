@@ -1,0 +1,79 @@
+"""Start a model from bare weights: ``model.init_from=weights.pt``."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_ga.app.checkpoints import read_safely
+from lightning_ga.errors import UserError
+
+PREFIXES = ("module.", "model.", "net.", "_orig_mod.")  # what wrappers put before the names of weights
+
+
+def load_initial_weights(model: nn.Module, name: str) -> str:
+    """Load the weights of a file whose names and shapes are those of a model.
+
+    A classifier's last layer for other classes is left as it was drawn.
+
+    Args:
+        model: The LightningModule; its ``net`` where it has one.
+        name: Path of a file of ``torch.save`` or of safetensors: weights alone, or a checkpoint.
+
+    Returns:
+        What was loaded, in one sentence.
+
+    Raises:
+        UserError: If there is no such file, or nothing in it fits.
+    """
+    path = Path(name)
+    if not path.is_file():
+        raise UserError(f"model.init_from={name} is not a file: give the path of weights, such as weights.pt.")
+    net: nn.Module = getattr(model, "net", model)
+    wanted, found = net.state_dict(), read_weights(path)
+    named = (found, {stripped(key): value for key, value in found.items()})
+    fitting = max((matching(weights, wanted) for weights in named), key=len)
+    if not fitting:
+        raise UserError(
+            f"model.init_from={name}: none of its {len(found)} weights (such as {next(iter(found), 'none')}) is one of "
+            f"this model (such as {next(iter(wanted))}): choose the model that they belong to."
+        )
+    net.load_state_dict(fitting, strict=False)
+    left = sorted(wanted.keys() - fitting.keys())
+    rest = (
+        f"; {len(left)} keep their first values: {', '.join(left[:4])}{', …' if len(left) > 4 else ''}" if left else ""
+    )
+    return f"Weights: {len(fitting)} of {len(wanted)} from {path}{rest}"
+
+
+def matching(weights: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Those weights whose name and shape are wanted."""
+    return {key: value for key, value in weights.items() if key in wanted and wanted[key].shape == value.shape}
+
+
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """The weights in a file by their names."""
+    if path.suffix == ".safetensors":
+        from safetensors.torch import load_file
+
+        return dict(load_file(path))
+    content: Any = read_safely(path)
+    for key in ("state_dict", "model"):
+        if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
+            content = content[key]
+    pairs = content.items() if isinstance(content, Mapping) else ()
+    return {str(key): value for key, value in pairs if isinstance(value, Tensor)}
+
+
+def stripped(key: str) -> str:
+    """A weight's name without the names of wrappers.
+
+    Examples:
+        >>> stripped("module.net.conv1.weight")
+        'conv1.weight'
+    """
+    for prefix in PREFIXES:
+        if key.startswith(prefix):
+            return stripped(key.removeprefix(prefix))
+    return key

@@ -1,0 +1,31 @@
+"""Write the page of a run anew, or of several side by side: ``python -m lightning_ga.report RUN [RUN…]``."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from lightning_ga.errors import UserError
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command.
+
+    Args:
+        argv: Its arguments; those of the process if left out.
+    """
+    parser = argparse.ArgumentParser(prog="python -m lightning_ga.report", description=__doc__.split(":")[0] + ".")
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, such as outputs/DATE/TIME")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="the page; report.html if left out")
+    arguments = parser.parse_args(argv)
+    from lightning_ga.app.page import write_page  # imports matplotlib: not for --help
+
+    try:
+        print(write_page(arguments.runs, arguments.output))
+    except (UserError, OSError) as error:
+        print(f"Error: {error}", file=sys.stderr)
+        raise SystemExit(1) from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""Keep the containers of a batch before an attempt, and restore them."""
+
+from collections import deque
+from collections.abc import MutableMapping
+from dataclasses import is_dataclass
+from typing import Any
+
+from torch import Tensor
+
+from lightning_ga.batch.pytree import open_container
+from lightning_ga.snapshot.checksums import checksums, differ
+
+
+class BatchSnapshot:
+    """Containers of a batch as they are, and versions of its tensors: nothing is copied.
+
+    Args:
+        batch: Tensors in any structure.
+        by_value: Whether values are compared, too, as the step may change them without raising a version.
+    """
+
+    def __init__(self, batch: Any, *, by_value: bool = False) -> None:
+        self._containers: list[tuple[Any, Any]] = []
+        self._tensors: list[tuple[str, Tensor, int]] = []
+        self._take("batch", batch)
+        self._sums = self._checksums() if by_value else []
+
+    def restore(self) -> None:
+        """Give containers their contents back."""
+        for container, kept in self._containers:
+            refill(container, kept)
+
+    def lost(self) -> str | None:
+        """Name a tensor that was changed in place."""
+        changed = self._changed_by_version() or self._changed_by_value()
+        return f"its batch in place ({changed[0]})" if changed else None
+
+    def changes_unseen(self) -> bool:
+        """Return whether values have changed where no version tells."""
+        return bool(self._changed_by_value()) and not self._changed_by_version()
+
+    def _changed_by_version(self) -> list[str]:
+        return [path for path, tensor, version in self._tensors if tensor._version != version]
+
+    def _changed_by_value(self) -> list[str]:
+        pairs = zip(self._tensors, self._sums, self._checksums() if self._sums else ())
+        return [path for (path, _, _), before, now in pairs if differ(before, now)]
+
+    def _checksums(self) -> list[int | None]:
+        return checksums(tensor for _, tensor, _ in self._tensors)
+
+    def _take(self, path: str, node: Any) -> None:
+        if isinstance(node, Tensor):
+            if not node.is_inference():
+                self._tensors.append((path, node, node._version))
+            return
+        if isinstance(node, list):
+            self._containers.append((node, list(node)))
+        elif isinstance(node, MutableMapping):
+            self._containers.append((node, dict(node)))
+        elif is_dataclass(node) and not isinstance(node, type) and hasattr(node, "__dict__"):
+            self._containers.append((vars(node), dict(vars(node))))
+        for name, child in open_container(node) or ():
+            self._take(path + name, child)
+
+
+def refill(container: Any, contents: Any) -> None:
+    """Put contents back into the container that they were copied from."""
+    container.clear()
+    if isinstance(container, (list, deque)):
+        container.extend(contents)
+    else:
+        container.update(contents)

@@ -1,0 +1,90 @@
+"""Keep a module's buffers before an attempt, and restore them."""
+
+from collections.abc import Iterator
+from itertools import chain
+from operator import is_
+
+from torch import Tensor
+from torch.nn import Module
+
+from lightning_ga.snapshot.copies import LargeCopy, SmallCopies, is_small, is_writable
+
+
+class BufferSnapshot:
+    """A module's buffers: small ones copied before every attempt, large ones when they have changed.
+
+    Small ones are copied in any case: BatchNorm changes its statistics without raising their version,
+    and so does all that writes to ``buffer.data``. A step may also put new tensors in the place of its
+    buffers: then the old ones come back.
+
+    Args:
+        module: The module whose buffers may change in a step.
+    """
+
+    def __init__(self, module: Module) -> None:
+        self._paths = [path for path, _ in module.named_modules()]
+        self._tables = [part._buffers for part in module.modules()]
+        self._tables_had: list[dict[str, Tensor | None]] = []
+        self._buffers: list[Tensor | None] = []  # of all tables, in order
+        self._small = SmallCopies()
+        self._large: list[LargeCopy] = []
+        self._uncopied: list[tuple[str, Tensor]] = []
+        self._versions: list[int] = []
+        self._watch()
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield the copies."""
+        yield from self._small.tensors()
+        yield from (large.copy for large in self._large)
+
+    def take(self) -> None:
+        """Copy what may have changed since the last time."""
+        if self._are_others():
+            self._watch()
+        self._small.take()
+        for large in self._large:
+            large.take()
+        self._versions = [buffer._version for _, buffer in self._uncopied]
+
+    def learn(self) -> None:
+        """Note that an attempt went through: what changes in one shows."""
+        for large in self._large:
+            large.learn()
+
+    def restore(self) -> None:
+        """Put the buffers back, and their values."""
+        for table, had in zip(self._tables, self._tables_had):
+            table.clear()
+            table.update(had)
+        self._small.restore()
+        for large in self._large:
+            large.restore()
+
+    def lost(self) -> str | None:
+        """Name a buffer that has changed and of which there is no copy."""
+        for (name, buffer), version in zip(self._uncopied, self._versions):
+            if buffer._version != version:
+                return f"a buffer that is not dense in place ({name})"
+        return next((f"a buffer by its .data ({large.name})" for large in self._large if large.is_lost()), None)
+
+    def _are_others(self) -> bool:
+        """Return whether buffers have been added, removed, replaced or renamed."""
+        if sum(map(len, self._tables)) != len(self._buffers):
+            return True
+        now = chain.from_iterable(map(dict.values, self._tables))
+        return not all(map(is_, now, self._buffers))
+
+    def _watch(self) -> None:
+        """See which tensors are the buffers now."""
+        self._tables_had = [dict(table) for table in self._tables]
+        self._buffers = [*chain.from_iterable(map(dict.values, self._tables))]
+        named: dict[int, tuple[str, Tensor]] = {}
+        for path, table in zip(self._paths, self._tables):
+            for name, buffer in table.items():
+                if buffer is not None and not buffer.is_meta:
+                    named[id(buffer)] = (f"{path}.{name}".lstrip("."), buffer)
+        known = {id(large.tensor): large for large in self._large}
+        copied = [pair for pair in named.values() if is_writable(pair[1])]
+        self._uncopied = [pair for pair in named.values() if not is_writable(pair[1])]
+        self._small = SmallCopies(buffer for _, buffer in copied if is_small(buffer))
+        self._large = [known.get(id(pair[1])) or LargeCopy(*pair) for pair in copied if not is_small(pair[1])]

@@ -1,0 +1,134 @@
+"""Copy tensors before an attempt, and write the copies back after one that failed."""
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+SMALL = 2**20  # bytes of a tensor that is copied before every attempt
+
+
+def is_small(tensor: Tensor) -> bool:
+    """Return whether a tensor may be copied before every attempt."""
+    return tensor.numel() * tensor.element_size() <= SMALL
+
+
+def is_expanded(tensor: Tensor) -> bool:
+    """Return whether several of its elements are one in memory; sparse and nested tensors have no strides to tell."""
+    return tensor.layout is torch.strided and not tensor.is_nested and 0 in tensor.stride()
+
+
+def is_writable(tensor: Tensor) -> bool:
+    """Return whether values can be copied back into it: it is dense, stored as it reads, no two elements are one."""
+    dense = tensor.layout is torch.strided and not tensor.is_nested
+    return dense and not tensor.is_conj() and not tensor.is_neg() and not is_expanded(tensor)
+
+
+class SmallCopies:
+    """Copies of small tensors, made in few calls: vectors of a kind are joined, which takes one.
+
+    Args:
+        tensors: Tensors that can be written to.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
+        kinds: dict[object, list[Tensor]] = {}
+        for tensor in tensors:
+            kinds.setdefault((tensor.dtype, tensor.device, min(tensor.dim(), 2)), []).append(tensor)
+        self._groups = [_Joined(group) if group[0].dim() < 2 else _Apart(group) for group in kinds.values()]
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield the copies."""
+        for group in self._groups:
+            yield from group.copies
+
+    def take(self) -> None:
+        """Copy the values."""
+        if self._groups:
+            with torch.no_grad():
+                for group in self._groups:
+                    group.take()
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Write the values back."""
+        for group in self._groups:
+            group.restore()
+
+
+class _Joined:
+    """Numbers or vectors of one kind."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        self._tensors = tensors
+        self._join = torch.cat if tensors[0].dim() else torch.stack
+        self.copies = [self._join([tensor.detach() for tensor in tensors])]
+
+    def take(self) -> None:
+        self._join(self._tensors, out=self.copies[0])
+
+    def restore(self) -> None:
+        sizes = [tensor.numel() for tensor in self._tensors]
+        parts = torch.split_with_sizes(self.copies[0], sizes)
+        torch._foreach_copy_(self._tensors, [part.view_as(tensor) for part, tensor in zip(parts, self._tensors)])
+
+
+class _Apart:
+    """Other tensors of one kind."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        self._tensors = tensors
+        self.copies = [torch.empty_like(tensor) for tensor in tensors]
+
+    def take(self) -> None:
+        torch._foreach_copy_(self.copies, self._tensors)
+
+    def restore(self) -> None:
+        torch._foreach_copy_(self._tensors, self.copies)
+
+
+class LargeCopy:
+    """A copy of a large tensor, on the host until it has changed.
+
+    Its version tells of most changes, and the first attempt that goes through shows whether it changes
+    without one: then it is copied every time.
+
+    Args:
+        name: What the user calls the tensor.
+        tensor: The tensor.
+    """
+
+    def __init__(self, name: str, tensor: Tensor) -> None:
+        self.name, self.tensor = name, tensor
+        self.copy = tensor.detach().to("cpu", copy=True)
+        self._version = tensor._version
+        self._silent: bool | None = None  # changes without raising its version; ``None`` before that is known
+
+    @torch.no_grad()
+    def take(self) -> None:
+        """Copy the values if they may have changed since the last time."""
+        changed = self._silent is not False or self.tensor._version != self._version
+        if changed and (self._silent is None or self.copy.device == self.tensor.device):
+            self.copy.copy_(self.tensor)
+        elif changed:
+            self.copy = self.tensor.detach().clone()
+        self._version = self.tensor._version
+
+    def learn(self) -> None:
+        """Note that an attempt went through: whether the tensor changes without raising its version shows."""
+        if self._silent is None:
+            self._silent = self.tensor._version == self._version and not self._is_as_taken()
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Write the values back."""
+        if self._silent is not False or self.tensor._version != self._version:
+            self.tensor.copy_(self.copy)
+            self._version = self.tensor._version
+
+    def is_lost(self) -> bool:
+        """Return whether it has changed in a way that nothing told of."""
+        return self._silent is False and not self._is_as_taken()
+
+    def _is_as_taken(self) -> bool:
+        return torch.equal(self.tensor.to(self.copy.device), self.copy)

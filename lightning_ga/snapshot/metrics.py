@@ -1,0 +1,27 @@
+"""Take and set the state of a metric of torchmetrics."""
+
+from typing import Any
+
+from torchmetrics import Metric
+
+MetricState = dict[str, Any]
+
+# What torchmetrics 1.9 keeps of a metric besides its states (``metric.py``, ``reset`` and ``forward``).
+_COUNTERS = ("_update_count", "_forward_cache", "_computed", "_cache", "_is_synced")
+
+
+def metric_state(metric: Metric) -> MetricState:
+    """Return copies of the attributes of a metric that an update may change."""
+    states = {name: _copied(getattr(metric, name)) for name in metric._defaults}
+    return {**states, **{name: vars(metric)[name] for name in _COUNTERS if name in vars(metric)}}
+
+
+def set_metric_state(metric: Metric, state: MetricState) -> None:
+    """Give a metric copies of what ``metric_state`` took: updates change states in place."""
+    for name, value in state.items():
+        setattr(metric, name, value if name in _COUNTERS else _copied(value))
+
+
+def _copied(state: Any) -> Any:
+    """Copy a tensor, or the list that updates append to; what is in the list never changes."""
+    return list(state) if isinstance(state, list) else state.clone()

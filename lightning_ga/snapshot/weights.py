@@ -1,0 +1,114 @@
+"""Tell which weights an attempt has changed, and restore those that steps change."""
+
+from collections.abc import Collection, Iterable, Iterator
+
+from torch import Tensor
+from torch.nn import Module
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from lightning_ga.snapshot.checksums import checksums, differ
+from lightning_ga.snapshot.copies import SmallCopies
+
+LOOKS = 8  # attempts in which the values of all weights are compared
+
+
+class WeightSnapshot:
+    """The weights that a step itself changes, such as those of a teacher that follows its student.
+
+    The first attempts that go through show which they are. Until then, for weights that change now and
+    then, and for weights that are trained (an optimizer that steps within the backward pass has states
+    too), a change is noticed, not undone: by versions, by the values of weights that changed without one
+    in those first attempts (``weight.data``, fused kernels), and by the steps of optimizers. Whether
+    weights want gradients is kept of all.
+
+    Args:
+        module: The module whose parameters no optimizer changes within an attempt.
+    """
+
+    def __init__(self, module: Module) -> None:
+        self._names = {id(parameter): name for name, parameter in module.named_parameters()}
+        self._parameters = list(module.parameters())
+        self._versions: list[int] = []
+        self._trained: list[bool] = []
+        self._summed = self._parameters  # whose versions may not tell
+        self._sums: list[int | None] = []
+        self._silent: set[int] = set()  # weights that are trained and change without raising their version
+        self._looks = LOOKS
+        self._changing: dict[int, Tensor] = {}
+        self._changing_names: tuple[str, ...] = ()
+        self._copies = SmallCopies()
+        self._stepped: set[str] = set()
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield the copies."""
+        return self._copies.tensors()
+
+    def expect(self, names: Collection[str]) -> None:
+        """Copy these weights from the first attempt on, if they are not trained: the step is known to change them."""
+        named = ((self._names[id(parameter)], parameter) for parameter in self._parameters)
+        self._copy_from_now_on(p for name, p in named if name in names and not p.requires_grad)
+
+    @property
+    def is_learning(self) -> bool:
+        """Whether the attempts are still to come that show what changes."""
+        return self._looks > 0
+
+    @property
+    def changing(self) -> tuple[str, ...]:
+        """Names of the weights that attempts change."""
+        return self._changing_names
+
+    def note_steps(self) -> RemovableHandle:
+        """Note the optimizers that step after the last ``take``, until the handle is removed."""
+        stepped = self._stepped
+        return register_optimizer_step_pre_hook(lambda optimizer, *_: stepped.add(type(optimizer).__name__))
+
+    def take(self) -> None:
+        """Copy what changes, before an attempt."""
+        self._copies.take()
+        self._versions = [parameter._version for parameter in self._parameters]
+        self._trained = [parameter.requires_grad for parameter in self._parameters]
+        self._sums = checksums(self._summed) if self._summed else []
+        self._stepped.clear()
+
+    def learn(self) -> None:
+        """Note that an attempt went through: what changes in one shows."""
+        if not self._looks:
+            return
+        self._looks -= 1
+        self._copy_from_now_on(p for p in self._changed() if not p.requires_grad)
+        self._silent |= {id(parameter) for parameter in self._changed_by_value() if parameter.requires_grad}
+        if not self._looks:
+            self._summed = [parameter for parameter in self._parameters if id(parameter) in self._silent]
+
+    def restore(self) -> None:
+        """Write the copies back."""
+        self._copies.restore()
+        for parameter, trained in zip(self._parameters, self._trained):
+            if parameter.requires_grad != trained:
+                parameter.requires_grad_(trained)
+
+    def lost(self) -> str | None:
+        """Name weights that have changed and of which there is no copy."""
+        if self._stepped:
+            return f"weights by an optimizer of its own ({min(self._stepped)})"
+        lost = [parameter for parameter in self._changed() if id(parameter) not in self._changing]
+        return f"weights without an optimizer ({self._names[id(lost[0])]})" if lost else None
+
+    def _copy_from_now_on(self, parameters: Iterable[Tensor]) -> None:
+        new = {id(parameter): parameter for parameter in parameters if id(parameter) not in self._changing}
+        if new:
+            self._changing |= new
+            self._changing_names = tuple(self._names[key] for key in self._changing)
+            self._copies = SmallCopies(self._changing.values())
+
+    def _changed(self) -> list[Tensor]:
+        marks = zip(self._parameters, self._versions)
+        by_version = [parameter for parameter, version in marks if parameter._version != version]
+        known = {id(parameter) for parameter in by_version}
+        return [*by_version, *(parameter for parameter in self._changed_by_value() if id(parameter) not in known)]
+
+    def _changed_by_value(self) -> list[Tensor]:
+        sums = zip(self._summed, self._sums, checksums(self._summed))
+        return [parameter for parameter, before, now in sums if differ(before, now)]

@@ -1,0 +1,114 @@
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from lightning_ga import UserError
+from lightning_ga.app.page import comparison_page, run_page, write_page
+from lightning_ga.app.run_files import read_run
+from lightning_ga.report import main
+
+PROBE = {
+    "limit": 30, "budget_bytes": 90 * 2**20, "peak_bytes": 85 * 2**20, "steps": 4, "seconds": 0.5, "method": "bracket",
+    "trials": [{"micro_batch_size": 4, "peak_bytes": 2**24, "fits": True, "seconds": 0.1}],
+    "curve": [[1, 2**24], [30, 85 * 2**20]], "timings": [], "fastest": None, "of_a_later_version": 1,
+}  # fmt: skip
+PLAN = {"effective_batch_size": 64, "micro_batch_size": 22, "factor": 3, "world_size": 1, "chunks": [[22, 21, 21]]}
+
+
+def leave_run(folder: Path, **changes: object) -> Path:
+    """What a run leaves, in small."""
+    config = {"model": {"_target_": "lightning_ga.models.MLPClassifier", "name": "<b>"}, "data": {"batch_size": 64}}
+    for key, value in changes.items():
+        config["data"][key] = value
+    (folder / "csv").mkdir(parents=True)
+    OmegaConf.save(OmegaConf.create(config), folder / "config.yaml")
+    (folder / "csv" / "metrics.csv").write_text("epoch,step,train/loss,val/loss\n0,4,1.5,\n0,9,0.5,1.0\n")
+    written = {
+        "plan": {"plan": PLAN, "probe": PROBE, "told": {"effective batch": "64 = 22 + 21 + 21"}},
+        "result": {"test/acc": 0.75, "val/loss": None, "oom_events": 2, "seconds": 3.0},
+        "versions": {"torch": "9.9"},
+        "epochs": [{"epoch": 1, "steps": 5, "seconds": 2.0, "samples": 300, "process_bytes": 2**30, "train/loss": 0.5}],
+        "classification_report": [{"name": "cat", "precision": 1.0, "recall": 0.5, "f1": 0.6667, "support": 4}],
+        "confusion_matrix": {"classes": ["cat", "dog"], "counts": [[2, 2], [0, 3]]},
+    }
+    for name, content in written.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    (folder / "train.log").write_text("Plan\nwarning: Memory ran out in training with 30 samples.\n")
+    return folder
+
+
+class Tags(HTMLParser):
+    """Names of tags, those that are open, and addresses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+        self.addresses: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.names.add(tag)
+        self.addresses += [value or "" for name, value in attrs if name in ("src", "href")]
+
+
+def tags(page: str) -> Tags:
+    parser = Tags()
+    parser.feed(page)
+    return parser
+
+
+def test_the_page_of_a_run_shows_all_that_it_has_left(tmp_path):
+    """Plan, probe, curves, speed, memory, errors, classes, configuration, versions."""
+    page = run_page(read_run(leave_run(tmp_path / "run")))
+    for part in (
+        *("64 = 22 + 21 + 21", "Limit of the micro-batch: 30 samples", "optimizer step", "samples a second", ">150<"),
+        *("85.0 MiB of 90.0 MiB", "1.0 GiB", "Memory ran out in training with 30 samples.", "0.6667", ">dog<"),
+        *("batch_size: 64", "9.9", "not finite", "&lt;b&gt; on"),
+    ):
+        assert part in page, part
+
+
+def test_the_page_needs_nothing_but_itself(tmp_path):
+    """No script, no network, one file; colours follow the reader's choice of light or dark."""
+    page = run_page(read_run(leave_run(tmp_path / "run")))
+    found = tags(page)
+    assert not found.names & {"script", "link", "iframe", "img", "object"}
+    assert all(address.startswith("#") for address in found.addresses)
+    assert not re.search(r"url\((?!#)|@import", page)
+    assert "color-scheme:light dark" in page
+    assert "#000000" not in page.split("</style>")[1]
+
+
+def test_a_run_that_left_little_has_a_page_too(tmp_path):
+    """A test alone, or a run that was ended."""
+    (tmp_path / "config.yaml").write_text("model: {}\n")
+    page = run_page(read_run(tmp_path))
+    assert "<h2>Configuration</h2>" in page
+    assert "<h2>Epochs</h2>" not in page
+
+
+def test_several_runs_are_shown_side_by_side(tmp_path, monkeypatch, capsys):
+    """What differs, what came of it, and their curves in one picture."""
+    one, other = leave_run(tmp_path / "x" / "one"), leave_run(tmp_path / "x" / "other", batch_size=32)
+    page = comparison_page([read_run(one), read_run(other)])
+    assert "<td>data.batch_size</td><td>64</td><td>32</td>" in page
+    assert "x/one, training" in page
+    monkeypatch.chdir(tmp_path)
+    main([str(one), str(other)])
+    assert capsys.readouterr().out == "report.html\n"
+    assert Path("report.html").read_text(encoding="utf-8") == page
+    main([str(one)])
+    assert (one / "report.html").is_file()
+
+
+def test_a_folder_without_a_run_is_told(tmp_path, capsys):
+    """In one sentence."""
+    with pytest.raises(UserError, match="is no folder of a run"):
+        write_page([tmp_path])
+    with pytest.raises(SystemExit) as end:
+        main([str(tmp_path)])
+    assert end.value.code == 1
+    assert capsys.readouterr().err.startswith("Error: ")

@@ -1,0 +1,135 @@
+"""Nothing is ignored in silence: each test types a line as a newcomer would, and reads what is said."""
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+TINY = ("model=mlp", "debug=default", "trainer.max_epochs=1", "accumulate.micro_batch_size=16")
+
+
+def own_experiment(text: str) -> tuple[str, ...]:
+    path = Path("mine/experiment/small.yaml")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return "--config-dir", "mine", "experiment=small", "model=mlp"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("data:\n  batch_size: 7\n", "does not begin with the line '# @package _global_'"),
+        ("# @package _global_\ntrainr:\n  max_epochs: 1\n", "sets trainr, which nothing reads; did you mean trainer?"),
+        ("# @package _global_\ndata:\n  batch_size: [1\n", "small.yaml', line 4, column 1 is no valid YAML"),
+        ("# @package _global_\ndata:\n\tbatch_size: 1\n", "small.yaml', line 3, column 1 is no valid YAML"),
+        ("# @package _global_\ntrainer:\n  max_epoch: 1\n", "unexpected keyword argument 'max_epoch'"),
+        ("# @package _global_\npaths:\n  output: x\n", "sets paths.output, which nothing reads"),
+        ("# @package _global_\nallow_targets: [os]\n", "allow_targets=os stands in a configuration file"),
+        (
+            "# @package _global_\nmodel:\n  name: '\\${oc.env:PL_GLOBAL_SEED,x}'\n",
+            "model.name=${oc.env:PL_GLOBAL_SEED,x} is an interpolation that is left",
+        ),
+        ("# @package _global_\ndefaults:\n  - override /optimizer: nope\n", "optimizer=nope does not exist"),
+    ],
+)
+def test_a_mistake_in_ones_own_file_is_told(command, text, words):
+    """One sentence, and nothing is trained."""
+    run = command(*own_experiment(text))
+    assert run.code == 1
+    assert run.err.startswith("Error: ")
+    assert len(run.err.strip().splitlines()) == 1
+    assert words in run.err
+
+
+def test_what_an_experiment_builds_is_resolved_once(command, monkeypatch):
+    """A variable that seeding sets cannot change a target between the check and the build."""
+    monkeypatch.delenv("PL_GLOBAL_SEED")
+    target = "${oc.env:PL_GLOBAL_SEED,lightning.pytorch.callbacks.Timer}"
+    text = f"# @package _global_\ncallbacks:\n  x:\n    _target_: {target}\n"
+    run = command(*own_experiment(text), *TINY[1:], "hydra.run.dir=run")
+    assert run.code == 0, run.err
+
+
+def test_an_effective_batch_above_the_data_is_told(command):
+    """Every epoch is one step."""
+    run = command(*TINY, "accumulate.effective_batch_size=1e4", "accumulate.verify=false", "dry_run=true")
+    assert run.code == 0, run.err
+    assert "Warning: The effective batch of 10,000 samples is above the 1,293 of the training set" in run.err
+
+
+def test_a_result_that_is_no_number_is_told(command):
+    """On the screen with what may help; as null in JSON, which has no NaN."""
+    run = command(*TINY, "optimizer.lr=1e20")
+    assert run.code == 0
+    assert "val/loss are not finite" in run.err or "val/loss is not finite" in run.err
+    assert json.loads((run.folder / "result.json").read_text(), parse_constant=pytest.fail)["val/loss"] is None
+
+
+def test_the_checkpoint_that_was_taken_is_told_with_what_differs(command):
+    """Which file of which run, how far it came, and where this run is another one."""
+    first = command(*TINY, folder="first")
+    run = command(*TINY[:-2], "trainer.max_epochs=2", "ckpt_path=last", "data.batch_size=16", folder="second")
+    path = first.folder / "checkpoints" / "last.ckpt"
+    assert f"Checkpoint: {path.relative_to(Path.cwd())} (epoch 1, 4 optimizer steps)" in run.out.splitlines()
+    assert (
+        "Warning: This run is not as the one that wrote the checkpoint: data.batch_size (32 then, 16 now)." in run.err
+    )
+    same = command(*TINY, "task=test", f"ckpt_path={first.folder}", folder="third")
+    assert f"Checkpoint: {first.folder / 'checkpoints' / 'best.ckpt'}" in same.out
+    assert same.err == ""
+
+
+def test_a_checkpoint_of_another_run_is_refused(command):
+    """Another model or optimizer, and bare weights, each with the way out."""
+    first = command(*TINY, folder="first")
+    path = first.folder / "checkpoints" / "last.ckpt"
+    other = command(*TINY, "model.hidden=[8]", f"ckpt_path={path}", folder="other")
+    assert other.code == 1
+    assert "is the checkpoint of another model" in other.err
+    sgd = command(*TINY, "optimizer=sgd", f"ckpt_path={path}", folder="sgd")
+    assert sgd.code == 1
+    assert "holds the state of another optimizer than SGD" in sgd.err
+    torch.save(torch.load(path, weights_only=True)["state_dict"], "weights.pt")
+    bare = command(*TINY, "ckpt_path=weights.pt", folder="bare")
+    assert bare.code == 1
+    assert "model.init_from=weights.pt" in bare.err
+
+
+def test_a_training_starts_from_bare_weights(command):
+    """With their numbers; a last layer for other classes is left as it was drawn, and named."""
+    first = command(*TINY, folder="first")
+    path = first.folder / "checkpoints" / "best.ckpt"
+    trained = json.loads((first.folder / "result.json").read_text())
+    weights = torch.load(path, weights_only=True)["state_dict"]
+    torch.save({name.removeprefix("net."): value for name, value in weights.items()}, "weights.pt")
+    run = command(*TINY, "task=test", "model.init_from=weights.pt", folder="second")
+    assert run.code == 0, run.err
+    assert "Weights: 8 of 8 from weights.pt" in run.out
+    assert json.loads((run.folder / "result.json").read_text())["test/acc"] == trained["test/acc"]
+    wider = command(*TINY, f"model.init_from={path}", "model.num_classes=12", folder="third")
+    assert "Weights: 6 of 8 from" in wider.out
+    assert "2 keep their first values: 7.bias, 7.weight" in wider.out
+    none = command(*TINY, "model.init_from=weights.pt", "model.hidden=[9]", folder="fourth")
+    assert none.code == 1
+    assert "is one of this model" not in none.out
+
+
+def test_predictions_name_classes_and_probabilities(command):
+    """One row a sample; the probabilities of all classes add up to one."""
+    command(*TINY, folder="first")
+    run = command(*TINY, "task=predict", "ckpt_path=best", folder="second")
+    with (run.folder / "predictions.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 360
+    for row in rows:
+        assert row["class"] == row["prediction"]
+        assert row["probability"] == row[f"p({row['class']})"]
+        assert sum(float(value) for name, value in row.items() if name.startswith("p(")) == pytest.approx(1, abs=1e-4)
+
+
+def test_version_is_this_packages(command):
+    """Not Hydra's."""
+    run = command("--version")
+    assert (run.code, run.out) == (0, "lightning_ga 0.1.0\n")

@@ -1,0 +1,91 @@
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from lightning_ga import UserError
+from lightning_ga.data import ImageFolder
+
+
+def write_classes(root: Path, part: str = "train", classes: tuple[str, ...] = ("cat", "dog"), count: int = 6) -> None:
+    for label, name in enumerate(classes):
+        folder = root / part / name
+        folder.mkdir(parents=True, exist_ok=True)
+        for index in range(count):
+            size = (40, 30)
+            pixels = torch.randint(256, (30, 40, 3), generator=torch.Generator().manual_seed(index + 10 * label))
+            Image.frombytes("RGB", size, pixels.to(torch.uint8).numpy().tobytes()).save(
+                folder / f"{index}.{'jpg' if index % 2 else 'png'}"
+            )
+
+
+def break_pictures(folder: Path) -> dict[str, str]:
+    """One file of each kind that cannot be read, with a word of the reason."""
+    jpeg, png = (folder / "1.jpg").read_bytes(), (folder / "0.png").read_bytes()
+    (folder / "a.jpg").write_bytes(jpeg[: len(jpeg) // 2])
+    (folder / "b.png").write_bytes(png[: len(png) // 2])
+    (folder / "c.png").write_bytes(b"")
+    (folder / "d.png").write_bytes(b"no picture at all")
+    (folder / "e.png").symlink_to("nowhere.png")
+    return {"a.jpg": "truncated", "b.png": "", "c.png": "empty", "d.png": "no picture", "e.png": "a link to nothing"}
+
+
+def test_every_picture_that_cannot_be_read_is_listed_before_training(tmp_path):
+    """Truncated, empty, no picture, a link to nothing: each with the reason, all in one error."""
+    write_classes(tmp_path)
+    broken = break_pictures(tmp_path / "train" / "dog")
+    with pytest.raises(UserError, match=r"^5 pictures cannot be read: ") as told:
+        ImageFolder(root=str(tmp_path)).setup("fit")
+    for name, reason in broken.items():
+        assert f"{name} (" in str(told.value)
+        assert reason in str(told.value)
+    assert "data.skip_broken=true" in str(told.value)
+
+
+def test_pictures_that_cannot_be_read_are_left_out_on_demand(tmp_path, capsys):
+    """Their number is told, and none is left."""
+    write_classes(tmp_path)
+    break_pictures(tmp_path / "train" / "dog")
+    data = ImageFolder(root=str(tmp_path), skip_broken=True, val_fraction=0.25, test_fraction=0.25)
+    data.setup("fit")
+    assert sum(len(part.labels) for part in data.splits) == 12
+    assert "Warning: 5 of 17 pictures cannot be read and are left out" in capsys.readouterr().err
+
+
+def test_the_check_can_be_left_out(tmp_path):
+    """Where it takes long and the pictures are known."""
+    write_classes(tmp_path)
+    break_pictures(tmp_path / "train" / "dog")
+    data = ImageFolder(root=str(tmp_path), check_pictures=False)
+    data.setup("fit")
+    assert sum(len(part.labels) for part in data.splits) == 17
+
+
+def test_what_systems_leave_in_folders_is_no_class(tmp_path, capsys):
+    """Hidden folders and those of macOS archives are left out, with a word."""
+    write_classes(tmp_path)
+    for name in ("__MACOSX", ".thumbs"):
+        (tmp_path / "train" / name / "x").mkdir(parents=True)
+    write_classes(tmp_path, classes=("cat/.thumbs",), count=1)
+    data = ImageFolder(root=str(tmp_path), val_fraction=0.25, test_fraction=0.25)
+    assert (data.num_classes, data.class_names) == (2, ["cat", "dog"])
+    assert "left out, are .thumbs, __MACOSX in" in capsys.readouterr().err
+    data.setup("fit")
+    assert sum(len(part.labels) for part in data.splits) == 12
+
+
+def test_a_class_without_a_picture_is_told(tmp_path):
+    """It would count as a class that nothing belongs to."""
+    write_classes(tmp_path)
+    (tmp_path / "train" / "emu").mkdir()
+    with pytest.raises(UserError, match="classes without a picture: emu"):
+        ImageFolder(root=str(tmp_path))
+
+
+def test_a_class_that_only_validation_has_is_told(tmp_path):
+    """No model can have learned it."""
+    write_classes(tmp_path)
+    write_classes(tmp_path, "val", ("cat", "dog", "emu"))
+    with pytest.raises(UserError, match=r"val' has classes that are not in train/: emu"):
+        ImageFolder(root=str(tmp_path)).setup("fit")

@@ -1,0 +1,88 @@
+"""Random programs, run by PyTorch's allocator on the simulated device and in ``Segments``: byte for byte the same."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from lightning_ga.memory.allocator import AllocatorMeter
+from lightning_ga.memory.segments import MIB, Segments, replay_segments
+
+Sizes = Callable[[random.Random], int]
+SIZES: dict[str, Sizes] = {
+    "any": lambda r: 1 + r.randrange(r.choice((2000, 3 * MIB, 64 * MIB))),
+    "of layers": lambda r: r.choice((3, 5, 7, 12, 26, 26, 26, 33, 64)) * MIB + r.choice((0, 0, 512, 4096)),
+    "equal": lambda r: r.choice((2, 3, 4)) * MIB,
+    "small": lambda r: r.choice((512, 1024, 2048, 4096, 65536, 262144, 524288, MIB)),
+    "mixed": lambda r: r.choice((512, 65536, MIB, 2 * MIB, 9 * MIB, 10 * MIB, 15 * MIB, 26 * MIB, 26 * MIB, 100 * MIB)),
+}
+MOST = 60  # blocks held at once
+
+
+def random_steps(
+    choices: random.Random, sizes: Sizes, held: list[Any], take: Callable[[int], Any], number: int
+) -> None:
+    """Allocate and release."""
+    for _ in range(number):
+        if held and (choices.random() < 0.5 or len(held) > MOST):
+            del held[choices.randrange(len(held))]
+        else:
+            held.append(take(sizes(choices)))
+
+
+class Both:
+    """A block in both allocators."""
+
+    def __init__(self, segments: Segments, size: int) -> None:
+        self.tensor, self.segments, self.block = on_device(size), segments, segments.allocate(size)
+
+    def __del__(self) -> None:
+        self.segments.release(self.block)
+
+
+def on_device(size: int) -> torch.Tensor:
+    return torch.empty(size, dtype=torch.uint8, device="cuda")
+
+
+def same_books(programs: int) -> None:
+    """Bytes in blocks and in segments after every step of every program, from an empty cache."""
+    for name, sizes in SIZES.items():
+        for seed in range(programs):
+            torch.cuda.empty_cache()
+            assert torch.cuda.memory_reserved() == 0
+            choices, segments, held = random.Random(seed), Segments(), []
+            for step in range(400):
+                random_steps(choices, sizes, held, lambda size, books=segments: Both(books, size), 1)
+                real = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+                assert real == (segments.allocated, segments.reserved), (name, seed, step)
+            held.clear()
+
+
+def same_replay(programs: int) -> None:
+    """A recorded step is replayed to the peaks that the allocator reports, whatever was there before it."""
+    meter = AllocatorMeter(torch.device("cuda", 0))
+    for name, sizes in SIZES.items():
+        for seed in range(programs):
+            torch.cuda.empty_cache()
+            choices, held = random.Random(seed), []
+            random_steps(choices, sizes, held, on_device, 120)
+            meter.start(record=True)
+            random_steps(choices, sizes, held, on_device, 300)
+            peak, undisturbed = meter.finish()
+            trace, reserved = meter.trace(1), torch.cuda.max_memory_reserved()
+            assert undisturbed
+            assert trace is not None
+            assert replay_segments(trace.sizes, trace) == (peak, reserved), (name, seed)
+            held.clear()
+
+
+def told_of_settings() -> None:
+    """Rules that ``Segments`` does not know are noticed, also where they were set at run time."""
+    meter = AllocatorMeter(torch.device("cuda", 0))
+    assert meter.segmented
+    for setting in ("expandable_segments:True", "max_split_size_mb:64", "roundup_power2_divisions:[256:1,>:4]"):
+        torch._C._accelerator_setAllocatorSettings(setting)
+        assert not meter.segmented, setting
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
+        assert meter.segmented, setting

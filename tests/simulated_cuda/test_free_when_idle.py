@@ -1,0 +1,57 @@
+"""What training under ``AutoAccumulate`` asks of a CUDA device beside stock Lightning, when memory suffices.
+
+PyTorch's own kernels are launched on the simulated device, and counted; they compute nothing.
+"""
+
+from pathlib import Path
+
+import device_counters
+import pytest
+import torch
+from torch import nn
+
+pytestmark = pytest.mark.skipif(
+    not device_counters.is_loaded(), reason="needs the simulated CUDA device: make test-cuda"
+)
+if device_counters.is_loaded():
+    from counted import WINDOWS, Seen, train, train_as_rank
+    from forks import forked, in_ranks
+
+RANKS, MODES = 2, (None, "loader", "step")
+# By an exchange of which parameters have gradients, which two gloo ranks pass through the host, and read there.
+EXCHANGED = {"copies_to_host": 2, "copies_from_host": 2}
+
+
+def asks_no_more(ours: "Seen", stock: "Seen", **each_window: int) -> None:
+    """No wait, no copy and no question about memory more than stock Lightning, and 1 % of launches."""
+    for name in ("waits", "copies_to_host", "copies_from_host", "copies_on_device", "mallocs", "memory_queries"):
+        most = getattr(stock.counts, name) + each_window.get(name, 0) * WINDOWS
+        assert getattr(ours.counts, name) <= most, name
+    assert ours.counts.products == stock.counts.products > 0
+    assert ours.counts.launches <= 1.01 * stock.counts.launches, (ours.launches - stock.launches).most_common()
+
+
+@pytest.mark.usefixtures("no_values")
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.BatchNorm1d])
+def test_a_window_asks_no_more_of_the_device(norm: type[nn.Module], precision: str) -> None:
+    stock = train(norm, precision, None)
+    for mode in MODES[1:]:
+        asks_no_more(train(norm, precision, mode), stock)
+
+
+@pytest.mark.distributed
+def test_a_rank_asks_no_more_of_its_device(tmp_path: Path) -> None:
+    """Two gloo ranks, which exchange gradients through the host's memory, as stock Lightning's do."""
+    for mode in MODES:
+        ended = forked(
+            in_ranks,
+            *(RANKS, train_as_rank, RANKS, mode, tmp_path),
+            environment={"SIMULATED_CUDA_DEVICES": str(RANKS)},
+            folder=tmp_path,
+        )
+        assert ended.code == 0, ended.output
+    for rank in range(RANKS):
+        seen = {mode: torch.load(tmp_path / f"{mode}-{rank}.pt", weights_only=False) for mode in MODES}
+        for mode in MODES[1:]:
+            asks_no_more(seen[mode], seen[None], **EXCHANGED)
