@@ -1,6 +1,7 @@
 """``AutoAccumulate``: the hooks that put plan, probe, loaders and weights to work in a Trainer."""
 
 from collections.abc import Callable, Mapping
+from inspect import signature
 from typing import Any, Literal
 
 import torch
@@ -78,7 +79,9 @@ class AutoAccumulate(Callback):
         verify: bool = True,
         cache: bool = True,
     ) -> None:
+        given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         super().__init__()
+        self._given = given
         require_choice(
             objective=(objective, ("memory", "throughput")),
             micro_batching=(micro_batching, ("loader", "step")),
@@ -96,6 +99,11 @@ class AutoAccumulate(Callback):
         self._evaluation: OomHandler | None = None  # of a stage on its own
         self._reporter: OomReporter | None = None
         self._place: int | None = None  # among the callbacks, where the user put it
+
+    def __repr__(self) -> str:
+        defaults = signature(AutoAccumulate).parameters
+        shown = [f"{name}={value!r}" for name, value in self._given.items() if value != defaults[name].default]
+        return f"AutoAccumulate({', '.join(shown)})"
 
     @property
     def plan(self) -> AccumulationPlan | None:

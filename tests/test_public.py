@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import pytorch_lightning
 from forks import forked
@@ -97,3 +98,22 @@ def test_a_wrong_argument_is_refused_at_once(arguments: dict[str, object], messa
 def test_every_other_choice_is_taken(arguments: dict[str, object]) -> None:
     """Each is there."""
     assert AutoAccumulate(**arguments).plan is None
+
+
+def test_its_text_shows_the_arguments_that_were_given() -> None:
+    """As they were typed, without those left out."""
+    assert repr(AutoAccumulate()) == "AutoAccumulate()"
+    assert repr(AutoAccumulate(64, cache=False)) == "AutoAccumulate(effective_batch_size=64, cache=False)"
+
+
+def test_whole_numbers_are_taken_of_whatever_type_they_are() -> None:
+    """Numpy's, and floats without a fraction such as 1e3, which YAML and argument parsers make."""
+    for thousand in (np.int64(1000), np.uint16(1000), 1e3, np.float64(1000)):
+        assert lightning_ga.plan_accumulation(thousand, micro_batch=thousand) == lightning_ga.plan_accumulation(
+            1000, micro_batch=1000
+        )
+        AutoAccumulate(thousand, micro_batch_size=thousand, max_micro_batch_size=thousand)
+        AutoAccumulate({0: thousand})
+    for wrong in (True, 1.5, "8", None, np.array([1, 2]), float("nan"), float("inf")):
+        with pytest.raises(UserError, match="must be a whole number"):
+            lightning_ga.plan_accumulation(8, micro_batch=wrong)

@@ -7,6 +7,8 @@ most, so no pass peaks higher than needed and none is nearly empty.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import index
+from typing import SupportsIndex
 
 from lightning_ga.errors import UserError
 
@@ -74,9 +76,8 @@ def plan_accumulation(effective_batch: int, *, micro_batch: int, world_size: int
         >>> plan_accumulation(256, micro_batch=48, world_size=2).chunks[0]
         (43, 43, 42)
     """
-    for name, value in (("micro_batch", micro_batch), ("world_size", world_size)):
-        require_count(name, value)
-    require_effective_batch(effective_batch, world_size)
+    micro_batch, world_size = require_count("micro_batch", micro_batch), require_count("world_size", world_size)
+    effective_batch = require_effective_batch(effective_batch, world_size)
     if effective_batch > MOST_CHUNKS * micro_batch * world_size:
         factor = -(-effective_batch // (micro_batch * world_size))
         raise UserError(
@@ -126,22 +127,33 @@ def cut_window(samples: int, *, micro_batch: int, world_size: int) -> tuple[tupl
     return tuple(split_evenly(share, factor) for share in shares)
 
 
-def require_count(name: str, value: int) -> None:
-    """Refuse anything but a whole number of at least one, naming the argument."""
-    if isinstance(value, bool) or not isinstance(value, int):
+def require_count(name: str, value: SupportsIndex | float) -> int:
+    """Return a count as a plain whole number, of whatever type it was; refuse anything but one of at least one.
+
+    Examples:
+        >>> require_count("micro_batch_size", 1e3)
+        1000
+    """
+    try:
+        count = int(value) if isinstance(value, float) and value.is_integer() else index(value)  # type: ignore[arg-type]
+    except TypeError:
+        count = None
+    if count is None or isinstance(value, bool):
         raise UserError(f"{name}={value!r} must be a whole number of at least 1.")
-    if value < 1:
+    if count < 1:
         raise UserError(f"{name}={value} must be at least 1.")
+    return count
 
 
-def require_effective_batch(effective_batch: int, world_size: int) -> None:
-    """Refuse an effective batch that leaves a rank without a sample."""
-    require_count("effective_batch_size", effective_batch)
+def require_effective_batch(effective_batch: int, world_size: int) -> int:
+    """Return an effective batch as a whole number; refuse one that leaves a rank without a sample."""
+    effective_batch = require_count("effective_batch_size", effective_batch)
     if effective_batch < world_size:
         raise UserError(
             f"effective_batch_size={effective_batch} is below the number of ranks, {world_size}: every rank needs "
             f"at least one sample per optimizer step. Use effective_batch_size={world_size} or fewer devices."
         )
+    return effective_batch
 
 
 def cut_further(plan: AccumulationPlan, *, micro_batch: int) -> AccumulationPlan:

@@ -113,15 +113,11 @@ def read_request(
             f"{effective_batch_size=} and {accumulate=} exclude each other: the first lets the factor follow, the "
             "second fixes it. Give one."
         )
-    if micro_batch_size != "auto":
-        _require_micro_batch("micro_batch_size", micro_batch_size)
-    if max_micro_batch_size is not None:
-        require_count("max_micro_batch_size", max_micro_batch_size)
     return Request(
         effective=as_schedule(effective_batch_size, name="effective_batch_size"),
         factor=_factors(accumulate),
-        micro_batch=None if micro_batch_size == "auto" else micro_batch_size,
-        most=max_micro_batch_size,
+        micro_batch=None if micro_batch_size == "auto" else _micro_batch("micro_batch_size", micro_batch_size),
+        most=None if max_micro_batch_size is None else require_count("max_micro_batch_size", max_micro_batch_size),
     )
 
 
@@ -136,10 +132,10 @@ def require_choice(**given: tuple[Any, tuple[Any, ...]]) -> None:
             raise UserError(f"{name}={value!r} must be one of {', '.join(map(repr, choices))}.")
 
 
-def _require_micro_batch(name: str, value: Any) -> None:
+def _micro_batch(name: str, value: Any) -> int:
     if isinstance(value, str):
         raise UserError(f'{name}={value!r} must be a whole number of at least 1, or "auto".')
-    require_count(name, value)
+    return require_count(name, value)
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,8 +34,7 @@ def as_schedule(value: ScheduleLike | None, *, name: str) -> Schedule:
         return _from_mapping(value, name)
     if callable(value):
         return _Checked(name, value)
-    require_count(name, value)
-    return _Constant(value)
+    return _Constant(require_count(name, value))
 
 
 def largest(schedule: Schedule, epochs: range) -> int | None:
@@ -76,9 +75,7 @@ class _Checked:
     schedule: Callable[[int], int]
 
     def __call__(self, epoch: int) -> int:
-        count = self.schedule(epoch)
-        require_count(f"{self.name}(epoch={epoch})", count)
-        return count
+        return require_count(f"{self.name}(epoch={epoch})", self.schedule(epoch))
 
 
 def _from_mapping(value: Mapping[int, int], name: str) -> Schedule:
@@ -89,6 +86,5 @@ def _from_mapping(value: Mapping[int, int], name: str) -> Schedule:
         epoch = int(key) if isinstance(key, str) and key.isdecimal() else key
         if isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 0:
             raise UserError(f"{name} has the epoch {key!r}; epochs are whole numbers and start at 0.")
-        require_count(f"{name}[{epoch}]", count)
-        steps[epoch] = count
+        steps[epoch] = require_count(f"{name}[{epoch}]", count)
     return _Steps(tuple(sorted(steps.items())))

@@ -113,7 +113,7 @@ def test_a_plan_is_cut_further(request_: tuple[int, int, int], limit: int) -> No
         ((0, 4, 1), "effective_batch_size=0 must be at least 1"),
         ((8, 0, 1), "micro_batch=0 must be at least 1"),
         ((8, 4, -2), "world_size=-2 must be at least 1"),
-        ((8.0, 4, 1), "effective_batch_size=8.0 must be a whole number"),
+        ((8.5, 4, 1), "effective_batch_size=8.5 must be a whole number"),
         ((8, True, 1), "micro_batch=True must be a whole number"),
         ((10**12, 8, 2), "effective_batch_size=1000000000000 would take 62,500,000,000 micro-batches of 8 for one"),
         ((3, 4, 4), r"effective_batch_size=3 is below the number of ranks, 4: .* Use effective_batch_size=4 or fewer"),

@@ -69,7 +69,7 @@ def test_the_largest_count_is_that_of_a_loop_over_the_epochs(steps: dict[int, in
     [
         (0, "^n=0 must be at least 1"),
         (True, "^n=True must be a whole number"),
-        (2.0, "^n=2.0 must be a whole number"),
+        (2.5, "^n=2.5 must be a whole number"),
         ("8", "^n='8' must be a whole number"),
         ({}, r"^n=\{\} is empty: give at least one epoch, for example \{0: 32\}"),
         ({0: 8, 3: 0}, r"^n\[3\]=0 must be at least 1"),
