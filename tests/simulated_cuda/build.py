@@ -55,9 +55,17 @@ def _compile(torch: Path, folder: Path) -> None:
     ]
     if len(headers) < 2:
         raise BuildError("PyTorch's CUDA packages are installed without headers")
-    (draft / "versions").write_text(f"libnvrtc.so.{CUDA} {{ global: nvrtc*; }};\n")
+    compiler = f"libnvrtc.so.{CUDA}"  # PyTorch asks for it by this name, which the real one beside it has too
+    (draft / "versions").write_text(f"{compiler} {{ global: nvrtc*; }};\n")
     common = ["g++", "-fPIC", "-shared", *(f"-I{folder}" for folder in headers)]
-    device = [*common, "-std=c++17", "-O2", f"-Wl,--version-script={draft / 'versions'}", "-o", str(draft / LIBRARY)]
+    device = [
+        *common,
+        "-std=c++17",
+        "-O2",
+        f"-Wl,--version-script={draft / 'versions'},-soname,{compiler}",
+        "-o",
+        str(draft / LIBRARY),
+    ]
     device += [str(SOURCES / f"{name}.cpp") for name in ("device", "runtime", "driver", "libraries")]
     values = [
         *common,
@@ -74,7 +82,7 @@ def _compile(torch: Path, folder: Path) -> None:
     codes = [process.wait() for process in running]
     if any(codes):
         raise BuildError("its sources do not compile")
-    for name in ("libcuda.so.1", "libnvidia-ml.so.1", f"libnvrtc.so.{CUDA}"):
+    for name in ("libcuda.so.1", "libnvidia-ml.so.1", compiler):
         (draft / name).symlink_to(LIBRARY)  # one library under all names: loaded once
     draft.rename(folder)
 
