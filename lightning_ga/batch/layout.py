@@ -192,7 +192,7 @@ def _read_loader(samples: Samples, loader: int) -> Mapping[str, Role]:
             found[kind] = _compared(samples, loader, [kind])
         except LayoutError:
             raise
-        except Exception as error:  # a broken sample, which the collate function cannot do without others
+        except Exception as error:  # a sample that cannot be collated by itself
             failure = error
     whole = [kind for kind, roles in found.items() if any(isinstance(role, SampleAxis) for role in roles.values())]
     if not found and failure is not None:
@@ -245,7 +245,7 @@ def _checked(layout: Layout) -> Layout:
     for path, role in axes.items():
         others = {other.per for other in axes.values() if other.loader == role.loader}
         if len(others) > 1 and role.per == max(others):
-            # Their number may differ from sample to sample, and then rows of one part belong to others of the next.
+            # Their number may differ between samples: rows of two parts would then belong to different samples.
             raise LayoutError(_packed(path, f"holds {role.per} entries for each sample, and other parts hold fewer"))
     return layout
 
@@ -285,16 +285,8 @@ class _Reading:
         else:
             self._open(path, few, again, many)
 
-    def _compare_shapes(
-        self,
-        path: str,
-        few: Any,
-        again: Any,
-        many: Any,
-        small: tuple[int, ...],
-        twice: tuple[int, ...],
-        large: tuple[int, ...],
-    ) -> None:
+    def _compare_shapes(self, path: str, few: Any, again: Any, many: Any, *shapes: tuple[int, ...]) -> None:
+        small, twice, large = shapes
         if small != twice or len(small) != len(large):
             raise LayoutError(_packed(path, "changes its shape in a way of its own"))
         changed = [axis for axis, extent in enumerate(small) if extent != large[axis]]
@@ -392,7 +384,7 @@ def _only_reading(axes: Mapping[str, Mapping[tuple[int, ...], list[int]]], batch
     every = {extent for found in axes.values() for extent in found}
     ones = (1,) * batches
     if not all(0 in found.get(ones, ()) for found in axes.values()):
-        every.discard(ones)  # no axis of samples, unless it comes first everywhere: then there may be one
+        every.discard(ones)  # an extent of 1 is no sample axis, unless it comes first everywhere
     everywhere = [extent for extent in every if all(extent in found for found in axes.values())]
     first = [extent for extent in everywhere if all(found[extent] == [0] for found in axes.values())]
     changing = [extent for extent in every if len(set(extent)) > 1]

@@ -31,7 +31,7 @@ _CONSTANTS = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Splitter:
-    """How a registered type is cut.
+    """The functions by which a registered type is cut.
 
     Attributes:
         count: Returns the number of samples of a value.
@@ -231,7 +231,7 @@ def rebuild(node: Any, children: Iterable[Any]) -> Any:
         return make(children)
     names = _attribute_names(node)
     if names is None and not isinstance(node, (dict, list)):
-        return type(node)(dict(zip(node, children)))  # a mapping whose copy may share its contents with it
+        return type(node)(dict(zip(node, children)))  # a copy of another mapping may share its contents
     clone: Any = copy.copy(node)
     if names is not None:
         for name, child in zip(names, children):

@@ -34,7 +34,7 @@ def _leaves(value: Any, field: Field, inside: tuple[int, ...], text: bool) -> It
     shape = _shape(value, text)
     if shape is not None:
         yield field, shape
-    elif id(value) not in inside:  # an object may hold what holds it
+    elif id(value) not in inside:  # an object may contain itself
         for name, inner in _items(value):
             yield from _leaves(inner, (*field, name), (*inside, id(value)), text)
 

@@ -49,7 +49,7 @@ def _take_tensor(tensor: torch.Tensor, axis: int, start: int, stop: int, edges: 
         return part if tensor.layout == torch.sparse_coo else part.to_sparse(layout=tensor.layout)
     part = tensor.narrow(axis, start, stop - start)
     if type(part) is not type(tensor) and not isinstance(tensor, torch.nn.Parameter):
-        part = part.as_subclass(type(tensor))  # those of torchvision come out of a view as plain tensors
+        part = part.as_subclass(type(tensor))  # views of torchvision's tensors are plain tensors
         vars(part).update(vars(tensor))
     return part
 

@@ -16,7 +16,7 @@ import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning_fabric.plugins import TorchCheckpointIO as LegacyTorchCheckpointIO
 
-PART = ".part"  # ends the name of a file that is being written; neither ours nor Lightning's "last" looks at these
+PART = ".part"  # suffix of a file that is being written; a search for the last checkpoint ignores it
 
 
 class AtomicCheckpointIO(TorchCheckpointIO, LegacyTorchCheckpointIO):

@@ -66,7 +66,7 @@ class BatchTransfer:
         return before_transfer(self.trainer, batch, loader=self.loader)
 
     def to_device(self, batch: Any) -> Any:
-        """Run all of it."""
+        """Run that part, and move the batch."""
         return transferred(self.trainer, self.on_host(batch), loader=self.loader)
 
 

@@ -201,7 +201,7 @@ def without_collectives(trainer: Any) -> Iterator[None]:
     if not hasattr(strategy, "block_backward_sync"):
         yield
         return
-    # With static_graph a first backward pass reduces even so, unless it looks as if it had.
+    # With static_graph a first backward pass reduces all the same, unless the second flag says that it has.
     kept = Attributes()
     with strategy.block_backward_sync():
         for name, value in (("require_forward_param_sync", False), ("_static_graph_delay_allreduce_enqueued", True)):

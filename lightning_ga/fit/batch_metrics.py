@@ -1,8 +1,8 @@
-"""Metrics of torchmetrics under a batch that runs in pieces: afterwards each has seen one batch, and shows its value.
+"""Torchmetrics under a batch that runs in pieces: afterwards each metric has seen one batch, and shows its value.
 
-``Metric.forward`` does two things: it adds a batch to what the metric has seen, and returns the value
-of that batch alone. Called for pieces it would return values of pieces, so the states of the batch
-are gathered apart, piece by piece, and the value is computed from them when the batch is over.
+``Metric.forward`` does two things: it adds a batch to the metric's state, and returns the value of that
+batch alone. Called for pieces it would return values of pieces, so the state of the batch is collected
+separately, piece by piece, and the value is computed from it at the end of the batch.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +19,7 @@ from lightning_ga.snapshot.metrics import metric_state, set_metric_state
 
 @contextmanager
 def whole_batch_metrics(metrics: Sequence[Metric]) -> Iterator[None]:
-    """Within, pieces of one batch are given to metrics."""
+    """Return a context in which metrics treat the pieces that they are called with as one batch."""
     batches = [_BatchOf(metric) for metric in metrics if not isinstance(metric, (WrapperMetric, CompositionalMetric))]
     try:
         yield
@@ -31,10 +31,10 @@ def whole_batch_metrics(metrics: Sequence[Metric]) -> Iterator[None]:
 
 
 class _BatchOf:
-    """Takes the place of a metric's ``forward`` while one batch runs.
+    """Replaces a metric's ``forward`` while one batch runs.
 
-    The states of the batch are kept by the number of updates after which they were: an attempt that
-    fails has the metric put back (``snapshot.attempt``), its number of updates too, and so is forgotten here.
+    The states of the batch are kept by the metric's number of updates: when an attempt fails, the metric is
+    restored (``snapshot.attempt``) with its number of updates, and the states of the attempt are ignored.
     """
 
     def __init__(self, metric: Metric) -> None:
@@ -46,7 +46,7 @@ class _BatchOf:
         vars(metric)["forward"] = self
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        """One call of ``forward``: the value of the piece, as the user's code sees it."""
+        """Run ``forward`` on a piece and return the piece's value to the user's code."""
         metric, seen, count = self._metric, metric_state(self._metric), self._metric._update_count
         if count in self._states:
             set_metric_state(metric, self._states[count])
@@ -67,7 +67,7 @@ class _BatchOf:
         return value
 
     def close(self) -> None:
-        """The batch is over: one update, and its value."""
+        """End the batch: the metric counts one update, and shows the batch's value."""
         metric = self._metric
         batch = self._states.get(metric._update_count)
         if batch is not None:
@@ -76,12 +76,12 @@ class _BatchOf:
             metric._update_count = self._first + 1
 
     def release(self) -> None:
-        """Give the metric its own ``forward`` back."""
+        """Restore the metric's own ``forward``."""
         vars(self._metric).pop("forward", None)
 
     @torch.no_grad()
     def _value(self, batch: dict[str, Any]) -> Any:
-        """What the metric computes from these states alone."""
+        """Compute the metric from these states alone."""
         metric, seen = self._metric, metric_state(self._metric)
         set_metric_state(metric, {**batch, "_computed": None})
         to_sync, metric._to_sync = metric._to_sync, metric.dist_sync_on_step
@@ -93,7 +93,7 @@ class _BatchOf:
 
 
 def _without_graph(state: dict[str, Any]) -> dict[str, Any]:
-    """States of a piece, which ``forward`` computes with gradients enabled."""
+    """Detach the states of a piece, which ``forward`` computes with gradients enabled."""
     return {
         name: [thing.detach() if isinstance(thing, torch.Tensor) else thing for thing in value]
         if isinstance(value, list)

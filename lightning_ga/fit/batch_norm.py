@@ -1,8 +1,8 @@
-"""BatchNorm under accumulation: which layers there are, and the momentum that matches the noise.
+"""BatchNorm under accumulation: which layers there are, and the momentum that gives the same running statistics.
 
-A BatchNorm layer sees micro-batches: its gradients are those of the micro-batch (ghost batch
-normalization) whatever is done, and its running statistics are updated once per micro-batch. With
-momentum 1 − (1 − m)^(1/A) they move per window as far as with momentum m in one pass.
+A BatchNorm layer sees micro-batches: its gradients are always those of the micro-batch (ghost batch
+normalization), and its running statistics are updated once per micro-batch. With momentum
+1 − (1 − m)^(1/A) they move per window as far as with momentum m in one pass.
 """
 
 import torch
@@ -10,12 +10,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 
 def batch_norm_layers(module: torch.nn.Module) -> dict[str, _BatchNorm]:
-    """BatchNorm layers in training mode, by name; frozen ones are left out."""
+    """Return the BatchNorm layers in training mode, by name; frozen layers are left out."""
     return {name: layer for name, layer in module.named_modules() if isinstance(layer, _BatchNorm) and layer.training}
 
 
 def rescaled_momentum(momentum: float, factor: int) -> float:
-    """Momentum per micro-batch that moves running statistics by ``momentum`` per window of ``factor``.
+    """Return the momentum per micro-batch that moves running statistics by ``momentum`` per window.
 
     Examples:
         >>> rescaled_momentum(0.19, 2)
@@ -42,6 +42,6 @@ class Momenta:
             layer.momentum = rescaled_momentum(momentum, factor)
 
     def restore(self) -> None:
-        """Put the user's momenta back."""
+        """Restore the user's momenta."""
         for layer, momentum in self._kept:
             layer.momentum = momentum

@@ -1,4 +1,4 @@
-"""What cannot work is refused before any work is lost: one sentence each, with the way out."""
+"""Refuse configurations that cannot work before any work is lost: one sentence each, with the way out."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ _RIVALS = ("GradientAccumulationScheduler", "BatchSizeFinder")
 
 
 def check_budget(memory_budget: int | float | str | None) -> None:
-    """Refuse a budget that is no amount of memory, on whatever device it will be.
+    """Refuse a budget that is not an amount of memory, on whatever device it will be.
 
     Raises:
         UserError: Naming the value and what may stand there.
@@ -30,6 +30,11 @@ def check_budget(memory_budget: int | float | str | None) -> None:
 
 def check_trainer(trainer: Any, module: Any, request: Request) -> None:
     """Refuse a Trainer or module under which accumulation would go wrong.
+
+    Args:
+        trainer: The Trainer.
+        module: The LightningModule.
+        request: The user's arguments.
 
     Raises:
         UserError: For manual optimization, strategies that accumulate on their own, ``dataloader_iter`` steps,
@@ -66,6 +71,11 @@ def check_trainer(trainer: Any, module: Any, request: Request) -> None:
 
 def check_schedule(request: Request, epochs: range, world_size: int) -> None:
     """Refuse a schedule that would fail in a later epoch.
+
+    Args:
+        request: The user's arguments.
+        epochs: The epochs of the training.
+        world_size: Data-parallel ranks.
 
     Raises:
         UserError: If an effective batch is below the number of ranks.

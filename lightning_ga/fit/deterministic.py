@@ -1,7 +1,7 @@
-"""Switch off what draws random numbers in a step by design, and nothing else: dropout of all kinds.
+"""Switch off dropout of all kinds, and nothing else, so that a step draws no random numbers by design.
 
-Evaluation mode is no way to do that: it runs another model where code asks ``self.training``, as
-detectors do that return losses in training alone.
+Evaluation mode would not do: code that reads ``self.training`` then runs another model, as detectors do
+that return losses in training alone.
 """
 
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ _DROPOUTS = {
 
 
 class _NoDropout(TorchFunctionMode):
-    """Lets functions that drop values return all of them."""
+    """Lets functional dropout return its input."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -42,9 +42,9 @@ class _NoDropout(TorchFunctionMode):
 
 
 def stop_dropping(module: Module) -> None:
-    """Set the rates of all layers that drop values to zero, one by one: dropout, stochastic depth, attention, RNNs.
+    """Set the rates of all layers that drop values to zero: dropout, stochastic depth, attention, RNNs.
 
-    The rates are plain attributes; whoever keeps these of the module can put them back.
+    The rates are plain attributes; a snapshot of the module's attributes restores them.
     """
     for part in module.modules():
         drops = any(name in type(part).__name__.lower() for name in _DROPS)
@@ -55,7 +55,7 @@ def stop_dropping(module: Module) -> None:
 
 @contextmanager
 def without_dropout() -> Iterator[None]:
-    """Within, functional dropout and that of attention drop nothing, and products of fp32 tensors keep their digits."""
+    """Return a context without functional dropout, that of attention included, and without TF32."""
     cudnn, matmul = torch.backends.cudnn.allow_tf32, torch.get_float32_matmul_precision()
     torch.backends.cudnn.allow_tf32 = False
     torch.set_float32_matmul_precision("highest")

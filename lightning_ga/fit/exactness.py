@@ -1,7 +1,7 @@
-"""Whether a batch in micro-batches gives the gradient of the batch in one pass, and if not, why.
+"""Compare the gradient of a batch in micro-batches with that of one pass, and name the cause of a difference.
 
-For a loss that is a mean over independent samples the weighted parts add up to the whole, to
-rounding. Where they do not, the difference and what the step changed say why.
+For a loss that is a mean over independent samples the weighted parts add up to the whole, up to
+rounding. Otherwise the cause follows from the difference and from the state that the step changed.
 """
 
 import math
@@ -40,17 +40,17 @@ _MEANING: dict[Cause, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Exactness:
-    """What the exactness check measured.
+    """Result of the exactness check.
 
     Attributes:
         relative_error: ‖parts − whole‖ ÷ ‖whole‖ of the gradient; ``None`` if it could not be measured.
-        tolerance: What rounding may explain at the precision in use.
+        tolerance: Largest difference that rounding explains at the precision in use.
         cause: ``"exact"``, or why the difference is above the tolerance or could not be measured.
         layers: Names of BatchNorm layers in training mode.
         reason: Why nothing could be measured, or cut.
         micro_steps: Forward and backward passes that the check ran.
-        tensors: What the step changes beside gradients: buffers, parameters that are not trained, attributes.
-        counter: Which ``normalize=`` fits a loss that is a mean over something else than samples.
+        tensors: State that the step changes besides gradients: buffers, untrained parameters, attributes.
+        counter: The ``normalize=`` that fits a loss that is a mean over something else than samples.
     """
 
     relative_error: float | None
@@ -75,11 +75,11 @@ class Exactness:
 
 
 def found_to_change(found: Exactness | None, tensors: tuple[str, ...]) -> Exactness | None:
-    """Return the verdict after training has shown that something else than the step changes the model.
+    """Return the verdict after training has shown that something outside the step changes the model.
 
     Args:
-        found: What was measured; ``None`` if nothing was.
-        tensors: What changes between two passes of a window, if anything.
+        found: The verdict of the check; ``None`` if there is none.
+        tensors: Names of the tensors that change between two passes of a window, if any.
     """
     if found is None or not tensors or found.cause in INEXACT:
         return found
@@ -87,10 +87,10 @@ def found_to_change(found: Exactness | None, tensors: tuple[str, ...]) -> Exactn
 
 
 def splitting_sentence(found: Exactness | None) -> str:
-    """Say whether a batch that is cut in the step has the same gradient.
+    """Return a sentence on whether a batch that is cut in the step has the same gradient.
 
     Args:
-        found: What was measured of such batches; ``None`` if nothing was.
+        found: The verdict on such batches; ``None`` if there is none.
     """
     if found is None:
         return "Whether its gradient is that of the batch in one pass was not measured (verify=False)."
@@ -107,12 +107,12 @@ def _some(names: Sequence[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Differences:
-    """How the gradients of two parts relate to that of the whole.
+    """Differences between the gradients of two parts of a batch and that of the whole.
 
     Attributes:
         error: ‖weighted sum of the parts − whole‖ ÷ ‖whole‖.
         summed: ‖sum of the parts − whole‖ ÷ ‖whole‖.
-        share: The weight of the first part, of two that add up to one, with which they come nearest to the whole.
+        share: The weight of the first part, of two that add up to one, with the smallest error.
         best: The error with that weight.
         size: ‖whole‖.
     """
@@ -125,7 +125,7 @@ class Differences:
 
     @property
     def finite(self) -> bool:
-        """Whether the whole has a gradient to compare with."""
+        """True if the whole has a gradient to compare with."""
         return 0 < self.size < float("inf")
 
 
@@ -162,7 +162,7 @@ def compare(whole: Gradient, first: Gradient, second: Gradient, *, share: float)
 
 
 def distance(one: Gradient, other: Gradient) -> float:
-    """‖one − other‖ ÷ ‖one‖."""
+    """Return ‖one − other‖ ÷ ‖one‖."""
     size = difference = 0.0
     for a, b in _in_double(one, other):
         size, difference = size + _square(a), difference + _square(a - b)
@@ -170,7 +170,7 @@ def distance(one: Gradient, other: Gradient) -> float:
 
 
 def _in_double(*gradients: Gradient) -> Iterable[tuple[torch.Tensor, ...]]:
-    """One parameter at a time: nothing large is held in double precision. Sparse gradients by their rows."""
+    """Yield one parameter at a time in double precision, to save memory; of sparse gradients, the rows."""
     for tensors in zip(*gradients):
         doubles = [tensor.to("cpu", torch.float64) for tensor in tensors]
         if any(double.is_sparse for double in doubles):
@@ -200,11 +200,11 @@ def judge(
     """Name the cause of a difference.
 
     Args:
-        differences: What the gradients of the parts differ by.
-        tolerance: What rounding may explain.
-        noise: How far two passes over the same whole batch, with other random numbers, are apart.
+        differences: Differences between the gradients of the parts and of the whole.
+        tolerance: Largest difference that rounding explains.
+        noise: Relative distance of two passes over the same whole batch with other random numbers.
         layers: Names of BatchNorm layers in training mode.
-        tensors: What a step changes beside gradients.
+        tensors: State that a step changes besides gradients.
         micro_steps: Passes that were run.
     """
     if not differences.finite:
@@ -215,7 +215,7 @@ def judge(
         return replace(drawn if noise > tolerance else found, cause="stateful")
     if noise > tolerance:
         return replace(drawn, cause="batch_norm" if layers else "random")
-    if differences.error != differences.error:  # a part has no gradient by itself, and the whole has one
+    if differences.error != differences.error:  # NaN: a part has no gradient by itself, and the whole has one
         return replace(drawn, cause="batch_norm" if layers else "coupled")
     if differences.error <= tolerance:
         return replace(found, layers=())
@@ -228,10 +228,10 @@ def judge(
 
 
 def unmeasured(tolerance: float, reason: str) -> Exactness:
-    """The record of a check that could not be made."""
+    """Return the record of a check that could not be made."""
     return Exactness(None, tolerance, "unmeasured", reason=reason)
 
 
 def uncuttable(tolerance: float, reason: str) -> Exactness:
-    """The record of batches that cannot be cut."""
+    """Return the record of batches that cannot be cut."""
     return Exactness(None, tolerance, "uncuttable", reason=reason)

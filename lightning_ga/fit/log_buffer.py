@@ -1,7 +1,7 @@
-"""What a step logs, held back until the whole batch has run, and then logged once.
+"""Hold back what a step logs until the whole batch has run, and then log it once.
 
-So a batch that runs in pieces logs what it would have logged whole, and an attempt that fails has
-logged nothing: means are averaged over the pieces, and a metric's value is that of the whole batch.
+A batch that runs in pieces so logs the values of the whole batch, and an attempt that fails logs
+nothing: means are averaged over the pieces, and a metric's value is that of the whole batch.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,8 +22,8 @@ class Entry:
 
     Attributes:
         fx: The hook that it was called in.
-        name: What was logged.
-        value: Its value, without a graph.
+        name: Name of the value.
+        value: The value, without a graph.
         settings: All other arguments.
     """
 
@@ -35,19 +35,14 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """What one piece logged, its weight in means, and its samples."""
+    """The entries of one piece, its weight in means, and its samples."""
 
     weight: float
     samples: int
     entries: list[Entry]
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """One of several entries that become one."""
-
-    entry: Entry
-    piece: _Piece
+_Part = tuple[Entry, _Piece]  # one of several entries that are merged
 
 
 class LogBuffer:
@@ -58,56 +53,68 @@ class LogBuffer:
         self._open: list[Entry] = []
 
     def note(self, fx: str, name: str, value: Any, **settings: Any) -> None:
-        """Take the place of the trainer's ``log``."""
+        """Record one entry, in place of the trainer's ``log``.
+
+        Args:
+            fx: The hook that calls it.
+            name: Name of the value.
+            value: The value.
+            **settings: All other arguments of ``log``.
+        """
         self._open.append(Entry(fx, name, _detached(value), settings))
 
     def keep(self, weight: float, samples: int = 0) -> None:
-        """A piece of so many samples went through; ``weight`` is what it weighs in means."""
+        """Keep the entries of a piece that succeeded.
+
+        Args:
+            weight: Weight of the piece in means.
+            samples: Samples of the piece.
+        """
         self._pieces.append(_Piece(weight, samples, self._open))
         self._open = []
 
     def drop(self) -> None:
-        """A piece failed: it has logged nothing."""
+        """Drop the entries of a piece that failed."""
         self._open = []
 
     def replay(self, log: Callable[..., None], run: Callable[[Callable[[], None]], None] = lambda log: log()) -> None:
         """Log each entry once, merged over the pieces.
 
         Args:
-            log: Takes entries; one that fails has logged nothing.
-            run: Calls what logs one entry.
+            log: Takes entries; if it fails, nothing must have been logged.
+            run: Calls the function that logs one entry.
         """
         groups: dict[tuple[str, str, int], list[_Part]] = {}
         for piece in self._pieces:
             times: dict[tuple[str, str], int] = {}
             for entry in piece.entries:
                 time = times[entry.fx, entry.name] = times.get((entry.fx, entry.name), -1) + 1
-                groups.setdefault((entry.fx, entry.name, time), []).append(_Part(entry, piece))
+                groups.setdefault((entry.fx, entry.name, time), []).append((entry, piece))
         whole = sum(piece.samples for piece in self._pieces)
         for parts in groups.values():
             run(partial(_log, log, parts, whole if len(self._pieces) > 1 else None))
 
 
 def _log(log: Callable[..., None], parts: Sequence[_Part], whole: int | None) -> None:
-    entry = parts[0].entry if whole is None else _merged(parts, whole)
+    entry = parts[0][0] if whole is None else _merged(parts, whole)
     log(entry.fx, entry.name, entry.value, **entry.settings)
 
 
 def _merged(parts: Sequence[_Part], whole: int) -> Entry:
-    """One entry for the batch.
+    """Merge entries into one for the batch.
 
-    Sums are added up, and of extremes the most extreme stays. Means are averaged by the pieces' weights,
-    or by ``batch_size`` where that counts something else than samples, such as tokens.
+    Sums are added up, and extremes are reduced likewise. Means are averaged by the pieces' weights, or by
+    ``batch_size`` where that counts something else than samples, such as tokens.
     """
-    first, samples = parts[0].entry, [part.piece.samples for part in parts]
-    settings, weights = dict(first.settings), [part.piece.weight for part in parts]
-    sizes = [size for part in parts if (size := part.entry.settings.get("batch_size")) is not None]
+    first, samples = parts[0][0], [piece.samples for _, piece in parts]
+    settings, weights = dict(first.settings), [piece.weight for _, piece in parts]
+    sizes = [size for entry, _ in parts if (size := entry.settings.get("batch_size")) is not None]
     if len(sizes) == len(parts) and not _is_constant(sizes, samples, whole):
         settings["batch_size"] = sum(sizes)
         weights = weights if sizes == samples else sizes
     if isinstance(first.value, Metric):
         return Entry(first.fx, first.name, first.value, settings)
-    values = [torch.as_tensor(part.entry.value) for part in parts]
+    values = [torch.as_tensor(entry.value) for entry, _ in parts]
     reduce_fx = settings.get("reduce_fx")
     reduce = _EXTENSIVE.get(reduce_fx.lower() if isinstance(reduce_fx, str) else reduce_fx)
     value = _mean(values, weights) if reduce is None else reduce(torch.stack(values))
@@ -123,21 +130,21 @@ _EXTENSIVE: dict[Any, Callable[[Tensor], Tensor]] = {
 
 
 def _is_constant(sizes: Sequence[float], samples: Sequence[int], whole: int) -> bool:
-    """Whether ``batch_size`` is a number that the user wrote, and not counted in each piece."""
+    """Return whether ``batch_size`` is a number that the user wrote, rather than counted in each piece."""
     if len(set(sizes)) > 1:
         return False
     return len(set(samples)) > 1 or (sizes[0] in (1, whole) and sizes[0] != samples[0])
 
 
 def _mean(values: list[Tensor], weights: Sequence[float]) -> Tensor:
-    """By weight; pieces of no weight are passed over, as their mean is over nothing."""
+    """Average by weight; pieces of no weight are skipped, as their mean is over nothing."""
     values = [value if value.is_floating_point() else value.to(torch.get_default_dtype()) for value in values]
-    heavy = [(value, weight) for value, weight in zip(values, weights) if weight]
-    return weighted_mean(*zip(*heavy)) if heavy else values[-1]
+    weighted = [(value, weight) for value, weight in zip(values, weights) if weight]
+    return weighted_mean(*zip(*weighted)) if weighted else values[-1]
 
 
 def _detached(value: Any) -> Any:
-    """Without a graph, and without the operations of a subclass: these may be many, and run for each sum."""
+    """Return a value without a graph, and as a plain tensor: operations of a subclass may be slow."""
     if not isinstance(value, Tensor):
         return value
     with torch._C.DisableTorchFunctionSubclass():

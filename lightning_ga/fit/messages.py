@@ -1,4 +1,4 @@
-"""What is told and kept of an out-of-memory error that a run survived."""
+"""Sentences and records of out-of-memory errors."""
 
 from dataclasses import dataclass
 
@@ -18,9 +18,9 @@ class OomEvent:
         stage: ``"training"``, ``"validation"``, ``"test"``, ``"prediction"`` or ``"the optimizer's step"``.
         step: Optimizer steps taken before it.
         samples: Samples of the smallest attempt that ran out of memory; 0 where it had none.
-        fits: Samples of the largest attempt that went through instead; 0 where it had none.
-        memory: What the device said of its memory.
-        result: ``SAME_RESULT``, or what the batch in parts gives instead of the result of the whole, as a sentence.
+        fits: Samples of the largest attempt that succeeded instead; 0 where it had none.
+        memory: State of the device's memory, as text.
+        result: ``SAME_RESULT``, or a sentence on how the result in parts differs from that of the whole batch.
     """
 
     stage: str
@@ -42,12 +42,18 @@ class OomEvent:
 
 
 def of_rank(error: UserError, world_size: int) -> UserError:
-    """The error as one rank of several says it: the others only see that it is gone."""
+    """Return the error as one rank of several reports it: the other ranks only see that this one is gone."""
     return RankError(str(error)) if world_size > 1 else error
 
 
 def one_sample_too_large(stage: str, sample: object, memory: str) -> UserError:
-    """The error where nothing is left to split."""
+    """Return the error for a single sample that does not fit.
+
+    Args:
+        stage: The stage, as in ``OomEvent``.
+        sample: Description of the sample.
+        memory: State of the device's memory, as text.
+    """
     return UserError(
         f"Memory ran out in {stage} with one sample alone ({sample}; {memory}), so there is nothing left to split: "
         "train in a lower precision (precision='bf16-mixed'), use activation checkpointing, or raise memory_budget "
@@ -56,7 +62,13 @@ def one_sample_too_large(stage: str, sample: object, memory: str) -> UserError:
 
 
 def cannot_be_cut(stage: str, why: str, memory: str) -> UserError:
-    """The error where a batch that is too large has no samples that could be told apart."""
+    """Return the error for a batch that is too large and cannot be cut into samples.
+
+    Args:
+        stage: The stage, as in ``OomEvent``.
+        why: Why it cannot be cut, as a sentence.
+        memory: State of the device's memory, as text.
+    """
     return UserError(
         f"Memory ran out in {stage} ({memory}), and the batch cannot be run again in parts. {why} Or use a smaller "
         "batch_size in its loader."
@@ -64,7 +76,15 @@ def cannot_be_cut(stage: str, why: str, memory: str) -> UserError:
 
 
 def a_piece_failed(stage: str, samples: int, whole: int, memory: str | None, error: Exception) -> UserError:
-    """What happened to a part of a batch that was cut in the step, and why it was cut."""
+    """Return the error for a failure in a part of a batch that was cut in the step.
+
+    Args:
+        stage: The stage, as in ``OomEvent``.
+        samples: Samples of the part.
+        whole: Samples of the batch.
+        memory: State of the memory if it had run out; ``None`` if the batch was cut for the limit.
+        error: The failure.
+    """
     why = f"after memory had run out ({memory})" if memory else "as batches of that size are more than the limit"
     return UserError(
         f"In {stage} a part of {samples} samples of a batch of {whole} failed, which was cut {why}: "
@@ -75,7 +95,7 @@ def a_piece_failed(stage: str, samples: int, whole: int, memory: str | None, err
 
 
 def optimizer_step_failed(memory: str, *, again: bool = False) -> UserError:
-    """The error where an optimizer has changed some of the parameters, or its step has failed ``again``."""
+    """Return the error for an optimizer's step that changed parameters before it failed, or has failed ``again``."""
     why = (
         "and again when all that can be freed was free"
         if again
@@ -88,7 +108,13 @@ def optimizer_step_failed(memory: str, *, again: bool = False) -> UserError:
 
 
 def changed_by_the_step(stage: str, what: str, memory: str) -> UserError:
-    """The error where a failed step has changed what no copy was made of."""
+    """Return the error for a failed step that has changed state of which no copy was made.
+
+    Args:
+        stage: The stage, as in ``OomEvent``.
+        what: What it has changed.
+        memory: State of the device's memory, as text.
+    """
     return UserError(
         f"Memory ran out in {stage} ({memory}) after the step had changed {what}, so it cannot be run again with the "
         "same result: let it change a copy, or change weights in a hook such as on_train_batch_end; or give a lower "
@@ -97,7 +123,13 @@ def changed_by_the_step(stage: str, what: str, memory: str) -> UserError:
 
 
 def cannot_run_again(stage: str, why: str, memory: str) -> UserError:
-    """The error where a retry of one rank would leave the others waiting."""
+    """Return the error for a failed rank whose retry would leave the other ranks waiting.
+
+    Args:
+        stage: The stage, as in ``OomEvent``.
+        why: Why the others would wait.
+        memory: State of the device's memory, as text.
+    """
     return UserError(
         f"Memory ran out in {stage} ({memory}), and this rank cannot run the batch again alone, as others would wait: "
         f"{why}. Go on from the last checkpoint with a lower max_micro_batch_size or memory_budget (in evaluation: a "
@@ -106,7 +138,7 @@ def cannot_run_again(stage: str, why: str, memory: str) -> UserError:
 
 
 def fewer_samples_than_ranks(pieces: int, samples: int) -> UserError:
-    """The error where ranks wait for each other in every piece, and one has too few samples to cut."""
+    """Return the error for a rank with too few samples to run the pieces in which the others wait for it."""
     return UserError(
         f"A rank with {samples} samples cannot run {pieces} pieces as others do, and they would wait for it: use "
         'micro_batching="loader", or an effective batch size that the number of ranks divides and drop_last=True.'

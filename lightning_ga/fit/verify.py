@@ -1,9 +1,9 @@
-"""The exactness check in a Trainer: one batch of real samples, once whole and once in parts, as training cuts it.
+"""The exactness check in a Trainer: one batch of real samples, once whole and once in parts, cut as in training.
 
-The parts run one after the other, and nothing is put back between them: what the step keeps (a queue,
-a teacher that follows its student) changes as it will in training. The trained weights are moved a
-little beforehand, as a first step will move them: so a teacher that starts as a copy of its student
-shows that it follows.
+The parts run one after the other without restoring state between them: state that the step keeps (a
+queue, a teacher that follows its student) changes as in training. The trained weights are moved a
+little beforehand, as a first step would move them: so a teacher that starts as a copy of its student
+is seen to follow it.
 """
 
 import copy
@@ -37,29 +37,29 @@ from lightning_ga.snapshot.random_numbers import RandomState, generator_state, g
 
 SAMPLES = 5  # parts of three and two: BatchNorm refuses one sample, and unequal parts show wrong weights
 MOVED = 1e-2  # how far weights are moved, relatively: a teacher of momentum 0.9999 follows by more than rounding
-CONSIDERED = 24  # samples that the measured ones are chosen from
+CONSIDERED = 24  # samples to choose from
 ACCUMULATED = (
     "gradients of earlier micro-batches, or adds some by itself (a hook that writes to .grad, a second loss)",
 )
-_MOMENT = 0.3  # seconds to read them in
+_MOMENT = 0.3  # seconds to read them
 _SMALL = 2**28  # bytes of parameters
-_SEEDS = 8  # further passes, where random numbers are drawn that did not show in the first
+_SEEDS = 8  # further passes with other random numbers, where some are drawn
 
 
 @dataclass(frozen=True, slots=True)
 class Verdicts:
-    """What was found.
+    """The results of the check.
 
     Attributes:
-        training: Of the micro-batches that training runs.
-        splitting: Of batches that are cut in the step.
+        training: For the micro-batches that training runs.
+        splitting: For batches that are cut in the step.
     """
 
     training: Exactness
     splitting: Exactness
 
     def unless(self, other: "Verdicts") -> "Verdicts":
-        """These, but for what others found that is not exact."""
+        """Return these verdicts, with those of the other check where only that found something inexact."""
         pairs = ((self.training, other.training), (self.splitting, other.splitting))
         steps = other.training.micro_steps
         kept = (b if b.cause in (*INEXACT, "random") and a.cause == "exact" else a for a, b in pairs)
@@ -68,11 +68,11 @@ class Verdicts:
 
 @dataclass(frozen=True, slots=True)
 class _Passes:
-    """What some micro-batches left, run one after the other.
+    """The results of micro-batches run one after the other.
 
     Attributes:
         gradients: The gradient of each.
-        changed: Names of what they changed that is no gradient.
+        changed: Names of the state that they changed besides gradients.
         changed_in_step: Those that ``training_step`` or the backward pass changed, and no hook.
         draws: Whether random numbers were drawn.
     """
@@ -93,7 +93,7 @@ def measure_exactness(
     limit: int,
     in_step: bool,
 ) -> Verdicts:
-    """Run the check, dropout off, and leave no trace.
+    """Run the check without dropout, and restore all state.
 
     Args:
         trainer: A Trainer at ``on_train_start``.
@@ -124,7 +124,10 @@ def _measured(
     *,
     spare: bool,
 ) -> Verdicts | None:
-    """Run the check on so many samples; ``None`` if memory runs out. ``spare``: there is some for more precision."""
+    """Run the check on so many samples; ``None`` if memory runs out.
+
+    ``spare`` says that there is memory for more precision.
+    """
     module = trainer.lightning_module
     plain = spare or _is_small(module)
     tolerance = rounding(trainer, plain=plain)
@@ -141,22 +144,29 @@ def _measured(
             if len(samples) < 2:
                 return _both(unmeasured(tolerance, f"the training data hold {len(samples)} samples"))
             verdicts = check.run(samples, in_step=in_step)
-            if size >= 4 and verdicts.training.cause == "exact":  # one clean cut is no proof: others, in equal parts
+            if (
+                size >= 4 and verdicts.training.cause == "exact"
+            ):  # one exact cut is no proof: other samples, in equal parts
                 verdicts = verdicts.unless(check.run(samples[-4:], in_step=in_step))
             return verdicts
-    except Exception as error:  # the check must never cost a run; what went wrong is said instead
+    except Exception as error:  # the check must never cost a run
         failure = error
     if is_out_of_memory(failure):
         release(failure)
         return None
-    told = f"in the check, a step on part of {size} samples ended in {type(failure).__name__}: {failure}"
-    return _both(unmeasured(tolerance, told))
+    reason = f"in the check, a step on part of {size} samples ended in {type(failure).__name__}: {failure}"
+    return _both(unmeasured(tolerance, reason))
 
 
 def telling_samples(loader: "DataLoader[Any]", indices: list[Any], size: int) -> list[Any]:
-    """Samples that differ from each other in labels, shapes and gaps, out of as many as a moment allows to read.
+    """Choose samples that differ in labels, shapes and missing values, among those that can be read in a moment.
 
-    The largest come first: the parts of a batch are padded to other lengths then, if they are padded at all.
+    The largest come first, so that padding, if any, gives the two parts of a batch different lengths.
+
+    Args:
+        loader: The user's DataLoader.
+        indices: Indices to choose from.
+        size: Samples to choose.
     """
     started, found = time.monotonic(), list[Any]()
     with closing(fetch(loader, ([index] for index in indices[:CONSIDERED]), list)) as reads:
@@ -165,17 +175,17 @@ def telling_samples(loader: "DataLoader[Any]", indices: list[Any], size: int) ->
             if len(found) >= size and time.monotonic() - started > _MOMENT:
                 break
     traits = [set(_traits("", sample)) for sample in found]
-    heavy = [elements(sample) for sample in found]
-    chosen = [heavy.index(max(heavy)), heavy.index(min(heavy))] if heavy and min(heavy) < max(heavy) else []
+    sizes = [elements(sample) for sample in found]
+    chosen = [sizes.index(max(sizes)), sizes.index(min(sizes))] if sizes and min(sizes) < max(sizes) else []
     while len(chosen) < min(size, len(found)):
         known = set().union(*(traits[number] for number in chosen))
         rest = [number for number in range(len(found)) if number not in chosen]
         chosen.append(max(rest, key=lambda number: (len(traits[number] - known), -number)))
-    return [found[number] for number in sorted(chosen, key=lambda number: -heavy[number])]
+    return [found[number] for number in sorted(chosen, key=lambda number: -sizes[number])]
 
 
 def _traits(path: str, node: Any) -> Iterator[tuple[str, str]]:
-    """What tells a sample from others: small values, shapes, targets that are ignored, missing numbers."""
+    """Yield the traits by which samples differ: small values, shapes, ignored targets, missing numbers."""
     if isinstance(node, (bool, int, str)) or node is None:
         yield path, str(node)[:40]
     elif isinstance(node, float):
@@ -199,12 +209,12 @@ class _Check:
     """Runs a batch whole and in parts.
 
     Args:
-        trainer: The Trainer, its state kept.
+        trainer: The Trainer, whose state is kept.
         loader: The user's DataLoader.
         reader: Cuts the loader's batches.
-        prepare: Puts the state back.
+        prepare: Restores the state.
         count: Counts the items of a batch, or ``None`` for samples.
-        tolerance: What rounding may explain.
+        tolerance: Largest difference that rounding explains.
     """
 
     def __init__(
@@ -219,13 +229,13 @@ class _Check:
         self._trainer, self._loader, self._reader, self._prepare = trainer, loader, reader, prepare
         self._count, self._tolerance = count, tolerance
         exactly = trainer.strategy.root_device.type == "cpu" and tolerance <= 1e-4
-        self._rest = tolerance / (100 if exactly else 1)  # what a step that is repeated may differ by
-        self._met: tuple[str, ...] | None = None  # what a module keeps; known once it was looked for
+        self._rest = tolerance / (100 if exactly else 1)  # largest difference of a repeated step
+        self._met: tuple[str, ...] | None = None  # what the module keeps; None until measured
         self._steps = 0
-        self._moves_whole = transfer.hooks_move_batches(trainer)  # a batch goes through these before it is cut
+        self._moves_whole = transfer.hooks_move_batches(trainer)  # these hooks get the whole batch, before it is cut
 
     def run(self, samples: list[Any], *, in_step: bool) -> Verdicts:
-        """Compare the whole batch with its parts, as the loader and as the step would make them."""
+        """Compare the whole batch with its parts, as the loader makes them and as the step cuts them."""
         collated = self._collate(samples)
         kept = self._reader.count(collated, expected=len(samples), on_host=True)
         if kept < 2:
@@ -282,7 +292,7 @@ class _Check:
         ).take
 
     def _moved(self, collated: Any) -> Any:
-        """The batch as it is cut in the step."""
+        """Return the batch in the form in which the step cuts it."""
         if not self._moves_whole:
             return collated
         self._prepare()
@@ -296,21 +306,19 @@ class _Check:
 
         Args:
             whole: The pass of the whole batch.
-            parts: What it is cut into.
-            sizes: Samples of each.
-            again: The whole batch once more, with random numbers of some seed.
+            parts: Its parts.
+            sizes: Samples of each part.
+            again: Returns the whole batch once more, with random numbers of some seed.
             cut: Whether the parts are cut in the step, and are one batch of the loop.
         """
         changed = (whole.changed_in_step if cut else whole.changed) or self._kept(whole, again)
         counts = [self._items(part, size, cut=cut) for part, size in zip(parts, sizes)]
         if not all(number > 0 for number in counts):
             return unmeasured(self._tolerance, f"normalize counts {counts} in the parts of a batch")
-        share, run = (
-            counts[0] / sum(counts),
-            partial(self._pass, parts, seed=1, of_one=cut, moved=cut and self._moves_whole),
-        )
+        share = counts[0] / sum(counts)
+        run = partial(self._pass, parts, seed=1, of_one=cut, moved=cut and self._moves_whole)
         differences = _compared(whole, run(weights=(share, 1 - share)), share)
-        if not differences.error <= self._tolerance:  # in what way they differ shows without weights, each by itself
+        if not differences.error <= self._tolerance:  # the cause shows in gradients that are not accumulated
             alone = _compared(whole, run(), share)
             changed = changed or (ACCUMULATED if alone.error <= self._tolerance else ())
             differences = differences if alone.error <= self._tolerance else alone
@@ -328,7 +336,7 @@ class _Check:
         return replace(verdict, counter=fitting_counter(again(0), parts, differences.share))
 
     def _kept(self, whole: _Passes, again: Callable[[int], Any]) -> tuple[str, ...]:
-        """Whether the module keeps something from one step to the next: then the same batch has another gradient."""
+        """Name what the module keeps from one step to the next, as the same batch then gets another gradient."""
         if whole.draws or self._met is not None:
             return self._met or ()
         twice = self._pass([again(0), again(0)], seed=0, of_one=True)
@@ -338,7 +346,7 @@ class _Check:
         return self._met
 
     def _noise(self, whole: _Passes, again: Callable[[int], Any]) -> float:
-        """How far passes over the whole batch with other random numbers are apart; several if some are drawn."""
+        """Measure how far passes over the whole batch with other random numbers differ; several if some are drawn."""
         noise = 0.0
         for seed in range(1, 2 + _SEEDS):
             batch = again(seed)
@@ -370,11 +378,11 @@ class _Check:
 
         Args:
             batches: The micro-batches.
-            seed: Of the random numbers that they draw.
+            seed: Seed of the random numbers that they draw.
             of_one: Whether they are parts of one batch of the loop, whose hooks run once.
             moved: Whether they lie on the device.
-            weights: What they weigh where their gradients are accumulated, as in training; otherwise each begins
-                with none. What a micro-batch adds is told without its weight.
+            weights: Their weights, if gradients are accumulated as in training; otherwise each begins with none. The
+                gradients returned are those that each micro-batch adds, without its weight.
         """
         self._prepare()
         module = self._trainer.lightning_module
@@ -413,7 +421,7 @@ def _compared(whole: _Passes, parts: _Passes, share: float) -> Differences:
 
 
 def _added(accumulated: list[list[torch.Tensor]], weights: Sequence[float]) -> list[list[torch.Tensor]]:
-    """What each micro-batch has added, without its weight, of the gradients as they were after each."""
+    """Return the gradient that each micro-batch has added, without its weight, from the gradients after each."""
     with uncounted():
         wide = [
             [gradient.to(torch.promote_types(gradient.dtype, torch.float32)) for gradient in each]
@@ -433,20 +441,20 @@ def _both(verdict: Exactness) -> Verdicts:
 
 
 def _is_small(module: torch.nn.Module) -> bool:
-    """Whether a few samples more than the limit are no danger, nor the precision of the weights."""
+    """Return whether the check may use a few samples above the limit, and the precision of the weights."""
     return sum(p.numel() * p.element_size() for p in module.parameters()) <= _SMALL
 
 
 def _copied(batch: Any) -> Any:
-    """A copy: a step may change its batch in place."""
+    """Return a copy if the batch can be copied: a step may change its batch in place."""
     try:
         return copy.deepcopy(batch)
-    except Exception:  # whatever a batch may hold
+    except Exception:  # a batch may hold anything
         return batch
 
 
 def rounding(trainer: Any, *, plain: bool = True) -> float:
-    """Relative difference that precision explains: that of the weights, or of autocast where that is not off."""
+    """Return the relative difference that precision explains: of the weights, or of autocast where it stays on."""
     if not plain and hasattr(trainer.precision_plugin, "autocast_context_manager"):
         return 5e-2 if "bf16" in str(trainer.precision) else 1e-2
     dtypes = {p.dtype for p in trainer.lightning_module.parameters() if p.requires_grad and p.is_floating_point()}
@@ -457,7 +465,10 @@ def rounding(trainer: Any, *, plain: bool = True) -> float:
 
 @contextmanager
 def _exact_arithmetic(trainer: Any, *, plain: bool) -> Iterator[None]:
-    """Within, steps compute in the precision of the weights, if memory allows for it: autocast hides differences."""
+    """Return a context in which steps compute in the precision of the weights, if memory allows for it.
+
+    Autocast would hide differences.
+    """
     plugin = trainer.precision_plugin
     if not plain or not hasattr(plugin, "autocast_context_manager"):
         yield
@@ -482,7 +493,10 @@ def _move_weights(module: torch.nn.Module) -> None:
 
 
 def _watched(module: torch.nn.Module) -> dict[str, tuple[float, float]]:
-    """Sums over what a step should leave alone: buffers but for those of normalization, and untrained parameters."""
+    """Return sums over the state that a step should not change.
+
+    That is buffers, except those of normalization, and untrained parameters.
+    """
     untrained = ((name, parameter) for name, parameter in module.named_parameters() if not parameter.requires_grad)
     named = (*kept_buffers(module), *untrained)
     return {name: _sums(tensor) for name, tensor in named if tensor.layout is torch.strided and not tensor.is_nested}

@@ -1,8 +1,8 @@
-"""The samples that the largest training batches are made of.
+"""Find the samples that the largest training batches are made of.
 
-Where samples vary in size, a batch of any size is largest when it holds the heaviest of the data
-set; and where fields are padded each by itself, when it holds the longest of every field. Both
-kinds are looked for among all samples, as far as a few seconds allow, and only these are kept.
+Where samples vary in size, a batch of given length is largest with the largest samples of the data
+set; where fields are padded each by itself, with the longest of every field. Both kinds are
+searched for among all samples, as far as a few seconds allow, and only these are kept.
 """
 
 import time
@@ -19,20 +19,19 @@ from lightning_ga.batch.sizes import Field, elements, leaves
 from lightning_ga.loading.samples import collate_samples, collect_samples, fetch
 from lightning_ga.memory.live_tensors import uncounted
 
-SAMPLES_KEPT = 32  # of the most elements, besides the largest of every field
+SAMPLES_KEPT = 32  # samples with the most elements, besides the largest of every field
 SAMPLES_AT_ONCE = 64
-LOOK_SECONDS = 5.0  # for samples that are slow to read, or more than can be read
-_FIELDS = 32  # more are no structure but data: a dictionary by name, say
+LOOK_SECONDS = 5.0  # time limit of a scan
+_FIELDS = 32  # more fields are data, not structure: a dictionary keyed by name
 
 
 class ScanOrder:
-    """Which samples to look at: some from all over the data set first, then ever more from between them.
+    """Order in which samples are scanned: some from all over the data set first, then more and more between them.
 
-    The first look holds the first and the last sample, so that sorting a data set is enough to have
-    its heaviest seen.
+    The first scan holds the first and the last sample, so that it meets the largest of a sorted data set.
 
     Args:
-        indices: Of all samples that training may meet; ``None`` for a stream, read from its start.
+        indices: Of all samples that training may use; ``None`` for a stream, read from its start.
         total: How many samples there are; ``None`` if that is not known.
 
     Examples:
@@ -48,30 +47,30 @@ class ScanOrder:
 
     @property
     def streams(self) -> bool:
-        """Whether samples have no index and are read from the start."""
+        """True if samples have no index and are read from the start."""
         return self._indices is None
 
     def first(self) -> list[Any]:
-        """Indices of the first look."""
+        """Return the indices of the first scan."""
         if self._indices is None:
             return [None] * SAMPLES_AT_ONCE
         last = len(self._indices) - 1
         return [*self._indices[:: self._stride], *(self._indices[last:] if last % self._stride else [])]
 
     def rest(self) -> Iterator[list[Any]]:
-        """Indices of the further looks; of a stream, from its start."""
+        """Yield the indices of the further scans; of a stream, from its start."""
         if self._indices is None:
             yield from repeat([None] * SAMPLES_AT_ONCE)
             return
         step = _coprime(self._stride)
-        for number in range(1, self._stride):  # any number of looks is spread evenly
+        for number in range(1, self._stride):  # any number of scans is spread evenly
             offset = number * step % self._stride
-            look = list(self._indices[offset :: self._stride])
-            yield look[:-1] if (len(self._indices) - 1 - offset) % self._stride == 0 else look
+            scan = list(self._indices[offset :: self._stride])
+            yield scan[:-1] if (len(self._indices) - 1 - offset) % self._stride == 0 else scan
 
 
 def _coprime(stride: int) -> int:
-    """A step through all offsets below ``stride``, about two thirds of it."""
+    """Return a step that visits all offsets below ``stride``, about two thirds of it."""
     step = max(1, round(0.618 * stride))
     while gcd(step, stride) > 1:
         step += 1
@@ -79,10 +78,10 @@ def _coprime(stride: int) -> int:
 
 
 class Largest:
-    """Of all samples seen: those with the most elements, and the largest of every field in every direction.
+    """The samples with the most elements, and the largest of every field along every axis.
 
     Args:
-        text: Whether text counts, as it does where it is turned into tensors when samples are collated.
+        text: Whether text counts, as it does where collating turns it into tensors.
 
     Attributes:
         uniform: Whether all samples had the same shapes.
@@ -100,29 +99,29 @@ class Largest:
         self._text = text
         self._shapes: dict[Field, tuple[int, ...]] | None = None
         self._numbers = 0
-        self._most: list[tuple[int, int, Any]] = []  # elements, minus its number, sample
-        self._largest: dict[Field, tuple[int, int, int, Any]] = {}  # extent before these
+        self._most: list[tuple[int, int, Any]] = []  # (elements, -number, sample)
+        self._largest: dict[Field, tuple[int, int, int, Any]] = {}  # (extent, elements, -number, sample)
 
     def see(self, samples: Sequence[Any]) -> list[Any]:
-        """Look at samples; those of them that are kept, for now."""
+        """Scan samples; return those that are kept for now."""
         return [sample for sample in samples if self._see(sample)]
 
     def _see(self, sample: Any) -> bool:
         shapes: dict[Field, tuple[int, ...]] = {}
-        weight = 0
+        total = 0
         for field, shape in leaves(sample, text=self._text):
-            weight += prod(shape)
+            total += prod(shape)
             known = shapes.get(field, shape)
             shapes[field] = tuple(map(max, shape, known)) if len(known) == len(shape) else max(known, shape)
         self._shapes = shapes if self._shapes is None else self._shapes
         self.uniform &= shapes == self._shapes
         self._numbers -= 1
-        entry = (weight, self._numbers, sample)
-        heavy = len(self._most) < SAMPLES_KEPT or entry[:2] > self._most[-1][:2]
-        if heavy:
+        entry = (total, self._numbers, sample)
+        most = len(self._most) < SAMPLES_KEPT or entry[:2] > self._most[-1][:2]
+        if most:
             self._most = sorted([*self._most, entry], key=lambda kept: kept[:2], reverse=True)[:SAMPLES_KEPT]
         large = [self._enlarge((*field, axis), extent, entry) for field, axis, extent in _extents(shapes)]
-        return heavy or any(large)
+        return most or any(large)
 
     def _enlarge(self, direction: Field, extent: int, entry: tuple[int, int, Any]) -> bool:
         known = self._largest.get(direction)
@@ -138,7 +137,7 @@ class Largest:
 
     @property
     def by_field(self) -> list[Any]:
-        """The samples kept; before the others as few as together hold the largest of every field."""
+        """The samples kept; first as few as together hold the largest of every field."""
         entries, first = self._entries(), list[int]()
         missing = {direction: held[0] for direction, held in self._largest.items()}
         while missing:
@@ -150,7 +149,7 @@ class Largest:
         return [entries[n][2] for n in (*first, *rest)]
 
     def _entries(self) -> list[tuple[int, int, Any]]:
-        """All that is kept, each sample once, heaviest first."""
+        """Return all that is kept, each sample once, the largest first."""
         entries = {entry[1]: entry for entry in (*self._most, *(held[1:] for held in self._largest.values()))}
         return sorted(entries.values(), key=lambda entry: entry[:2], reverse=True)
 
@@ -164,13 +163,13 @@ class Largest:
 
 
 class WorkerScan:
-    """Fetches nothing but the samples worth keeping: where data workers read, only these are sent."""
+    """Keeps only the largest of the samples read: where data workers read, only these are sent."""
 
     def __init__(self, *, text: bool) -> None:
         self._kept = Largest(text=text)
 
     def __call__(self, samples: list[Any]) -> tuple[int, list[Any]]:
-        """How many samples there were, and those to keep."""
+        """Return the number of samples read, and those to keep."""
         return len(samples), self._kept.see(samples)
 
 
@@ -179,10 +178,10 @@ class LargestSamples:
     """Samples to make the largest batches of.
 
     Attributes:
-        by_field: Before the others as few as together hold the largest of every field.
+        by_field: First as few as together hold the largest of every field, then the others.
         by_weight: The same samples, those with the most elements first.
-        seen: Samples that were looked at.
-        complete: Whether these are all there are, or all are of one size as far as was seen.
+        seen: Samples that were scanned.
+        complete: Whether these are all there are, or all that were scanned are of one size.
     """
 
     by_field: list[Any]
@@ -191,9 +190,9 @@ class LargestSamples:
     complete: bool
 
     def batch(self, loader: "DataLoader[Any]", count: int) -> Any:
-        """A batch of ``count`` samples as the loader makes it, as large as these samples allow.
+        """Return a batch of ``count`` samples as the loader makes it, as large as these samples allow.
 
-        Padded, it is largest with the longest of every field in it; packed, with the heaviest samples.
+        A padded batch is largest with the longest of every field in it; a packed one, with the largest samples.
         """
         chosen, other = self.by_field, self.by_weight
         if set(map(id, chosen[:count])) != set(map(id, other[:count])):
@@ -202,20 +201,16 @@ class LargestSamples:
         return collate_samples(loader, chosen, count)
 
 
+@uncounted()  # samples lie on the host
 def largest_samples(loader: "DataLoader[Any]", looks: ScanOrder) -> LargestSamples:
-    """The heaviest samples behind a loader: of a few if these are of one size, otherwise of all.
+    """Find the largest samples behind a loader: among a few if these are of one size, otherwise among all.
 
     Args:
         loader: The user's loader.
-        looks: Which samples to look at; none is begun after ``LOOK_SECONDS``.
+        looks: The order of the scans; none begins after ``LOOK_SECONDS``.
     """
-    with uncounted():  # samples lie on the host
-        return _largest_samples(loader, looks)
-
-
-def _largest_samples(loader: "DataLoader[Any]", looks: ScanOrder) -> LargestSamples:
     started = time.monotonic()
-    text = loader.collate_fn is not default_collate  # that one leaves text as it is
+    text = loader.collate_fn is not default_collate  # which leaves text as it is
     kept, first = Largest(text=text), collect_samples(loader, looks.first())
     kept.see(first)
     seen, complete = len(first), True
@@ -234,5 +229,5 @@ def _largest_samples(loader: "DataLoader[Any]", looks: ScanOrder) -> LargestSamp
 def _extents(shapes: dict[Field, tuple[int, ...]]) -> Iterator[tuple[Field, int, int]]:
     for field, shape in shapes.items():
         for axis, extent in enumerate(shape):
-            if prod(shape) > 1:  # numbers and labels
+            if prod(shape) > 1:  # not for numbers and labels
                 yield field, axis, extent

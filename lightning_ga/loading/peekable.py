@@ -1,4 +1,4 @@
-"""Streams that can be looked into: what was read too early is given to training all the same."""
+"""Read a stream ahead of training, which still gets every item."""
 
 from collections.abc import Callable, Iterator, Sized
 from itertools import islice
@@ -11,11 +11,11 @@ MOST = 64  # items that are held
 
 
 class PeekableStream(IterableDataset[Any]):
-    """What a stream yields. It is started as often as this one is, as it may go on where it was left.
+    """A stream that can be read ahead, started once per epoch, as its source may continue where it was left.
 
     Args:
         start: Starts the stream.
-        of: The dataset that it is, if it is one: other attributes are its own.
+        of: The dataset that it stands for, if any: other attributes are looked up there.
     """
 
     def __init__(self, start: Callable[[], Iterator[Any]], of: Any = None) -> None:
@@ -25,7 +25,7 @@ class PeekableStream(IterableDataset[Any]):
         self._begun = False
 
     def peek(self, most: int) -> list[Any]:
-        """The first items of the next epoch, which yields them all the same; none once training reads the stream."""
+        """Return the first items of the next epoch, which still yields them; none once training reads the stream."""
         if self._begun:
             return []
         self._waiting = self._start() if self._waiting is None else self._waiting
@@ -34,7 +34,7 @@ class PeekableStream(IterableDataset[Any]):
         return self._peeked[:most]
 
     def peeked(self) -> Iterator[Any]:
-        """These items one after the other, read as they are asked for."""
+        """Yield these items one by one, reading each when it is asked for."""
         number = 0
         while len(self.peek(number + 1)) > number:
             yield self._peeked[number]
@@ -58,9 +58,9 @@ class PeekableStream(IterableDataset[Any]):
 
 
 class WholeBatches(IterableDataset[Any]):
-    """A stream without the samples that do not fill a batch at its end: its loader drops them.
+    """A stream without the incomplete batch at its end, which its loader drops.
 
-    It stands for its dataset where data workers look at that: all other attributes are the dataset's.
+    It stands for its dataset where data workers inspect that: all other attributes are the dataset's.
 
     Args:
         dataset: The stream.
@@ -92,19 +92,19 @@ class WholeBatches(IterableDataset[Any]):
 
 
 class _SizedWholeBatches(WholeBatches):
-    """The same of a stream with a length."""
+    """A ``WholeBatches`` with a length."""
 
     def __len__(self) -> int:
         return len(self._of)
 
 
 def whole_batches(dataset: Any, size: int) -> WholeBatches:
-    """A stream without the samples that do not fill a batch of ``size`` at its end."""
+    """Return a stream without the incomplete batch of less than ``size`` samples at its end."""
     return (_SizedWholeBatches if isinstance(dataset, Sized) else WholeBatches)(dataset, size)
 
 
 class _Sized(PeekableStream):
-    """The same with a length."""
+    """A ``PeekableStream`` with a length."""
 
     def __init__(self, start: Callable[[], Iterator[Any]], length: int, of: Any = None) -> None:
         super().__init__(start, of)
@@ -115,10 +115,16 @@ class _Sized(PeekableStream):
 
 
 def peekable_stream(start: Callable[[], Iterator[Any]], length: int | None, of: Any = None) -> PeekableStream:
-    """A stream that can be looked into, with a length if it is known."""
+    """Return a stream that can be read ahead.
+
+    Args:
+        start: Starts the stream.
+        length: Items of the stream; ``None`` if that is not known.
+        of: The dataset that it stands for, if any.
+    """
     return PeekableStream(start, of) if length is None else _Sized(start, length, of)
 
 
 def length_of(stream: Any) -> int | None:
-    """The length of a stream, if it tells."""
+    """Return the length of a stream; ``None`` if it has none."""
     return len(stream) if isinstance(stream, Sized) else None

@@ -1,7 +1,7 @@
 """A seeded permutation that is computed index by index: any size, no memory, no time to start.
 
-``torch.randperm`` writes the whole epoch down, which for 10⁹ samples takes 4 GB on every rank and
-most of a minute. Here the sample at any place of the order is a formula of seed, epoch and place.
+``torch.randperm`` stores the whole epoch, which for 10⁹ samples takes 4 GB on every rank and
+most of a minute. Here the sample at any position is a formula of seed, epoch and position.
 """
 
 from collections.abc import Sequence
@@ -55,7 +55,7 @@ class Permutation(Sequence[int]):
         return self._size
 
     def __getitem__(self, index: Any) -> Any:
-        """One number, or a slice of the order as a list."""
+        """Return one number, or a slice of the order as a list."""
         if not isinstance(index, slice):
             place = range(self._size)[index]
             return self._at(torch.tensor([place])).item()
@@ -72,7 +72,7 @@ class Permutation(Sequence[int]):
         return numbers
 
     def _shuffle(self, numbers: torch.Tensor) -> torch.Tensor:
-        """A permutation of the whole rectangle."""
+        """Permute the whole rectangle."""
         row = numbers // self._width
         column = numbers - row * self._width
         for row_key, column_key in zip(self._keys[::2], self._keys[1::2]):
@@ -82,6 +82,6 @@ class Permutation(Sequence[int]):
 
 
 def _scatter(numbers: torch.Tensor, key: int) -> torch.Tensor:
-    """A random function: 44 bits, signed, in which every bit of number and key has a say."""
+    """Return a pseudo-random function of the numbers: 44 bits, signed, that depend on every bit of number and key."""
     mixed = (numbers + key).mul_(_SPREAD[0])
     return mixed.bitwise_xor_(mixed >> 32).mul_(_SPREAD[1]).bitwise_right_shift_(_UNMIXED)

@@ -1,8 +1,8 @@
-"""Training data whose batches cannot be cut anew: they are fed as they come, and cut in the training step.
+"""Read training data whose batches cannot be made anew: they are read as they come, and cut in the training step.
 
-Dictionaries of loaders, loaders that yield whole batches, iterables of any kind. Their feed counts in
-batches, as others do in samples. Nothing is lost of data that go on where they were left: a batch
-that is looked at before training begins is given to training all the same.
+Dictionaries of loaders, loaders that yield whole batches, iterables of any kind. Windows are counted in
+batches, as other sources count them in samples. A stream that cannot be restarted loses nothing: a batch
+that is read before training begins is given to training all the same.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -37,16 +37,16 @@ from lightning_ga.loading.training_source import SourceSettings
 from lightning_ga.plan.accumulation import AccumulationPlan
 from lightning_ga.plan.windows import Chunk
 
-_PEEKED = 2  # batches that are looked at, as two may differ in size
+_PEEKED = 2  # batches that are read ahead, as two may differ in size
 
 
 @dataclass(frozen=True, slots=True)
 class Batches:
-    """What a fit loop would read.
+    """Training data as a fit loop would read them.
 
     Attributes:
         loaders: The loaders that a batch comes from.
-        combine: One batch out of those of all loaders.
+        combine: Makes one batch out of those of all loaders.
         start: Starts them anew and yields batches.
         length: How many there are on this rank; ``None`` if that is not known.
     """
@@ -58,15 +58,15 @@ class Batches:
 
 
 class PrebatchedSource:
-    """The feed of such data: what a ``MicroBatchSource`` is to samples, in windows of whole batches.
+    """A ``TrainingSource`` of such data: windows of whole batches.
 
-    Samples are counted in each batch; where a number of them is needed in advance, all batches are
-    taken to be as large as the first. Where samples cannot be told apart, a batch counts as one.
+    Samples are counted in each batch; where their number is needed in advance, all batches count as many
+    as the first. Where samples cannot be separated, a batch counts as one.
 
     Args:
-        batches: What the loop would make of it.
-        hook: The module's own ``split_batch``, if it has one.
+        batches: The training data.
         settings: How the Trainer reads its data.
+        hook: The module's own ``split_batch``, if it has one.
     """
 
     streams = counted_later = may_drop = cut_in_step = True
@@ -76,37 +76,37 @@ class PrebatchedSource:
     def __init__(self, batches: Batches, settings: SourceSettings, *, hook: SplitBatch | None = None) -> None:
         self._data, self._hook = batches, hook
         self._stream = peekable_stream(batches.start, batches.length)
-        self._feed = MicroBatchSource(
+        self._source = MicroBatchSource(
             DataLoader(self._stream, batch_size=1, collate_fn=_only), settings, own_seed=torch.Generator()
         )
         self._user_loader: DataLoader[Any] | None = None
-        self._tells = True  # how many samples a batch holds
+        self._shows_samples = True
         self.sizes = self._sizes_of_loaders()
         self._each: int = settings.largest_over_ranks(self._samples_of_first())
 
     @cached_property
     def batch_source(self) -> BatchSource:
-        """What is known of these batches."""
+        """Samples or other batches, from which the layout of a batch can be read."""
         loaders = self._data.loaders
         if all(map(is_collated, loaders)):
             return CollatedBatches(loaders, [partial(indices_of, part) for part in loaders], self._data.combine)
         return ReadyMadeBatches(self._looked_at)
 
     def recipe_effective(self, epoch: int) -> int:
-        """Samples of a window."""
-        return self._feed.recipe_effective(epoch) * self._each
+        """Return the samples of a window."""
+        return self._source.recipe_effective(epoch) * self._each
 
     def recipe_batch(self, epoch: int) -> int:
-        """Samples of a batch, on one rank."""
-        return self._feed.recipe_batch(epoch) * self._each
+        """Return the samples of a batch, on one rank."""
+        return self._source.recipe_batch(epoch) * self._each
 
     def total(self, epoch: int) -> int | None:
-        """Samples of an epoch on this rank."""
-        batches = self._feed.total(epoch)
+        """Return the samples of an epoch on this rank."""
+        batches = self._source.total(epoch)
         return None if batches is None else batches * self._each
 
     def check_effective(self, effective: int) -> None:
-        """Refuse to count samples where each loader gives another number of them to a batch.
+        """Refuse an effective batch in samples where loaders give unequal numbers of them to a batch.
 
         Raises:
             UserError: With the numbers.
@@ -122,31 +122,38 @@ class PrebatchedSource:
     ) -> AccumulationPlan:
         """Arrange one epoch in windows of whole batches.
 
+        Args:
+            epoch: The epoch.
+            effective: Effective batch size; ``None`` for the recipe's.
+            micro_batch: Unused: batches are cut in the training step.
+            samples_done: Samples of the epoch that an earlier run has trained on.
+            enabled: False while the micro-batch is not known: the loader then yields nothing.
+
         Raises:
             UserError: If no whole number of batches makes up an effective batch.
         """
         done = samples_done // self._each
         if enabled:
-            self._user_loader = None  # training needs the memory of the batch that was looked at
-        plan = self._feed.arrange(epoch, self._in_batches(effective), 1, samples_done=done, enabled=enabled)
+            self._user_loader = None  # frees the batch that was read ahead
+        plan = self._source.arrange(epoch, self._in_batches(effective), 1, samples_done=done, enabled=enabled)
         chunks = ((self._each,) * plan.factor,) * plan.world_size
         size = plan.effective_batch_size * self._each
         return replace(plan, effective_batch_size=size, micro_batch_size=self._each, chunks=chunks)
 
     def chunk(self, index: int) -> Chunk:
-        """The ``index``-th batch of the epoch; its place is told in samples."""
-        chunk = self._feed.chunk(index)
+        """Return the ``index``-th batch of the epoch, its position in samples."""
+        chunk = self._source.chunk(index)
         return replace(chunk, count=chunk.count * self._each, window_end=chunk.window_end * self._each)
 
     def expected(self, chunk: Chunk) -> int | None:
-        """Only the batch can tell how many samples it holds."""
+        """Return ``None``: only the batch shows how many samples it holds."""
         return None
 
     def samples_at(self, index: int) -> None:
-        """Samples are not at hand."""
+        """Return ``None``: samples are not at hand."""
 
     def largest_extent(self, recipe_batch: int) -> int:
-        """More samples than this a batch cannot hold, as far as the first one shows."""
+        """Return the most samples that a batch can hold, as far as the first one shows."""
         if self._each > 1:
             return recipe_batch
         return max(self.sizes) if self.sizes else self._first_extent
@@ -156,76 +163,76 @@ class PrebatchedSource:
         return largest_extent(self._stream.peek(1)[0])
 
     def check_cut(self) -> None:
-        """Refuse to cut what has no smaller parts.
+        """Refuse batches that cannot be cut.
 
         Raises:
-            LayoutError: If that is so.
+            LayoutError: If the samples of the first batch cannot be separated.
         """
         _ = self.user_loader
 
     @property
     def may_grow(self) -> bool:
-        """Whether a batch may show that it holds more samples than the first."""
-        return not self.sizes and self._tells
+        """True if a batch may turn out to hold more samples than the first."""
+        return not self.sizes and self._shows_samples
 
     @property
     def user_loader(self) -> "DataLoader[Any]":
-        """Makes batches of the samples of the first, for the probe and the exactness check.
+        """A loader of the samples of the first batch, for the probe and the exactness check.
 
         Raises:
-            LayoutError: If these cannot be told apart.
+            LayoutError: If these cannot be separated.
         """
         if self._user_loader is None:
             if self._hook is None:
                 check_proportion(self._each, self.sizes)
             (batch, *_) = self._stream.peek(1) or [None]
-            trial = _ByHook(batch, self._hook) if self._hook is not None else _ByLayout(batch, self._raw_layout)
-            self._user_loader = DataLoader(trial, batch_size=len(trial), collate_fn=trial.together)
+            data = _ByHook(batch, self._hook) if self._hook is not None else _ByLayout(batch, self._raw_layout)
+            self._user_loader = DataLoader(data, batch_size=len(data), collate_fn=data.collate)
         return self._user_loader
 
     def looks(self, epoch: int) -> ScanOrder:
-        """The samples of the first batch."""
+        """Return the scan order over the samples of the first batch."""
         return ScanOrder(range(self._each), self._each)
 
     def sample_indices(self, epoch: int, most: int = 64) -> list[int]:
-        """Indices of samples of the first batch."""
+        """Return indices of samples of the first batch."""
         return list(range(min(most, self._each)))
 
     def recipe_batches(self, samples: int) -> int:
-        """Batches that so many samples make up."""
-        return self._feed.recipe_batches(samples // self._each)
+        """Return the batches that so many samples make up."""
+        return self._source.recipe_batches(samples // self._each)
 
     def samples_of(self, batches: int) -> int:
-        """Samples that so many batches hold."""
+        """Return the samples that so many batches hold."""
         return batches * self._each
 
     def batches_after(self, index: int) -> int:
-        """Batches that are done after this one."""
-        return self._feed.batches_after(index)
+        """Return the batches that are done after this one."""
+        return self._source.batches_after(index)
 
     def steps(self, epoch: int, effective: int | None) -> int | None:
-        """Optimizer steps of one epoch; ``None`` where the length is not known."""
-        return self._feed.steps(epoch, self._in_batches(effective))
+        """Return the optimizer steps of one epoch; ``None`` where the length is not known."""
+        return self._source.steps(epoch, self._in_batches(effective))
 
     @property
     def loader(self) -> "DataLoader[Any] | None":
-        """What the loop reads."""
-        return self._feed.loader
+        """The loader that the loop reads."""
+        return self._source.loader
 
     @property
     def length(self) -> int | None:
         """Batches of the arranged epoch; ``None`` if that is not known."""
-        return self._feed.length
+        return self._source.length
 
     @property
     def epoch_batches(self) -> int | None:
         """Batches of the arranged epoch; ``None`` if that is not known."""
-        return self._feed.epoch_batches
+        return self._source.epoch_batches
 
     @property
     def at_most(self) -> int | None:
         """Batches after which a stream is not read any further."""
-        return self._feed.at_most
+        return self._source.at_most
 
     @property
     def loaders(self) -> Sequence[Any]:
@@ -234,30 +241,30 @@ class PrebatchedSource:
 
     @property
     def keeps_place(self) -> bool:
-        """Whether all loaders save and restore where they are, so that a resume in mid-epoch repeats no sample."""
+        """True if all loaders save and restore their position, so that a resume in mid-epoch repeats no sample."""
         return all(map(keeps_place, self.loaders))
 
     @property
     def done(self) -> int:
         """Batches that an earlier run has trained on."""
-        return self._feed.done
+        return self._source.done
 
     @property
     def world_size(self) -> int:
         """Data-parallel ranks."""
-        return self._feed.world_size
+        return self._source.world_size
 
     @property
     def sharded_ranks(self) -> int:
         """Ranks with data of their own."""
-        return self._feed.sharded_ranks
+        return self._source.sharded_ranks
 
     def seeded_as_before(self) -> AbstractContextManager[None]:
-        """The user's loaders are iterated once, whatever the loop does."""
+        """Return an empty context: the user's loaders are iterated once, whatever the loop does."""
         return nullcontext()
 
     def _sizes_of_loaders(self) -> list[int]:
-        """Samples that each loader gives to a batch; empty where that does not show."""
+        """Return the samples that each loader gives to a batch; empty where a loader has no batch size."""
         sizes = [_batch_size(part) for part in self._data.loaders]
         return [size for size in sizes if size is not None] if None not in sizes else []
 
@@ -270,16 +277,16 @@ class PrebatchedSource:
         try:
             return max(1, self._raw_layout.samples(peeked[0]))
         except LayoutError:
-            self._tells = self._hook is not None
-            return max(1, length_of_first(peeked[0])) if self._tells else 1
+            self._shows_samples = self._hook is not None
+            return max(1, length_of_first(peeked[0])) if self._shows_samples else 1
 
     @property
     def _raw_layout(self) -> Layout:
-        """Where samples lie before any hook has seen the batch."""
+        """The layout of batches before any hook."""
         return self.batch_source.layout(lambda batch: batch)
 
     def _looked_at(self) -> list[Any]:
-        """The first batches, and the last where it can be had, as it may be of another size."""
+        """Return the first batches, and the last where it can be had, as it may be of another size."""
         batches = self._stream.peek(_PEEKED)
         for part in self._data.loaders:
             dataset = getattr(part, "dataset", part)
@@ -292,23 +299,23 @@ class PrebatchedSource:
         if effective is None:
             return None
         batches, left = divmod(effective, self._each)
-        if left or batches % self._feed.world_size:
-            step = self._each * self._feed.world_size
+        if left or batches % self._source.world_size:
+            step = self._each * self._source.world_size
             raise UserError(
                 f"effective_batch_size={effective} is no whole number of batches: the training data yields batches of "
-                f"{self._each} samples on each of {self._feed.world_size} ranks, which cannot be cut anew. Use a "
+                f"{self._each} samples on each of {self._source.world_size} ranks, which cannot be cut anew. Use a "
                 f"multiple of {step}."
             )
         return batches
 
 
 def _batch_size(loader: Any) -> int | None:
-    """Samples of a DataLoader's batches, but for the last."""
+    """Return the samples of a DataLoader's batches but the last; ``None`` where they are not known."""
     if not is_collated(loader) or loader.batch_size is None:
         return None
     try:
         return min(loader.batch_size, len(loader.dataset)) or None
-    except TypeError:  # a stream does not tell its length
+    except TypeError:  # a stream may have no length
         return int(loader.batch_size)
 
 
@@ -325,8 +332,8 @@ class _ByLayout(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         return cut(self._batch, self._layout, Slice(index, index + 1, self._samples, self._sizes))
 
-    def together(self, samples: Sequence[Any]) -> Any:
-        """A batch of so many samples: the first ones, repeated in turn where there are not as many."""
+    def collate(self, samples: Sequence[Any]) -> Any:
+        """Collate the first samples of the batch, repeated in turn where more are asked for than there are."""
         return gather(self._batch, self._layout, len(samples))
 
 
@@ -343,8 +350,8 @@ class _ByHook(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         return self._batch
 
-    def together(self, samples: Sequence[Any]) -> Any:
-        """A batch of the first samples, of all at most."""
+    def collate(self, samples: Sequence[Any]) -> Any:
+        """Collate the first samples of the batch, at most all of them."""
         count = len(samples)
         if count >= self._samples:
             return self._batch

@@ -25,37 +25,37 @@ from lightning_ga.loading.samples import collate_samples, collect_samples
 from lightning_ga.memory.oom import is_out_of_memory
 
 Prepare = Callable[[Any], Any]
-_LOOKED_AT = 8  # samples of a loader, of which those of different shapes are collated
+_LOOKED_AT = 8  # samples of a loader that are read; a few of different shapes are collated
 _KINDS = 3
 _GOLDEN = (5**0.5 - 1) / 2
 
 
 class Transfer(Protocol):
-    """The way of a loader's batches from the host to the step."""
+    """The transfer of a loader's batches from the host to the step."""
 
     @property
     def has_hooks(self) -> bool:
-        """Whether something of the user's own is done to a batch while it is moved or afterwards."""
+        """True if the user's own hooks change a batch during the transfer or after it."""
 
     @property
     def split_batch(self) -> Any:
-        """The module's own way to cut a batch; ``None`` if it has none."""
+        """The module's own ``split_batch``; ``None`` if it has none."""
 
     def on_host(self, batch: Any) -> Any:
-        """Do what is done before the batch is moved."""
+        """Run the part that precedes the transfer."""
 
     def to_device(self, batch: Any) -> Any:
-        """Do that, and move the batch."""
+        """Run that part, and move the batch."""
 
 
 class BatchSource(Protocol):
-    """What is known of a loader's batches besides the batch at hand."""
+    """Samples or other batches of a loader, from which the layout of a batch can be read."""
 
     def layout(self, prepare: Prepare) -> Layout:
-        """Where samples lie in batches once they are prepared for the step.
+        """Return the layout of batches that are prepared for the step.
 
         Raises:
-            LayoutError: If they cannot be told apart.
+            LayoutError: If their samples cannot be separated.
         """
 
 
@@ -65,8 +65,8 @@ class CollatedBatches:
 
     Attributes:
         loaders: The loaders that a batch comes from.
-        indices: For each, indices of some samples from all over its dataset.
-        combine: One batch out of those of all loaders.
+        indices: For each, returns indices of some samples from all over its dataset.
+        combine: Makes one batch out of those of all loaders.
     """
 
     loaders: Sequence["DataLoader[Any]"]
@@ -74,7 +74,7 @@ class CollatedBatches:
     combine: Callable[[list[Any]], Any] = lambda batches: batches[0]
 
     def layout(self, prepare: Prepare) -> Layout:
-        """Collate a few samples as 3 and as 4, and compare."""
+        """Read the layout by collating a few samples as 3 and as 4."""
         try:
             kinds = [_various(collect_samples(*pair)) for pair in zip(self.loaders, (i() for i in self.indices))]
             if not all(kinds):
@@ -91,46 +91,46 @@ class CollatedBatches:
 
 @dataclass(frozen=True, slots=True)
 class ReadyMadeBatches:
-    """Batches that come as they are.
+    """Batches that come ready-made.
 
     Attributes:
-        batches: Some of them.
+        batches: Returns some of them.
     """
 
     batches: Callable[[], Iterable[Any]]
 
     def layout(self, prepare: Prepare) -> Layout:
-        """Compare their shapes."""
+        """Read the layout by comparing the batches' shapes."""
         return read_ready_made([prepare(batch) for batch in self.batches()])
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedBatch:
-    """One batch as the step gets it, of which nothing else is known.
+    """A single batch, prepared for the step.
 
     Attributes:
-        batch: The batch.
+        batch: Returns the batch.
     """
 
     batch: Callable[[], Any]
 
     def layout(self, prepare: Prepare) -> Layout:
-        """Read it by itself."""
+        """Read the layout from this batch alone."""
         return read_ready_made([self.batch()])
 
 
 class NoBatches:
-    """Batches of which nothing is known."""
+    """A loader of which no batch is known."""
 
     def layout(self, prepare: Prepare) -> Layout:
-        """Refuse to read them."""
+        """Refuse to read a layout."""
         raise LayoutError(f"The batch cannot be cut into samples, as nothing is known of its loader: {WAY_OUT}.")
 
 
 def _of_crops(layout: Layout, kinds: Sequence[Sequence[Any]]) -> Layout:
-    """The layout, if parts with several entries for each sample come from samples that are lists of as many.
+    """Return the layout, if parts with several entries for each sample come from samples that are lists of as many.
 
-    Otherwise their number may be another in a sample that was not looked at.
+    Otherwise a sample that was not read may have another number of entries.
     """
     for path, role in layout.roles.items():
         per = role.per if isinstance(role, SampleAxis) else 1
@@ -151,7 +151,13 @@ class _SmallBatches(Samples):
         self.kinds = max(map(len, kinds))
 
     def batch(self, counts: Sequence[int], kinds: Sequence[int], seed: int) -> Any:
-        """Collate ``counts`` samples of each loader."""
+        """Collate a few samples of each loader.
+
+        Args:
+            counts: Samples from each loader.
+            kinds: Which samples each batch holds, in turn.
+            seed: Seed of the random numbers that the collate function draws.
+        """
         batches = [
             collate_samples(loader, [samples[kind % len(samples)] for kind in kinds], count, seed=seed)
             for loader, samples, count in zip(self._source.loaders, self._kinds, counts)
@@ -160,7 +166,7 @@ class _SmallBatches(Samples):
 
 
 def _various(samples: list[Any]) -> list[Any]:
-    """A few samples, of different shapes if there are any."""
+    """Return a few samples, of different shapes if there are any."""
     shapes = [str(list(leaves(sample))) for sample in samples]
     first = [position for position, shape in enumerate(shapes) if shape not in shapes[:position]]
     rest = [position for position in range(len(samples)) if position not in first]
@@ -172,8 +178,8 @@ class BatchSlices:
     """A batch that can be cut.
 
     Attributes:
-        samples: Its samples.
-        take: Cuts the samples ``start`` to ``stop - 1`` out.
+        samples: Number of its samples.
+        take: Cuts out the samples ``start`` to ``stop - 1``.
     """
 
     samples: int
@@ -184,67 +190,70 @@ class BatchReader:
     """Counts and cuts the batches of one loader.
 
     Args:
-        transfer: The way of its batches to the step.
-        source: What is known of them.
+        transfer: The transfer of its batches to the step.
+        source: Samples or batches to read the layout from.
     """
 
     def __init__(self, transfer: Transfer, source: BatchSource) -> None:
         self._transfer, self._source = transfer, source
-        self._layouts: dict[bool, Layout | str] = {}  # or why there is none
+        self._layouts: dict[bool, Layout | str] = {}  # or the reason why there is none
         self._anew = False
 
     @property
     def collates_anew(self) -> bool:
-        """Whether batches are not cut by their layout: there is no other way left to cut them."""
+        """True if batches are not cut by their layout, so that no other way to cut them is left."""
         return self._anew or self._hook is not None
 
     @property
     def makes_anew(self) -> bool:
-        """Whether parts of a batch are collated from its samples."""
+        """True if parts of a batch are collated from its samples."""
         return self._anew
 
     def is_read(self, *, on_host: bool = False) -> bool:
-        """Whether all that has to be read is known."""
+        """Return whether everything needed to cut a batch is known."""
         return self._key(on_host) in self._layouts or self._hook is not None
 
     def _key(self, on_host: bool) -> bool:
         return on_host or not self._transfer.has_hooks
 
+    def _prepare(self, on_host: bool) -> Prepare:
+        return self._transfer.on_host if on_host else self._transfer.to_device
+
     def layout(self, *, on_host: bool = False) -> Layout:
-        """Where samples lie in batches as the step gets them, or as they are on the host before.
+        """Return the layout of batches as the step gets them, or as they are on the host before.
 
         Raises:
-            LayoutError: If they cannot be told apart; the same each time.
+            LayoutError: If samples cannot be separated; the same error each time.
         """
         key = self._key(on_host)
         if key not in self._layouts:
             try:
-                self._layouts[key] = self._source.layout(self._transfer.on_host if key else self._transfer.to_device)
+                self._layouts[key] = self._source.layout(self._prepare(key))
             except LayoutError as error:
-                self._layouts[key] = str(error)  # the error would keep the batches that were read alive
+                self._layouts[key] = str(error)  # the error itself would keep the batches alive
         found = self._layouts[key]
         if isinstance(found, str):
             raise LayoutError(found)
         return found
 
     def look(self, *, on_host: bool = False) -> None:
-        """Read the layout now, if there is one."""
+        """Read the layout now, if it can be read."""
         with suppress(LayoutError):
             self.layout(on_host=on_host)
 
     def count(
         self, batch: Any, *, expected: int | None = None, otherwise: int | None = None, on_host: bool = False
     ) -> int:
-        """Samples of a batch: those expected, but for what the collate function has dropped.
+        """Count the samples of a batch: those expected, minus those that the collate function has dropped.
 
         Args:
             batch: The batch.
             expected: How many were fetched for it, where that is known.
-            otherwise: The answer where the batch does not tell; by default those expected.
+            otherwise: The answer where the batch does not show its samples; by default those expected.
             on_host: Whether it has not been moved yet.
 
         Raises:
-            LayoutError: If the batch does not tell, and there is no other answer.
+            LayoutError: If the batch does not show its samples, and there is no other answer.
         """
         try:
             found = self.layout(on_host=on_host).samples(batch)
@@ -257,7 +266,7 @@ class BatchReader:
         return found if expected is None else min(found, expected)
 
     def check(self, samples: Callable[[], "CollatedAgain | None"], *, on_host: bool = False) -> None:
-        """Refuse what cannot be cut, before anything has to be.
+        """Check in advance that batches can be cut.
 
         Args:
             samples: Fetches the samples of some batch, where they are at hand.
@@ -274,8 +283,8 @@ class BatchReader:
             again = samples()
             if again is None:
                 raise
-            prepare = self._transfer.on_host if on_host else self._transfer.to_device
-            self.collated_anew(prepare(again.collate(0, again.count, seed=1)), again, on_host=on_host)
+            batch = self._prepare(on_host)(again.collate(0, again.count, seed=1))
+            self.collated_anew(batch, again, on_host=on_host)
 
     def slices(
         self,
@@ -285,7 +294,7 @@ class BatchReader:
         on_host: bool = False,
         samples: Callable[[], "CollatedAgain | None"] = lambda: None,
     ) -> BatchSlices:
-        """Get ready to cut a batch.
+        """Return the function that cuts a batch.
 
         Args:
             batch: The batch.
@@ -318,16 +327,21 @@ class BatchReader:
         return BatchSlices(found, lambda start, stop: cut(batch, layout, Slice(start, stop, found, sizes)))
 
     def samples_again(self, loader: "DataLoader[Any]", samples: list[Any]) -> "CollatedAgain | None":
-        """Samples that are at hand, to be collated in parts; ``None`` where batches come ready-made."""
+        """Return samples to be collated in parts; ``None`` where batches come ready-made."""
         return CollatedAgain(loader, samples) if isinstance(self._source, CollatedBatches) else None
 
     def collated_anew(self, batch: Any, again: "CollatedAgain", *, on_host: bool = False) -> BatchSlices:
         """Cut this batch, and later ones, by collating their samples anew.
 
+        Args:
+            batch: The batch.
+            again: Its samples.
+            on_host: Whether it has not been moved yet.
+
         Raises:
             LayoutError: If the same samples do not give the same batch again.
         """
-        prepare = self._transfer.on_host if on_host else self._transfer.to_device
+        prepare = self._prepare(on_host)
         if not same_values(batch, prepare(again.collate(0, again.count))):
             raise LayoutError(
                 "The batch cannot be cut into samples, as it is not the same when its samples are read and collated "
@@ -374,16 +388,22 @@ class CollatedAgain:
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """Number of samples."""
         return len(self.samples)
 
     def collate(self, start: int, stop: int, *, seed: int = 0) -> Any:
-        """A batch of the samples ``start`` to ``stop - 1``; random numbers are drawn from a seed."""
+        """Collate the samples ``start`` to ``stop - 1``.
+
+        Args:
+            start: The first.
+            stop: One after the last.
+            seed: Seed of the random numbers that the collate function draws.
+        """
         return collate_samples(self.loader, self.samples[start:stop], stop - start, seed=seed)
 
 
 def check_proportion(samples: int, sizes: Sequence[int]) -> None:
-    """Refuse to cut what several loaders gave in a proportion that no smaller batch has.
+    """Refuse to cut a batch of several loaders whose proportion no smaller batch has.
 
     Raises:
         LayoutError: With the numbers.
@@ -396,12 +416,12 @@ def check_proportion(samples: int, sizes: Sequence[int]) -> None:
 
 
 def is_collated(loader: Any) -> bool:
-    """Whether a loader collates samples, which can be fetched apart."""
+    """Return whether a loader collates samples, which can be fetched one by one."""
     return isinstance(loader, DataLoader) and loader.batch_sampler is not None
 
 
 def indices_of(loader: "DataLoader[Any]", most: int = _LOOKED_AT) -> list[Any]:
-    """Indices of some samples from all over a loader's dataset; placeholders for a stream."""
+    """Return indices of some samples from all over a loader's dataset; placeholders for a stream."""
     if isinstance(loader.dataset, IterableDataset):
         return [None] * most
     if not isinstance(loader.dataset, Sized):
@@ -410,7 +430,7 @@ def indices_of(loader: "DataLoader[Any]", most: int = _LOOKED_AT) -> list[Any]:
 
 
 def spread(size: int, most: int) -> list[int]:
-    """A few indices from all over a dataset, in no regular steps: what is broken may be so.
+    """Return a few indices from all over a dataset, at irregular distances, as broken samples may be regular.
 
     Examples:
         >>> spread(100, 5), spread(3, 5)
@@ -422,7 +442,7 @@ def spread(size: int, most: int) -> list[int]:
 
 
 def length_of_first(batch: Any) -> int:
-    """Length of the first tensor of a batch: what a module's own ``split_batch`` is asked to share out."""
+    """Return the length of a batch's first tensor, for the sizes that ``split_batch`` is called with."""
     pending, seen = [batch], set[int]()
     while pending:
         node = pending.pop(0)
@@ -446,7 +466,7 @@ def length_of_first(batch: Any) -> int:
 
 
 def largest_extent(batch: Any) -> int:
-    """The largest extent of any part of a batch; of types that are not known there is no telling.
+    """Return the largest extent of any part of a batch; unbounded if it holds an unknown type.
 
     Examples:
         >>> import torch
@@ -458,12 +478,17 @@ def largest_extent(batch: Any) -> int:
     shape, children = extents(batch), open_container(batch)
     if shape is None and children is None:
         graphs = getattr(batch, "num_graphs", None)
-        return graphs if isinstance(graphs, int) else sys.maxsize  # who knows
+        return graphs if isinstance(graphs, int) else sys.maxsize
     return max([*(shape or ()), *(largest_extent(child) for _, child in children or ())], default=1)
 
 
 def gather(batch: Any, layout: Layout, count: int) -> Any:
-    """A batch of ``count`` samples of another, repeated in turn, in memory of its own.
+    """Return a batch of ``count`` samples of another, repeated in turn, in memory of its own.
+
+    Args:
+        batch: The other batch.
+        layout: Where its samples lie.
+        count: Samples of the new batch.
 
     Raises:
         LayoutError: If more are asked for than there are, and a part is of a type that cannot be repeated.

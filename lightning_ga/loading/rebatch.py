@@ -30,7 +30,7 @@ from lightning_ga.loading.stateful import keeps_place
 
 @dataclass(frozen=True, slots=True)
 class LoaderRecipe:
-    """What a DataLoader says of an epoch.
+    """The order and the batches of an epoch, read from a DataLoader.
 
     Attributes:
         order: The samples of an epoch, in order.
@@ -46,16 +46,16 @@ class LoaderRecipe:
 
 
 def read_loader(loader: object, *, world_size: int, shard: bool = True, shuffle: bool = True) -> LoaderRecipe:
-    """Read order, batch size and sharding off a loader.
+    """Read order, batch size and sharding from a loader.
 
     Args:
-        loader: What the user gave to ``fit``.
+        loader: The user's training data, as given to ``fit``.
         world_size: Data-parallel ranks.
         shard: Whether the trainer may share one order among ranks (``Trainer(use_distributed_sampler=…)``).
         shuffle: False where the trainer asks for the order of the dataset (``overfit_batches``).
 
     Raises:
-        UserError: If the loader's batches cannot be cut anew, with the reason and the way out.
+        UserError: If the loader's batches cannot be made anew, with the reason and the way out.
     """
     if not isinstance(loader, DataLoader):
         raise UserError(f"The training data is a {type(loader).__name__} and not one torch.utils.data.DataLoader.")
@@ -81,22 +81,22 @@ def read_loader(loader: object, *, world_size: int, shard: bool = True, shuffle:
 def rebatch(
     loader: "DataLoader[Any]", batch_sampler: WindowBatchSampler, *, sized: bool = True, shuffle: bool = True
 ) -> "DataLoader[Any]":
-    """A copy of the loader that yields the micro-batches of a window batch sampler.
+    """Copy a loader so that it yields the micro-batches of a window batch sampler.
 
     Args:
         loader: The user's loader.
-        batch_sampler: What the copy takes its indices from.
+        batch_sampler: Yields the indices of the copy's batches.
         sized: Whether the copy has a length.
         shuffle: False where the trainer asks for the order of the dataset.
     """
     settings: dict[str, Any] = {"batch_sampler": batch_sampler, "generator": batch_sampler.generator}
     if not shuffle:
-        # Lightning makes loaders anew that it takes for shuffled where it was told not to (``overfit_batches``).
+        # Lightning re-creates loaders whose sampler looks shuffled under ``overfit_batches``.
         settings["sampler"] = SequentialSampler(range(batch_sampler.order.size or 0))
     if isinstance(loader.dataset, IterableDataset) and loader.drop_last and loader.batch_size:
         settings["dataset"] = whole_batches(loader.dataset, loader.batch_size)
     methods: dict[str, Any] = {}
-    if loader.num_workers:  # the loop iterates once before there is anything to fetch: no worker is started for that
+    if loader.num_workers:  # no worker starts for the loop's first iter(), which fetches nothing
         started = type(loader).__iter__
 
         def start(copied: "DataLoader[Any]") -> Iterator[Any]:
@@ -118,14 +118,14 @@ def copy_loader(
     methods: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> "DataLoader[Any]":
-    """A shallow copy of a loader of any class with some attributes exchanged.
+    """Return a shallow copy of a loader of any class with some attributes replaced.
 
-    ``DataLoader`` refuses to have its batch sampler set, hence ``object.__setattr__``. A length that
-    the class computes in its own way (iterable datasets, subclasses) is answered by a subclass.
+    ``DataLoader`` refuses to have its batch sampler set, hence ``object.__setattr__``. Where the class
+    computes its length in its own way (iterable datasets, subclasses), a subclass overrides it.
 
     Args:
         loader: The user's loader.
-        length_of: What has the copy's length, if the loader's own is no longer right.
+        length_of: Has the copy's length, if the loader's own is no longer right.
         methods: Methods of the copy's own.
         settings: Its attributes.
     """
@@ -141,14 +141,14 @@ def copy_loader(
 
 
 def _read_sampler(sampler: Any, world_size: int, *, shard: bool) -> tuple[Order, bool]:
-    """Order and whether all ranks share it: by its own doing, or because the trainer may shard it."""
+    """Return the order, and whether all ranks share it: by the sampler itself, or because the trainer may shard it."""
     if type(sampler) is SequentialSampler:
         return Sequential(_length(sampler.data_source)), shard
     if type(sampler) is RandomSampler and not sampler.replacement and len(sampler) == len(sampler.data_source):
         own = sampler.generator
         return Shuffled(len(sampler), None if own is None else own.initial_seed()), shard
     if type(sampler) is DistributedSampler and sampler.num_replicas == world_size:
-        # Its ranks take turns in one order: the windows of that order need no padding to equal shares.
+        # Its ranks take samples in turn from one order; windows of that order need no padding to equal shares.
         whole = _length(sampler.dataset)
         size = whole - whole % world_size if sampler.drop_last else whole
         if sampler.shuffle:

@@ -1,4 +1,4 @@
-"""Samples of a user's loader, read and collated aside from training, which goes on as if none was read."""
+"""Read and collate samples of the user's loader outside training, which goes on as if none had been read."""
 
 import copy
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -19,7 +19,7 @@ from lightning_ga.snapshot.contents import ObjectState, contained, reachable
 
 
 def collect_samples(loader: "DataLoader[Any]", indices: list[Any]) -> list[Any]:
-    """The samples behind some indices, not yet collated."""
+    """Return the samples of some indices, not collated."""
     with closing(fetch(loader, [indices], list)) as found:
         return list(next(found, []))
 
@@ -27,16 +27,16 @@ def collect_samples(loader: "DataLoader[Any]", indices: list[Any]) -> list[Any]:
 def fetch(
     loader: "DataLoader[Any]", batches: Iterable[list[Any]], read: Callable[[list[Any]], Any], *, workers: int = 1
 ) -> Generator[Any, None, None]:
-    """What ``read`` says of the samples behind each list of indices; training goes on as if none was fetched.
+    """Read samples and yield ``read(samples)`` for each list of indices; training goes on as if none had been read.
 
-    Where the user has workers others of the kind fetch: files that a dataset opens on first use must
-    not be open in this process when training starts its workers.
+    Where the user has workers, separate workers read: files that a dataset opens on first use must not be
+    open in this process when training starts its workers.
 
     Args:
         loader: The user's loader.
-        batches: Indices to fetch at once.
-        read: Takes samples, in the process that fetches them.
-        workers: How many fetch, where the user has any.
+        batches: Lists of indices.
+        read: Takes samples, in the process that reads them.
+        workers: Processes that read, where the user has any.
     """
     dataset, settings = loader.dataset, dict[str, Any](collate_fn=read, pin_memory=False)
     if loader.num_workers:
@@ -44,27 +44,27 @@ def fetch(
     elif isinstance(dataset, IterableDataset):
         dataset = _fresh_stream(dataset)
     with untouched(dataset):
-        yield from DataLoader.__iter__(_apart(loader, batches, dataset=dataset, **settings))
+        yield from DataLoader.__iter__(_reading_copy(loader, batches, dataset=dataset, **settings))
 
 
 def collate_samples(loader: "DataLoader[Any]", samples: list[Any], count: int, *, seed: int = 0) -> Any:
-    """A batch of ``count`` samples as the loader makes it, repeating the given ones in turn.
+    """Return a batch of ``count`` samples as the loader makes it, repeating the given ones in turn.
 
     Args:
         loader: The user's loader.
         samples: Samples of its dataset.
-        count: How many the batch holds.
-        seed: Of the random numbers that the collate function draws.
+        count: Samples of the batch.
+        seed: Seed of the random numbers that the collate function draws.
     """
-    with uncounted():  # a collate_fn may change what it is given; on a device samples lie on the host
+    with uncounted():  # copies, as a collate_fn may change its input; they lie on the host
         copies = [_copied(samples[position % len(samples)]) for position in range(count)]
     with untouched(getattr(loader.collate_fn, "__self__", loader.collate_fn), seed=seed):
-        read = DataLoader.__iter__ if keeps_place(loader) else iter  # the place is not that of these samples
-        return next(read(_apart(loader, [list(range(count))], dataset=copies, _dataset_kind=_MAP_STYLE)))
+        read = DataLoader.__iter__ if keeps_place(loader) else iter  # its own iterator would move its position
+        return next(read(_reading_copy(loader, [list(range(count))], dataset=copies, _dataset_kind=_MAP_STYLE)))
 
 
 def _copied(sample: Any) -> Any:
-    """A deep copy; of a tensor that is a view, of what it shows alone and not of a whole dataset behind it."""
+    """Return a deep copy; of a tensor that is a view, only what it shows and not its whole storage."""
     seen: set[int] = set()
     places = [sample, *map(vars, reachable(sample))]
     inner = [value for place in places for value in contained(place, seen) if type(value) is torch.Tensor]
@@ -74,11 +74,11 @@ def _copied(sample: Any) -> Any:
 
 @contextmanager
 def untouched(data: object, *, seed: int = 0) -> Iterator[None]:
-    """Within, samples may be read: counters, caches and random numbers are put back at the end."""
-    within = list(reachable(data))
-    state = ObjectState(thing for thing in within if thing is data or isinstance(thing, Dataset))
+    """Return a context in which samples may be read: counters, caches and random numbers are restored at its end."""
+    found = list(reachable(data))
+    state = ObjectState(part for part in found if part is data or isinstance(part, Dataset))
     try:
-        with seeded(seed, seed, *within):
+        with seeded(seed, seed, *found):
             yield
     finally:
         state.restore()
@@ -87,16 +87,16 @@ def untouched(data: object, *, seed: int = 0) -> Iterator[None]:
 _MAP_STYLE = DataLoader(TensorDataset(torch.zeros(1)))._dataset_kind
 
 
-def _apart(loader: "DataLoader[Any]", batches: Iterable[list[Any]], **settings: Any) -> "DataLoader[Any]":
-    alone = {"num_workers": 0, "prefetch_factor": None, "persistent_workers": False, "timeout": 0, "drop_last": False}
+def _reading_copy(loader: "DataLoader[Any]", batches: Iterable[list[Any]], **settings: Any) -> "DataLoader[Any]":
+    plain = {"num_workers": 0, "prefetch_factor": None, "persistent_workers": False, "timeout": 0, "drop_last": False}
     generator = torch.Generator()
-    return copy_loader(loader, batch_sampler=batches, sampler=range(0), generator=generator, **(alone | settings))
+    return copy_loader(loader, batch_sampler=batches, sampler=range(0), generator=generator, **(plain | settings))
 
 
 def peekable(loader: Any) -> Any:
-    """A loader whose stream can be looked into without training missing what was read; any other as it is.
+    """Return a loader whose stream can be read ahead without loss for training; any other loader as it is.
 
-    A copy of a stream may be read as far as one likes. What cannot be copied (open files, generators) is
+    A copy of a stream may be read at will. A stream that cannot be copied (open files, generators) is
     read in the process that trains, and its first samples are kept for training.
     """
     dataset = getattr(loader, "dataset", None)
@@ -112,9 +112,9 @@ def peekable(loader: Any) -> Any:
 
 
 def _fresh_stream(dataset: Any) -> Any:
-    """A stream from which samples may be taken without the training missing them."""
+    """Return a stream whose samples can be read without loss for training."""
     if isinstance(dataset, PeekableStream):
-        return _Once(dataset.peeked)
+        return PeekableStream(dataset.peeked)
     try:
         return copy.deepcopy(dataset)
     except Exception:
@@ -122,13 +122,3 @@ def _fresh_stream(dataset: Any) -> Any:
             f"The stream of {type(dataset).__name__} can be read only once, so the probe cannot look at its samples "
             "without losing them: give micro_batch_size=… to do without a probe."
         ) from None
-
-
-class _Once(IterableDataset[Any]):
-    """A stream of what a function yields."""
-
-    def __init__(self, read: Callable[[], Iterator[Any]]) -> None:
-        self._read = read
-
-    def __iter__(self) -> Iterator[Any]:
-        return self._read()

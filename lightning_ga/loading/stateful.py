@@ -1,11 +1,11 @@
-"""Loaders that save and restore their place in the data."""
+"""Loaders that save and restore their position in the data."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 
 def keeps_place(loader: Any) -> bool:
-    """Tell whether a loader saves and restores its place."""
+    """Return whether a loader saves and restores its position."""
     return all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
@@ -15,10 +15,10 @@ def states_of(loaders: Iterable[Any]) -> list[Any]:
 
 
 def load_states(loaders: Iterable[Any], states: Sequence[Any]) -> None:
-    """Let loaders go on where these states say.
+    """Restore the positions of loaders.
 
     Raises:
-        RuntimeError: If there is another number of loaders that keep their place, as in Lightning.
+        RuntimeError: If the number of loaders that keep a position is another, as in Lightning.
     """
     keeping = [loader for loader in loaders if keeps_place(loader)]
     if len(keeping) != len(states):

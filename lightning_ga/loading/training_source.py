@@ -1,4 +1,4 @@
-"""What feeds training: micro-batches cut from samples, or ready-made batches, behind one protocol."""
+"""The training data behind one protocol: micro-batches made of samples, or ready-made batches."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -15,7 +15,7 @@ from lightning_ga.plan.windows import Chunk
 
 @dataclass(frozen=True, slots=True)
 class SourceSettings:
-    """How a Trainer reads its training data.
+    """Settings of a Trainer for its training data.
 
     Attributes:
         recipe_factor: ``Trainer(accumulate_grad_batches=…)`` as the user wrote it.
@@ -25,8 +25,8 @@ class SourceSettings:
         limit_batches: ``Trainer(limit_train_batches=…)``: a count of the recipe's batches, or a fraction.
         shard: Whether the trainer may share one order among ranks.
         shuffle: False where the trainer asks for the order of the dataset.
-        largest_over_ranks: The largest of one number over all ranks.
-        cut_in_step: Whether windows of the recipe are fed as the recipe's batches and cut in the training step.
+        largest_over_ranks: Returns the largest of one number over all ranks.
+        cut_in_step: Whether the loader yields the recipe's batches, which are cut in the training step.
     """
 
     recipe_factor: int
@@ -53,15 +53,15 @@ class TrainingSource(Protocol):
 
     @property
     def sharded_ranks(self) -> int:
-        """Ranks with an order of their own: samples of all ranks for one of the order."""
+        """Ranks with an order of their own; one if they share an order."""
 
     @property
     def cut_in_step(self) -> bool:
-        """Whether the loader yields the recipe's batches, which are cut in the training step."""
+        """True if the loader yields the recipe's batches, which are cut in the training step."""
 
     @property
     def streams(self) -> bool:
-        """Whether samples are counted in each batch, as nothing tells them in advance."""
+        """True if samples are counted in each batch, as they are not known in advance."""
 
     @property
     def workers(self) -> int:
@@ -69,39 +69,39 @@ class TrainingSource(Protocol):
 
     @property
     def counted_later(self) -> bool:
-        """Whether the samples of a window are known only when it is over."""
+        """True if the samples of a window are known only at its end."""
 
     @property
     def keeps_place(self) -> bool:
-        """Whether a resume in mid-epoch repeats no sample."""
+        """True if a resume in mid-epoch repeats no sample."""
 
     @property
     def keeps_groups(self) -> bool:
-        """Whether a batch sampler of the user's own decides what is together."""
+        """True if the user's own batch sampler decides which samples are together."""
 
     @property
     def may_drop(self) -> bool:
-        """Whether a batch may hold fewer samples than were fetched for it."""
+        """True if a batch may hold fewer samples than were fetched for it."""
 
     @property
     def may_grow(self) -> bool:
-        """Whether a batch may hold more samples than the first."""
+        """True if a batch may hold more samples than the first."""
 
     @property
     def user_loader(self) -> "DataLoader[Any]":
         """The user's loader, for its dataset and the way it collates.
 
         Raises:
-            LayoutError: If the samples of ready-made batches cannot be told apart.
+            LayoutError: If the samples of ready-made batches cannot be separated.
         """
 
     @property
     def batch_source(self) -> BatchSource:
-        """What is known of the batches."""
+        """Samples or other batches, from which the layout of a batch can be read."""
 
     @property
     def loader(self) -> "DataLoader[Any] | None":
-        """What the fit loop reads."""
+        """The loader that the fit loop reads."""
 
     @property
     def length(self) -> int | None:
@@ -120,54 +120,62 @@ class TrainingSource(Protocol):
         """Micro-batches of the arranged epoch that an earlier run has trained on."""
 
     def recipe_effective(self, epoch: int) -> int:
-        """Effective batch of the recipe: batch size × factor × ranks; the largest where batches vary."""
+        """Return the recipe's effective batch: batch size × factor × ranks; the largest where batches vary."""
 
     def recipe_batch(self, epoch: int) -> int:
-        """Most samples that the user's loader yields to a rank at once."""
+        """Return the most samples that the user's loader yields to a rank at once."""
 
     def total(self, epoch: int) -> int | None:
-        """Samples of an epoch that training uses; ``None`` for a stream of unknown length."""
+        """Return the samples of an epoch that training uses; ``None`` for a stream of unknown length."""
 
     def steps(self, epoch: int, effective: int | None) -> int | None:
-        """Optimizer steps of one epoch; ``None`` where the length is not known."""
+        """Return the optimizer steps of one epoch; ``None`` where the length is not known."""
 
     def check_effective(self, effective: int) -> None:
         """Refuse an effective batch that cannot be counted in samples."""
 
     def check_cut(self) -> None:
-        """Refuse to cut what has no smaller parts."""
+        """Refuse batches that cannot be cut."""
 
     def arrange(
         self, epoch: int, effective: int | None, micro_batch: int, *, samples_done: int = 0, enabled: bool = True
     ) -> AccumulationPlan:
-        """Cut one epoch and return how its full windows are cut."""
+        """Cut one epoch, and return how its full windows are cut.
+
+        Args:
+            epoch: The epoch.
+            effective: Effective batch size; ``None`` for the recipe's.
+            micro_batch: Most samples of a micro-batch.
+            samples_done: Samples of the epoch that an earlier run has trained on.
+            enabled: False while the micro-batch is not known: the loader then yields nothing.
+        """
 
     def chunk(self, index: int) -> Chunk:
-        """The ``index``-th micro-batch of the arranged epoch on this rank."""
+        """Return the ``index``-th micro-batch of the arranged epoch on this rank."""
 
     def expected(self, chunk: Chunk) -> int | None:
-        """Samples that a batch should hold; ``None`` where only the batch can tell."""
+        """Return the samples that a batch should hold; ``None`` where only the batch shows them."""
 
     def samples_at(self, index: int) -> CollatedAgain | None:
-        """The samples of the ``index``-th micro-batch, fetched again; ``None`` where they are not at hand."""
+        """Return the samples of the ``index``-th micro-batch, fetched again; ``None`` where they are not at hand."""
 
     def batches_after(self, index: int) -> int:
-        """Batches of the recipe that are done once each rank has done this micro-batch."""
+        """Return the batches of the recipe that are done once each rank has done this micro-batch."""
 
     def recipe_batches(self, samples: int) -> int:
-        """Batches of the recipe, on one rank, that so many samples of the arranged epoch make up."""
+        """Return the batches of the recipe, on one rank, that so many samples of the arranged epoch make up."""
 
     def samples_of(self, batches: int) -> int:
-        """Samples of an epoch that so many batches of the recipe on each rank hold."""
+        """Return the samples of an epoch in so many batches of the recipe on each rank."""
 
     def largest_extent(self, recipe_batch: int) -> int:
-        """Most samples that a batch may hold."""
+        """Return the most samples that a batch may hold."""
 
     def looks(self, epoch: int) -> ScanOrder:
-        """Which samples to look at for the largest."""
+        """Return the order in which samples are scanned for the largest."""
 
     def sample_indices(self, epoch: int, most: int = 64) -> list[Any]:
-        """Indices of some samples from all over the dataset."""
+        """Return indices of some samples from all over the dataset."""
 
     def seeded_as_before(self) -> AbstractContextManager[None]:
         """Return a context in which the loop iterates the loader again with the workers' seed that it has drawn."""

@@ -1,8 +1,8 @@
-"""What a step took in the caching allocator of an accelerator: its statistics, and its own history of events.
+"""Measure a step in the caching allocator of an accelerator: its statistics, and its own history of events.
 
-The allocator sees what no tensor holds (workspaces of cuBLAS and cuDNN), so its word is the one that
-counts. Its private history is read in torch 2.11 and 2.15 (``torch/cuda/memory.py``); without it the
-live tensors alone are recorded.
+The allocator also counts memory that no tensor holds (workspaces of cuBLAS and cuDNN), so its numbers
+decide. Its private history is read in torch 2.11 and 2.15 (``torch/cuda/memory.py``); without it, only
+live tensors are recorded.
 """
 
 import os
@@ -20,7 +20,7 @@ _MOST_EVENTS = 2_000_000
 
 
 class AllocatorMeter:
-    """Peak of one step in a caching allocator, and whether the allocator had to struggle for it.
+    """Measures the peak of one step in a caching allocator, and whether the step ran without retries.
 
     A step fits only if the allocator neither ran out (``num_ooms``) nor had to free its cache to go
     on (``num_alloc_retries``): it would do so again and again, which is slow, or fail at the next
@@ -42,15 +42,15 @@ class AllocatorMeter:
 
     @property
     def segmented(self) -> bool:
-        """Whether the allocator cuts blocks out of segments by the rules that ``segments`` knows."""
+        """True if the allocator cuts blocks out of segments by the rules of ``segments``."""
         return _is_native(self.device) and _has_known_rules(_settings(self.device))
 
     def allocated(self) -> int:
-        """Bytes that tensors take now."""
+        """Return the bytes that tensors take now."""
         return int(self._backend.memory_allocated(self.device))
 
     def start(self, *, record: bool = False) -> None:
-        """Empty the cache and begin a step; with ``record``, the allocator's events are kept for ``trace``."""
+        """Empty the cache and begin a step; with ``record``, keep the allocator's events for ``trace``."""
         self._backend.synchronize(self.device)
         self._backend.empty_cache()
         self._backend.reset_peak_memory_stats(self.device)
@@ -59,31 +59,31 @@ class AllocatorMeter:
             self._history.start(self.allocated())
 
     def finish(self) -> tuple[int, bool]:
-        """Peak of allocated bytes since ``start``, and whether the step ran without trouble."""
+        """Return the peak of allocated bytes since ``start``, and whether the step ran without retries."""
         self._backend.synchronize(self.device)
         return int(self._backend.max_memory_allocated(self.device)), self.troubles() == self._before
 
     def reserved_peak(self) -> int:
-        """Most bytes that the allocator held at once since ``start``: what a budget has to leave for the step."""
+        """Return the peak of reserved bytes since ``start``, which a budget must leave for the step."""
         return int(self._backend.max_memory_reserved(self.device))
 
     def trace(self, samples: int) -> MemoryTrace | None:
-        """The recorded step in the allocator's own events; ``None`` where it keeps no history."""
+        """Return the recorded step from the allocator's own events; ``None`` where it keeps no history."""
         return None if self._history is None else self._history.trace(samples)
 
     def stop(self) -> None:
-        """Record no more."""
+        """Stop recording."""
         if self._history is not None:
             self._history.stop()
 
     def troubles(self) -> tuple[int, int]:
-        """How often the allocator ran out of memory, and how often it had to free its cache, so far."""
+        """Return how often the allocator has run out of memory, and how often it has freed its cache."""
         stats: dict[str, Any] = self._backend.memory_stats(self.device)
         return stats.get("num_ooms", 0), stats.get("num_alloc_retries", 0)
 
 
 class RetryWatch:
-    """Tells once that the allocator has begun to free its cache in order to go on: a step is too close to the limit.
+    """Reports once that the allocator has begun to free its cache in order to go on: a step is too close to the limit.
 
     Args:
         device: Any device; only allocators that count retries are watched.
@@ -94,7 +94,10 @@ class RetryWatch:
         self._before: tuple[int, int] | None = None
 
     def struggles(self) -> bool:
-        """Whether retries have risen since the first call, which comes when a first window has warmed the cache up."""
+        """Return true once, when retries have risen since the first call.
+
+        The first call must come after the first window, which fills the cache.
+        """
         if self._meter is None:
             return False
         now = self._meter.troubles()
@@ -105,12 +108,12 @@ class RetryWatch:
         return rose
 
     def begin_again(self) -> None:
-        """Retries so far have another reason."""
+        """Forget the retries so far, which had another cause."""
         self._before = None
 
 
 class History:
-    """The CUDA allocator's own record of blocks handed out and taken back.
+    """The CUDA allocator's own record of blocks allocated and released.
 
     Args:
         device: The CUDA device.
@@ -122,7 +125,7 @@ class History:
         self._segments: list[Mapping[str, Any]] = []
 
     def start(self, alive: int) -> None:
-        """Record from here, where so many bytes are alive; nothing, if someone else is recording."""
+        """Begin recording, with so many bytes alive; do nothing if other code is recording."""
         self._alive = None if torch._C._cuda_isHistoryEnabled() else alive
         if self._alive is not None:
             index = self._index()
@@ -131,7 +134,7 @@ class History:
             self._switch("all", context=None, max_entries=_MOST_EVENTS, clear_history=True)
 
     def trace(self, samples: int) -> MemoryTrace | None:
-        """What was recorded, as a step of ``samples`` samples; ends the recording."""
+        """Return the recording as a step of ``samples`` samples, and end it."""
         if self._alive is None:
             return None
         events, alive = torch.cuda.memory._snapshot(self._device)["device_traces"][self._index()], self._alive
@@ -139,7 +142,7 @@ class History:
         return None if len(events) >= _MOST_EVENTS else events_as_trace(events, samples, alive, self._segments)
 
     def stop(self) -> None:
-        """End a recording of ours, if there is one."""
+        """End a recording that ``start`` began, if there is one."""
         if self._alive is not None:
             self._alive = None
             self._switch(None)
@@ -152,7 +155,7 @@ class History:
 
 
 def _history_of(device: torch.device) -> History | None:
-    """The allocator's history, unless it has none."""
+    """Return the allocator's history; ``None`` if it keeps none."""
     # ``clear_history`` came with torch 2.6: without it, earlier events would be read as this step's.
     known = hasattr(torch.cuda.memory, "_record_memory_history_impl") and hasattr(torch._C, "_cuda_isHistoryEnabled")
     if device.type != "cuda" or not known or tuple(map(int, torch.__version__.split(".")[:2])) < (2, 6):
@@ -165,7 +168,7 @@ def _is_native(device: torch.device) -> bool:
 
 
 def _settings(device: torch.device) -> dict[str, Any]:
-    """What an allocator was told, by an environment variable or since; of XPU's, the variables alone."""
+    """Return an allocator's settings, from the environment or set since; of XPU's, from the environment only."""
     if device.type == "cuda":
         settings: dict[str, Any] = torch.cuda.memory._snapshot(device)["allocator_settings"]
         return settings
@@ -174,7 +177,7 @@ def _settings(device: torch.device) -> dict[str, Any]:
 
 
 def _has_known_rules(settings: Mapping[str, Any]) -> bool:
-    """Whether segments are cut as by default: none that grow, and no sizes of the user's.
+    """Return whether segments are cut as by default: none that grow, and no sizes of the user's.
 
     Examples:
         >>> _has_known_rules({"expandable_segments": False, "max_split_size": -1})
@@ -191,10 +194,10 @@ def _has_known_rules(settings: Mapping[str, Any]) -> bool:
 def events_as_trace(
     events: Iterable[Mapping[str, Any]], samples: int, alive: int, segments: Iterable[Mapping[str, Any]] = ()
 ) -> MemoryTrace:
-    """The stream of one step from an allocator's events.
+    """Convert an allocator's events into the stream of one step.
 
     A block is released when its release is requested: that is when the allocator's count of bytes
-    falls. A block that is released without having been handed out was alive before the step.
+    falls. A block that is released without an allocation was alive before the step.
 
     Args:
         events: Each with ``action``, ``addr`` and ``size`` in bytes, in order.
@@ -230,7 +233,7 @@ def events_as_trace(
 
 
 def _layout(segment: Mapping[str, Any], initial: Mapping[int, int]) -> Segment:
-    """A segment as ``MemoryTrace.layout`` has it."""
+    """Return a segment in the form of ``MemoryTrace.layout``."""
     blocks, address = [], segment["address"]
     shared = tuple(segment.get("segment_pool_id", (0, 0))) == (0, 0)  # pools of graphs keep their holes to themselves
     for block in segment["blocks"]:

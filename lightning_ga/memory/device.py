@@ -1,4 +1,4 @@
-"""How much memory there is, and how much of it a training may take.
+"""Read how much memory a device has, and how much of it training may take.
 
 All amounts are bytes. On a CPU the machine's free memory and the limits of the control group
 (containers, SLURM) both bound; the smaller is what a process can use before it is killed. Inside
@@ -22,14 +22,14 @@ _UNITS = {
     **{f"{prefix}I": 1024**power for power, prefix in enumerate("KMGT", start=1)},
 }
 _AMOUNT = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*(?:([KMGT]I?)?B?|(%))\s*", re.IGNORECASE)
-# Fragmentation: on a miss the allocator holds more than it has handed out, 3–8 % at the limit.
+# Fragmentation: at the limit the allocator reserves 3–8 % more than it has allocated.
 _CUDA_MARGIN = 0.05
 # A control group without a limit reads "max", or a number near 2**63.
 _NO_LIMIT = 1 << 60
 
 
 def parse_budget(value: int | float | str | None, total_bytes: int | None = None) -> int | None:
-    """Bytes of a memory budget; ``None`` stays ``None``.
+    """Return the bytes of a memory budget; ``None`` stays ``None``.
 
     Args:
         value: Bytes (int), a share of the device (float above 0 up to 1, or text such as ``"80%"``),
@@ -56,7 +56,7 @@ def parse_budget(value: int | float | str | None, total_bytes: int | None = None
 
 
 def _read_amount(value: object, total: int | None) -> int | None:
-    """Bytes of a budget, ``None`` if it cannot be read."""
+    """Return the bytes of a budget; ``None`` if it cannot be read."""
     if isinstance(value, bool):
         return None
     if isinstance(value, int):
@@ -74,14 +74,14 @@ def _read_amount(value: object, total: int | None) -> int | None:
 
 
 def available_memory(device: torch.device | str) -> int:
-    """Bytes that this process can still take on a device.
+    """Return the bytes that this process can still take on a device.
 
-    CPU: what the machine has available and what the control group leaves, the smaller. CUDA: free
+    CPU: the smaller of what the machine has available and what the control group leaves. CUDA: free
     memory and cached blocks that are not in use, less 5 % of the device for fragmentation, and no more
-    than ``set_per_process_memory_fraction`` leaves. Within ``limit_memory``: what its budget leaves.
+    than ``set_per_process_memory_fraction`` leaves. Inside ``limit_memory``: what its budget leaves.
 
     Raises:
-        UserError: If PyTorch cannot tell for this kind of device.
+        UserError: If PyTorch cannot read the memory of this kind of device.
     """
     device = torch.device(device)
     limits = [limit.budget - limit.live_bytes for limit in _active_limits(device) if limit.budget is not None]
@@ -100,10 +100,10 @@ def available_memory(device: torch.device | str) -> int:
 
 
 def total_memory(device: torch.device | str) -> int:
-    """Bytes of memory of a device: what a share of it refers to.
+    """Return the bytes of memory of a device, to which shares of it refer.
 
     Raises:
-        UserError: If PyTorch cannot tell for this kind of device.
+        UserError: If PyTorch cannot read the memory of this kind of device.
     """
     device = torch.device(device)
     limits = [limit.budget for limit in _active_limits(device) if limit.budget is not None]
@@ -113,7 +113,7 @@ def total_memory(device: torch.device | str) -> int:
 
 
 def is_emulated(device: torch.device | str) -> bool:
-    """Whether ``limit_memory`` stands for this device, so that running out of memory is safe."""
+    """Return whether ``limit_memory`` emulates this device, so that running out of memory is safe."""
     return bool(_active_limits(torch.device(device)))
 
 
@@ -144,7 +144,7 @@ def require_statistics(device: torch.device) -> None:
 
 
 def _device_memory(device: torch.device) -> tuple[int, int]:
-    """Free and total bytes of an accelerator."""
+    """Return free and total bytes of an accelerator."""
     if _is_cuda(device):
         free, total = torch.cuda.mem_get_info(device)
         return int(free), int(total)
@@ -161,7 +161,7 @@ def _device_memory(device: torch.device) -> tuple[int, int]:
 
 
 def control_group_limits(root: Path = Path("/")) -> list[tuple[int, int]]:
-    """Limit and use in bytes of every control group that this process is in, versions 1 and 2.
+    """Return limit and use in bytes of every control group of this process, versions 1 and 2.
 
     Page cache that the kernel can drop does not count as used. Empty where there is no limit.
 
@@ -200,7 +200,7 @@ def _read_group(folder: Path, limit_name: str, used_name: str, cache_name: str) 
 
 
 def describe_memory(device: torch.device) -> str:
-    """What is taken and what is free, for messages.
+    """Return the memory that is taken and free as text, for messages.
 
     Examples:
         >>> "free" in describe_memory(torch.device("cpu"))
@@ -216,16 +216,16 @@ def describe_memory(device: torch.device) -> str:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until an accelerator has done what it was given; a CPU always has."""
+    """Wait until an accelerator has finished its work; do nothing on a CPU."""
     if device.type != "cpu":
         getattr(torch, device.type).synchronize()
 
 
 @contextmanager
 def enforced_budget(device: torch.device, budget: int | None) -> Iterator[None]:
-    """Let CUDA's allocator reserve no more than ``budget`` bytes inside; other devices are left alone.
+    """Return a context in which CUDA's allocator reserves no more than ``budget`` bytes; other devices have no limit.
 
-    A smaller fraction that the user has set stays. The allocator cuts the product of fraction and memory off,
+    A smaller fraction that the user has set stays. The allocator truncates the product of fraction and memory,
     so half a byte more keeps the whole budget.
     """
     if budget is None or not _is_cuda(device):
@@ -241,7 +241,7 @@ def enforced_budget(device: torch.device, budget: int | None) -> Iterator[None]:
 
 
 def _memory_fraction(device: torch.device) -> float:
-    """The share of a CUDA device that this process may reserve: all of it where PyTorch 2.6 cannot tell."""
+    """Return the share of a CUDA device that this process may reserve: 1.0 where PyTorch 2.6 has no way to read it."""
     read = getattr(torch.cuda, "get_per_process_memory_fraction", None)
     # For cudaMallocAsync PyTorch 2.15 answers with bytes divided by its own limit.
     return 1.0 if read is None else min(1.0, float(read(device)))

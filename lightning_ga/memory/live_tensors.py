@@ -31,7 +31,7 @@ _ADDS = torch.ops.aten.add_.Tensor
 
 
 class _Held(weakref.ref[torch.UntypedStorage]):
-    """A storage that is known: its bytes, and whether they count."""
+    """A known storage: its bytes, and whether they count."""
 
     __slots__ = ("counts", "key", "number", "recording", "size")
 
@@ -47,7 +47,7 @@ _uncounted = ContextVar("uncounted", default=False)
 
 @contextmanager
 def uncounted() -> Iterator[None]:
-    """Tensors made within lie on the host, beside the device that a meter stands for: they never count.
+    """Return a context in which new tensors never count, as they lie on the host beside a metered device.
 
     For snapshots and the like: on a real accelerator they are kept in the memory of the host, and
     on a CPU they would otherwise take their part of an emulated budget.
@@ -60,7 +60,7 @@ def uncounted() -> Iterator[None]:
 
 
 class LiveTensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Meter of live tensor bytes; with a budget, a device that runs out of memory.
+    """Meters live tensor bytes; with a budget, it emulates a device that runs out of memory.
 
     The same object may be entered many times: storages that survive one step are known in the
     next. A dispatch mode belongs to one thread; autograd carries it to its own.
@@ -140,7 +140,7 @@ class LiveTensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._marks.append(len(self._events))
 
     def trace(self, samples: int) -> MemoryTrace:
-        """What was recorded since ``start(record=True)``, as a step of ``samples`` samples. Ends the recording."""
+        """Return the recording since ``start(record=True)`` as a step of ``samples`` samples, and end it."""
         events, self._events = self._events, None
         if events is None:
             raise RuntimeError("trace() needs start(record=True) before the step.")
@@ -180,7 +180,7 @@ class LiveTensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._hold(storage, counts=self._counts(tensor))
 
     def _see(self, outputs: Iterable[Tensor], func: Any, args: Any, kwargs: Any) -> None:
-        """Count the storages of an operation's outputs, unless they are older ones that do not count."""
+        """Count the storages of an operation's outputs, except older ones that do not count."""
         older: set[int] | None = None
         for tensor in outputs:
             if not _has_storage(tensor):
@@ -212,7 +212,7 @@ class LiveTensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._events.append(held.number)
 
     def _resize(self, held: _Held, storage: torch.UntypedStorage) -> None:
-        """A resize allocates the new block before it releases the old one."""
+        """Resize a storage: the new block is allocated before the old one is released."""
         self._hold(storage, counts=True)
         try:
             self._check(storage.nbytes())
@@ -250,7 +250,7 @@ class LiveTensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _addresses(args: Any, kwargs: Any) -> set[int]:
-    """Storages of an operation's arguments: an output in one of them was not created by it."""
+    """Return the storages of an operation's arguments: an output in one of them was not created by it."""
     found: set[int] = set()
     for value in (*args, *kwargs.values()) if kwargs else args:
         for item in value if isinstance(value, (list, tuple)) else (value,):
@@ -260,7 +260,7 @@ def _addresses(args: Any, kwargs: Any) -> set[int]:
 
 
 def _plain(tensor: Tensor) -> Iterable[Tensor]:
-    """The tensors with a storage behind any tensor: itself, a sparse tensor's parts, a subclass's inner tensors."""
+    """Return the tensors with storage behind a tensor: itself, a sparse tensor's parts, a subclass's inner tensors."""
     if _has_storage(tensor):
         return (tensor,)
     if is_traceable_wrapper_subclass(tensor):
@@ -277,7 +277,7 @@ def _plain(tensor: Tensor) -> Iterable[Tensor]:
 
 
 def _has_storage(tensor: Tensor) -> bool:
-    """Whether the tensor's own storage holds its data: not so for sparse, opaque and wrapper tensors."""
+    """Return whether the tensor's own storage holds its data, unlike for sparse, opaque and wrapper tensors."""
     kind = type(tensor)
     if kind is not Tensor and kind is not Parameter and is_traceable_wrapper_subclass(tensor):
         return False

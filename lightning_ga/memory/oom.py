@@ -1,7 +1,7 @@
-"""Recognise an out-of-memory error, and free what it keeps alive.
+"""Recognise an out-of-memory error, and free the memory that it keeps alive.
 
 A caught exception holds its traceback, the traceback the frames, and the frames the activations.
-Nothing is freed inside ``except ... as error``: note the error, leave the block, then ``release`` it::
+Nothing is freed inside ``except ... as error``: keep the error, leave the block, then ``release`` it::
 
     failure = None
     try:
@@ -61,11 +61,11 @@ _AMBIGUOUS = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out, on any device or on the host.
+    """Return whether an error means that memory ran out, on any device or on the host.
 
-    Looks at the error and at the ones that it was raised from or while handling. An error that
-    only happened while handling an out-of-memory error counts as well: trying again with fewer
-    samples shows it alone if it is a bug, where the other mistake would end the run.
+    The errors that it was raised from or while handling count too. So an error that only happened
+    while handling an out-of-memory error counts: if it is a bug, a retry with fewer samples shows it
+    alone, where the opposite mistake would end the run.
 
     Examples:
         >>> is_out_of_memory(RuntimeError("CUDA error: out of memory"))
@@ -77,7 +77,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def is_ambiguous_out_of_memory(error: BaseException) -> bool:
-    """Whether the error may mean that memory ran out: it does if a smaller size passes.
+    """Return whether an error may mean that memory ran out: it does if a smaller size passes.
 
     Examples:
         >>> is_ambiguous_out_of_memory(RuntimeError("GET was unable to find an engine to execute this computation"))
@@ -91,7 +91,7 @@ def is_ambiguous_out_of_memory(error: BaseException) -> bool:
 
 
 def release(error: BaseException) -> None:
-    """Free what an out-of-memory error keeps alive, and give cached blocks back to the devices.
+    """Free the memory that an out-of-memory error keeps alive, and return cached blocks to the devices.
 
     Call it outside the ``except`` block. Drops the tracebacks of the error and of its chain, so
     that their frames die, then collects cycles and empties the caching allocators in use.
@@ -103,7 +103,7 @@ def release(error: BaseException) -> None:
 
 
 def empty_caches() -> None:
-    """Give unused cached blocks of every accelerator in use back to it; starts none."""
+    """Return unused cached blocks of every accelerator in use to its device; start no accelerator."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.empty_cache()
     if torch.xpu.is_available() and torch.xpu.is_initialized():  # type: ignore[no-untyped-call]
@@ -119,7 +119,7 @@ def _is_one(error: BaseException, texts: tuple[str, ...]) -> bool:
 
 
 def _chain(error: BaseException, *, suppressed: bool = False) -> Iterator[BaseException]:
-    """The error, its members if it is a group, and those it was raised from or while handling, each once."""
+    """Yield the error, its members if it is a group, and those it was raised from or while handling, each once."""
     pending: list[BaseException | None] = [error]
     seen: set[int] = set()
     while pending:

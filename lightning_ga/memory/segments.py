@@ -1,10 +1,10 @@
-"""What a caching allocator reserves from the device for a stream of blocks: more than it hands out. Pure.
+"""Compute what a caching allocator reserves from the device for a stream of blocks: more than it allocates. Pure.
 
-The limit of a device holds for what is reserved. Blocks are cut out of segments, and a segment goes
-back only when it is free as a whole, so holes between blocks count too. The rules are those of the
+The limit of a device holds for what is reserved. Blocks are cut out of segments, and a segment is
+returned only when it is free as a whole, so holes between blocks count too. The rules are those of the
 native allocators of CUDA and XPU (``CUDACachingAllocator.cpp``, read in torch 2.11), for one stream
 and default settings. Of free blocks of one size the allocator takes the one with the lowest address;
-a new segment is taken to lie in the lowest gap that is large enough.
+a new segment is assumed to lie in the lowest gap that is large enough.
 """
 
 from bisect import bisect_left, insort
@@ -42,10 +42,10 @@ class _Block:
 
 
 class Segments:
-    """The allocator's books, without any memory.
+    """The blocks and segments of an allocator, simulated.
 
     Attributes:
-        allocated: Bytes in blocks that are handed out.
+        allocated: Bytes in allocated blocks.
         reserved: Bytes of all segments.
     """
 
@@ -57,7 +57,7 @@ class Segments:
         self._spans: list[tuple[int, int]] = []  # of all segments: first address, and first after it
 
     def allocate(self, size: int) -> _Block:
-        """Hand out a block of at least ``size`` bytes."""
+        """Allocate a block of at least ``size`` bytes."""
         size = max(ROUNDING, _up(size, ROUNDING))
         small = size <= SMALL
         block = self._taken(size, small) or self._reserve(size, small)
@@ -67,7 +67,7 @@ class Segments:
         return block
 
     def adopt(self, segment: Segment, held: Iterable[bool]) -> list[_Block]:
-        """Take over a segment that there is, and which of its blocks are handed out."""
+        """Add an existing segment, some of whose blocks are allocated."""
         blocks: list[_Block] = []
         address = segment.address
         for (size, _), is_held in zip(segment.blocks, held):
@@ -85,7 +85,7 @@ class Segments:
         return blocks
 
     def release(self, block: _Block) -> None:
-        """Take a block back; free neighbours become one with it."""
+        """Release a block; free neighbours are joined to it."""
         self.allocated -= block.size
         for neighbour in (block.before, block.after):
             if neighbour is not None and neighbour.free:
@@ -119,7 +119,7 @@ class Segments:
         return block
 
     def _gap(self, size: int) -> int:
-        """The lowest address with so much room behind it."""
+        """Return the lowest address with so much room behind it."""
         place = self._spans[0][0] if self._spans else 0
         for start, end in self._spans:
             if start - place >= size:
@@ -147,7 +147,7 @@ class Segments:
 
 
 def replay_segments(sizes: Iterable[int], trace: MemoryTrace) -> Peaks:
-    """Peaks of a stream with storages of these sizes, from an empty cache.
+    """Return the peaks of a stream with storages of these sizes, from an empty cache.
 
     Args:
         sizes: Bytes of each storage.

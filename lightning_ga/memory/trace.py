@@ -1,4 +1,4 @@
-"""The record of one training step: the stream of its allocations and releases, and the most bytes alive in it."""
+"""The record of one training step: its allocations and releases in order, and the most bytes alive at once."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Segment(NamedTuple):
-    """A piece of the device's memory that a caching allocator cuts into blocks.
+    """A part of the device's memory that a caching allocator cuts into blocks.
 
     Attributes:
         small: Whether it is for small blocks.
@@ -45,11 +45,11 @@ class MemoryTrace:
     layout: tuple[Segment, ...] = ()
 
     def peak(self, rounding: int = 1) -> int:
-        """Most bytes alive at once, every storage rounded up to a multiple of ``rounding`` bytes."""
+        """Return the most bytes alive at once, every storage rounded up to a multiple of ``rounding`` bytes."""
         return replay(self.sizes, self.events, rounding)
 
     def phase_peaks(self, rounding: int = 1) -> tuple[int, ...]:
-        """Most bytes alive at once in each phase: one more than there are marks.
+        """Return the most bytes alive at once in each phase: one more than there are marks.
 
         Examples:
             >>> MemoryTrace(2, sizes=(100, 8, 16), events=(0, 1, ~1, 2, ~2), marks=(3,)).phase_peaks()
@@ -60,13 +60,13 @@ class MemoryTrace:
         return tuple(max(alive[max(start - 1, 0) : end], default=0) for start, end in pairwise(bounds))
 
     def kept_bytes(self, rounding: int = 1) -> int:
-        """Bytes of the storages that outlive the step: those that were alive before it, and those it leaves."""
+        """Return the bytes of the storages that outlive the step: those alive before it, and those it leaves."""
         released = {~event for event in self.events if event < 0}
         kept = (size for number, size in enumerate(self.sizes) if number not in released)
         return sum(-(-size // rounding) * rounding for size in kept)
 
     def transient_peak(self, rounding: int = 1) -> int:
-        """Most bytes alive at once among storages that the step both allocates and releases.
+        """Return the most bytes alive at once among storages that the step both allocates and releases.
 
         It bounds what can grow with the samples: parameters, optimizer state and gradients that
         are kept outlive the step, and are left out.
@@ -76,19 +76,25 @@ class MemoryTrace:
 
 
 def replay(sizes: Iterable[int], events: Iterable[int], rounding: int = 1) -> int:
-    """Most bytes alive at once when ``events`` run with storages of these sizes."""
+    """Return the most bytes alive at once when ``events`` run with storages of these sizes.
+
+    Args:
+        sizes: Bytes of each storage.
+        events: As in ``MemoryTrace``.
+        rounding: Bytes that every storage is rounded up to.
+    """
     return max(_running(sizes, events, rounding), default=0)
 
 
 def _running(sizes: Iterable[int], events: Iterable[int], rounding: int) -> list[int]:
-    """Bytes alive after each event."""
+    """Return the bytes alive after each event."""
     changes = [-(-size // rounding) * rounding for size in sizes]
     changes += [-size for size in reversed(changes)]  # so that index ~n holds the release of storage n
     return list(accumulate(map(changes.__getitem__, events)))
 
 
 def canonical(events: Iterable[int]) -> tuple[int, ...]:
-    """Events with every run of releases sorted.
+    """Return the events with every run of releases sorted.
 
     Examples:
         >>> canonical([0, 1, 2, ~2, ~0, 3])

@@ -1,10 +1,10 @@
-"""An image classifier that knows nothing of accumulation.
+"""An image classifier that is independent of accumulation.
 
-Its loss is a mean over samples, so gradients accumulate exactly. One thing takes care of windows:
-the training curve. Stock Lightning logs the value of a window's last micro-batch; here the logged
-``train/loss`` is the mean over all samples of the window so far, so that the curve by optimizer
-step is the same whatever the micro-batch. At the end of an epoch it is the mean over the epoch, for
-checkpoints, for early stopping and as the result of a run.
+Its loss is a mean over samples, so gradients accumulate exactly. Only the training curve depends on
+windows: stock Lightning logs the value of a window's last micro-batch; here the logged ``train/loss``
+is the mean over all samples of the window so far, so that the curve by optimizer step is the same for
+every micro-batch. At the end of an epoch it is the mean over the epoch, for checkpoints, for early
+stopping and as the result of a run.
 """
 
 import inspect
@@ -66,21 +66,21 @@ class Classifier(LightningModule):
         self._saved_ends: list[int | None] = []
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits ``(batch, num_classes)``."""
+        """Return logits ``(batch, num_classes)``."""
         logits: Tensor = self.net(images)
         return logits
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Remember the ends of saved schedules: they are restored with these, whatever the training takes now."""
+        """Remember the ends of saved schedules: restoring replaces the ends that this training needs."""
         self._saved_ends = [state.get("total_steps") for state in checkpoint.get("lr_schedulers", ())]
 
     def on_train_epoch_start(self) -> None:
-        """Begin the means of the epoch anew."""
+        """Reset the means of the epoch."""
         self.epoch_loss.reset()
         self.epoch_accuracy.reset()
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Mean loss of one micro-batch; logs the means of the window so far."""
+        """Return the mean loss of one micro-batch; log the means of the window so far."""
         images, targets = batch
         if self._starts_window:
             self.window_loss.reset()
@@ -97,29 +97,32 @@ class Classifier(LightningModule):
         return loss
 
     def epoch_means(self) -> dict[str, Tensor]:
-        """Loss and accuracy over this rank's samples of the epoch so far."""
+        """Return loss and accuracy over this rank's samples of the epoch so far."""
         means = {"loss": self.epoch_loss, "acc": self.epoch_accuracy}
         return {name: metric.total / metric.samples for name, metric in means.items() if metric.update_called}
 
     def on_train_epoch_end(self) -> None:
-        """Let ``train/loss`` and ``train/acc`` be the means over the epoch from here on."""
+        """Set ``train/loss`` and ``train/acc`` to the means over the epoch."""
         self._log_epoch()
 
     def on_validation_epoch_end(self) -> None:
-        """As at the end of the epoch: checkpoints and early stopping look here, in the middle of a fit."""
+        """Log the means over the epoch, as at its end.
+
+        Checkpoints and early stopping may read them here, in the middle of a fit.
+        """
         if self.trainer.state.fn == "fit" and not self.trainer.sanity_checking:
             self._log_epoch()
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """The next micro-batch starts a window."""
+        """Let the next micro-batch start a window."""
         self._starts_window = True
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Logs ``val/loss`` and ``val/acc`` over the validation set."""
+        """Log ``val/loss`` and ``val/acc`` over the validation set."""
         self._evaluate(batch, "val", self.val_accuracy)
 
     def test_step(self, batch: Batch, batch_idx: int) -> None:
-        """Logs ``test/loss`` and ``test/acc`` and counts the confusion matrix."""
+        """Log ``test/loss`` and ``test/acc`` and count the confusion matrix."""
         logits = self._evaluate(batch, "test", self.test_accuracy)
         self.test_confusion.update(logits, batch[1])
 
@@ -129,12 +132,12 @@ class Classifier(LightningModule):
         self.test_confusion.reset()
 
     def predict_step(self, batch: Batch | list[Tensor], batch_idx: int) -> Tensor:
-        """Probabilities of the classes, ``(batch, num_classes)``."""
+        """Return the probabilities of the classes, ``(batch, num_classes)``."""
         logits: Tensor = self(batch[0])
         return logits.softmax(dim=1)
 
     def configure_optimizers(self) -> Any:
-        """The optimizer, and its scheduler by optimizer step where there is one."""
+        """Return the optimizer, and its scheduler by optimizer step if there is one."""
         optimizer = self.make_optimizer(self.parameters())
         if self.make_scheduler is None:
             return optimizer
@@ -162,7 +165,7 @@ class Classifier(LightningModule):
 
 
 def finite_steps(trainer: Any) -> int:
-    """Optimizer steps of the whole training, for a schedule that must know its end.
+    """Return the optimizer steps of the whole training, for a schedule that needs its end.
 
     Raises:
         UserError: If the training has no end.

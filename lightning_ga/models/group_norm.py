@@ -1,4 +1,4 @@
-"""BatchNorm to GroupNorm in one call: the same network, with samples independent of one another."""
+"""Replace BatchNorm by GroupNorm: the same network, with independent samples."""
 
 import math
 from typing import cast
@@ -11,15 +11,15 @@ def to_group_norm(module: nn.Module, groups: int = 32) -> nn.Module:
     """Replace every BatchNorm layer by a GroupNorm layer, in place, and return the module.
 
     GroupNorm normalizes each sample by itself, so that micro-batches give exactly the gradient of the
-    whole batch. Scale and shift stay the parameters that they are; running statistics have no counterpart, so weights
+    whole batch. Scale and shift parameters are kept; running statistics have no counterpart, so weights
     that were trained with BatchNorm need training again. Activations and dropout that timm fuses into
     its BatchNorm layers stay.
 
     Args:
         module: A module, before its optimizer is made.
-        groups: Channels are normalized in so many groups, or in as many as its greatest common divisor with
-            their number. ``BatchNorm1d`` becomes one group: its input may hold one value a channel, and a value
-            that is normalized by itself is lost.
+        groups: Number of groups of channels; reduced to its greatest common divisor with the number of
+            channels. ``BatchNorm1d`` becomes one group: its input may hold one value a channel, and a value
+            normalized by itself is lost.
 
     Returns:
         The module; a new one if it is a BatchNorm layer itself.

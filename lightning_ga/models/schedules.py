@@ -8,7 +8,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 
 def warmup_cosine(optimizer: Optimizer, total_steps: int, *, warmup: float = 0.0, final: float = 0.0) -> LambdaLR:
-    """A linear rise over the first part of the run, then half a cosine down.
+    """Return a schedule that rises linearly over the first steps, then falls along half a cosine.
 
     Args:
         optimizer: Its learning rates are the highest ones.
@@ -20,7 +20,13 @@ def warmup_cosine(optimizer: Optimizer, total_steps: int, *, warmup: float = 0.0
 
 
 def cosine_factor(step: int, *, total_steps: int, warmup: float = 0.0, final: float = 0.0) -> float:
-    """What the rate is multiplied by at a step; past the end it stays at ``final``.
+    """Return the factor of the learning rate at a step; past the end it stays at ``final``.
+
+    Args:
+        step: Optimizer steps taken.
+        total_steps: Optimizer steps of the whole run.
+        warmup: Share of the steps that rise, 0 to 1.
+        final: Share of the rate that is left at the end, 0 to 1.
 
     Examples:
         >>> [round(cosine_factor(step, total_steps=4), 2) for step in range(6)]

@@ -53,7 +53,7 @@ class TimmClassifier(Classifier):
 
 
 def build_timm(name: str, *, image_size: int = 224, pretrained: bool = False, **arguments: Any) -> nn.Module:
-    """``timm.create_model`` that opens no files, and whose failures say what to do.
+    """Call ``timm.create_model`` without opening files, and raise errors that say what to do.
 
     Args:
         name: A name of ``timm.list_models()``.
@@ -91,7 +91,10 @@ def refuse_files(arguments: Mapping[str, Any]) -> None:
 
 @contextmanager
 def cache_only_without_network() -> Iterator[None]:
-    """Where the hub cannot be reached, look only in its cache: it would try again for most of a minute."""
+    """Return a context in which the hub is read only from its cache, if it cannot be reached.
+
+    Its retries would take most of a minute.
+    """
     host = urlsplit(constants.ENDPOINT).hostname
     offline = constants.HF_HUB_OFFLINE
     if not getproxies():

@@ -18,7 +18,7 @@ MOST_CHUNKS = 10**7
 
 @dataclass(frozen=True, slots=True)
 class AccumulationPlan:
-    """How one full window is cut: effective batch = sum of all chunks of all ranks.
+    """The cut of one full window: effective batch = sum of all chunks of all ranks.
 
     Attributes:
         effective_batch_size: Samples behind one optimizer step, over all ranks and chunks.

@@ -14,7 +14,7 @@ Normalize = Literal["samples"] | Callable[[Any], Any] | None
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The arguments that say how much, as functions of the epoch where they may change over training.
+    """The sizes that the user asked for, as functions of the epoch where they may change over training.
 
     Attributes:
         effective: Effective batch size by epoch; ``None`` keeps the recipe's.
@@ -67,7 +67,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The arguments that say how.
+    """The arguments of ``AutoAccumulate`` other than sizes.
 
     Attributes:
         budget: ``memory_budget`` as the user wrote it.
@@ -97,7 +97,7 @@ def read_request(
     micro_batch_size: int | Literal["auto"],
     max_micro_batch_size: int | None,
 ) -> Request:
-    """Check the arguments that say how much, and turn them into a ``Request``.
+    """Check the arguments for sizes, and turn them into a ``Request``.
 
     Args:
         effective_batch_size: Effective batch size, or a schedule of it.
