@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from lightning_ga.compat.atomic import AtomicCheckpointIO
     from lightning_ga.compat.step_counts import optimizer_steps
     from lightning_ga.errors import ExactnessWarning, UserError
-    from lightning_ga.fit.exactness import Exactness
     from lightning_ga.memory.oom import is_out_of_memory
     from lightning_ga.plan.accumulation import AccumulationPlan, plan_accumulation
+    from lightning_ga.plan.exactness import Exactness
     from lightning_ga.plan.records import ProbeResult, Trial
     from lightning_ga.planning import plan_for_device
     from lightning_ga.probe.finder import find_micro_batch
@@ -46,7 +46,7 @@ _HOMES = {
     "AtomicCheckpointIO": "compat.atomic",
     "AutoAccumulate": "callback",
     "DevicePlan": "probe.planned.device",
-    "Exactness": "fit.exactness",
+    "Exactness": "plan.exactness",
     "ExactnessWarning": "errors",
     "ProbeResult": "plan.records",
     "Trial": "plan.records",

@@ -11,12 +11,12 @@ from lightning_ga.compat import dataloaders, loops, trainer_settings
 from lightning_ga.compat.namespaces import Callback
 from lightning_ga.errors import ExactnessWarning, UserError
 from lightning_ga.fit import checks
-from lightning_ga.fit.exactness import Exactness
 from lightning_ga.fit.fit import Fit
 from lightning_ga.fit.oom_handler import OomHandler, OomReporter
 from lightning_ga.plan.accumulation import AccumulationPlan
 from lightning_ga.plan.checkpoint import RunState
 from lightning_ga.plan.config import Options, read_request, require_choice
+from lightning_ga.plan.exactness import Exactness
 from lightning_ga.plan.records import ProbeResult
 
 

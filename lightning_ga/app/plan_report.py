@@ -9,8 +9,8 @@ from rich.console import Console
 from lightning_ga.app.plan_table import plan_table, save_plan
 from lightning_ga.app.plots import plot_probe
 from lightning_ga.app.terminal import warn
-from lightning_ga.fit.exactness import Exactness
 from lightning_ga.plan.accumulation import AccumulationPlan
+from lightning_ga.plan.exactness import Exactness
 from lightning_ga.plan.records import ProbeResult
 from lightning_ga.probe.planned.device import current_device
 

@@ -11,8 +11,8 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from lightning_ga.fit.exactness import Exactness
 from lightning_ga.plan.accumulation import AccumulationPlan
+from lightning_ga.plan.exactness import Exactness
 from lightning_ga.plan.records import Method, ProbeResult
 from lightning_ga.probe.planned.device import PlannedDevice
 

@@ -16,7 +16,6 @@ from lightning_ga.compat.step_counts import wrong_horizons
 from lightning_ga.errors import ExactnessWarning, UserError
 from lightning_ga.fit.batch_norm import Momenta
 from lightning_ga.fit.epochs import optimizer_steps, plan_epoch
-from lightning_ga.fit.exactness import INEXACT, Exactness, found_to_change, splitting_sentence, uncuttable
 from lightning_ga.fit.limit import TrainingLimit
 from lightning_ga.fit.oom_handler import OomHandler, OomReporter, TrainingBatches
 from lightning_ga.fit.progress import Progress
@@ -32,6 +31,7 @@ from lightning_ga.memory.device import enforced_budget, parse_budget, total_memo
 from lightning_ga.plan.accumulation import AccumulationPlan
 from lightning_ga.plan.checkpoint import RunState
 from lightning_ga.plan.config import Options, Request
+from lightning_ga.plan.exactness import INEXACT, Exactness, found_to_change, splitting_sentence, uncuttable
 from lightning_ga.plan.records import ProbeResult
 from lightning_ga.plan.windows import Chunk
 from lightning_ga.probe.isolation import hooks_apart

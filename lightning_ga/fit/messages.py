@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from lightning_ga.errors import RankError, UserError
+from lightning_ga.plan.exactness import SAME_RESULT
 
-SAME_RESULT = "with the same result"
 SAME_BUT_RANDOM = "Its parts draw random numbers of their own (dropout, say); apart from these the result is the same."
 SKIPPED = "training_step returned None for some of its parts, which count as nothing; it saw each part by itself."
 HOOKS_APART = "The hooks of its transfer saw the parts one by one; whether its result is the same was not measured."

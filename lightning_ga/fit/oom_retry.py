@@ -19,7 +19,6 @@ from lightning_ga.fit.log_buffer import LogBuffer
 from lightning_ga.fit.messages import (
     HOOKS_APART,
     SAME_BUT_RANDOM,
-    SAME_RESULT,
     SKIPPED,
     OomEvent,
     fewer_samples_than_ranks,
@@ -27,6 +26,7 @@ from lightning_ga.fit.messages import (
 from lightning_ga.fit.piecewise import PiecewiseRun
 from lightning_ga.fit.retry_policy import RetryPolicy
 from lightning_ga.loading.reader import BatchReader, BatchSource
+from lightning_ga.plan.exactness import SAME_RESULT
 from lightning_ga.snapshot.random_numbers import RandomState
 
 

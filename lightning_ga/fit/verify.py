@@ -25,12 +25,13 @@ from lightning_ga.batch.sizes import elements
 from lightning_ga.compat import patching, transfer, trial_steps
 from lightning_ga.fit.batch_norm import batch_norm_layers
 from lightning_ga.fit.deterministic import stop_dropping, without_dropout
-from lightning_ga.fit.exactness import INEXACT, Differences, Exactness, compare, distance, judge, uncuttable, unmeasured
+from lightning_ga.fit.differences import Differences, compare, distance, judge
 from lightning_ga.fit.window_watch import kept_buffers
 from lightning_ga.loading.reader import BatchReader
 from lightning_ga.loading.samples import collate_samples, fetch
 from lightning_ga.memory.live_tensors import uncounted
 from lightning_ga.memory.oom import is_out_of_memory, release
+from lightning_ga.plan.exactness import INEXACT, Exactness, uncuttable, unmeasured
 from lightning_ga.plan.weights import count_items
 from lightning_ga.probe.isolation import isolated
 from lightning_ga.snapshot.random_numbers import RandomState, generator_state, generators_of, have_moved, reseed

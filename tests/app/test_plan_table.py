@@ -6,8 +6,8 @@ import pytest
 from rich.console import Console
 
 from lightning_ga.app.plan_table import METHODS, plan_rows, plan_table, save_plan
-from lightning_ga.fit.exactness import Exactness
 from lightning_ga.plan.accumulation import plan_accumulation
+from lightning_ga.plan.exactness import Exactness
 from lightning_ga.plan.records import Method, ProbeResult, Timing, Trial
 from lightning_ga.probe.planned.device import PlannedDevice
 

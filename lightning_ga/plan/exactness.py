@@ -1,0 +1,108 @@
+"""The verdict of the exactness check, and its sentences. Pure."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+SAME_RESULT = "with the same result"
+
+Cause = Literal["exact", "batch_norm", "sum", "coupled", "weighted", "stateful", "random", "uncuttable", "unmeasured"]
+INEXACT = ("batch_norm", "sum", "coupled", "weighted", "stateful")
+"""Causes for which gradients differ from those of one pass, or may in a later window."""
+
+_MEANING: dict[Cause, str] = {
+    "exact": "micro-batches gave the gradient of the whole batch, on the samples that were measured",
+    "batch_norm": "{layers} normalize by the statistics of each micro-batch, not of the whole batch; GroupNorm "
+    "(lightning_ga.models.to_group_norm) makes it exact",
+    "sum": "the loss is a sum over samples, and accumulation averages: divide it by the number of samples, or the "
+    "learning rate means another thing for every micro-batch",
+    "coupled": "the loss couples the samples of a batch: it compares them with each other (contrastive losses, "
+    "in-batch negatives), or depends on which of them are together (statistics or padding of the batch); let it treat "
+    "samples by themselves, or train in whole batches",
+    "weighted": "the loss is a mean over something else than samples (tokens, nodes, class weights): give {counter}, "
+    "so that micro-batches weigh what they count",
+    "stateful": "the step, or a hook, changes {tensors}, which the next micro-batch meets: that happens once for each "
+    "micro-batch now, not once a step; change it after the optimizer's step (in optimizer_step, after "
+    "super().optimizer_step(…))",
+    "random": "the step, or what makes and moves its batch, draws random numbers: two passes over one batch differ, "
+    "so nothing can be measured, and accumulation is right on average",
+    "uncuttable": "{reason}",
+    "unmeasured": "not measured: {reason}",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Exactness:
+    """Result of the exactness check.
+
+    Attributes:
+        relative_error: ‖parts − whole‖ ÷ ‖whole‖ of the gradient; ``None`` if it could not be measured.
+        tolerance: Largest difference that rounding explains at the precision in use.
+        cause: ``"exact"``, or why the difference is above the tolerance or could not be measured.
+        layers: Names of BatchNorm layers in training mode.
+        reason: Why nothing could be measured, or cut.
+        micro_steps: Forward and backward passes that the check ran.
+        tensors: State that the step changes besides gradients: buffers, untrained parameters, attributes.
+        counter: The ``normalize=`` that fits a loss that is a mean over something else than samples.
+    """
+
+    relative_error: float | None
+    tolerance: float
+    cause: Cause
+    layers: tuple[str, ...] = ()
+    reason: str = ""
+    micro_steps: int = 0
+    tensors: tuple[str, ...] = ()
+    counter: str = ""
+
+    def __str__(self) -> str:
+        meaning = _MEANING[self.cause].format(
+            layers=f"BatchNorm layers ({_some(self.layers)})",
+            tensors=_some(self.tensors),
+            counter=self.counter or "normalize= a function that counts that in a batch",
+            reason=self.reason,
+        )
+        if self.cause == "stateful" and self.layers:
+            meaning += f"; besides, BatchNorm layers ({_some(self.layers)}) see each micro-batch by itself"
+        return meaning if self.relative_error is None else f"relative error {self.relative_error:.1e}: {meaning}"
+
+
+def found_to_change(found: Exactness | None, tensors: tuple[str, ...]) -> Exactness | None:
+    """Return the verdict after training has shown that something outside the step changes the model.
+
+    Args:
+        found: The verdict of the check; ``None`` if there is none.
+        tensors: Names of the tensors that change between two passes of a window, if any.
+    """
+    if found is None or not tensors or found.cause in INEXACT:
+        return found
+    return replace(found, relative_error=None, cause="stateful", tensors=tensors)
+
+
+def splitting_sentence(found: Exactness | None) -> str:
+    """Return a sentence on whether a batch that is cut in the step has the same gradient.
+
+    Args:
+        found: The verdict on such batches; ``None`` if there is none.
+    """
+    if found is None:
+        return "Whether its gradient is that of the batch in one pass was not measured (verify=False)."
+    if found.cause == "exact":
+        return SAME_RESULT
+    if found.cause in INEXACT:
+        return f"Its gradient is not that of the batch in one pass, {found}."
+    return f"Whether its gradient is that of the batch in one pass is not known: {found}."
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def unmeasured(tolerance: float, reason: str) -> Exactness:
+    """Return the record of a check that could not be made."""
+    return Exactness(None, tolerance, "unmeasured", reason=reason)
+
+
+def uncuttable(tolerance: float, reason: str) -> Exactness:
+    """Return the record of batches that cannot be cut."""
+    return Exactness(None, tolerance, "uncuttable", reason=reason)
