@@ -44,8 +44,7 @@ class Curve:
         lines: Bytes at these two sizes.
         rounding: Bytes that the allocator rounds up to: 1 where sizes are exact.
         segmented: Whether the allocator cuts its blocks out of segments.
-        shift: Size of the largest step that ran, and the bytes by which it missed the prediction, in what a budget
-            must leave.
+        shift: Size of the largest step that ran, and the bytes by which what it needed was missed.
     """
 
     replay: PeakPredictor | None
@@ -72,15 +71,20 @@ class Curve:
     def needs(self, samples: int) -> int:
         """Bytes that a budget must leave: with segments, what the allocator reserves for that peak."""
         size, missed = self.shift
-        if missed > 0 and size > self.samples[1]:  # holes grow with what lies around them
-            missed = missed * max(size, samples) // size
-        return self._unseen(samples) + self._seen(samples)[1] + missed
+        return self._foreseen(samples) + (missed * max(size, samples) // size if missed > 0 else missed)
 
     def through(self, step: Step) -> "Curve":
-        """Shift a curve to what a step needed: a large one tells what smaller ones do not."""
-        reserved, foreseen = step.reserved_bytes, self._unseen(step.samples) + self._seen(step.samples)[1]
-        missed = step.trial.peak_bytes - self(step.samples) if reserved is None else reserved - foreseen
-        return replace(self, shift=(step.samples, missed))
+        """Shift a curve by what it missed of a step's needs: a large step tells what smaller ones do not.
+
+        What is missing grows with the samples. For small steps an allocator may hold more than they need.
+        """
+        reserved, small = step.reserved_bytes, step.samples <= self.samples[1]
+        foreseen = self(step.samples) if reserved is None else self._foreseen(step.samples)
+        missed = (step.trial.peak_bytes if reserved is None else reserved) - foreseen
+        return replace(self, shift=(step.samples, min(0, missed) if small else missed))
+
+    def _foreseen(self, samples: int) -> int:
+        return self._unseen(samples) + self._seen(samples)[1]
 
     def confirms(self, trial: Trial, traces: tuple[MemoryTrace, ...]) -> bool:
         """Whether a further trial has the predicted peak, and the stream of one of its traces.
