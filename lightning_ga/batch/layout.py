@@ -359,17 +359,15 @@ def read_ready_made(batches: Sequence[Any]) -> Layout:
     """
     if not batches:
         raise LayoutError(f"The batch cannot be cut into samples, as none was looked at before training: {WAY_OUT}.")
-    structures = [dict(_leaves("batch", batch, top=True)) for batch in batches]
-    shapes = {
-        path: [found[path] for found in structures] for path in structures[0] if all(path in f for f in structures)
-    }
-    if not shapes or any(set(found) != set(shapes) for found in structures):
-        raise LayoutError(_ambiguous(structures[0]))
-    axes = {path: _axes(list(known)) for path, known in shapes.items()}
+    parts = [list(_parts("batch", batch, top=True)) for batch in batches]
+    leaves = [{path: node for path, node, role in found if role is None} for found in parts]
+    if not leaves[0] or any(set(found) != set(leaves[0]) for found in leaves):
+        raise LayoutError(_ambiguous(leaves[0]))
+    axes = {path: _axes([extents(found[path]) or () for found in leaves]) for path in leaves[0]}
     samples = _only_reading(axes, len(batches))
-    if samples is None or any(_is_of_numbers(batches[0], path) and samples in axes[path] for path in axes):
-        raise LayoutError(_ambiguous(structures[0]))
-    roles: dict[str, Role] = dict(_containers("batch", batches[0], top=True))
+    if samples is None or any(_is_of_numbers(node) and samples in axes[path] for path, node in leaves[0].items()):
+        raise LayoutError(_ambiguous(leaves[0]))
+    roles = {path: role for path, _, role in parts[0] if role is not None}
     for path, found in axes.items():
         roles[path] = SampleAxis(found[samples][0]) if samples in found else "shared"
     return Layout(roles)
@@ -396,38 +394,25 @@ def _only_reading(axes: Mapping[str, Mapping[tuple[int, ...], list[int]]], batch
     return None if any(len(found.get(samples, ())) > 1 for found in axes.values()) else samples
 
 
-def _is_of_numbers(batch: Any, path: str) -> bool:
+def _is_of_numbers(node: Any) -> bool:
     """Return whether a part is a list of plain numbers: image sizes, as likely as one number for each sample."""
-    nodes = {"batch": batch}
-    while path not in nodes:
-        known = [(name, node) for name, node in nodes.items() if path.startswith(name)]
-        nodes = {name + inner: child for name, node in known for inner, child in open_container(node) or ()}
-    node = nodes[path]
     return is_plain_sequence(node) and any(isinstance(thing, Number) for thing in node)
 
 
-def _leaves(path: str, node: Any, *, top: bool = False) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield the shapes of all tensors, arrays, registered values and lists of constants in a batch."""
-    shape = extents(node)
+def _parts(path: str, node: Any, *, top: bool = False) -> Iterator[tuple[str, Any, Role | None]]:
+    """Yield path, value and role of each part; the role of tensors, arrays and lists of constants is open."""
     listed = is_plain_sequence(node)
-    if shape and (not listed or (not top and node and all(map(is_constant, node)))):
-        yield path, shape
-    elif not is_constant(node):
+    if extents(node) and (not listed or (not top and node and all(map(is_constant, node)))):
+        yield path, node, None
+    elif is_constant(node):
+        yield path, node, "constant"
+    else:
         children = open_container(node)
         if children is None:
             raise LayoutError(_unknown_type(path, node))
+        yield path, node, "fields"
         for name, child in children:
-            yield from _leaves(path + name, child)
-
-
-def _containers(path: str, node: Any, *, top: bool = False) -> Iterator[tuple[str, Role]]:
-    listed = is_plain_sequence(node)
-    if is_constant(node):
-        yield path, "constant"
-    elif not extents(node) or (listed and (top or not node or not all(map(is_constant, node)))):
-        yield path, "fields"
-        for name, child in open_container(node) or ():
-            yield from _containers(path + name, child)
+            yield from _parts(path + name, child)
 
 
 def _axes(shapes: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], list[int]]:
@@ -460,9 +445,8 @@ def _changed(path: str, node: Any) -> str:
     )
 
 
-def _ambiguous(shapes: Mapping[str, tuple[int, ...]]) -> str:
-    listed = ", ".join(f"{path} {shape}" for path, shape in list(shapes.items())[:4])
-    parts = listed or "none with a length"
+def _ambiguous(leaves: Mapping[str, Any]) -> str:
+    parts = ", ".join(f"{path} {extents(node)}" for path, node in list(leaves.items())[:4]) or "none with a length"
     return (
         f"The batch cannot be cut into samples, as it comes ready-made and its parts ({parts}) "
         f"allow for no reading or for several: {WAY_OUT}."
