@@ -76,9 +76,9 @@ class Curve:
     def through(self, step: Step) -> "Curve":
         """Shift a curve by what it missed of a step's needs: a large step tells what smaller ones do not.
 
-        What is missing grows with the samples. For small steps an allocator may hold more than they need.
+        What is missing grows with the samples. For small steps segments may be left that hold more than they need.
         """
-        reserved, small = step.reserved_bytes, step.samples <= self.samples[1]
+        reserved, small = step.reserved_bytes, self.segmented and step.samples <= self.samples[1]
         foreseen = self(step.samples) if reserved is None else self._foreseen(step.samples)
         missed = (step.trial.peak_bytes if reserved is None else reserved) - foreseen
         return replace(self, shift=(step.samples, min(0, missed) if small else missed))

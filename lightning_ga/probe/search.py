@@ -243,7 +243,7 @@ class Search:
         # The curve said that the size that failed fits. An allocator may be fragmented: spare some of the budget.
         spares = SPARES if self.rounding > 1 else EXACT_SPARES
         if self.rounding > 1 and low > max(self._sizes):  # a large step is in the curve: it is nearly right
-            guess = high - high // 64 if self._misses == 1 else 0
+            guess = high - high // 100 if self._misses == 1 else 0
         elif (self._curve.is_replay or len(self._curve.lines) > 1) and self._misses <= len(spares):
             spare = self.budget * spares[self._misses - 1] // 100
             guess = largest_fitting(self._curve.needs, low + 1, high, self.budget - spare)

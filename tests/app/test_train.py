@@ -305,7 +305,7 @@ def test_a_dry_run_plans_for_a_device_that_is_not_here(command, precision):
     assert "for 4 devices of 591.3 MiB; nothing was run" in run.out
     assert max(map(len, run.out.splitlines())) <= 80
     records = json.loads((run.folder / "plan.json").read_text())
-    assert records["probe"]["method"] == "estimate"
+    assert records["probe"]["source"] == "estimate"
     assert (records["plan"]["world_size"], records["plan"]["effective_batch_size"]) == (4, 1200)
     assert records["probe"]["budget_bytes"] == 620_000_000 - records["device"]["reserved_bytes"]
     assert not (run.folder / "checkpoints").exists()
