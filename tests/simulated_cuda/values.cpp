@@ -159,6 +159,15 @@ const IValue* written_argument(const c10::FunctionSchema& schema, const c10::Ali
   return nullptr;
 }
 
+// Operators on lists raise the versions of what they write themselves; fused ones do not.
+void raise_versions(const c10::FunctionSchema& schema, const std::vector<IValue>& arguments) {
+  if (schema.name().rfind("aten::_foreach_", 0) != 0) return;
+  for (size_t n = 0; n < arguments.size(); n++)
+    if (is_written(schema.arguments()[n].alias_info()) && arguments[n].isTensorList())
+      for (const Tensor& tensor : arguments[n].toTensorVector())
+        if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
+}
+
 void run_on_host(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
   c10::impl::ExcludeDispatchKeyGuard below(
       c10::autograd_dispatch_keyset_with_ADInplaceOrView |
@@ -174,6 +183,7 @@ void run_on_host(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stac
     Draws draws(op, arguments, device);
     op.callBoxed(*stack);
   }
+  raise_versions(schema, arguments);
   std::vector<IValue> results(stack->end() - schema.returns().size(), stack->end());
   torch::jit::drop(*stack, results.size());
   for (size_t n = 0; n < results.size(); n++) {
