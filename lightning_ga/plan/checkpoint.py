@@ -48,17 +48,22 @@ class RunState:
 
     @classmethod
     def from_dict(cls, state: Mapping[str, Any]) -> "RunState":
-        """Return the record that ``to_dict`` was called on."""
-        probe = state["probe"]
-        if probe is not None:
-            probe = read_probe(probe)
+        """Return the record that ``to_dict`` was called on; without a probe's record of another version's making."""
         return cls(
             position=Position(**state["position"]),
             hardware=state["hardware"],
-            probe=probe,
+            probe=_probe_or_none(state["probe"]),
             limit=state.get("limit"),
             oom_events=state.get("oom_events", 0),
         )
+
+
+def _probe_or_none(record: Any) -> ProbeResult | None:
+    """Return what a probe found; ``None`` where that cannot be read: a probe finds it again."""
+    try:
+        return None if record is None else read_probe(record)
+    except (KeyError, TypeError, ValueError):
+        return None
 
 
 def read_probe(record: Mapping[str, Any]) -> ProbeResult:

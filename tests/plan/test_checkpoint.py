@@ -1,5 +1,6 @@
 """What a checkpoint keeps comes back the same, through the strict way of loading."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
@@ -41,3 +42,12 @@ def test_a_state_loads_with_weights_only(tmp_path: Path) -> None:
     loaded = torch.load(tmp_path / "last.ckpt", weights_only=True)["callbacks"]
     assert RunState.from_dict(loaded) == state
     assert loaded["version"] == 1
+
+
+@settings(max_examples=20)
+@given(STATES.filter(lambda state: state.probe is not None))
+def test_a_probe_of_another_version_is_forgotten_and_the_place_kept(state: RunState) -> None:
+    """It is looked for again; losing the place would lose work."""
+    kept = state.to_dict()
+    kept["probe"]["method"] = "a way of looking that is unknown here"
+    assert RunState.from_dict(kept) == replace(state, probe=None)
