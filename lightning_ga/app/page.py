@@ -5,9 +5,9 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from lightning_ga.app.plan_table import format_bytes
 from lightning_ga.app.plots import as_svg, comparison_figure, loss_figure, probe_figure
 from lightning_ga.app.run_files import RunFiles, read_run
+from lightning_ga.plan.units import format_bytes
 
 PAGE = "report.html"
 MOST_CLASSES = 40  # of a confusion matrix that can be read

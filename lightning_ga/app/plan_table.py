@@ -14,6 +14,7 @@ from rich.table import Table
 from lightning_ga.plan.accumulation import AccumulationPlan
 from lightning_ga.plan.exactness import Exactness
 from lightning_ga.plan.records import Method, ProbeResult
+from lightning_ga.plan.units import format_bytes
 from lightning_ga.probe.planned.device import PlannedDevice
 
 METHODS: dict[Method, str] = {  # what found a limit
@@ -178,20 +179,6 @@ def describe_chunks(chunks: Sequence[int]) -> str:
     if len(chunks) <= 4:
         return " + ".join(map(str, chunks))
     return " + ".join(f"{count} × {size}" for size, count in Counter(chunks).items())
-
-
-def format_bytes(count: float) -> str:
-    """Bytes in the largest binary unit that keeps a digit before the point.
-
-    Examples:
-        >>> format_bytes(512), format_bytes(3 * 2**29)
-        ('512 B', '1.5 GiB')
-    """
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(count) < 1024:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"
 
 
 def format_seconds(seconds: float) -> str:

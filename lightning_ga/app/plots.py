@@ -12,9 +12,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from lightning_ga.app.plan_table import counted, describe_search, format_bytes
+from lightning_ga.app.plan_table import counted, describe_search
 from lightning_ga.app.run_files import Curve
 from lightning_ga.plan.records import ProbeResult, Trial
+from lightning_ga.plan.units import format_bytes
 
 INKS = ("#000000", "#696969")  # black and "dimgray", which a dark page would hide
 PREDICTED, FITS, REFUSED = "C0", "C2", "C3"

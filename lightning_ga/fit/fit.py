@@ -33,6 +33,7 @@ from lightning_ga.plan.checkpoint import RunState
 from lightning_ga.plan.config import Options, Request
 from lightning_ga.plan.exactness import INEXACT, Exactness, found_to_change, splitting_sentence, uncuttable
 from lightning_ga.plan.records import ProbeResult
+from lightning_ga.plan.units import format_bytes
 from lightning_ga.plan.windows import Chunk
 from lightning_ga.probe.isolation import hooks_apart
 from lightning_ga.probe.planned.device import current_device
@@ -450,7 +451,7 @@ class Fit:
         if self.probe is not None:
             how = self.probe.method if self.probe.source == "probe" else self.probe.source
             found = (
-                f"; limit {self.probe.limit} within {self.probe.budget_bytes / 2**20:,.0f} MiB, found by "
+                f"; limit {self.probe.limit} within {format_bytes(self.probe.budget_bytes)}, found by "
                 f"{how} in {self.probe.steps} steps and {self.probe.seconds:.1f} s"
             )
         silent = self._exactness is None or self._exactness.cause in ("exact", *INEXACT)

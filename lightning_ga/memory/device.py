@@ -15,6 +15,7 @@ import torch
 
 from lightning_ga.errors import UserError
 from lightning_ga.memory.live_tensors import LiveTensorMeter
+from lightning_ga.plan.units import format_bytes
 
 _UNITS = {
     "": 1,
@@ -207,12 +208,12 @@ def describe_memory(device: torch.device) -> str:
         True
     """
     try:
-        free = f"{available_memory(device) / 2**20:,.0f} MiB free on {device}"
+        free = f"{format_bytes(available_memory(device))} free on {device}"
     except UserError:
         return str(device)
     if not _is_cuda(device):
         return free
-    return f"{torch.cuda.memory_allocated(device) / 2**20:,.0f} MiB taken by tensors, {free}"
+    return f"{format_bytes(torch.cuda.memory_allocated(device))} taken by tensors, {free}"
 
 
 def synchronize(device: torch.device) -> None:
