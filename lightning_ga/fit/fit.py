@@ -16,10 +16,11 @@ from lightning_ga.compat.step_counts import wrong_horizons
 from lightning_ga.errors import ExactnessWarning, UserError
 from lightning_ga.fit.batch_norm import Momenta
 from lightning_ga.fit.epochs import optimizer_steps, plan_epoch
+from lightning_ga.fit.exactness_check import Verdicts, rounding
 from lightning_ga.fit.limit import TrainingLimit
 from lightning_ga.fit.oom_handler import OomHandler, OomReporter, TrainingBatches
 from lightning_ga.fit.progress import Progress
-from lightning_ga.fit.verify import SAMPLES, Verdicts, measure_exactness, rounding
+from lightning_ga.fit.verify import SAMPLES, measure_exactness
 from lightning_ga.fit.window_gradients import WindowGradients
 from lightning_ga.fit.window_watch import WindowWatch
 from lightning_ga.loading.prebatched import Batches, PrebatchedSource

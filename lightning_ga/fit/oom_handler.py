@@ -21,16 +21,15 @@ from lightning_ga.fit.oom_retry import OomRetrier
 from lightning_ga.fit.optimizer_retry import OptimizerRetry
 from lightning_ga.fit.retry_policy import RankFacts, evaluation_policy, training_policy
 from lightning_ga.fit.window_gradients import WindowGradients
-from lightning_ga.loading.reader import (
-    BatchReader,
+from lightning_ga.loading.batch_source import (
     BatchSource,
-    CollatedAgain,
     CollatedBatches,
     NoBatches,
     PreparedBatch,
     indices_of,
     is_collated,
 )
+from lightning_ga.loading.reader import BatchReader, CollatedAgain
 from lightning_ga.loading.samples import collect_samples
 from lightning_ga.memory.allocator import RetryWatch
 

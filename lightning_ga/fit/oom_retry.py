@@ -25,7 +25,8 @@ from lightning_ga.fit.messages import (
 )
 from lightning_ga.fit.piecewise import PiecewiseRun
 from lightning_ga.fit.retry_policy import RetryPolicy
-from lightning_ga.loading.reader import BatchReader, BatchSource
+from lightning_ga.loading.batch_source import BatchSource
+from lightning_ga.loading.reader import BatchReader
 from lightning_ga.plan.exactness import SAME_RESULT
 from lightning_ga.snapshot.random_numbers import RandomState
 

@@ -18,19 +18,10 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_ga.batch.layout import Layout, LayoutError, Slice
 from lightning_ga.batch.split import SplitBatch, cut, split_by_hook
 from lightning_ga.errors import UserError
+from lightning_ga.loading.batch_source import BatchSource, CollatedBatches, ReadyMadeBatches, indices_of, is_collated
 from lightning_ga.loading.largest_samples import ScanOrder
 from lightning_ga.loading.peekable import peekable_stream
-from lightning_ga.loading.reader import (
-    BatchSource,
-    CollatedBatches,
-    ReadyMadeBatches,
-    check_proportion,
-    gather,
-    indices_of,
-    is_collated,
-    largest_extent,
-    length_of_first,
-)
+from lightning_ga.loading.reader import check_proportion, gather, largest_extent, length_of_first
 from lightning_ga.loading.source import MicroBatchSource
 from lightning_ga.loading.stateful import keeps_place
 from lightning_ga.loading.training_source import SourceSettings

@@ -1,33 +1,23 @@
 """Count and cut the batches of one loader: by their layout, by the module's hook, or by collating samples anew."""
 
 import sys
-from collections.abc import Callable, Iterable, Sequence, Sized
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from lightning_ga.batch.layout import (
     WAY_OUT,
     Layout,
     LayoutError,
-    SampleAxis,
-    Samples,
     Slice,
-    read_layout,
-    read_ready_made,
 )
 from lightning_ga.batch.pytree import extents, is_constant, open_container, same_values
-from lightning_ga.batch.sizes import leaves
 from lightning_ga.batch.split import cut, join, split_by_hook
-from lightning_ga.loading.samples import collate_samples, collect_samples
-from lightning_ga.memory.oom import is_out_of_memory
-
-Prepare = Callable[[Any], Any]
-_LOOKED_AT = 8  # samples of a loader that are read; a few of different shapes are collated
-_KINDS = 3
-_GOLDEN = (5**0.5 - 1) / 2
+from lightning_ga.loading.batch_source import BatchSource, CollatedBatches, Prepare
+from lightning_ga.loading.samples import collate_samples
 
 
 class Transfer(Protocol):
@@ -46,131 +36,6 @@ class Transfer(Protocol):
 
     def to_device(self, batch: Any) -> Any:
         """Run that part, and move the batch."""
-
-
-class BatchSource(Protocol):
-    """Samples or other batches of a loader, from which the layout of a batch can be read."""
-
-    def layout(self, prepare: Prepare) -> Layout:
-        """Return the layout of batches that are prepared for the step.
-
-        Raises:
-            LayoutError: If their samples cannot be separated.
-        """
-
-
-@dataclass(frozen=True, slots=True)
-class CollatedBatches:
-    """Batches of DataLoaders, whose samples are at hand.
-
-    Attributes:
-        loaders: The loaders that a batch comes from.
-        indices: For each, returns indices of some samples from all over its dataset.
-        combine: Makes one batch out of those of all loaders.
-    """
-
-    loaders: Sequence["DataLoader[Any]"]
-    indices: Sequence[Callable[[], list[Any]]]
-    combine: Callable[[list[Any]], Any] = lambda batches: batches[0]
-
-    def layout(self, prepare: Prepare) -> Layout:
-        """Read the layout by collating a few samples as 3 and as 4."""
-        try:
-            kinds = [_various(collect_samples(*pair)) for pair in zip(self.loaders, (i() for i in self.indices))]
-            if not all(kinds):
-                raise LayoutError(f"The batch cannot be cut into samples, as its loader has none: {WAY_OUT}.")
-            return _of_crops(read_layout(_SmallBatches(self, kinds, prepare)), kinds)
-        except Exception as error:
-            if isinstance(error, LayoutError) or is_out_of_memory(error):
-                raise
-            raise LayoutError(
-                f"The batch cannot be cut into samples, as collating a few of them apart ended in "
-                f"{type(error).__name__}: {error}. A way out: {WAY_OUT}."
-            ) from error
-
-
-@dataclass(frozen=True, slots=True)
-class ReadyMadeBatches:
-    """Batches that come ready-made.
-
-    Attributes:
-        batches: Returns some of them.
-    """
-
-    batches: Callable[[], Iterable[Any]]
-
-    def layout(self, prepare: Prepare) -> Layout:
-        """Read the layout by comparing the batches' shapes."""
-        return read_ready_made([prepare(batch) for batch in self.batches()])
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedBatch:
-    """A single batch, prepared for the step.
-
-    Attributes:
-        batch: Returns the batch.
-    """
-
-    batch: Callable[[], Any]
-
-    def layout(self, prepare: Prepare) -> Layout:
-        """Read the layout from this batch alone."""
-        return read_ready_made([self.batch()])
-
-
-class NoBatches:
-    """A loader of which no batch is known."""
-
-    def layout(self, prepare: Prepare) -> Layout:
-        """Refuse to read a layout."""
-        raise LayoutError(f"The batch cannot be cut into samples, as nothing is known of its loader: {WAY_OUT}.")
-
-
-def _of_crops(layout: Layout, kinds: Sequence[Sequence[Any]]) -> Layout:
-    """Return the layout, if parts with several entries for each sample come from samples that are lists of as many.
-
-    Otherwise a sample that was not read may have another number of entries.
-    """
-    for path, role in layout.roles.items():
-        per = role.per if isinstance(role, SampleAxis) else 1
-        if per > 1 and not all(isinstance(each, (list, tuple)) and len(each) == per for each in kinds[role.loader]):  # type: ignore[union-attr]
-            raise LayoutError(
-                f"The batch cannot be cut into samples, as {path} holds {per} entries for each of those looked at, and "
-                f"may hold another number for others: {WAY_OUT}."
-            )
-    return layout
-
-
-class _SmallBatches(Samples):
-    """Small batches of a few samples."""
-
-    def __init__(self, source: CollatedBatches, kinds: list[list[Any]], prepare: Prepare) -> None:
-        self._source, self._kinds, self._prepare = source, kinds, prepare
-        self.loaders = len(kinds)
-        self.kinds = max(map(len, kinds))
-
-    def batch(self, counts: Sequence[int], kinds: Sequence[int], seed: int) -> Any:
-        """Collate a few samples of each loader.
-
-        Args:
-            counts: Samples from each loader.
-            kinds: Which samples each batch holds, in turn.
-            seed: Seed of the random numbers that the collate function draws.
-        """
-        batches = [
-            collate_samples(loader, [samples[kind % len(samples)] for kind in kinds], count, seed=seed)
-            for loader, samples, count in zip(self._source.loaders, self._kinds, counts)
-        ]
-        return self._prepare(self._source.combine(batches))
-
-
-def _various(samples: list[Any]) -> list[Any]:
-    """Return a few samples, of different shapes if there are any."""
-    shapes = [str(list(leaves(sample))) for sample in samples]
-    first = [position for position, shape in enumerate(shapes) if shape not in shapes[:position]]
-    rest = [position for position in range(len(samples)) if position not in first]
-    return [samples[position] for position in (*first, *rest)[:_KINDS]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -413,32 +278,6 @@ def check_proportion(samples: int, sizes: Sequence[int]) -> None:
             f"The batch cannot be cut into samples, as its loaders give {' and '.join(map(str, sizes))} of them, and "
             f"no smaller batch holds whole ones in that proportion: {WAY_OUT}."
         )
-
-
-def is_collated(loader: Any) -> bool:
-    """Return whether a loader collates samples, which can be fetched one by one."""
-    return isinstance(loader, DataLoader) and loader.batch_sampler is not None
-
-
-def indices_of(loader: "DataLoader[Any]", most: int = _LOOKED_AT) -> list[Any]:
-    """Return indices of some samples from all over a loader's dataset; placeholders for a stream."""
-    if isinstance(loader.dataset, IterableDataset):
-        return [None] * most
-    if not isinstance(loader.dataset, Sized):
-        return list(next(iter(loader.batch_sampler or ()), ()))[:most]
-    return spread(len(loader.dataset), most)
-
-
-def spread(size: int, most: int) -> list[int]:
-    """Return a few indices from all over a dataset, at irregular distances, as broken samples may be regular.
-
-    Examples:
-        >>> spread(100, 5), spread(3, 5)
-        ([0, 61, 23, 85, 47], [0, 1, 2])
-    """
-    if size <= most:
-        return list(range(size))
-    return list(dict.fromkeys(int(number * _GOLDEN * size) % size for number in range(most)))
 
 
 def length_of_first(batch: Any) -> int:

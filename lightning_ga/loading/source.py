@@ -10,8 +10,9 @@ import torch
 from torch.utils.data import DataLoader, RandomSampler, WeightedRandomSampler, default_collate
 
 from lightning_ga.errors import UserError
+from lightning_ga.loading.batch_source import BatchSource, CollatedBatches, spread
 from lightning_ga.loading.largest_samples import ScanOrder
-from lightning_ga.loading.reader import BatchSource, CollatedAgain, CollatedBatches, spread
+from lightning_ga.loading.reader import CollatedAgain
 from lightning_ga.loading.rebatch import read_loader, rebatch
 from lightning_ga.loading.sampler import (
     FromBatches,

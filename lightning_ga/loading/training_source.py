@@ -7,8 +7,9 @@ from typing import Any, Protocol
 
 from torch.utils.data import DataLoader
 
+from lightning_ga.loading.batch_source import BatchSource
 from lightning_ga.loading.largest_samples import ScanOrder
-from lightning_ga.loading.reader import BatchSource, CollatedAgain
+from lightning_ga.loading.reader import CollatedAgain
 from lightning_ga.plan.accumulation import AccumulationPlan
 from lightning_ga.plan.windows import Chunk
 

@@ -14,18 +14,15 @@ from lightning_ga.batch import pytree as structures
 from lightning_ga.batch.layout import Layout, LayoutError, SampleAxis, SampleCount
 from lightning_ga.batch.pytree import register_splitter
 from lightning_ga.compat.transfer import BatchTransfer
-from lightning_ga.loading.reader import (
-    BatchReader,
-    CollatedAgain,
+from lightning_ga.loading.batch_source import (
     CollatedBatches,
     NoBatches,
     PreparedBatch,
     ReadyMadeBatches,
-    gather,
     indices_of,
     is_collated,
-    length_of_first,
 )
+from lightning_ga.loading.reader import BatchReader, CollatedAgain, gather, length_of_first
 
 SIZE = 24
 
