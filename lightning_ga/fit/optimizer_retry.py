@@ -74,16 +74,16 @@ class OptimizerRetry:
     def _can_tell(self) -> bool:
         """Whether versions can be relied on; in a first step, those of PyTorch's own optimizers.
 
-        Not so of fused ones, nor where a dispatch mode sees the step: operations on lists of tensors raise no
-        versions then.
+        Not so of fused ones, nor where a dispatch mode sees the step: operations on lists of tensors on the CPU, where
+        steps are counted, raise no versions then.
         """
+        optimizer = self._trainer.optimizers[0]
+        if _get_current_dispatch_mode() is not None and any(map(_is_by_lists, optimizer.param_groups)):
+            return False
         if self._tells is not None:
             return self._tells
-        optimizer = self._trainer.optimizers[0]
-        own = type(optimizer).__module__.startswith("torch.optim.")
         fused = any(group.get("fused") for group in optimizer.param_groups)
-        hidden = _get_current_dispatch_mode() is not None and any(map(_is_by_lists, optimizer.param_groups))
-        return own and not fused and not hidden
+        return type(optimizer).__module__.startswith("torch.optim.") and not fused
 
     def _learn(self) -> None:
         """Weights that a step changes without raising their versions (by ``.data``) cannot be watched."""
@@ -144,7 +144,7 @@ class _Mark:
 
 def _is_by_lists(group: dict[str, Any]) -> bool:
     """Whether a group's weights are updated by operations on lists: what PyTorch's optimizers choose off the CPU."""
-    chosen = group.get("foreach")
+    chosen = group.get("foreach", False)  # optimizers without that choice go weight by weight
     return bool(chosen) or (chosen is None and any(weight.device.type != "cpu" for weight in group["params"]))
 
 
