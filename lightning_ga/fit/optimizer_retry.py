@@ -75,11 +75,12 @@ class OptimizerRetry:
         Not so where a dispatch mode sees the step: operations on lists of tensors raise no versions then.
         Nor where it is fused and counts no steps.
         """
+        optimizer = self._trainer.optimizers[0]
+        if _get_current_dispatch_mode() is not None and any(map(_is_by_lists, optimizer.param_groups)):
+            return False
         if self._tells is not None or self._before is None:
             return bool(self._tells)
-        optimizer = self._trainer.optimizers[0]
-        hidden = _get_current_dispatch_mode() is not None and any(map(_is_by_lists, optimizer.param_groups))
-        return is_own(optimizer) and not hidden and self._before.counts_fused_steps()
+        return is_own(optimizer) and self._before.counts_fused_steps()
 
     def _learn(self) -> None:
         """Weights that a step changes without raising a version (by ``.data``) cannot be watched."""
@@ -89,6 +90,6 @@ class OptimizerRetry:
 
 def _is_by_lists(group: dict[str, Any]) -> bool:
     """Whether a group's weights are updated by operations on lists: what PyTorch's optimizers choose off the CPU."""
-    chosen = group.get("foreach")
+    chosen = group.get("foreach", False)  # optimizers without that choice go weight by weight
     default = chosen is None and any(weight.device.type != "cpu" for weight in group["params"])
     return bool(chosen or group.get("fused") or default)

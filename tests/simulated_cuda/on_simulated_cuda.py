@@ -16,7 +16,7 @@ import pytorch_lightning
 # Tests that say something about the simulation, or about a CPU, where they say nothing about a GPU.
 BYTES = "its budget is counted in bytes of tensors, as on a CPU; this device hands out blocks of 512 bytes"
 ONLY_CPU = "on a CPU nothing may come near the memory that there is; a GPU may run out"
-HIDDEN = "updates of lists of tensors, the optimizer's choice here, cannot be watched below the test's dispatch mode"
+HIDDEN = "an update of lists of tensors, the optimizer's choice here, is refused under the test's dispatch mode"
 EXPLAINED: dict[str, str] = {
     "integration/test_probe.py::test_training_at_the_limit_fits_and_one_more_does_not": BYTES,
     "integration/test_recovery.py::test_a_sample_that_is_too_large_is_stopped_at_the_first_operation": ONLY_CPU,
