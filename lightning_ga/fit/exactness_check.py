@@ -304,6 +304,7 @@ def _changed(before: dict[str, Any], after: dict[str, Any]) -> tuple[str, ...]:
 
 
 def both(verdict: Exactness) -> Verdicts:
+    """Return one verdict for training and for splitting."""
     return Verdicts(verdict, verdict)
 
 
