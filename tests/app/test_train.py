@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -220,7 +221,6 @@ def test_resnet34d_learns_the_digits(command):
         (["model=null"], ["model=null chooses no option", "a run needs one"]),
         (["accumulate=null"], ["write accumulate=off"]),
         (["logger=null"], ["write logger=none"]),
-        (["model=nope", "search=optuna"], ["pip install 'lightning_ga[sweep]'"]),
         (["ckpt_path=epoch=1.ckpt"], ["is quoted twice", "'ckpt_path=\"epoch=1.ckpt\"'"]),
         (["model=mlp", "model"], ["model is neither an option nor KEY=VALUE"]),
         (["model=mlp", "trainer.val_check_interval=0"], ["a share of an epoch above 0"]),
@@ -246,6 +246,16 @@ def test_a_mistake_ends_in_one_sentence(command, arguments, parts):
     for part in parts:
         assert part in run.err
     assert "Epoch" not in run.out
+
+
+@pytest.mark.skipif(find_spec("optuna") is not None, reason="the extra 'sweep' is installed")
+def test_a_search_without_its_package_says_what_to_install(command):
+    """The extra, by name."""
+    run = command("search=optuna")
+    assert run.code == 1
+    assert run.err.strip() == (
+        "Error: hydra/sweeper=optuna needs a package that is not installed: pip install 'lightning_ga[sweep]'"
+    )
 
 
 def test_traceback_shows_an_error_in_full(command):

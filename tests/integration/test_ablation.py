@@ -108,12 +108,12 @@ def containers(wanted: Callable[[Any], bool]) -> Omit:
 
 def attribute(name: str) -> Omit:
     """An attribute of Lightning's loops or connectors."""
-    original = Attributes.keep
+    original = Attributes.take
 
-    def keep(self: Attributes, owner: Any, *names: str, copied: bool = False) -> None:
+    def take(self: Attributes, owner: Any, *names: str, copied: bool = False) -> None:
         original(self, owner, *(each for each in names if each != name), copied=copied)
 
-    return lambda patch: patch.setattr(Attributes, "keep", keep)
+    return lambda patch: patch.setattr(Attributes, "take", take)
 
 
 def plain(*names: str) -> Omit:
