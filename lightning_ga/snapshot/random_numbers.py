@@ -128,9 +128,12 @@ def _look_at_python() -> tuple[bytes, float | None]:
     return ctypes.string_at(id(_PYTHON) + object.__basicsize__, 4 * (_SOME + 1)), _PYTHON.gauss_next
 
 
-def _look_at_numpy() -> tuple[bytes, bytes]:
+def _look_at_numpy() -> object:
     """Look at last words and position (``numpy/random/src/mt19937/mt19937.h`` of NumPy 1.26 and 2)."""
-    memory = np.random.get_bit_generator().ctypes.state_address  # type: ignore[attr-defined]
+    generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
+    if type(generator) is not np.random.MT19937:  # by ``set_bit_generator``: another layout, never taken for one seen
+        return object()
+    memory = generator.ctypes.state_address
     return ctypes.string_at(memory + 4 * (_WORDS - _SOME), 4 * (_SOME + 1)), ctypes.string_at(id(_NUMPY) + _GAUSS, 8)
 
 

@@ -60,3 +60,16 @@ def test_generators_whose_memory_is_not_known_are_read_in_full(name: str, monkey
     state, first = RandomState(), drawn()
     state.restore()
     assert drawn() == first
+
+
+@pytest.mark.filterwarnings("ignore:get_state and legacy can only be used with the MT19937 BitGenerator")
+def test_another_generator_that_numpy_was_given_is_read_in_full() -> None:
+    """Its memory is laid out otherwise, and may be shorter."""
+    before = np.random.get_bit_generator()
+    np.random.set_bit_generator(np.random.PCG64(3))
+    try:
+        state, first = RandomState(), np.random.rand(3).tolist()
+        state.restore()
+        assert np.random.rand(3).tolist() == first
+    finally:
+        np.random.set_bit_generator(before)
