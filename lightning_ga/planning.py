@@ -7,9 +7,9 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from pytorch_lightning import LightningModule as LegacyModule
 
 from lightning_ga.callback import AutoAccumulate
+from lightning_ga.compat.namespaces import MODULES
 from lightning_ga.errors import UserError
 from lightning_ga.plan.accumulation import require_count
 from lightning_ga.probe.planned.device import DevicePlan, planned_device, settings_on_this_host
@@ -76,7 +76,7 @@ def plan_for_device(
         1
     """
     require_count("devices", devices)
-    if not isinstance(module, (pl.LightningModule, LegacyModule)):
+    if not isinstance(module, MODULES):
         raise UserError(f"module must be a LightningModule, not {type(module).__name__}.")
     root = "lightning.pytorch" if isinstance(module, pl.LightningModule) else "pytorch_lightning"
     ours, others = _split(trainer.pop("callbacks", None))

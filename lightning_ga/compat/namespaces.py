@@ -7,8 +7,11 @@ import lightning.pytorch as pl
 
 if TYPE_CHECKING or find_spec("pytorch_lightning") is None:
     Callback = pl.Callback
+    MODULES: tuple[type, ...] = (pl.LightningModule,)
 else:
     import pytorch_lightning
 
     class Callback(pl.Callback, pytorch_lightning.Callback):
         """A callback that trainers of both namespaces accept: each checks the type."""
+
+    MODULES = (pl.LightningModule, pytorch_lightning.LightningModule)
