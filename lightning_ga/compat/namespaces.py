@@ -7,7 +7,7 @@ import lightning.pytorch as pl
 
 if TYPE_CHECKING or find_spec("pytorch_lightning") is None:
     Callback = pl.Callback
-    MODULES: tuple[type, ...] = (pl.LightningModule,)
+    MODULES: tuple[type[pl.LightningModule], ...] = (pl.LightningModule,)
 else:
     import pytorch_lightning
 
