@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_ga.memory.allocator import WITH_STATISTICS, AllocatorMeter
 from lightning_ga.memory.device import available_memory, is_emulated
 from lightning_ga.memory.live_tensors import LiveTensorMeter
-from lightning_ga.memory.segments import ROUNDING
+from lightning_ga.memory.segments import ROUNDING, SegmentRules
 from lightning_ga.memory.trace import MemoryTrace
 
 # Share of a CPU's available memory that a step may take: the rest is for kernels' scratch and other processes.
@@ -47,14 +47,14 @@ class Meter(Protocol):
     Attributes:
         device: Where the step's memory lies.
         rounding: Bytes that the allocator rounds up to.
-        segmented: Whether the allocator cuts its blocks out of segments.
+        rules: How the allocator cuts its blocks out of segments; ``None`` if it does not, or that is not known.
         sees_kernels: Whether temporaries that kernels choose by size are measured, too.
         deadly: Whether running out of memory ends the process instead of raising an error.
     """
 
     device: torch.device
     rounding: int
-    segmented: bool
+    rules: SegmentRules | None
     sees_kernels: bool
     deadly: bool
 
@@ -83,7 +83,7 @@ class TensorMeter:
         room: Bytes that the device can still give, where it is not this machine's.
     """
 
-    segmented = False
+    rules: SegmentRules | None = None
     sees_kernels = False
 
     def __init__(self, device: torch.device, *, rounding: int = 1, room: int | None = None) -> None:
@@ -135,7 +135,7 @@ class CachingMeter:
         self.device = device
         self._allocator = AllocatorMeter(device)
         self._tensors = LiveTensorMeter(device=device, rounding=ROUNDING)
-        self.segmented = self._allocator.segmented
+        self.rules = self._allocator.rules
 
     def count(self, tensors: Iterable[Tensor | None]) -> int:
         """Return the bytes that are alive; these tensors are known to the recordings from now on."""

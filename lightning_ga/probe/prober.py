@@ -134,7 +134,7 @@ class Prober:
             budget=budget,
             sizes=sizes,
             rounding=self._meter.rounding,
-            segmented=self._meter.segmented,
+            rules=self._meter.rules,
             predict_only=cautious,
             closest=CLOSEST if self._meter.deadly else 1.0,
         )

@@ -387,7 +387,7 @@ class FakeCuda:
     """Statistics of an allocator with a workspace that no tensor holds, over the live tensors of a CPU."""
 
     memory: LiveTensorMeter
-    segmented = False
+    rules = None
 
     def __init__(self, device: torch.device) -> None:
         assert device.type == "cuda"
