@@ -38,12 +38,14 @@ class OriginMeter(LiveTensorMeter):  # type: ignore[no-untyped-call]
     def __init__(self, module: nn.Module | None, owners: Owners = dict, **arguments: Any) -> None:
         super().__init__(**arguments)
         self._names = None if module is None else {id(part): name for name, part in module.named_modules() if name}
+        self._weights = {} if module is None else _weight_sizes(module)
         self._owners = owners
         self._stack: list[str] = []
         self._hooks: list[RemovableHandle] = []
         self._origins: dict[int, Origin] = {}
         self._kinds: dict[int, str] = {}  # of storages that were there before, by their addresses
         self._operation: Any = None
+        self._was_backward = False  # since the last module ran
 
     def __enter__(self) -> "OriginMeter":
         if self._events is not None and not self._hooks:
@@ -65,6 +67,7 @@ class OriginMeter(LiveTensorMeter):  # type: ignore[no-untyped-call]
         """Begin a step: the peak starts at what is alive, and what is alive is known by its owners."""
         super().start(record=record, budget=budget)
         self._origins.clear()
+        self._was_backward = False
         self._kinds = self._owned() if record else {}
 
     def note_batch(self, tensors: Iterable[Tensor]) -> None:
@@ -111,6 +114,7 @@ class OriginMeter(LiveTensorMeter):  # type: ignore[no-untyped-call]
 
     def _enter_module(self, part: nn.Module, inputs: Any) -> None:
         outer = self._stack[-1] if self._stack else ""
+        self._was_backward &= torch._C._current_graph_task_id() != -1
         _name_nodes(inputs, outer)
         self._stack.append(type(part).__name__ if self._names is None else self._names.get(id(part), outer))
 
@@ -122,7 +126,7 @@ class OriginMeter(LiveTensorMeter):  # type: ignore[no-untyped-call]
         recorded = len(self._sizes)
         super()._hold(storage, counts=counts)
         if len(self._sizes) > recorded:
-            self._origins[recorded] = self._origin()
+            self._origins[recorded] = self._origin(storage.nbytes())
 
     def _released(self, held: Any) -> None:
         before = len(self._initial)
@@ -141,14 +145,19 @@ class OriginMeter(LiveTensorMeter):  # type: ignore[no-untyped-call]
                     for storage in _addresses(tensor):
                         self._name(storage, LOGITS)
 
-    def _origin(self) -> Origin:
+    def _origin(self, size: int) -> Origin:
         operation, is_loss = _described(self._operation)
         kind = LOGITS if is_loss else ""
         place = next((name for name in reversed(self._stack) if name), operation)
         if torch._C._current_graph_task_id() != -1:
+            self._was_backward = True
             node = torch._C._current_autograd_node()
-            return Origin("backward", _name_of(node) or place, kind)
-        return Origin("update", "the optimizer") if self._marks else Origin("forward", place, kind)
+            place = _name_of(node) or place
+            # A gradient is whole before it is added to that of earlier micro-batches.
+            return Origin("backward", place, GRADIENTS if size in self._weights.get(place, ()) else kind)
+        # Not told by the marks: Lightning runs forward and backward passes in a closure, inside the optimizer's step.
+        updates = self._was_backward and not torch.is_grad_enabled()
+        return Origin("update", "the optimizer") if updates else Origin("forward", place, kind)
 
 
 def state_of(module: nn.Module, optimizers: Iterable[Optimizer]) -> dict[str, list[Tensor]]:
@@ -159,6 +168,12 @@ def state_of(module: nn.Module, optimizers: Iterable[Optimizer]) -> dict[str, li
         GRADIENTS: [parameter.grad for parameter in module.parameters() if parameter.grad is not None],
         OPTIMIZER: [value for value in state if isinstance(value, Tensor)],
     }
+
+
+def _weight_sizes(module: nn.Module) -> dict[str, set[int]]:
+    """The bytes of the parameters that modules have of their own, by the names of the modules."""
+    parts = module.named_modules()
+    return {name: {parameter.nbytes for parameter in part.parameters(recurse=False)} for name, part in parts}
 
 
 def _addresses(tensor: Tensor) -> list[int]:

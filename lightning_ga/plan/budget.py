@@ -1,6 +1,7 @@
 """The memory budget as a user writes it: bytes, a share of the device, or text with a unit."""
 
 import re
+from decimal import Decimal
 from math import ceil, floor, log10
 
 from lightning_ga.errors import UserError
@@ -80,13 +81,14 @@ def sufficient(value: int | float | str, needed: int, total_bytes: int | None = 
     if isinstance(value, int):
         return needed
     if isinstance(value, float):
-        return None if total_bytes is None else _rounded_up(needed / total_bytes)
+        return None if total_bytes is None else min(1.0, _rounded_up((needed + 1) / total_bytes))  # a share is cut off
     found = _AMOUNT.fullmatch(value)
     if found is None or (found[3] and total_bytes is None):
         return None
     number, unit, percent = found.groups()
     scale = (total_bytes or 0) / 100 if percent else _UNITS[(unit or "").upper()]
-    return f"{_rounded_up(needed / scale):g}{value.strip()[len(number) :]}"
+    amount = format(Decimal(repr(_rounded_up((needed + bool(percent)) / scale))).normalize(), "f")
+    return f"{amount}{value.strip()[len(number) :]}"
 
 
 def written_like(value: int | float | str, count: int) -> str:

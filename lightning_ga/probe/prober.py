@@ -213,7 +213,7 @@ class Prober:
         Args:
             size: Samples of the step.
             record: Whether its traces are wanted.
-            bounded: Whether it has to keep to the budget; else the device alone bounds it.
+            bounded: Whether it has to keep to the budget; else the device alone bounds it, and no error is raised.
         """
         if self._on_step is not None:
             self._on_step(size)
@@ -226,7 +226,7 @@ class Prober:
         if measured.origins is not None:
             self._holders.record(measured.traces[-1], measured.origins)
         failure = measured.failure
-        fatal = failure is not None and not self._means_too_large(failure, size)
+        fatal = failure is not None and bounded and not self._means_too_large(failure, size)
         if failure is not None and not fatal:
             release(failure)
         self._put_back()
@@ -257,8 +257,7 @@ class Prober:
         if is_out_of_memory(failure):
             return True
         larger = any(not trial.fits and trial.micro_batch_size > size for trial in self._trials)
-        # BatchNorm refuses one sample: with two known to be too many, or to be what runs, it is not a bug.
-        larger |= self._least == 2
+        # BatchNorm refuses one sample: with two known to be too many, no size is left.
         return (self._least < size and is_ambiguous_out_of_memory(failure)) or (size == 1 and larger)
 
     def _does_not_fit(self, alive: int, budget: int, high: int, *, cautious: bool) -> UserError:
