@@ -447,6 +447,11 @@ class Fit:
             )
         return found
 
+    def holders(self) -> str | None:
+        """Return what holds the memory at the peak, in a sentence; ``None`` where no probe recorded it."""
+        holders = None if self.probe is None else self.probe.holders
+        return None if holders is None else f"As the probe recorded it: {holders.sentence()}"
+
     def summary(self) -> str:
         """Return plan and probe in one line."""
         found = ""

@@ -17,6 +17,7 @@ from lightning_ga.plan.attribution import (
     LOGITS,
     TEMPORARIES,
     UNNAMED,
+    UPDATE,
     Attribution,
 )
 
@@ -153,6 +154,8 @@ def _part(origin: Origin | None, released_in: str) -> str:
     place = block(origin.place) or THE_STEP
     if not released_in:
         return f"{KEPT} {place}"
+    if origin.phase == "update":
+        return UPDATE
     if origin.phase == "backward" and released_in == "update":
         return GRADIENTS
     return f"{ACTIVATIONS if origin.phase != released_in else TEMPORARIES} {place}"

@@ -9,6 +9,7 @@ from lightning_ga.plan.units import format_bytes
 
 PARAMETERS, GRADIENTS, OPTIMIZER, BATCH = "parameters", "gradients", "optimizer state", "batch"
 LOGITS, RETRIES, BEFORE = "logits and their loss", "copies kept for a retry", "alive before the step"
+UPDATE = "the optimizer's temporaries"
 UNNAMED = "held by no tensor (workspaces of kernels, rounding)"
 KEPT, ACTIVATIONS, TEMPORARIES = "kept after the step, made in", "activations of", "temporaries of"
 _SHARD = "a lower precision (bf16-true), or a strategy that shards the model"
@@ -19,11 +20,12 @@ REMEDIES = {
     BATCH: "a smaller micro-batch, or smaller samples",
     LOGITS: "a loss that takes the logits in parts (a chunked or fused cross-entropy), or a smaller micro-batch",
     RETRIES: 'on_oom="raise", which keeps none',
+    UPDATE: "foreach=False in the optimizer, or fused=True",
     BEFORE: "deleting what earlier steps have left, or keeping it on the host",
     UNNAMED: "a smaller micro-batch, or torch.backends.cudnn.benchmark=False",
     KEPT: "keeping a number or .detach().cpu() where the step appends tensors to something that outlives it",
     ACTIVATIONS: "activation checkpointing of these blocks, mixed precision, or a smaller micro-batch",
-    TEMPORARIES: "a fused operation (scaled_dot_product_attention), or a smaller micro-batch",
+    TEMPORARIES: "a smaller micro-batch, or a fused operation for a T×T attention (scaled_dot_product_attention)",
 }
 MOST_BLOCKS = 3
 SMALL = 0.01  # share of the peak below which parts are told as one
@@ -83,7 +85,7 @@ class Attribution:
             amount: Turns bytes into text.
         """
         where, held, remedy = self.lines(amount)
-        return f"{where} {held}. {remedy}"
+        return f"{where[0].lower()}{where[1:]} {held}. {remedy}"
 
     def _blocks(self, kind: str, amount: Callable[[int], str]) -> str:
         blocks: Counter[str] = Counter()

@@ -76,7 +76,7 @@ class Shortage:
         self, what: str, needed: int, budget: int, enough: str | None, holders: Attribution | None = None
     ) -> UserError:
         way_out = f"{enough}, or {self.advice}" if enough else f"more memory is needed; {self.advice}"
-        told = f" {holders.sentence(self.amount)}" if holders else ""
+        told = f" As it was recorded: {holders.sentence(self.amount)}" if holders else ""
         return UserError(
             f"{what} {self.amount(needed)}, and {self.bound} leaves {self.amount(budget)}: {way_out}.{told}"
         )

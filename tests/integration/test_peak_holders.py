@@ -14,9 +14,11 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ga import AutoAccumulate, UserError
+from lightning_ga.app.errors import explain
 from lightning_ga.memory.live_tensors import LiveTensorMeter
 from lightning_ga.plan.attribution import Attribution
 from lightning_ga.probe.finder import find_micro_batch
+from lightning_ga.testing import limit_memory
 
 SAMPLES, TOKENS, WIDTH = 64, 32, 16
 
@@ -215,3 +217,29 @@ def test_a_step_without_modules_is_told_by_class() -> None:
     parts = dict(found.holders.parts)
     assert parts["parameters"] == sum(parameter.nbytes for parameter in model.parameters())
     assert parts["activations of ReLU"] == 256 * 256 * 4
+
+
+class Bursting(Plain):
+    """Its second step takes more than any device has."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.trainer.global_step:
+            torch.zeros(1 << 40)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.filterwarnings("ignore:Memory ran out in")
+@pytest.mark.parametrize("on_oom", ["split", "raise"])
+def test_errors_that_end_a_run_say_what_holds_the_memory(on_oom: Any) -> None:
+    """As a note, which Python prints below the error, and the command line after its sentence."""
+    callback = AutoAccumulate(8, on_oom=on_oom, cache=False, verify=False)
+    trainer = quiet_trainer(callback, max_epochs=1)
+    with limit_memory("64MiB"), pytest.raises((UserError, RuntimeError)) as caught:
+        trainer.fit(Bursting(), DataLoader(data(), batch_size=8))
+    (note,) = caught.value.__notes__
+    assert note.startswith("As the probe recorded it: at the peak of ")
+    assert "held by: temporaries " in note
+    told = explain(caught.value)
+    assert told.startswith("Memory ran out")
+    assert told.endswith(note)
+    assert "\n" not in told
