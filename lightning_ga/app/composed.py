@@ -21,7 +21,11 @@ LOGGING = (
 )
 """What may handle log records; anything else below ``logging``, such as ``logging.os.system``, ends elsewhere."""
 STREAMS = ("ext://sys.stdout", "ext://sys.stderr")
-PLUGINS = ("hydra._internal.core_plugins.", "hydra_plugins.", "optuna.samplers.")
+PLUGINS = re.compile(
+    r"hydra\._internal\.core_plugins\.basic_\w+\.Basic(Launcher|Sweeper)"
+    r"|hydra_plugins\.\w+\.\w+\.\w+(Launcher|Sweeper)|optuna\.samplers\.\w+Sampler"
+)
+"""Classes; what their modules have imported, such as ``basic_launcher.logging.os.system``, ends elsewhere."""
 IN_FOLDER = re.compile(r"\$\{hydra\.runtime\.output_dir\}(/|\$\{hydra\.job\.name\}|[\w.-])*")
 PLAIN_SECTIONS = {
     "paths": ("data_dir", "output_root", "sweep_root", "output_dir"),
@@ -94,7 +98,7 @@ def check_hydra_section(section: Mapping[str, Any]) -> None:
     if section["job"]["env_set"]:
         raise UserError("hydra.job.env_set would reach every process that a run starts: set variables in the shell.")
     for target in found_under("_target_", section):
-        if not str(target).startswith(PLUGINS) or "${" in str(target):
+        if not PLUGINS.fullmatch(str(target)):
             raise UserError(
                 f"The hydra section names {target}: only Hydra's own launchers and sweepers are built there."
             )

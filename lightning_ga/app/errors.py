@@ -35,6 +35,10 @@ PLACE_ERRORS = {  # of a file or folder that the user named
     errno.ENAMETOOLONG: "its name is too long: choose a shorter one",
 }
 PLUGINS = {"optuna": "'lightning_ga[sweep]'", "joblib": "hydra-joblib-launcher"}
+LOGGERS = {  # packages whose errors are about accounts, servers and networks, and what does without them
+    "wandb": "logger.wandb.offline=true logs into the output folder, without an account or a network",
+    "mlflow": "logger.mlflow.tracking_uri=… names a server or a database",
+}
 FOLDER_KEYS = "hydra.run.dir=FOLDER for this run, paths.output_root=FOLDER for all"
 
 
@@ -45,6 +49,7 @@ def is_expected(error: BaseException) -> bool:
         or type(error).__name__ == "MisconfigurationException"  # Lightning's; not imported for this
         or GROUP_IS_NULL in str(error)
         or is_out_of_memory(error)
+        or logger_error(error) is not None
         or place_error(error) is not None
     )
 
@@ -73,6 +78,9 @@ def explain(error: BaseException, keys: Sequence[str] = (), arguments: Sequence[
             return explain_yaml(cause)
     if is_out_of_memory(error):
         return explain_out_of_memory(error)
+    refused = logger_error(error)
+    if refused is not None and not isinstance(error, InstantiationException):
+        return f"{one_line(refused)} ({LOGGERS[type(refused).__module__.partition('.')[0]]})"
     if isinstance(error, OverrideParseException):
         return explain_grammar(error)
     if isinstance(error, MissingConfigException) and error.options:
@@ -179,6 +187,11 @@ def arguments_of(target: str) -> list[str]:
     if any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters):
         return []
     return [parameter.name for parameter in parameters if parameter.name != "self"]
+
+
+def logger_error(error: BaseException) -> BaseException | None:
+    """The error of a logger's own package behind an error, if there is one."""
+    return next((cause for cause in chain(error) if type(cause).__module__.partition(".")[0] in LOGGERS), None)
 
 
 def explain_out_of_memory(error: BaseException) -> str:

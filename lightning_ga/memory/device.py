@@ -7,6 +7,7 @@ All amounts are bytes. On a CPU the machine's free memory and the limits of the 
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 
 import psutil
@@ -20,6 +21,7 @@ from lightning_ga.plan.units import format_bytes
 _CUDA_MARGIN = 0.05
 # A control group without a limit reads "max", or a number near 2**63.
 _NO_LIMIT = 1 << 60
+_unenforced: ContextVar[float | None] = ContextVar("unenforced", default=None)  # fraction before any enforced budget
 
 
 def available_memory(device: torch.device | str) -> int:
@@ -182,7 +184,24 @@ def enforced_budget(device: torch.device, budget: int | None) -> Iterator[None]:
         return
     require_statistics(device)
     before = _memory_fraction(device)
+    token = _unenforced.set(_unenforced.get() or before)
     torch.cuda.set_per_process_memory_fraction(min(before, (budget + 0.5) / _device_memory(device)[1]), device)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(before, device)
+        _unenforced.reset(token)
+
+
+@contextmanager
+def lifted_budget(device: torch.device) -> Iterator[None]:
+    """Return a context in which no ``enforced_budget`` around it holds; a fraction that the user has set does."""
+    fraction = _unenforced.get()
+    if fraction is None or not _is_cuda(device):
+        yield
+        return
+    before = _memory_fraction(device)
+    torch.cuda.set_per_process_memory_fraction(fraction, device)
     try:
         yield
     finally:

@@ -3,7 +3,7 @@
 import gc
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from math import inf
 from typing import Any
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_ga.errors import UserError
-from lightning_ga.memory.device import enforced_budget
+from lightning_ga.memory.device import enforced_budget, lifted_budget
 from lightning_ga.memory.oom import is_ambiguous_out_of_memory, is_out_of_memory, release
 from lightning_ga.plan.records import ProbeResult, Trial, outdated
 from lightning_ga.probe.meters import Measurement, Meter
@@ -67,7 +67,7 @@ class Prober:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Watch optimizers, as a context in which steps may run.
+        """Watch optimizers and keep to the budget, as a context in which steps may run.
 
         ``gc.collect`` leaves older objects aside inside: it takes half a second in a process of usual size.
         """
@@ -78,7 +78,8 @@ class Prober:
         try:
             if mine:
                 gc.freeze()
-            yield
+            with enforced_budget(self._meter.device, self._asked):
+                yield
         finally:
             hook.remove()
             self._meter.stop()
@@ -103,8 +104,7 @@ class Prober:
             return None
         limit = smallest_over_ranks(min(known.limit, high), self._agree)
         if warm_up is not None:
-            with enforced_budget(self._meter.device, self._asked):
-                warm_up()
+            warm_up()
             self._put_back()
         cautious = self._is_cautious(alive, predict_only)
         self._least = 0  # an error of two meanings is for the search to judge, which follows a failure
@@ -218,10 +218,10 @@ class Prober:
         if self._on_step is not None:
             self._on_step(size)
         alive, budget = self._prepare()
-        budget = budget if bounded else self._meter.most(alive)
         had_gradients = self._optimizers.graded()
         self._steps += 1
-        with enforced_budget(self._meter.device, self._asked if bounded else None):
+        with nullcontext() if bounded else lifted_budget(self._meter.device):
+            budget = budget if bounded else self._meter.most(alive)
             measured = self._meter.run(lambda: self._step(size), size, budget=budget, record=record)
         if measured.origins is not None:
             self._holders.record(measured.traces[-1], measured.origins)
@@ -265,24 +265,27 @@ class Prober:
         if smallest is None and not self._trials:
             return self._shortage.of_state(alive, budget)
         refused = [trial for trial in self._trials if trial.peak_bytes > budget] or self._trials
-        trial = smallest or min(refused, key=lambda trial: trial.micro_batch_size)
-        size, needed = trial.micro_batch_size, trial.peak_bytes
-        holders = self._holders.at(size, needed)
+        trial = smallest[0] if smallest else min(refused, key=lambda trial: trial.micro_batch_size)
+        size, needed = trial.micro_batch_size, smallest[1] if smallest else trial.peak_bytes
+        holders = self._holders.at(size, trial.peak_bytes)
         return self._shortage.of_step(size, needed, budget, measured=smallest is not None, holders=holders)
 
-    def _smallest_step(self, budget: int, high: int) -> Trial | None:
+    def _smallest_step(self, budget: int, high: int) -> tuple[Trial, int] | None:
         """Run the smallest step that runs, bounded by the device alone; ``None`` if the budget is all that it has.
 
-        Its optimizer has its state by the second time.
+        Its optimizer has its state by the second time. Beside it are the bytes that a budget must leave on any rank,
+        which is what an allocator reserves.
         """
-        if not self._agree(self._meter.most(self._prepare()[0]) > budget):
+        with lifted_budget(self._meter.device):
+            more = self._meter.most(self._prepare()[0]) > budget
+        if not self._agree(more):
             return None
         smallest = None
         for size in range(min(2, high), 0, -1):
             tried = [self._try(size, record=True, bounded=False) for _ in range(2)]
             if all(trial.fits for trial, _ in tried):
                 needed = max(max(trial.peak_bytes, step.reserved_bytes or 0) for trial, step in tried)
-                smallest = replace(tried[-1][0], peak_bytes=largest_over_ranks(needed, self._agree))
+                smallest = tried[-1][0], largest_over_ranks(needed, self._agree)
         return smallest
 
 

@@ -29,6 +29,15 @@ def with_handler(key: str, **handler: str) -> dict:
         (PLAIN | {"sweeper": {"_target_": "os.getcwd"}}, "names os.getcwd"),
         (PLAIN | {"sweeper": {**PLAIN["sweeper"], "params": {"x": {"_target_": "os.getcwd"}}}}, "names os.getcwd"),
         (PLAIN | {"launcher": {"_target_": "${oc.env:LAUNCHER}"}}, "names"),
+        *(
+            (PLAIN | {"sweeper": {**PLAIN["sweeper"], "x": {"_target_": target}}}, f"names {target}")
+            for target in (
+                "hydra._internal.core_plugins.basic_launcher.logging.os.system",  # begins well, ends elsewhere
+                "hydra._internal.core_plugins.basic_launcher.run_job",
+                "hydra_plugins.hydra_optuna_sweeper.optuna_sweeper.instantiate",
+                "optuna.samplers._tpe.sampler.os.system",
+            )
+        ),
         (with_handler("job_logging", **{"()": "os.system"}), "names os.system"),
         (with_handler("job_logging", **{"()": "logging.os.system"}), "names logging.os.system"),
         (with_handler("job_logging", **{"class": "subprocess.Popen"}), "names subprocess.Popen"),
@@ -44,6 +53,21 @@ def test_hydra_builds_nothing_before_the_job(section, words):
     check_hydra_section(PLAIN)
     with pytest.raises(UserError, match=words.replace(".", r"\.")):
         check_hydra_section(section)
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "hydra._internal.core_plugins.basic_launcher.BasicLauncher",
+        "hydra_plugins.hydra_optuna_sweeper.optuna_sweeper.OptunaSweeper",
+        "hydra_plugins.hydra_joblib_launcher.joblib_launcher.JoblibLauncher",
+        "hydra_plugins.hydra_submitit_launcher.submitit_launcher.SlurmLauncher",
+        "optuna.samplers.TPESampler",
+    ],
+)
+def test_launchers_and_sweepers_of_hydras_plugins_are_built(target):
+    """By the names that their own configurations have."""
+    check_hydra_section(PLAIN | {"launcher": {"_target_": target}})
 
 
 def test_an_experiment_without_its_first_line_is_told():

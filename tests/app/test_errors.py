@@ -1,6 +1,7 @@
 import errno
 
 import pytest
+import torch
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
@@ -57,3 +58,22 @@ def test_disks_and_folders_are_told_in_one_sentence():
 def test_a_long_message_is_cut_to_its_first_paragraph():
     """One line, whatever the library wrote."""
     assert explain(UserError("first\n  line\n\nsecond")) == "first line"
+
+
+def test_errors_of_loggers_name_what_does_without_an_account():
+    """Weights & Biases wants a key only when the first value is logged."""
+    refused = type("UsageError", (Exception,), {"__module__": "wandb.errors.errors"})("No API key configured.")
+    assert is_expected(refused)
+    told = explain(refused)
+    assert told.startswith("No API key configured. (logger.wandb.offline=true ")
+
+
+def test_memory_that_ran_out_is_told_in_one_sentence():
+    """Without a callback too; what is known of the memory follows."""
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB. GPU 0 has …")
+    error.add_note("As the probe recorded it: …")
+    assert is_expected(error)
+    told = explain(error)
+    assert told.startswith("Memory ran out (CUDA out of memory): ")
+    assert "accumulate.on_oom=split" in told
+    assert told.endswith("As the probe recorded it: …")
