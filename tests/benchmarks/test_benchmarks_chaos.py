@@ -58,6 +58,7 @@ def some_chaos(results: Path) -> int:
     return chaos.main(["--faults", "5", "--seed", "3"])
 
 
+@pytest.mark.slow
 def test_faults_and_kills_are_survived(tmp_path: Path) -> None:
     """One run for real, on one rank."""
     done = forked(some_chaos, tmp_path, folder=tmp_path)

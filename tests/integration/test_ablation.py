@@ -19,6 +19,7 @@ from lightning_ga.snapshot.contents import Contents, ObjectState
 from lightning_ga.snapshot.random_numbers import RandomState
 from lightning_ga.snapshot.state import Attributes, Gradients, PlainState, TensorValues
 
+pytestmark = pytest.mark.slow  # together; that nothing is left out is what test_traceless.py holds
 Omit = Callable[[pytest.MonkeyPatch], None]
 BUDGET = "60KB"  # fp16 with a scaler
 

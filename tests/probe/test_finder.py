@@ -368,7 +368,7 @@ class Ranks:
 
     def __init__(self, count: int) -> None:
         self.answers = [False] * count
-        self.barrier = threading.Barrier(count, timeout=60)
+        self.barrier = threading.Barrier(count, timeout=600)  # seconds; ends what hangs
 
     def agree(self, rank: int) -> Callable[[bool], bool]:
         def vote(value: bool) -> bool:
