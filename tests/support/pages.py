@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-_FENCE = re.compile(r"^( *)```(\w+)?.*\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
+_FENCE = re.compile(r"^( *)```(\w+)?[^\n]*\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
 _REMARK = re.compile(r"<!-- ([^>]+?) -->\s*\Z")
 
 
@@ -83,9 +83,6 @@ class Yours(pl.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         return torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1])
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val_loss", torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1]))
-
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.parameters(), lr=1e-3)
 
@@ -93,7 +90,8 @@ class Yours(pl.LightningModule):
 def run(page: Path) -> None:
     """Run the Python blocks of a page in one namespace; they print what stands below them."""
     data = TensorDataset(torch.randn(128, 8), torch.randint(4, (128,)))
-    namespace: dict[str, Any] = {"__name__": "page", "model": Yours(), "loader": DataLoader(data, batch_size=32)}
+    namespace: dict[str, Any] = {"__name__": "page", "model": Yours(), "dataset": data}
+    namespace["loader"] = DataLoader(data, batch_size=32)
     printed = io.StringIO()
     for block in blocks(page):
         if block.runs:
