@@ -38,9 +38,9 @@ def test_blocks_that_do_not_run_say_why(page: Path) -> None:
 def test_commands_exist(page: Path, command) -> None:
     """Overrides compose, and modules, files and make's targets are there."""
     for line in pages.commands(page):
-        _, ours, arguments = re.sub(r"\blightning-ga\b", "-m lightning_ga.train", line).partition("-m lightning_ga.train")
-        if ours:
-            run = command("--cfg", "job", "--resolve", *composable(arguments), "paths.output_dir=run")
+        ours = re.search(r"(?:-m lightning_ga\.train|\blightning-ga)\b(.*)", line)
+        if ours is not None:
+            run = command("--cfg", "job", "--resolve", *composable(ours[1]), "paths.output_dir=run")
             assert run.code == 0, f"{line}: {run.err}"
         else:
             assert is_there(shlex.split(line), page), line
@@ -86,24 +86,3 @@ def test_messages_of_the_troubleshooting_page_are_those_of_the_package() -> None
     assert len(messages) > 40
     parts = {part.strip() for message in messages for part in message.split("…") if len(part.strip()) > 3}
     assert sorted(part for part in parts if part not in sentences()) == []
-
-
-def test_links_of_the_readme_lead_somewhere() -> None:
-    """To a file of this repository, and to a heading of it."""
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    for target in re.findall(r"\]\(([^)]+)\)", readme):
-        path, _, heading = target.partition("#")
-        if path and "://" not in path:
-            text = (ROOT / path).read_text(encoding="utf-8") if path.endswith(".md") else ""
-            assert (ROOT / path).exists(), target
-            assert not heading or heading in [anchor(title) for title in re.findall(r"^#+ (.*)", text, re.MULTILINE)]
-
-
-def anchor(title: str) -> str:
-    """The anchor of a heading.
-
-    Examples:
-        >>> anchor("The nine verdicts")
-        'the-nine-verdicts'
-    """
-    return re.sub(r"[\s]+", "-", re.sub(r"[^\w\s-]", "", title).strip().lower())

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 _FENCE = re.compile(r"^( *)```(\w+)?[^\n]*\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
-_REMARK = re.compile(r"<!-- ([^>]+?) -->\s*\Z")
+_REMARK = re.compile(r"<!-- ([^>]+?) -->\n\Z")
 
 
 @dataclass(frozen=True)
