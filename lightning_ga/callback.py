@@ -13,6 +13,7 @@ from lightning_ga.errors import ExactnessWarning, UserError
 from lightning_ga.fit import checks
 from lightning_ga.fit.fit import Fit
 from lightning_ga.fit.oom_handler import OomHandler, OomReporter
+from lightning_ga.memory.oom import is_out_of_memory
 from lightning_ga.plan.accumulation import AccumulationPlan
 from lightning_ga.plan.checkpoint import RunState
 from lightning_ga.plan.config import Options, read_request, require_choice
@@ -184,7 +185,10 @@ class AutoAccumulate(Callback):
         self._started_fit.close()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Leave the trainer as it was found."""
+        """Leave the trainer as it was found; where memory ran out, say what holds it."""
+        told = self._fit.holders() if self._fit and is_out_of_memory(exception) else None
+        if told is not None:
+            exception.add_note(told)
         if self._fit and self._evaluation is None:
             self._fit.abandon()
         self._take_back(trainer)

@@ -1,4 +1,7 @@
-"""Shared by all tests: one thread, so that sums have one order, quick collections, a command line, a run's mode."""
+"""Shared by all tests: one thread, so that sums have one order, quick collections, a command line, a run's mode.
+
+Nothing heavy is imported here: the process that only hands tests to others begins with this file, too.
+"""
 
 import gc
 import logging
@@ -8,15 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch
-
-from lightning_ga import AutoAccumulate
 
 # Modules with tests of several seconds, or whose processes take several: they come first, so that no worker waits for
 # the last of them in the end, and most of them share one server of forks.
 LONG = {
     *("test_forks", "test_killed", "test_invariance", "test_ranks", "test_ranks_memory", "test_ranks_survive"),
-    *("test_setrlimit", "test_sharded", "test_sharded_survive"),
+    *("test_setrlimit", "test_sharded", "test_sharded_survive", "test_interrupts", "test_public"),
     *("test_atomic", "test_benchmarks_chaos", "test_benchmarks_probe", "test_examples", "test_survive", "test_train"),
 }
 
@@ -28,10 +28,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="loader",
         help="What AutoAccumulate(micro_batching=…) is wherever a test does not say.",
     )
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    AutoAccumulate.__init__.__kwdefaults__["micro_batching"] = config.getoption("--micro-batching")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -52,7 +48,16 @@ def micro_batching(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(autouse=True, scope="session")
+def _mode_of_the_run(request: pytest.FixtureRequest) -> None:
+    from lightning_ga import AutoAccumulate
+
+    AutoAccumulate.__init__.__kwdefaults__["micro_batching"] = request.config.getoption("--micro-batching")
+
+
+@pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> None:
+    import torch
+
     torch.set_num_threads(1)
 
 
@@ -84,6 +89,8 @@ def command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Iterator[Callable[..., Typed]]:
     """Type a command line in an empty folder, without starting a process."""
+    import torch
+
     from lightning_ga.train import main
 
     work = tmp_path / "work"

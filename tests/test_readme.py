@@ -27,10 +27,11 @@ def command_lines() -> list[str]:
 
 @pytest.mark.filterwarnings("ignore:.*_dataloader.* has:UserWarning")
 @pytest.mark.parametrize("code", blocks("python"), ids=lambda code: code.splitlines()[0])
-def test_python_blocks_run(code: str, monkeypatch, tmp_path, capsys):
+def test_python_blocks_run(code: str, monkeypatch, tmp_path, capsys, caplog):
     """As they are printed."""
     monkeypatch.chdir(tmp_path)
     exec(compile(code, "README.md", "exec"), {"__name__": "readme"})
+    assert "within 0" not in caplog.text
     assert "43, 43, 42" in capsys.readouterr().out or "AutoAccumulate(" in code
 
 
@@ -62,3 +63,7 @@ def test_the_small_device_gives_the_same_result(command):
     assert results[0] == pytest.approx(results[1], rel=2e-3)  # rounding: sums have another order
     assert "256 = 86 + 85 + 85, factor 3" in run.out
     assert "119 samples per micro-batch" in run.out
+    shown = re.search(r"```\n( training .*?)```", README, flags=re.DOTALL)[1]
+    seconds = re.compile(r"\d+\.\d s \(")
+    told = "\n".join(line.removeprefix(" ").rstrip() for line in run.out.splitlines())
+    assert seconds.sub("", shown) in seconds.sub("", told)

@@ -8,6 +8,7 @@ package and keeps its traceback. Nothing is imported to explain what the configu
 import errno
 import inspect
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from typing import Any
@@ -43,8 +44,18 @@ def is_expected(error: BaseException) -> bool:
         isinstance(error, EXPECTED)
         or type(error).__name__ == "MisconfigurationException"  # Lightning's; not imported for this
         or GROUP_IS_NULL in str(error)
+        or is_out_of_memory(error)
         or place_error(error) is not None
     )
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out; not before torch is imported, which this does not do."""
+    if "torch" not in sys.modules:
+        return False
+    from lightning_ga.memory import oom
+
+    return oom.is_out_of_memory(error)
 
 
 def explain(error: BaseException, keys: Sequence[str] = (), arguments: Sequence[str] = ()) -> str:
@@ -57,9 +68,11 @@ def explain(error: BaseException, keys: Sequence[str] = (), arguments: Sequence[
     """
     for cause in chain(error):
         if isinstance(cause, UserError):
-            return one_line(cause)
+            return " ".join([one_line(cause), *getattr(cause, "__notes__", ())])
         if isinstance(cause, MarkedYAMLError):
             return explain_yaml(cause)
+    if is_out_of_memory(error):
+        return explain_out_of_memory(error)
     if isinstance(error, OverrideParseException):
         return explain_grammar(error)
     if isinstance(error, MissingConfigException) and error.options:
@@ -166,6 +179,13 @@ def arguments_of(target: str) -> list[str]:
     if any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters):
         return []
     return [parameter.name for parameter in parameters if parameter.name != "self"]
+
+
+def explain_out_of_memory(error: BaseException) -> str:
+    """An out-of-memory error that nothing caught: what would, and what holds the memory, where that is known."""
+    way_out = "leave accumulate=auto and accumulate.on_oom=split as they are by default, or use a smaller batch"
+    first = str(error).strip().partition(". ")[0].rstrip(".")
+    return " ".join([f"Memory ran out ({first}): {way_out}.", *getattr(error, "__notes__", ())])
 
 
 def explain_place(error: OSError) -> str:

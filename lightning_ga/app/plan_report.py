@@ -6,7 +6,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from rich.console import Console
 
-from lightning_ga.app.plan_table import plan_table, save_plan
+from lightning_ga.app.plan_table import holder_lines, plan_table, save_plan
 from lightning_ga.app.plots import plot_probe
 from lightning_ga.app.terminal import warn
 from lightning_ga.plan.accumulation import AccumulationPlan
@@ -40,7 +40,10 @@ class PlanReport(Callback):
             save_plan(self.folder / "plan.json", *records, setting=setting)
             if records[1] is not None:
                 plot_probe(self.folder / "probe.png", records[1])
-            Console(width=80).print(plan_table(*records, setting=setting))
+            console = Console(width=80, highlight=False)
+            console.print(plan_table(*records, setting=setting))
+            for line in holder_lines(records[1]):
+                console.print(line, markup=False)
             warn(beyond_the_data(records[0], training_samples(trainer)))
         if self.dry_run:
             trainer.fit_loop.epoch_loop.max_steps = trainer.global_step

@@ -53,6 +53,11 @@ def plan_table(
     return table
 
 
+def holder_lines(probe: ProbeResult | None) -> list[str]:
+    """What holds the memory at the peak, in three lines; none where no step was recorded."""
+    return list(probe.holders.lines()) if probe is not None and probe.holders is not None else []
+
+
 def plan_rows(
     plan: AccumulationPlan | None,
     probe: ProbeResult | None,
@@ -215,7 +220,7 @@ def save_plan(
         records["device"] = device
     content = {name: asdict(record) if record else None for name, record in records.items()}
     told = dict([*([("training", setting)] if setting else []), *plan_rows(plan, probe, exactness, device)])
-    write_json(path, {**content, "told": told})
+    write_json(path, {**content, "memory": holder_lines(probe), "told": told})
 
 
 def write_json(path: Path, content: Any) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from lightning_ga.errors import UserError
+from lightning_ga.plan.attribution import read_attribution
 from lightning_ga.plan.records import ProbeResult, Timing, Trial
 
 Curve = list[tuple[int, float]]
@@ -107,6 +108,7 @@ def read_probe(saved: Mapping[str, Any] | None) -> ProbeResult | None:
     values = {name: value for name, value in saved.items() if name in known}
     values["trials"] = tuple(Trial(**trial) for trial in saved.get("trials", ()))
     values["timings"] = tuple(Timing(**timing) for timing in saved.get("timings", ()))
+    values["holders"] = read_attribution(saved.get("holders"))
     values["curve"] = tuple((samples, peak) for samples, peak in saved.get("curve", ()))
     return ProbeResult(**values)
 

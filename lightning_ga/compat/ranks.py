@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_ga.compat import agreement
+from lightning_ga.compat import agreement, patching
+from lightning_ga.compat.gradient_dtype import half_parameters
 from lightning_ga.compat.reduction import average_gradients
 
 
@@ -30,13 +31,21 @@ def distributed_module(trainer: Any) -> Any:
     return None if any(ways_of_its_own) else module
 
 
+def gradients_are_ours(trainer: Any) -> bool:
+    """Return whether nothing but this package and the optimizers reads gradients: no reduction of a strategy's own."""
+    if agreement.is_distributed(trainer):
+        return distributed_module(trainer) is not None
+    return isinstance(trainer.strategy, patching.sibling(trainer, "strategies").SingleDeviceStrategy)
+
+
 def needs_averaging_by_hand(trainer: Any) -> bool:
     """Return whether accumulation fails under the module's own reduction.
 
-    With ``static_graph`` a first backward pass without reduction is refused.
+    With ``static_graph`` a first backward pass without reduction is refused. Its buckets take gradients of
+    the types of their parameters only.
     """
     module = distributed_module(trainer)
-    return module is not None and bool(module.static_graph)
+    return module is not None and (bool(module.static_graph) or bool(half_parameters(module)))
 
 
 def take_over(trainer: Any) -> None:
@@ -53,7 +62,8 @@ def take_over(trainer: Any) -> None:
 def average_over_ranks(trainer: Any) -> None:
     """Average gradients and share buffers, as ``DistributedDataParallel`` does around a synchronised pass."""
     module = distributed_module(trainer)
-    average_gradients(parameters_of(module), module.process_group)
+    summed = trainer.accumulate_grad_batches > 1
+    average_gradients(parameters_of(module), module.process_group, summed=summed)
     share_buffers(module)
 
 

@@ -6,6 +6,7 @@ pass runs without collectives, and each rank averages when its window is complet
 """
 
 from collections.abc import Iterable, Iterator
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -13,11 +14,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
+from lightning_ga.compat.gradient_dtype import dtype_of_sum, narrow, widen
+
 _BUCKET = 25 * 2**20  # bytes joined to one message, as in DistributedDataParallel
 
 
 @torch.no_grad()
-def average_gradients(parameters: Iterable[Parameter], group: Any = None) -> None:
+def average_gradients(parameters: Iterable[Parameter], group: Any = None, *, summed: bool = False) -> None:
     """Replace every rank's gradients by their mean over ranks; a missing gradient counts as zero.
 
     A parameter without a gradient on every rank stays without one.
@@ -25,19 +28,23 @@ def average_gradients(parameters: Iterable[Parameter], group: Any = None) -> Non
     Args:
         parameters: The same on every rank, in the same order.
         group: The process group; ``None`` is the default one.
+        summed: Whether they are sums over several micro-batches, those of half-precision parameters in float32.
     """
     wanted = [parameter for parameter in parameters if parameter.requires_grad]
     world_size = dist.get_world_size(group)
     if world_size == 1 or not wanted:
         return
+    # Of one type on all ranks, some of which may have run their micro-batch in pieces, or none.
+    (widen if summed else narrow)(wanted)
+    dtypes = dtype_of_sum if summed else attrgetter("dtype")
     kinds = torch.tensor([_kind(parameter) for parameter in wanted], dtype=torch.uint8, device=wanted[0].device)
     dist.all_reduce(kinds, dist.ReduceOp.MAX, group=group)
     having = [(parameter, kind) for parameter, kind in zip(wanted, kinds.tolist()) if kind]
     for parameter, kind in having:
         if kind == _SPARSE:
-            _average_sparse(parameter, world_size, group)
+            _average_sparse(parameter, world_size, group, dtypes(parameter))
         elif parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
+            parameter.grad = torch.zeros_like(parameter, dtype=dtypes(parameter))
     for bucket in _buckets([parameter for parameter, kind in having if kind == _DENSE]):
         if len(bucket) == 1 and bucket[0].is_contiguous():  # nothing to join, so nothing to copy
             dist.all_reduce(bucket[0].mul_(1 / world_size), group=group)
@@ -74,12 +81,14 @@ def _buckets(parameters: list[Parameter]) -> Iterator[list[Tensor]]:
         yield bucket
 
 
-def _average_sparse(parameter: Parameter, world_size: int, group: Any) -> None:
+def _average_sparse(parameter: Parameter, world_size: int, group: Any, dtype: torch.dtype) -> None:
     """Average a sparse gradient: the rows of all ranks, added up."""
     gradient = parameter.grad
     if gradient is None:
         empty = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
-        gradient = torch.sparse_coo_tensor(empty, parameter.new_empty(0, *parameter.shape[1:]), parameter.shape)
+        gradient = torch.sparse_coo_tensor(
+            empty, parameter.new_empty(0, *parameter.shape[1:], dtype=dtype), parameter.shape
+        )
     gradient = gradient.coalesce() if gradient.is_sparse else gradient.to_sparse(1).coalesce()
     gradient = gradient / world_size
     dist.all_reduce(gradient, group=group)

@@ -8,6 +8,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -81,6 +82,12 @@ def muted(trainer: Any) -> Iterator[None]:
 def _warning_caches(trainer: Any) -> list[set[str]]:
     """Return the texts that Lightning will not warn of again (``utilities/rank_zero.py``: ``WarningCache``)."""
     root = patching.sibling(trainer, "trainer").__name__.removesuffix(".trainer")
+    return _caches_below(root, len(sys.modules))
+
+
+@lru_cache(maxsize=2)
+def _caches_below(root: str, _loaded: int) -> list[set[str]]:
+    """Look through all modules once, and again after others were imported: a look takes as long as a small step."""
     modules = [module for name, module in list(sys.modules.items()) if name.startswith(f"{root}.")]
     caches = [getattr(module, "warning_cache", None) for module in modules]
     return [cache for cache in caches if isinstance(cache, set)]

@@ -4,8 +4,8 @@ from typing import Any
 
 from lightning_ga.compat import closures
 from lightning_ga.errors import UserError
-from lightning_ga.memory.device import parse_budget
 from lightning_ga.plan.accumulation import require_count, require_effective_batch
+from lightning_ga.plan.budget import parse_budget
 from lightning_ga.plan.config import Request
 
 _BY_HAND = """\

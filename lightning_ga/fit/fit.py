@@ -28,8 +28,9 @@ from lightning_ga.loading.reader import CollatedAgain, length_of_first
 from lightning_ga.loading.source import MicroBatchSource
 from lightning_ga.loading.stateful import load_states, states_of
 from lightning_ga.loading.training_source import SourceSettings, TrainingSource
-from lightning_ga.memory.device import enforced_budget, parse_budget, total_memory
+from lightning_ga.memory.device import enforced_budget, total_memory
 from lightning_ga.plan.accumulation import AccumulationPlan
+from lightning_ga.plan.budget import parse_budget
 from lightning_ga.plan.checkpoint import RunState
 from lightning_ga.plan.config import Options, Request
 from lightning_ga.plan.exactness import INEXACT, Exactness, found_to_change, splitting_sentence, uncuttable
@@ -178,6 +179,8 @@ class Fit:
         epoch = loops.training_epoch(trainer)
         self._progress.enter(self.source, epoch)
         self._hold_to_budget()
+        self.gradients.sum_in_float32()
+        self._held.callback(self.gradients.release)
         self.oom_handler.read_module()
         with self.oom_handler.suspended():
             self._prepare_training(epoch)
@@ -445,6 +448,11 @@ class Fit:
                 "lightning_ga.optimizer_steps(self.trainer)."
             )
         return found
+
+    def holders(self) -> str | None:
+        """Return what holds the memory at the peak, in a sentence; ``None`` where no probe recorded it."""
+        holders = None if self.probe is None else self.probe.holders
+        return None if holders is None else f"As the probe recorded it: {holders.sentence()}"
 
     def summary(self) -> str:
         """Return plan and probe in one line."""

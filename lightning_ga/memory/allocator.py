@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 
 from lightning_ga.memory.device import keeps_statistics, require_statistics
-from lightning_ga.memory.segments import ROUNDING
+from lightning_ga.memory.segments import ROUNDING, SegmentRules
 from lightning_ga.memory.trace import MemoryTrace, Segment, canonical
 
 WITH_STATISTICS = ("cuda", "xpu")
@@ -41,9 +41,9 @@ class AllocatorMeter:
         self._history = _history_of(device)
 
     @property
-    def segmented(self) -> bool:
-        """True if the allocator cuts blocks out of segments by the rules of ``segments``."""
-        return _is_native(self.device) and _has_known_rules(_settings(self.device))
+    def rules(self) -> SegmentRules | None:
+        """How the allocator cuts blocks out of segments; ``None`` if that is not known."""
+        return rules_of(_settings(self.device)) if _is_native(self.device) else None
 
     def allocated(self) -> int:
         """Return the bytes that tensors take now."""
@@ -176,19 +176,25 @@ def _settings(device: torch.device) -> dict[str, Any]:
     return {"PYTORCH_CUDA_ALLOC_CONF": text}
 
 
-def _has_known_rules(settings: Mapping[str, Any]) -> bool:
-    """Return whether segments are cut as by default: none that grow, and no sizes of the user's.
+def rules_of(settings: Mapping[str, Any]) -> SegmentRules | None:
+    """Read the rules of segments off an allocator's settings; ``None`` if segments grow, or have another size.
+
+    Args:
+        settings: As a snapshot of the allocator has them.
 
     Examples:
-        >>> _has_known_rules({"expandable_segments": False, "max_split_size": -1})
-        True
-        >>> _has_known_rules({"expandable_segments": True, "max_split_size": -1})
-        False
+        >>> rules_of({"expandable_segments": False, "max_split_size": 2**26})
+        SegmentRules(max_split_size=67108864, divisions=())
+        >>> rules_of({"expandable_segments": True, "max_split_size": -1})
     """
     text = settings.get("PYTORCH_CUDA_ALLOC_CONF", "").lower().replace(" ", "")
     grow = settings.get("expandable_segments", "expandable_segments:true" in text)
-    rounded = any(settings.get("roundup_power2_divisions", {}).values())
-    return not (grow or rounded or settings.get("max_split_size", -1) >= 0 or "large_segment_size_mb" in text)
+    if grow or "large_segment_size_mb" in text or "max_non_split_rounding_mb" in text:
+        return None
+    rounded = sorted((int(mib), steps) for mib, steps in settings.get("roundup_power2_divisions", {}).items())
+    divisions = tuple(steps for _, steps in rounded)
+    size = settings.get("max_split_size", -1)
+    return SegmentRules(size if size >= 0 else None, divisions if any(divisions) else ())
 
 
 def events_as_trace(

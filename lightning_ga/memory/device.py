@@ -5,7 +5,6 @@ All amounts are bytes. On a CPU the machine's free memory and the limits of the 
 ``lightning_ga.testing.limit_memory`` its budget is the size of the device.
 """
 
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,61 +16,10 @@ from lightning_ga.errors import UserError
 from lightning_ga.memory.live_tensors import LiveTensorMeter
 from lightning_ga.plan.units import format_bytes
 
-_UNITS = {
-    "": 1,
-    **{prefix: 1000**power for power, prefix in enumerate("KMGT", start=1)},
-    **{f"{prefix}I": 1024**power for power, prefix in enumerate("KMGT", start=1)},
-}
-_AMOUNT = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*(?:([KMGT]I?)?B?|(%))\s*", re.IGNORECASE)
 # Fragmentation: at the limit the allocator reserves 3–8 % more than it has allocated.
 _CUDA_MARGIN = 0.05
 # A control group without a limit reads "max", or a number near 2**63.
 _NO_LIMIT = 1 << 60
-
-
-def parse_budget(value: int | float | str | None, total_bytes: int | None = None) -> int | None:
-    """Return the bytes of a memory budget; ``None`` stays ``None``.
-
-    Args:
-        value: Bytes (int), a share of the device (float above 0 up to 1, or text such as ``"80%"``),
-            or text with a unit: ``"10GiB"`` is 10 × 1024³, ``"512 MB"`` is 512 × 1000².
-        total_bytes: Memory of the device in bytes; ``None`` where a share has no meaning.
-
-    Raises:
-        UserError: If the value is none of these, or below one byte.
-
-    Examples:
-        >>> parse_budget("10GiB"), parse_budget(0.5, 8000), parse_budget("80%", 1000)
-        (10737418240, 4000, 800)
-    """
-    if value is None:
-        return None
-    amount = _read_amount(value, total_bytes)
-    if amount is None or amount < 1:
-        share = "a fraction above 0 and up to 1, " if total_bytes is not None else ""
-        raise UserError(
-            f"memory_budget={value!r} must be {share}a whole number of bytes of at least 1, or a text such as "
-            f"'10GiB' or '512 MB'{' or 80%' if total_bytes is not None else ''}."
-        )
-    return amount
-
-
-def _read_amount(value: object, total: int | None) -> int | None:
-    """Return the bytes of a budget; ``None`` if it cannot be read."""
-    if isinstance(value, bool):
-        return None
-    if isinstance(value, int):
-        return value
-    if isinstance(value, float):
-        return int(value * total) if total is not None and 0 < value <= 1 else None
-    found = _AMOUNT.fullmatch(value) if isinstance(value, str) else None
-    if found is None:
-        return None
-    number, unit, percent = found.groups()
-    if percent:
-        return _read_amount(float(number) / 100, total)
-    scale: int = _UNITS[(unit or "").upper()]
-    return round(float(number) * scale)
 
 
 def available_memory(device: torch.device | str) -> int:

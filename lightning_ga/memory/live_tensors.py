@@ -117,7 +117,7 @@ class LiveTensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def add(self, tensors: Iterable[Tensor | None]) -> None:
         """Count tensors that already exist: each storage once, ``None`` and meta tensors ignored."""
         for tensor in tensors:
-            for plain in () if tensor is None else _plain(tensor):
+            for plain in () if tensor is None else plain_tensors(tensor):
                 self._adopt(plain)
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
@@ -168,7 +168,7 @@ class LiveTensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not known:
             before = self.live_bytes
             for tensor in (parameter, parameter.grad):
-                for plain in () if tensor is None else _plain(tensor):
+                for plain in () if tensor is None else plain_tensors(tensor):
                     self._adopt(plain)
             if self.live_bytes > before:
                 self._check(self.live_bytes - before)
@@ -185,7 +185,7 @@ class LiveTensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in outputs:
             if not _has_storage(tensor):
                 sparse_sum = func is _ADDS and tensor.layout is torch.sparse_coo
-                self._see(_plain(tensor), _CREATES[0] if sparse_sum else func, args, kwargs)
+                self._see(plain_tensors(tensor), _CREATES[0] if sparse_sum else func, args, kwargs)
                 continue
             storage = tensor.untyped_storage()
             held = self._held.get(storage._cdata)
@@ -255,18 +255,18 @@ def _addresses(args: Any, kwargs: Any) -> set[int]:
     for value in (*args, *kwargs.values()) if kwargs else args:
         for item in value if isinstance(value, (list, tuple)) else (value,):
             if isinstance(item, Tensor):
-                found.update(plain.untyped_storage()._cdata for plain in _plain(item))
+                found.update(plain.untyped_storage()._cdata for plain in plain_tensors(item))
     return found
 
 
-def _plain(tensor: Tensor) -> Iterable[Tensor]:
+def plain_tensors(tensor: Tensor) -> Iterable[Tensor]:
     """Return the tensors with storage behind a tensor: itself, a sparse tensor's parts, a subclass's inner tensors."""
     if _has_storage(tensor):
         return (tensor,)
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
         inner = (getattr(tensor, name) for name in names)  # a DTensor names its mesh of devices too
-        return [plain for part in inner if isinstance(part, Tensor) for plain in _plain(part)]
+        return [plain for part in inner if isinstance(part, Tensor) for plain in plain_tensors(part)]
     if tensor.layout is torch.sparse_coo:
         return (tensor._indices(), tensor._values())
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):

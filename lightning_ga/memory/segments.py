@@ -2,14 +2,16 @@
 
 The limit of a device holds for what is reserved. Blocks are cut out of segments, and a segment is
 returned only when it is free as a whole, so holes between blocks count too. The rules are those of the
-native allocators of CUDA and XPU (``CUDACachingAllocator.cpp``, read in torch 2.11), for one stream
-and default settings. Of free blocks of one size the allocator takes the one with the lowest address;
-a new segment is assumed to lie in the lowest gap that is large enough.
+native allocators of CUDA and XPU (``CUDACachingAllocator.cpp``, read in torch 2.11), for one stream. Of free
+blocks of one size the allocator takes the one whose segment is the oldest, then the one with the lowest address
+(seen in torch 2.15). Segments from before the stream are taken to be as old as their addresses are low, and a new
+one to lie in the lowest gap that is large enough.
 """
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import count
 from typing import NamedTuple
 
 from lightning_ga.memory.trace import MemoryTrace, Segment
@@ -20,6 +22,46 @@ SMALL = MIB  # blocks up to here come from segments of their own
 SMALL_SEGMENT, LARGE_SEGMENT = 2 * MIB, 20 * MIB
 LARGE = 10 * MIB  # blocks from here on have a segment each
 SEGMENT_ROUNDING = 2 * MIB
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentRules:
+    """Settings by which an allocator cuts blocks out of segments; the defaults are its own.
+
+    Attributes:
+        max_split_size: Blocks of so many bytes and more are given out whole, to requests that are about as large;
+            ``None`` splits all.
+        divisions: Into how many equal steps the sizes between two powers of two are rounded up
+            (``roundup_power2_divisions``): below 2 MiB, 4 MiB, and so on, the last for all above; 0 for 512 bytes.
+    """
+
+    max_split_size: int | None = None
+    divisions: tuple[int, ...] = ()
+
+    def rounded(self, size: int) -> int:
+        """Return the bytes of a block for a request.
+
+        Examples:
+            >>> SegmentRules(divisions=(4,)).rounded(1200 * KIB) // KIB
+            1280
+        """
+        floor = size.bit_length() - 1
+        steps = self.divisions[min(max(floor - 20, 0), len(self.divisions) - 1)] if self.divisions else 0
+        if steps > 1 and size > ROUNDING * steps:
+            return _up(size, max(1, 2**floor >> (steps.bit_length() - 1)))
+        return max(ROUNDING, _up(size, ROUNDING))
+
+    def may_split(self, size: int) -> bool:
+        """Return whether a block for a large request of so many bytes may be cut."""
+        return self.max_split_size is None or size < self.max_split_size
+
+    def may_take(self, size: int, free: int) -> bool:
+        """Return whether a free block of ``free`` bytes may serve a request of ``size``."""
+        if self.max_split_size is None:
+            return True
+        if size < self.max_split_size:
+            return free < self.max_split_size
+        return free < size + LARGE_SEGMENT  # ``max_non_split_rounding_mb``
 
 
 class Peaks(NamedTuple):
@@ -36,6 +78,7 @@ class _Block:
     address: int
     size: int
     small: bool
+    age: int
     before: "_Block | None" = None
     after: "_Block | None" = None
     free: bool = False
@@ -44,24 +87,30 @@ class _Block:
 class Segments:
     """The blocks and segments of an allocator, simulated.
 
+    Args:
+        rules: Its settings, if not the default.
+
     Attributes:
         allocated: Bytes in allocated blocks.
         reserved: Bytes of all segments.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rules: SegmentRules | None = None) -> None:
+        self._rules = rules or SegmentRules()
         self.allocated = self.reserved = 0
-        # Free blocks by (size, address): the smallest that is large enough is taken, the lowest of equals.
-        self._free: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
+        # Free blocks by (size, age of the segment, address): the first that is large enough is taken.
+        self._free: dict[bool, list[tuple[int, int, int]]] = {True: [], False: []}
+        self._ages = count()  # of segments
         self._blocks: dict[int, _Block] = {}  # the free ones, by address
         self._spans: list[tuple[int, int]] = []  # of all segments: first address, and first after it
 
     def allocate(self, size: int) -> _Block:
         """Allocate a block of at least ``size`` bytes."""
-        size = max(ROUNDING, _up(size, ROUNDING))
+        size = self._rules.rounded(size)
         small = size <= SMALL
         block = self._taken(size, small) or self._reserve(size, small)
-        if block.size - size >= (ROUNDING if small else SMALL + 1):
+        rest = block.size - size
+        if rest >= ROUNDING if small else rest > SMALL and self._rules.may_split(size):
             self._split(block, size)
         self.allocated += block.size
         return block
@@ -69,9 +118,9 @@ class Segments:
     def adopt(self, segment: Segment, held: Iterable[bool]) -> list[_Block]:
         """Add an existing segment, some of whose blocks are allocated."""
         blocks: list[_Block] = []
-        address = segment.address
+        address, age = segment.address, next(self._ages)
         for (size, _), is_held in zip(segment.blocks, held):
-            block = _Block(address, size, segment.small, before=blocks[-1] if blocks else None)
+            block = _Block(address, size, segment.small, age, before=blocks[-1] if blocks else None)
             if block.before is not None:
                 block.before.after = block
             blocks.append(block)
@@ -103,17 +152,17 @@ class Segments:
 
     def _taken(self, size: int, small: bool) -> _Block | None:
         free = self._free[small]
-        place = bisect_left(free, (size, 0))
-        if place == len(free):
+        place = bisect_left(free, (size, -1))
+        if place == len(free) or not self._rules.may_take(size, free[place][0]):
             return None
-        block = self._blocks[free[place][1]]
+        block = self._blocks[free[place][2]]
         self._untrack(block)
         return block
 
     def _reserve(self, size: int, small: bool) -> _Block:
         large = LARGE_SEGMENT if size < LARGE else _up(size, SEGMENT_ROUNDING)
         taken = SMALL_SEGMENT if small else large
-        block = _Block(self._gap(taken), taken, small)
+        block = _Block(self._gap(taken), taken, small, next(self._ages))
         insort(self._spans, (block.address, block.address + taken))
         self.reserved += taken
         return block
@@ -128,7 +177,7 @@ class Segments:
         return place
 
     def _split(self, block: _Block, size: int) -> None:
-        rest = _Block(block.address + size, block.size - size, block.small, before=block, after=block.after)
+        rest = _Block(block.address + size, block.size - size, block.small, block.age, before=block, after=block.after)
         if rest.after is not None:
             rest.after.before = rest
         block.size, block.after = size, rest
@@ -137,29 +186,34 @@ class Segments:
     def _track(self, block: _Block) -> None:
         block.free = True
         self._blocks[block.address] = block
-        insort(self._free[block.small], (block.size, block.address))
+        insort(self._free[block.small], (block.size, block.age, block.address))
 
     def _untrack(self, block: _Block) -> None:
         del self._blocks[block.address]
         free = self._free[block.small]
-        del free[bisect_left(free, (block.size, block.address))]
+        del free[bisect_left(free, (block.size, block.age, block.address))]
         block.free = False
 
 
-def replay_segments(sizes: Iterable[int], trace: MemoryTrace) -> Peaks:
+def replay_segments(
+    sizes: Iterable[int],
+    trace: MemoryTrace,
+    rules: SegmentRules | None = None,
+) -> Peaks:
     """Return the peaks of a stream with storages of these sizes, from an empty cache.
 
     Args:
         sizes: Bytes of each storage.
         trace: The stream, and the segments before it. Where these are not known, what was alive before
             has segments of its own without holes.
+        rules: The allocator's settings, if not the default.
 
     Examples:
         >>> replay_segments([0, 3 * MIB, 3 * MIB], MemoryTrace(1, (0, 1, 1), (0, 1, 2, ~1, ~2)))
         Peaks(allocated=6291456, reserved=20971520)
     """
     held = list(sizes)
-    segments = Segments()
+    segments = Segments(rules)
     blocks: dict[int, _Block] = {}
     for segment in trace.layout:
         # A storage that grows with the samples is elsewhere then, and its place is a hole.

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, get_args
 
+from lightning_ga.plan.attribution import read_attribution
 from lightning_ga.plan.records import Method, ProbeResult, Source, Timing, Trial
 
 
@@ -78,6 +79,7 @@ def read_probe(record: Mapping[str, Any]) -> ProbeResult:
             "trials": tuple(Trial(**trial) for trial in record["trials"]),
             "curve": tuple((samples, size) for samples, size in record.get("curve", ())),
             "timings": tuple(Timing(**timing) for timing in record.get("timings", ())),
+            "holders": read_attribution(record.get("holders")),
         }
     )
     _require_counts(result.limit, result.budget_bytes)

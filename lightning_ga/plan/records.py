@@ -3,6 +3,8 @@
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from lightning_ga.plan.attribution import Attribution
+
 Method = Literal["replay", "prediction", "below", "phases", "bracket"]
 Source = Literal["probe", "cache", "checkpoint", "estimate"]
 _MORE = 1.02  # times an earlier budget: from here on a larger limit is worth a search
@@ -61,6 +63,7 @@ class ProbeResult:
         fastest: The smallest size whose window takes at most 3 % longer than the best; ``None`` if not timed.
         source: Where it comes from: a probe of this run, the cache of earlier ones (verified by one step), the
             checkpoint that the run resumed, or an estimate for a device that is not present.
+        holders: What holds the memory at the peak; ``None`` where no step was recorded.
     """
 
     limit: int
@@ -74,6 +77,7 @@ class ProbeResult:
     timings: tuple[Timing, ...] = ()
     fastest: int | None = None
     source: Source = "probe"
+    holders: Attribution | None = None
 
 
 def outdated(known: ProbeResult, budget: int, high: int) -> str | None:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from lightning_ga.memory.segments import replay_segments
+from lightning_ga.memory.segments import SegmentRules, replay_segments
 from lightning_ga.memory.trace import MemoryTrace
 from lightning_ga.plan.records import Trial
 from lightning_ga.probe.prediction import PeakPredictor, extrapolate
@@ -43,7 +43,7 @@ class Curve:
         samples: The two sizes that were traced or measured.
         lines: Bytes at these two sizes.
         rounding: Bytes that the allocator rounds up to: 1 where sizes are exact.
-        segmented: Whether the allocator cuts its blocks out of segments.
+        rules: How the allocator cuts its blocks out of segments; ``None`` if it does not.
         shift: Size of the largest step that ran, and the bytes by which what it needed was missed.
     """
 
@@ -51,7 +51,7 @@ class Curve:
     samples: tuple[int, int]
     lines: tuple[tuple[int, int], ...]
     rounding: int = 1
-    segmented: bool = False
+    rules: SegmentRules | None = None
     shift: tuple[int, int] = (1, 0)
 
     @property
@@ -78,7 +78,7 @@ class Curve:
 
         What is missing grows with the samples. For small steps segments may be left that hold more than they need.
         """
-        reserved, small = step.reserved_bytes, self.segmented and step.samples <= self.samples[1]
+        reserved, small = step.reserved_bytes, self.rules is not None and step.samples <= self.samples[1]
         foreseen = self(step.samples) if reserved is None else self._foreseen(step.samples)
         missed = (step.trial.peak_bytes if reserved is None else reserved) - foreseen
         return replace(self, shift=(step.samples, min(0, missed) if small else missed))
@@ -103,25 +103,25 @@ class Curve:
         """Bytes handed out, and bytes reserved for them."""
         if self.replay is None:
             return 0, 0
-        if self.segmented:
-            return replay_segments(self.replay.sizes(samples), self.replay.second)
+        if self.rules is not None:
+            return replay_segments(self.replay.sizes(samples), self.replay.second, self.rules)
         peak = self.replay(samples)
         return peak, peak
 
 
-def fit_curve(fitting: list[Step], rounding: int, *, segmented: bool = False) -> Curve | None:
+def fit_curve(fitting: list[Step], rounding: int, *, rules: SegmentRules | None = None) -> Curve | None:
     """Fit the curve to steps in rising order: by replay, then by phase, if two traces allow, else by their peaks.
 
     Args:
         fitting: Steps that fit.
         rounding: Bytes that the allocator rounds up to.
-        segmented: Whether the allocator cuts its blocks out of segments.
+        rules: How the allocator cuts its blocks out of segments; ``None`` if it does not.
 
     Returns:
         The curve, through the largest step; ``None`` if there are not two steps.
     """
     traced = [step for step in fitting if step.traces][-2:]
-    curve = _of_traces(traced[0], traced[1], rounding, segmented) if len(traced) == 2 else None
+    curve = _of_traces(traced[0], traced[1], rounding, rules) if len(traced) == 2 else None
     if curve is None and len(fitting) > 1:
         small, large = (step.trial for step in fitting[-2:])
         line = (small.peak_bytes, large.peak_bytes)
@@ -129,12 +129,12 @@ def fit_curve(fitting: list[Step], rounding: int, *, segmented: bool = False) ->
     return None if curve is None else curve.through(fitting[-1])
 
 
-def _of_traces(small: Step, large: Step, rounding: int, segmented: bool) -> Curve | None:
+def _of_traces(small: Step, large: Step, rounding: int, rules: SegmentRules | None) -> Curve | None:
     samples, pairs = (small.samples, large.samples), list(zip(small.traces, large.traces))
     for first, second in pairs:
         replay = extrapolate(first, second, rounding=rounding)
         if replay is not None:
-            seen = Curve(replay, samples, ((0, 0),), rounding, segmented)
+            seen = Curve(replay, samples, ((0, 0),), rounding, rules)
             start, end = (step.trial.peak_bytes - seen(step.samples) for step in (small, large))
             return replace(seen, lines=((start, end),))
     for first, second in pairs:

@@ -17,11 +17,14 @@ import torch
 from torch import Tensor
 
 from lightning_ga.memory.allocator import WITH_STATISTICS
-from lightning_ga.memory.device import parse_budget, total_memory
+from lightning_ga.memory.device import total_memory
 from lightning_ga.plan.accumulation import require_count
+from lightning_ga.plan.budget import parse_budget
 from lightning_ga.plan.records import ProbeResult
 from lightning_ga.probe.meters import meter_of
+from lightning_ga.probe.optimizers import SteppingOptimizers
 from lightning_ga.probe.prober import Prober
+from lightning_ga.probe.shortage import Shortage
 
 
 def find_micro_batch(
@@ -73,11 +76,14 @@ def find_micro_batch(
         Exception: Whatever ``step`` raises that is not about memory, after ``reset``.
     """
     require_count("high", high)
-    chosen = numbered(device)
+    chosen, optimizers = numbered(device), SteppingOptimizers()
+    total = total_memory(chosen) if budget is not None else None
     prober = Prober(
         step,
-        meter_of(chosen),
-        budget=parse_budget(budget, total_memory(chosen) if budget is not None else None),
+        meter_of(chosen, owners=optimizers.owned),
+        budget=parse_budget(budget, total),
+        shortage=Shortage.of_budget(budget, total),
+        optimizers=optimizers,
         resident=resident,
         reset=reset,
         agree=agree,

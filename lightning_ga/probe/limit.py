@@ -19,8 +19,9 @@ from torch.utils.data import DataLoader
 from lightning_ga.compat import agreement, transfer
 from lightning_ga.loading.largest_samples import ScanOrder, largest_samples
 from lightning_ga.loading.reader import BatchReader
-from lightning_ga.memory.device import parse_budget, total_memory
+from lightning_ga.memory.device import total_memory
 from lightning_ga.memory.live_tensors import uncounted
+from lightning_ga.plan.budget import parse_budget
 from lightning_ga.plan.config import Options
 from lightning_ga.plan.records import ProbeResult, Timing
 from lightning_ga.probe.announce import announcing
@@ -30,6 +31,7 @@ from lightning_ga.probe.fingerprint import describe_step
 from lightning_ga.probe.isolation import isolated
 from lightning_ga.probe.meters import meter_of
 from lightning_ga.probe.prober import Prober
+from lightning_ga.probe.shortage import Shortage
 from lightning_ga.probe.throughput import fastest
 from lightning_ga.probe.trials import (
     TrialStep,
@@ -79,7 +81,12 @@ def probe(
             return None
         if not samples.complete:
             _warn_of_unseen(samples.seen, order.total)
-        step = TrialStep(trainer, loader, samples, batch_samples=batch_samples, reader=reader)
+        device, owned = numbered(trainer.strategy.root_device), partial(resident_tensors, trainer, extra_resident)
+        total = total_memory(device)
+        meter = meter_of(device, module=trainer.lightning_module, owners=owned)
+        step = TrialStep(
+            trainer, loader, samples, batch_samples=batch_samples, reader=reader, note_batch=meter.note_batch
+        )
         with uncounted():
             few = transfer.to_device(trainer, samples.batch(loader, min(2, high)))
             alive = WindowGradientsAlive(trainer, few, rank_samples)
@@ -95,9 +102,10 @@ def probe(
         timer = WindowTimer(trainer, step, reset, lambda size: announce(on_size(size)))
         prober = Prober(
             step,
-            meter_of(numbered(trainer.strategy.root_device)),
-            budget=parse_budget(options.budget, total_memory(trainer.strategy.root_device)),
-            resident=lambda: chain(resident_tensors(trainer), extra_resident()),
+            meter,
+            budget=parse_budget(options.budget, total),
+            shortage=Shortage.of_budget(options.budget, total),
+            resident=lambda: chain(*owned().values()),
             reset=reset,
             agree=lambda fits: agreement.sum_over_ranks(trainer, float(not fits)) == 0,
             on_step=lambda n: announce(f"Looking for the largest micro-batch: step {next(steps)}, {n} samples …"),

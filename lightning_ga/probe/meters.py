@@ -8,16 +8,18 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_ga.memory.allocator import WITH_STATISTICS, AllocatorMeter
+from lightning_ga.memory.attribution import StepOrigins
 from lightning_ga.memory.device import available_memory, is_emulated
-from lightning_ga.memory.live_tensors import LiveTensorMeter
-from lightning_ga.memory.segments import ROUNDING
+from lightning_ga.memory.origin_meter import OriginMeter, Owners
+from lightning_ga.memory.segments import ROUNDING, SegmentRules
 from lightning_ga.memory.trace import MemoryTrace
 
 # Share of a CPU's available memory that a step may take: the rest is for kernels' scratch and other processes.
 CPU_SHARE = 0.8
+UNBOUNDED = 1 << 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +31,8 @@ class Measurement:
         seconds: Wall time.
         failure: What the step raised.
         strained: Whether the allocator ran out of memory or had to free its cache, even if the step went on.
-        traces: The recorded step, the most faithful first.
+        traces: The recorded step, the most faithful first; the last is that of its tensors.
+        origins: Where the storages of the last trace come from.
         reserved_bytes: Most bytes that the allocator held at once; ``None`` where it hands out what it holds.
     """
 
@@ -38,6 +41,7 @@ class Measurement:
     failure: Exception | None = None
     strained: bool = False
     traces: tuple[MemoryTrace, ...] = ()
+    origins: StepOrigins | None = None
     reserved_bytes: int | None = None
 
 
@@ -47,14 +51,14 @@ class Meter(Protocol):
     Attributes:
         device: Where the step's memory lies.
         rounding: Bytes that the allocator rounds up to.
-        segmented: Whether the allocator cuts its blocks out of segments.
+        rules: How the allocator cuts its blocks out of segments; ``None`` if it does not, or that is not known.
         sees_kernels: Whether temporaries that kernels choose by size are measured, too.
         deadly: Whether running out of memory ends the process instead of raising an error.
     """
 
     device: torch.device
     rounding: int
-    segmented: bool
+    rules: SegmentRules | None
     sees_kernels: bool
     deadly: bool
 
@@ -66,6 +70,12 @@ class Meter(Protocol):
 
     def run(self, step: Callable[[], object], samples: int, *, budget: int, record: bool) -> Measurement:
         """Run a step of so many samples; ``record`` asks for its traces."""
+
+    def most(self, alive: int) -> int:
+        """Return the bytes that a step may take where no budget bounds it, with so many alive before it."""
+
+    def note_batch(self, tensors: Iterable[Tensor]) -> None:
+        """Note in the recording that these are the batch."""
 
     def mark(self) -> None:
         """Note in the recording that a phase of the step ends."""
@@ -81,16 +91,26 @@ class TensorMeter:
         device: Where the step's memory lies.
         rounding: Bytes that every storage is rounded up to.
         room: Bytes that the device can still give, where it is not this machine's.
+        module: The module whose parts are named in what holds the memory.
+        owners: Returns the tensors of the training's state by what they are.
     """
 
-    segmented = False
+    rules: SegmentRules | None = None
     sees_kernels = False
 
-    def __init__(self, device: torch.device, *, rounding: int = 1, room: int | None = None) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        rounding: int = 1,
+        room: int | None = None,
+        module: nn.Module | None = None,
+        owners: Owners = dict,
+    ) -> None:
         self.device, self.rounding = device, rounding
         self.deadly = room is None and device.type == "cpu" and not is_emulated(device)
         self._given = room
-        self._tensors = LiveTensorMeter(device=device, rounding=rounding)
+        self._tensors = OriginMeter(module, owners, device=device, rounding=rounding)
 
     def count(self, tensors: Iterable[Tensor | None]) -> int:
         """Return the bytes that are alive, these tensors included."""
@@ -108,7 +128,16 @@ class TensorMeter:
         self._tensors.start(record=True, budget=budget)
         failure, seconds = _run(step, self._tensors)
         peak = max(self._tensors.peak_bytes, self._tensors.wanted_bytes)
-        return Measurement(peak, seconds, failure, traces=(self._tensors.trace(samples),))
+        origins = self._tensors.origins(complete=failure is None)
+        return Measurement(peak, seconds, failure, traces=(self._tensors.trace(samples),), origins=origins)
+
+    def most(self, alive: int) -> int:
+        """Return the bytes that a step may take where no budget bounds it; a device that is not here has no end."""
+        return alive + self.room() if self._given is None else UNBOUNDED
+
+    def note_batch(self, tensors: Iterable[Tensor]) -> None:
+        """Note in the recording that these are the batch."""
+        self._tensors.note_batch(tensors)
 
     def mark(self) -> None:
         """Note in the recording that a phase of the step ends."""
@@ -125,17 +154,19 @@ class CachingMeter:
 
     Args:
         device: A device whose allocator keeps statistics.
+        module: The module whose parts are named in what holds the memory.
+        owners: Returns the tensors of the training's state by what they are.
     """
 
     rounding = ROUNDING
     sees_kernels = True
     deadly = False
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, module: nn.Module | None = None, owners: Owners = dict) -> None:
         self.device = device
         self._allocator = AllocatorMeter(device)
-        self._tensors = LiveTensorMeter(device=device, rounding=ROUNDING)
-        self.segmented = self._allocator.segmented
+        self._tensors = OriginMeter(module, owners, device=device, rounding=ROUNDING)
+        self.rules = self._allocator.rules
 
     def count(self, tensors: Iterable[Tensor | None]) -> int:
         """Return the bytes that are alive; these tensors are known to the recordings from now on."""
@@ -152,9 +183,18 @@ class CachingMeter:
         self._allocator.start(record=record)
         failure, seconds = _run(step, self._tensors if record else nullcontext())
         peak, undisturbed = self._allocator.finish()
+        origins = self._tensors.origins(complete=failure is None) if record else None
         recorded = (self._allocator.trace(samples), self._tensors.trace(samples)) if record else ()
         traces = tuple(trace for trace in recorded if trace is not None)
-        return Measurement(peak, seconds, failure, not undisturbed, traces, self._allocator.reserved_peak())
+        return Measurement(peak, seconds, failure, not undisturbed, traces, origins, self._allocator.reserved_peak())
+
+    def most(self, alive: int) -> int:
+        """Return the bytes that a step may take where no budget bounds it."""
+        return alive + self.room()
+
+    def note_batch(self, tensors: Iterable[Tensor]) -> None:
+        """Note in the recording that these are the batch."""
+        self._tensors.note_batch(tensors)
 
     def mark(self) -> None:
         """Note in the recording that a phase of the step ends."""
@@ -165,9 +205,16 @@ class CachingMeter:
         self._allocator.stop()
 
 
-def meter_of(device: torch.device) -> Meter:
-    """Choose the meter for a device."""
-    return CachingMeter(device) if device.type in WITH_STATISTICS else TensorMeter(device)
+def meter_of(device: torch.device, *, module: nn.Module | None = None, owners: Owners = dict) -> Meter:
+    """Choose the meter for a device.
+
+    Args:
+        device: Where the step's memory lies.
+        module: The module whose parts are named in what holds the memory.
+        owners: Returns the tensors of the training's state by what they are.
+    """
+    kind = CachingMeter if device.type in WITH_STATISTICS else TensorMeter
+    return kind(device, module=module, owners=owners)
 
 
 def _run(step: Callable[[], object], mode: AbstractContextManager[Any]) -> tuple[Exception | None, float]:

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_ga.plan.attribution import GRADIENTS, OPTIMIZER, PARAMETERS
+
 
 class SteppingOptimizers:
     """Optimizers that were seen to step: their parameters, gradients and warmed state.
@@ -40,9 +42,13 @@ class SteppingOptimizers:
         """Parameters, gradients and state."""
         for parameter in self._parameters():
             yield from (parameter, parameter.grad)
-        for optimizer in self._seen:
-            for state in optimizer.state.values():
-                yield from (value for value in state.values() if isinstance(value, Tensor))
+        yield from self._state()
+
+    def owned(self) -> dict[str, list[Tensor]]:
+        """Parameters, gradients and state by what they are."""
+        parameters = list(self._parameters())
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        return {PARAMETERS: parameters, GRADIENTS: gradients, OPTIMIZER: list(self._state())}
 
     def graded(self) -> list[tuple[Tensor, bool]]:
         """Which parameters have a gradient."""
@@ -55,6 +61,11 @@ class SteppingOptimizers:
                 parameter.grad = None
             elif parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
+
+    def _state(self) -> Iterator[Tensor]:
+        for optimizer in self._seen:
+            for state in optimizer.state.values():
+                yield from (value for value in state.values() if isinstance(value, Tensor))
 
     def _parameters(self) -> Iterator[Tensor]:
         for optimizer in self._seen:

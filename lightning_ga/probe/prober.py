@@ -4,7 +4,7 @@ import gc
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import inf
 from typing import Any
 
@@ -18,20 +18,12 @@ from lightning_ga.memory.oom import is_ambiguous_out_of_memory, is_out_of_memory
 from lightning_ga.plan.records import ProbeResult, Trial, outdated
 from lightning_ga.probe.meters import Measurement, Meter
 from lightning_ga.probe.optimizers import SteppingOptimizers
+from lightning_ga.probe.peak_holders import PeakHolders
 from lightning_ga.probe.search import Search, affordable_samples, trace_sizes
+from lightning_ga.probe.shortage import Shortage
 
+_MOST = 1 << 62
 CLOSEST = 0.25  # share of the budget that a trial may take where nothing can be predicted and running out is deadly
-
-
-@dataclass(frozen=True, slots=True)
-class Shortage:
-    """How a step that does not fit is explained: what bounds it, and the way out."""
-
-    bound: str = "memory_budget"
-    advice: str = (
-        "raise memory_budget, train in a lower precision, use activation checkpointing or a smaller model, or shard "
-        "the model over more devices"
-    )
 
 
 class Prober:
@@ -46,6 +38,7 @@ class Prober:
         agree: True only if its argument is true on every rank.
         on_step: Told the size of each step before it runs.
         shortage: How a step that does not fit is explained.
+        optimizers: Those that step, as far as they are seen to.
     """
 
     def __init__(
@@ -58,13 +51,15 @@ class Prober:
         reset: Callable[[], object] | None = None,
         agree: Callable[[bool], bool] | None = None,
         on_step: Callable[[int], object] | None = None,
-        shortage: Shortage = Shortage(),
+        shortage: Shortage | None = None,
+        optimizers: SteppingOptimizers | None = None,
     ) -> None:
         self._step, self._meter, self._asked = step, meter, budget
         self._reset, self._agree, self._on_step = reset, agree or bool, on_step
-        self._optimizers = SteppingOptimizers()
+        self._optimizers = SteppingOptimizers() if optimizers is None else optimizers
         self._resident = resident or self._optimizers.tensors
-        self._shortage = shortage
+        self._shortage = shortage or Shortage()
+        self._holders = PeakHolders(meter.rounding)
         self._trials: list[Trial] = []
         self._steps = 0
         self._least: float = inf  # smallest size whose step ran
@@ -72,7 +67,7 @@ class Prober:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Watch optimizers and keep to the budget, as a context in which steps may run.
+        """Watch optimizers, as a context in which steps may run.
 
         ``gc.collect`` leaves older objects aside inside: it takes half a second in a process of usual size.
         """
@@ -83,8 +78,7 @@ class Prober:
         try:
             if mine:
                 gc.freeze()
-            with enforced_budget(self._meter.device, self._asked):
-                yield
+            yield
         finally:
             hook.remove()
             self._meter.stop()
@@ -109,14 +103,18 @@ class Prober:
             return None
         limit = smallest_over_ranks(min(known.limit, high), self._agree)
         if warm_up is not None:
-            warm_up()
+            with enforced_budget(self._meter.device, self._asked):
+                warm_up()
             self._put_back()
         cautious = self._is_cautious(alive, predict_only)
         self._least = 0  # an error of two meanings is for the search to judge, which follows a failure
         trial, _ = self._try(min(2, limit) if cautious else limit, record=False)
         peak = known.peak_bytes if limit == known.limit or cautious else trial.peak_bytes
-        found = replace(known, limit=limit, budget_bytes=self._prepare()[1], peak_bytes=peak, trials=())
-        return replace(found, steps=1, seconds=self._seconds(), source="cache") if trial.fits else None
+        if not trial.fits:
+            return None
+        holders = known.holders if cautious else self._holders.at(limit, peak) or known.holders
+        found = replace(known, limit=limit, budget_bytes=self._prepare()[1], peak_bytes=peak, holders=holders)
+        return replace(found, trials=(), steps=1, seconds=self._seconds(), source="cache")
 
     def search(self, high: int, *, predict_only: bool | None) -> ProbeResult:
         """Warm up, then run what a search proposes until it proposes nothing new.
@@ -134,7 +132,7 @@ class Prober:
             budget=budget,
             sizes=sizes,
             rounding=self._meter.rounding,
-            segmented=self._meter.segmented,
+            rules=self._meter.rules,
             predict_only=cautious,
             closest=CLOSEST if self._meter.deadly else 1.0,
         )
@@ -144,7 +142,7 @@ class Prober:
             search.record(trial, *measured.traces, reserved_bytes=measured.reserved_bytes)
         limit = smallest_over_ranks(search.predicted, self._agree) if search.predict_only else search.limit
         if limit < 1:
-            raise self._does_not_fit(alive, budget)
+            raise self._does_not_fit(alive, budget, high, cautious=cautious)
         return self._result(search, limit)
 
     def _on_optimizer_step(self, optimizer: Optimizer, *_: Any) -> None:
@@ -154,15 +152,17 @@ class Prober:
 
     def _result(self, search: Search, limit: int) -> ProbeResult:
         measured = {trial.micro_batch_size: trial.peak_bytes for trial in self._trials}
+        peak = measured[limit] if limit in measured else search.predict(limit) or 0
         return ProbeResult(
             limit=limit,
             budget_bytes=search.budget,
-            peak_bytes=measured[limit] if limit in measured else search.predict(limit) or 0,
+            peak_bytes=peak,
             trials=tuple(self._trials),
             steps=self._steps,
             seconds=self._seconds(),
             method=search.method,
             curve=search.curve(limit),
+            holders=self._holders.at(limit, peak),
         )
 
     def _seconds(self) -> float:
@@ -172,7 +172,7 @@ class Prober:
         """Run a first step, of two samples if these fit; the largest size left to search, and sizes to trace."""
         alive, budget = self._prepare()
         if not self._agree(alive <= budget):
-            raise self._does_not_fit(alive, budget)
+            raise self._does_not_fit(alive, budget, high, cautious=cautious)
         for size in range(min(2, high), 0, -1):
             trial, measured = self._try(size, record=True)
             if not trial.fits:
@@ -190,7 +190,7 @@ class Prober:
             affordable = smallest_over_ranks(min(max(0, affordable), 2 * high), self._agree)
             high = high if size == 2 else 1
             return high, trace_sizes(high, affordable, kernels_vary=self._meter.sees_kernels and not cautious)
-        raise self._does_not_fit(alive, budget)
+        raise self._does_not_fit(alive, budget, high, cautious=cautious)
 
     def _prepare(self) -> tuple[int, int]:
         """Make ready for a step: bytes alive before it, and the budget in bytes as the device stands now."""
@@ -207,16 +207,26 @@ class Prober:
             predict_only = self._meter.deadly and not bounded
         return not self._agree(not predict_only)
 
-    def _try(self, size: int, *, record: bool) -> tuple[Trial, Measurement]:
-        """Run a step from a clean start, and put the state back after it, whatever came of it."""
+    def _try(self, size: int, *, record: bool, bounded: bool = True) -> tuple[Trial, Measurement]:
+        """Run a step from a clean start, and put the state back after it, whatever came of it.
+
+        Args:
+            size: Samples of the step.
+            record: Whether its traces are wanted.
+            bounded: Whether it has to keep to the budget; else the device alone bounds it, and no error is raised.
+        """
         if self._on_step is not None:
             self._on_step(size)
-        _, budget = self._prepare()
+        alive, budget = self._prepare()
+        budget = budget if bounded else self._meter.most(alive)
         had_gradients = self._optimizers.graded()
         self._steps += 1
-        measured = self._meter.run(lambda: self._step(size), size, budget=budget, record=record)
+        with enforced_budget(self._meter.device, self._asked if bounded else None):
+            measured = self._meter.run(lambda: self._step(size), size, budget=budget, record=record)
+        if measured.origins is not None:
+            self._holders.record(measured.traces[-1], measured.origins)
         failure = measured.failure
-        fatal = failure is not None and not self._means_too_large(failure, size)
+        fatal = failure is not None and bounded and not self._means_too_large(failure, size)
         if failure is not None and not fatal:
             release(failure)
         self._put_back()
@@ -250,15 +260,30 @@ class Prober:
         # BatchNorm refuses one sample: with two known to be too many, no size is left.
         return (self._least < size and is_ambiguous_out_of_memory(failure)) or (size == 1 and larger)
 
-    def _does_not_fit(self, alive: int, budget: int) -> UserError:
-        what, needed = "The model and its optimizer alone take", alive
-        if self._trials:
-            refused = [trial for trial in self._trials if trial.peak_bytes > budget] or self._trials
-            least = min(refused, key=lambda trial: trial.micro_batch_size)
-            size, needed = least.micro_batch_size, least.peak_bytes
-            what = f"A training step with micro_batch_size={size}, the smallest that runs, takes at least"
-        bound, advice = self._shortage.bound, self._shortage.advice
-        return UserError(f"{what} {needed:,} bytes, and {bound} leaves {budget:,}: {advice}.")
+    def _does_not_fit(self, alive: int, budget: int, high: int, *, cautious: bool) -> UserError:
+        smallest = None if cautious else self._smallest_step(budget, high)
+        if smallest is None and not self._trials:
+            return self._shortage.of_state(alive, budget)
+        refused = [trial for trial in self._trials if trial.peak_bytes > budget] or self._trials
+        trial = smallest or min(refused, key=lambda trial: trial.micro_batch_size)
+        size, needed = trial.micro_batch_size, trial.peak_bytes
+        holders = self._holders.at(size, needed)
+        return self._shortage.of_step(size, needed, budget, measured=smallest is not None, holders=holders)
+
+    def _smallest_step(self, budget: int, high: int) -> Trial | None:
+        """Run the smallest step that runs, bounded by the device alone; ``None`` if the budget is all that it has.
+
+        Its optimizer has its state by the second time.
+        """
+        if not self._agree(self._meter.most(self._prepare()[0]) > budget):
+            return None
+        smallest = None
+        for size in range(min(2, high), 0, -1):
+            tried = [self._try(size, record=True, bounded=False) for _ in range(2)]
+            if all(trial.fits for trial, _ in tried):
+                needed = max(max(trial.peak_bytes, step.reserved_bytes or 0) for trial, step in tried)
+                smallest = replace(tried[-1][0], peak_bytes=largest_over_ranks(needed, self._agree))
+        return smallest
 
 
 def smallest_over_ranks(value: int, agree: Callable[[bool], bool]) -> int:
@@ -276,3 +301,13 @@ def smallest_over_ranks(value: int, agree: Callable[[bool], bool]) -> int:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if agree(value >= middle) else (low, middle - 1)
     return low
+
+
+def largest_over_ranks(value: int, agree: Callable[[bool], bool]) -> int:
+    """The largest value over ranks, in the same way.
+
+    Examples:
+        >>> largest_over_ranks(300, agree=bool)
+        300
+    """
+    return _MOST - smallest_over_ranks(_MOST - value, agree)

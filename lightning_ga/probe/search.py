@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import isqrt, sqrt
 
+from lightning_ga.memory.segments import SegmentRules
 from lightning_ga.memory.trace import MemoryTrace
 from lightning_ga.plan.records import Method, Trial
 from lightning_ga.probe.curve import Curve, Step, fit_curve
@@ -91,7 +92,7 @@ class Search:
         budget: Bytes that a step may take.
         sizes: First sizes to trace, in rising order.
         rounding: Bytes that the allocator rounds up to: 1 on a CPU, 512 on CUDA.
-        segmented: Whether the allocator cuts blocks out of segments: the budget bounds these.
+        rules: How the allocator cuts blocks out of segments: the budget bounds these; ``None`` if it does not.
         predict_only: Try nothing near the budget: the result is ``predicted`` then.
         closest: Share of the budget that a trial may come to where only that leads on.
 
@@ -108,13 +109,13 @@ class Search:
         budget: int,
         sizes: tuple[int, ...] = (4, 8),
         rounding: int = 1,
-        segmented: bool = False,
+        rules: SegmentRules | None = None,
         predict_only: bool = False,
         closest: float = 1.0,
     ) -> None:
         self.budget = budget
         self.rounding = rounding
-        self.segmented = segmented
+        self.rules = rules
         self.predict_only = predict_only
         self._closest = int(closest * budget)
         self.limit = 0
@@ -167,7 +168,7 @@ class Search:
         self.limit = max(self.limit, size)
         fitting = [*self._fitting, Step(trial, traces, reserved_bytes)]
         self._fitting = sorted(fitting, key=lambda step: step.samples)
-        self._curve = fit_curve(self._fitting, self.rounding, segmented=self.segmented)
+        self._curve = fit_curve(self._fitting, self.rounding, rules=self.rules)
 
     def _fail(self, size: int) -> None:
         self.ceiling = min(self.ceiling, size)

@@ -2,7 +2,7 @@
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -11,11 +11,15 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_ga.batch.layout import LayoutError
+from lightning_ga.batch.pytree import open_container
 from lightning_ga.compat import agreement, transfer, trial_steps
+from lightning_ga.compat.gradient_dtype import dtype_of_sum, zero_sum
 from lightning_ga.loading.largest_samples import LargestSamples
 from lightning_ga.loading.reader import BatchReader
 from lightning_ga.memory.device import synchronize
 from lightning_ga.memory.oom import is_out_of_memory, release
+from lightning_ga.memory.origin_meter import state_of
+from lightning_ga.plan.attribution import RETRIES
 from lightning_ga.plan.records import Timing
 from lightning_ga.probe.throughput import time_windows
 
@@ -31,6 +35,7 @@ class TrialStep:
         samples: Samples to fill batches with.
         batch_samples: Samples of the batch that a trial's samples are cut from; ``None`` if they are the batch.
         reader: Cuts them out.
+        note_batch: Told the tensors of every batch.
     """
 
     def __init__(
@@ -41,7 +46,9 @@ class TrialStep:
         *,
         batch_samples: int | None = None,
         reader: BatchReader | None = None,
+        note_batch: Callable[[Iterator[torch.Tensor]], object] = lambda _: None,
     ) -> None:
+        self._note_batch = note_batch
         self._reader = reader
         self._held: Any = None  # the batch that a trial's samples are cut from
         self._trainer = trainer
@@ -51,7 +58,9 @@ class TrialStep:
 
     def __call__(self, micro_batch_size: int) -> None:
         """Run forward, backward, clipping and the optimizer step on so many samples."""
-        self.run(self.batch(micro_batch_size))
+        batch = self.batch(micro_batch_size)
+        self._note_batch(_tensors((self._held, batch)))
+        self.run(batch)
 
     def batch(self, micro_batch_size: int) -> Any:
         """Make a batch of so many samples on the device, with the rest of their batch if they are cut from one."""
@@ -134,7 +143,15 @@ class WindowGradientsAlive:
     def fill(self) -> None:
         """Give every parameter its gradient, of zeros."""
         for parameter, rows in self._having:
-            parameter.grad = torch.zeros_like(parameter) if rows is None else _sparse_zeros(parameter, rows)
+            parameter.grad = zero_sum(parameter) if rows is None else _sparse_zeros(parameter, rows)
+
+
+def _tensors(batch: Any) -> Iterator[torch.Tensor]:
+    """The tensors of a batch of any structure."""
+    if isinstance(batch, torch.Tensor):
+        yield batch
+    for _, part in open_container(batch) or ():
+        yield from _tensors(part)
 
 
 def _rows(gradient: torch.Tensor, rank_samples: int) -> int:
@@ -143,22 +160,21 @@ def _rows(gradient: torch.Tensor, rank_samples: int) -> int:
 
 
 def _sparse_zeros(parameter: torch.Tensor, rows: int) -> torch.Tensor:
-    values = parameter.new_zeros(rows, *parameter.shape[1:])
+    values = parameter.new_zeros(rows, *parameter.shape[1:], dtype=dtype_of_sum(parameter))
     indices = torch.arange(rows, device=parameter.device)[None]
     return torch.sparse_coo_tensor(indices, values, parameter.shape, is_coalesced=True)
 
 
-def resident_tensors(trainer: Any) -> Iterator[torch.Tensor]:
-    """Tensors that lie on the device before a step: parameters, buffers, gradients, optimizer state."""
-    module = trainer.lightning_module
-    for parameter in module.parameters():
-        yield parameter
-        if parameter.grad is not None:
-            yield parameter.grad
-    yield from module.buffers()
-    for optimizer in trainer.optimizers:
-        for state in optimizer.state.values():
-            yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+def resident_tensors(
+    trainer: Any, extra: Callable[[], Iterable[torch.Tensor]] = tuple
+) -> dict[str, list[torch.Tensor]]:
+    """Tensors that lie on the device before a step, by what they are.
+
+    Args:
+        trainer: The Trainer.
+        extra: Returns those that training keeps there besides parameters, gradients and optimizer state.
+    """
+    return {**state_of(trainer.lightning_module, trainer.optimizers), RETRIES: list(extra())}
 
 
 def make_optimizer_state(trainer: Any) -> None:

@@ -45,8 +45,8 @@ def generators_of(module: torch.nn.Module) -> list[Any]:
 
 
 def reseed(seed: int, generators: Iterable[Any] = ()) -> None:
-    """Seed the global generators, and these."""
-    torch.manual_seed(seed)
+    """Seed the global generators, those of devices in use included, and these."""
+    _reseed_torch(seed)
     np.random.seed(seed)
     random.seed(seed)
     for generator in generators:
@@ -56,6 +56,15 @@ def reseed(seed: int, generators: Iterable[Any] = ()) -> None:
             generator.bit_generator.state = type(generator.bit_generator)(seed).state
         else:
             generator.seed(seed)
+
+
+def _reseed_torch(seed: int) -> None:
+    """Seed as ``torch.manual_seed`` does, which leaves a seed behind for devices that are used only later."""
+    torch.default_generator.manual_seed(seed)
+    for device in (torch.cuda, torch.xpu):
+        if device.is_initialized():
+            device.manual_seed_all(seed)
+    torch.mps.manual_seed(seed)
 
 
 class RandomState:

@@ -5,7 +5,6 @@ import os
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -13,11 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from forks import exit_code, fork, forked, free_port
 from lightning.pytorch.utilities import rank_zero_only
 
 from lightning_ga.errors import UserError
 from lightning_ga.fit.messages import of_rank, one_sample_too_large
-from lightning_ga.train import fail
+from lightning_ga.train import fail, main
 
 pytestmark = pytest.mark.distributed
 QUICK = ("model=mlp", "trainer.accelerator=cpu", "trainer.max_epochs=1", "data.batch_size=16")
@@ -40,12 +40,6 @@ def agent(node: int, address: str, port: int) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", *rendezvous, "-m", "lightning_ga.train", *TRAIN]
 
 
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
-
-
 def namespaces() -> bool:
     """Whether this user may make network namespaces and connect them."""
     if shutil.which("unshare") is None or shutil.which("ip") is None:
@@ -53,14 +47,14 @@ def namespaces() -> bool:
     return subprocess.run(["unshare", "-rnm", "sh", "-c", HOSTS], capture_output=True, check=False).returncode == 0
 
 
-def run_all(commands: Sequence[Sequence[str]], folder: Path, **environment: str) -> list[str]:
+def run_all(commands: Sequence[Sequence[str]], folder: Path) -> list[str]:
     """Run commands at once, each in an empty folder; what they printed, if all end with 0."""
     running = []
     for number, command in enumerate(commands):
         work = folder / f"host{number}"
         work.mkdir()
         with (folder / f"out{number}.txt").open("w") as out:
-            variables = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+            variables = {**os.environ, "OMP_NUM_THREADS": "1"}
             running.append(
                 subprocess.Popen(command, cwd=work, env=variables, stdout=out, stderr=out, start_new_session=True)
             )
@@ -98,43 +92,63 @@ def test_a_rank_tells_its_own_trouble(capsys: pytest.CaptureFixture[str], monkey
     assert told.startswith("Error on rank 3: Memory ran out in training with one sample alone")
 
 
+def srun(folder: Path, arguments: list[str], **variables: str) -> int:
+    """Start one task on each of two nodes, as ``srun`` does; each is a fork of this process."""
+    tasks = [fork(task, node, folder, arguments, variables) for node in range(2)]
+    return max((exit_code(each) for each in tasks), key=abs)
+
+
+def task(node: int, folder: Path, arguments: list[str], variables: dict[str, str]) -> int:
+    """Train on one node; what is printed goes to a file."""
+    os.environ.update(variables, SLURM_PROCID=str(node), SLURM_NODEID=str(node))
+    (folder / f"host{node}").mkdir()
+    os.chdir(folder / f"host{node}")
+    with (folder / f"out{node}.txt").open("w") as out:
+        for stream in (1, 2):
+            os.dup2(out.fileno(), stream)
+    try:
+        main(arguments)
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
+
+
 @pytest.mark.slow
 def test_tasks_that_srun_starts(tmp_path: Path) -> None:
     """Lightning finds rank and address in SLURM's variables; no torchrun is needed."""
-    port = free_port()
     slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "train", "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "1"}
-    slurm |= {"SLURM_NNODES": "2", "SLURM_NODELIST": "127.0.0.1", "SLURM_LOCALID": "0", "MASTER_PORT": str(port)}
-    tasks = [
-        ["env", f"SLURM_PROCID={node}", f"SLURM_NODEID={node}", sys.executable, "-m", "lightning_ga.train", *TRAIN]
-        for node in range(2)
-    ]
-    folder = f"hydra.run.dir={tmp_path}/job-7"
-    one, two = run_all([[*task, folder] for task in tasks], tmp_path, **slurm)
+    slurm |= {"SLURM_NNODES": "2", "SLURM_NODELIST": "127.0.0.1", "SLURM_LOCALID": "0"}
+    arguments = [*TRAIN, f"hydra.run.dir={tmp_path}/job-7"]
+    environment = {**slurm, "MASTER_PORT": str(free_port())}
+    done = forked(srun, tmp_path, arguments, environment=environment, folder=tmp_path)
+    one, two = ((tmp_path / f"out{node}.txt").read_text() for node in range(2))
+    assert done.code == 0, one + two + done.output
     assert one.count("Result after") == 1
     assert "Result after" not in two
     check(tmp_path)
 
 
-@pytest.mark.slow
-def test_two_agents_on_one_host(tmp_path: Path) -> None:
-    """Both end with 0; the first prints plan and result, the second nothing of them."""
+def on_one_host(folder: Path) -> list[str]:
+    """What two agents on this host print."""
     port = free_port()
-    one, two = run_all([agent(node, "127.0.0.1", port) for node in range(2)], tmp_path)
-    assert one.count("Result after") == 1
-    assert "Result after" not in two
-    assert "Plan" not in two
-    check(tmp_path)
+    return run_all([agent(node, "127.0.0.1", port) for node in range(2)], folder)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif("not namespaces()", reason="no right to make network namespaces")
-def test_two_hosts(tmp_path: Path) -> None:
-    """Two network namespaces, connected by a virtual cable: nothing goes over the loopback."""
+def on_two_hosts(folder: Path) -> list[str]:
+    """What agents in two network namespaces print, connected by a virtual cable: nothing goes over the loopback."""
     agents = [
         f"ip netns exec {host} env GLOO_SOCKET_IFNAME={host}0 {shlex.join(agent(node, '10.1.1.1', 29500))}"
         for node, host in enumerate(("one", "two"))
     ]
     script = f"{HOSTS}\n{agents[1]} > two.txt 2>&1 & other=$!\n{agents[0]} && wait $other"
-    (printed,) = run_all([["unshare", "-rnm", "sh", "-c", script]], tmp_path)
-    assert printed.count("Result after") == 1
+    return [*run_all([["unshare", "-rnm", "sh", "-c", script]], folder), (folder / "host0" / "two.txt").read_text()]
+
+
+@pytest.mark.slow
+def test_two_agents(tmp_path: Path) -> None:
+    """On two hosts where this user may make them, else on one: the first alone prints plan and result."""
+    one, two = on_two_hosts(tmp_path) if namespaces() else on_one_host(tmp_path)
+    assert one.count("Result after") == 1
+    assert "Result after" not in two
+    assert "Plan" not in two
     check(tmp_path)

@@ -7,10 +7,12 @@ from rich.console import Console
 
 from lightning_ga.app.plan_table import METHODS, plan_rows, plan_table, save_plan
 from lightning_ga.plan.accumulation import plan_accumulation
+from lightning_ga.plan.attribution import Attribution
 from lightning_ga.plan.exactness import Exactness
 from lightning_ga.plan.records import Method, ProbeResult, Timing, Trial
 from lightning_ga.probe.planned.device import PlannedDevice
 
+HOLDERS = Attribution(48, 100, "backward", "net.1", (("activations of net.1", 70), ("parameters", 30)))
 PROBE = ProbeResult(48, 2**31, 2_040_109_466, (Trial(48, 2_040_109_466, True, 0.2),), 4, 1.25, "replay")
 
 
@@ -67,8 +69,14 @@ def test_a_plan_is_saved_whole(tmp_path):
     save_plan(tmp_path / "device.json", None, None, None, PlannedDevice(2**34, unreliable=["a reason"]))
     assert json.loads((tmp_path / "device.json").read_text())["device"]["unreliable"] == ["a reason"]
     save_plan(tmp_path / "plan.json", None, None)
-    nothing = {"plan": None, "probe": None, "exactness": None, "told": {"effective batch": "set by the loader"}}
+    told = {"effective batch": "set by the loader"}
+    nothing = {"plan": None, "probe": None, "exactness": None, "memory": [], "told": told}
     assert json.loads((tmp_path / "plan.json").read_text()) == nothing
+    save_plan(tmp_path / "held.json", None, replace(PROBE, holders=HOLDERS))
+    assert (
+        json.loads((tmp_path / "held.json").read_text())["memory"][1]
+        == "activations 70 B (net.1 70 B), parameters 30 B"
+    )
 
 
 @pytest.mark.parametrize(("micro_batch", "says"), [(10, "nothing is accumulated"), (4, "relative error 1.0e-07")])

@@ -7,6 +7,7 @@ import random
 import re
 import sys
 import warnings
+from array import array
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass, replace
@@ -31,6 +32,7 @@ MODULE_HOOKS = (
     *("on_after_backward", "on_before_optimizer_step", "on_save_checkpoint", "on_load_checkpoint"),
 )
 """Hooks of a LightningModule that do nothing unless they are overridden."""
+PLAIN = frozenset({type(None), bool, int, float, str, bytes})
 
 
 @dataclass(frozen=True)
@@ -196,8 +198,10 @@ def watched(journal: Journal, folder: Path, ends: list[End], notes: dict[str, An
         for logger in loggers:
             logger.removeHandler(heard)
 
+    paths = str(folder.resolve()), str(folder)
+
     def clean(text: str) -> str:
-        return text.replace(str(folder.resolve()), "<folder>").replace(str(folder), "<folder>")
+        return text.replace(paths[0], "<folder>").replace(paths[1], "<folder>")
 
     record = Record(
         tuple(replace(end, callbacks=_cleaned(end.callbacks, clean)) for end in ends),
@@ -252,14 +256,17 @@ def end_of(trainer: Any, module: pl.LightningModule, result: Any = None) -> End:
 def random_state() -> str:
     """The state of all generators of random numbers, in short."""
     digest = hashlib.md5(torch.get_rng_state().numpy().tobytes())
-    digest.update(repr(random.getstate()).encode())
     name, keys, *rest = np.random.get_state()
     digest.update(keys.tobytes() + repr((name, rest)).encode())
+    version, words, pair = random.getstate()
+    digest.update(array("L", words).tobytes() + repr((version, pair)).encode())
     return digest.hexdigest()
 
 
 def plain(value: Any) -> Any:
     """A copy that later steps do not change, with the type of each part."""
+    if type(value) in PLAIN:
+        return value
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if isinstance(value, np.ndarray):
@@ -273,7 +280,7 @@ def plain(value: Any) -> Any:
         return type(value)(map(plain, parts)) if isinstance(value, (list, tuple)) else list(map(plain, parts))
     if is_dataclass(value) and not isinstance(value, type):
         return {"type": type(value).__name__, **{each.name: plain(getattr(value, each.name)) for each in fields(value)}}
-    if value is None or isinstance(value, (bool, int, float, str, bytes)):
+    if isinstance(value, tuple(PLAIN)):
         return value
     return f"<{type(value).__module__}.{type(value).__qualname__}>"
 
@@ -283,6 +290,8 @@ def differences(ours: Any, stock: Any, tolerance: float = 0.0, where: str = "") 
 
     The tolerance is absolute and relative, and holds for floating-point numbers alone.
     """
+    if type(ours) is type(stock) and type(stock) in PLAIN and ours == stock:
+        return
     floats = _are_numbers(ours, stock) and (isinstance(ours, float) or isinstance(stock, float))
     if tolerance and floats:
         if not _same_number(ours, stock, tolerance):

@@ -1191,8 +1191,8 @@ def adam_by_step(run: Run) -> Net:
 
 def _resumed(steps: int, run: Run, factor: int = 1) -> None:
     """Resume from a checkpoint of the first epoch, which has six batches."""
-    saving = stock.ModelCheckpoint(run.folder / "first", every_n_train_steps=1, save_top_k=-1, filename="{step}")
-    run.fit(adam_by_step(run), loader(Samples(48)), saving, max_epochs=2, accumulate_grad_batches=factor)
+    saving = stock.ModelCheckpoint(run.folder / "first", every_n_train_steps=steps, save_top_k=-1, filename="{step}")
+    run.fit(adam_by_step(run), loader(Samples(48)), saving, max_epochs=1, accumulate_grad_batches=factor)
     path = run.folder / "first" / f"step={steps}.ckpt"
     run.fit(adam_by_step(run), loader(Samples(48)), ckpt_path=path, max_epochs=3, accumulate_grad_batches=factor)
 

@@ -26,7 +26,7 @@ BUDGET = "60KB"  # fp16 with a scaler
 def settings() -> dict[str, Any]:
     from everything import fp16_on_the_cpu
 
-    return {"plugins": fp16_on_the_cpu()}
+    return {"plugins": fp16_on_the_cpu(), "max_epochs": 1}
 
 
 @pytest.fixture(scope="module")
@@ -47,8 +47,8 @@ def without(limit: int, tmp_path_factory: pytest.TempPathFactory) -> dict[str, A
 
 def with_a_probe(folder: Path, limit: int) -> dict[str, Any]:
     """The training after a probe; the limit is given, should it be found wrongly."""
-    probed = AutoAccumulate(memory_budget=BUDGET, max_micro_batch_size=limit, batch_norm="ignore", cache=False)
-    return run(folder, probed, **settings())
+    given = {"memory_budget": BUDGET, "max_micro_batch_size": limit, "batch_norm": "ignore", "verify": False}
+    return run(folder, AutoAccumulate(**given, cache=False), **settings())
 
 
 # --- what is left out --------------------------------------------------------------------------

@@ -54,10 +54,11 @@ def test_limit_train_batches_cuts_a_stream() -> None:
     ids=str,
 )
 def test_validation_runs_after_the_same_steps(micro_batch: int, settings: dict[str, Any]) -> None:
-    """Whole numbers, fractions and counts over epochs, whatever the micro-batch is."""
+    """Whole numbers, fractions and counts over epochs, whatever the micro-batch is; after a check of exactness too."""
     settings = {"accumulate_grad_batches": 2, "max_epochs": 3, **settings}
     stock, _ = fit(loader(), module=Validated(), **settings)
-    ours, _ = fit(loader(), AutoAccumulate(micro_batch_size=micro_batch), module=Validated(), **settings)
+    callback = AutoAccumulate(micro_batch_size=micro_batch, verify=micro_batch == 3)
+    ours, _ = fit(loader(), callback, module=Validated(), **settings)
     assert ours.steps_at_validation == stock.steps_at_validation
 
 

@@ -1,6 +1,7 @@
 """Plans for a device that is not here, in real Trainers: right where that can be measured, leaving nothing behind."""
 
 import random
+import re
 import resource
 from collections.abc import Callable
 from typing import Any
@@ -307,9 +308,11 @@ def test_metrics_that_need_values_are_left_out_and_named() -> None:
 
 
 def test_a_model_that_does_not_fit_is_refused() -> None:
-    """With what it takes, and what the device leaves."""
-    with pytest.raises(UserError, match=r"takes at least [\d,]+ bytes, and a device of 600,500,000 bytes leaves"):
+    """With what it takes, what the device leaves, and a device that is enough."""
+    with pytest.raises(UserError, match=r"takes [\d.]+ KiB, and a device of 572.7 MiB leaves") as caught:
         plan_for_device(Pictures(), loader(), "600.5MB", effective_batch_size=8)
+    proposed = re.search(r"a device of (\S+) is enough", str(caught.value))[1]
+    assert plan_for_device(Pictures(), loader(), proposed, effective_batch_size=8).plan.micro_batch_size >= 1
 
 
 @pytest.mark.parametrize(

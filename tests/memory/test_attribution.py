@@ -7,8 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lightning_ga.memory.attribution import Attribution, OriginMeter
+from lightning_ga.memory.attribution import attribute
 from lightning_ga.memory.live_tensors import LiveTensorMeter
+from lightning_ga.memory.origin_meter import OriginMeter, state_of
+from lightning_ga.plan.attribution import Attribution
 
 
 class Attention(nn.Module):
@@ -47,11 +49,14 @@ def attributed(
     plain.start()
     with plain:
         whole(lambda: None)
-    meter = OriginMeter(model)
+    meter = OriginMeter(model, lambda: state_of(model, [optimizer]))
     meter.add([*model.parameters(), *(v for s in optimizer.state.values() for v in s.values()), inputs])
-    with meter.recording():
+    meter.start(record=True)
+    with meter:
+        meter.note_batch([inputs])
         whole(meter.mark)
-    found = meter.attribution(model, [optimizer], [inputs])
+    origins = meter.origins()
+    found = attribute(meter.trace(len(inputs)), origins)
     assert dict(found.parts)["batch"] == inputs.nbytes
     assert found.peak_bytes == plain.peak_bytes
     assert sum(size for _, size in found.parts) == found.peak_bytes
@@ -63,12 +68,13 @@ def trained(model: Model, inputs: Tensor, loss: Callable[[Tensor], Tensor] = Ten
 
 
 def test_huge_logits_are_named() -> None:
-    """By what the loss makes of them and of their gradient, as they themselves are gone at the peak."""
+    """They, what the loss makes of them and their gradient are one part, however the loss is called."""
     targets = torch.zeros(64, dtype=torch.long)
     found = trained(Model(classes=5000), torch.randn(64, 8), lambda out: functional.cross_entropy(out, targets))
-    parts = dict(found.parts[:3])
-    assert parts["activations of log_softmax"] == 64 * 5000 * 4
-    assert parts["temporaries of log_softmax_backward_data"] == 64 * 5000 * 4
+    name, size = found.parts[0]
+    assert name == "logits and their loss"
+    assert size >= 2 * 64 * 5000 * 4
+    assert "cross-entropy" in found.remedy
 
 
 def test_naive_attention_is_named() -> None:
@@ -111,9 +117,9 @@ def test_optimizer_state_is_told_apart() -> None:
 def test_it_is_told_in_three_lines(unit: str) -> None:
     """Where, what, and what to do."""
     where, what, remedy = trained(Model(), torch.randn(64, 8)).lines(unit.format)
-    assert where.startswith("peak of ")
-    assert what.startswith("held by ")
-    assert remedy.startswith("the largest part is made smaller by ")
+    assert where.startswith("At the peak of ")
+    assert f"activations {unit.format(2056)} (body.1 {unit.format(2048)}, " in what
+    assert remedy.startswith("What usually makes the largest part smaller: ")
 
 
 def test_no_hook_is_left_behind() -> None:

@@ -17,55 +17,10 @@ from lightning_ga.memory.device import (
     control_group_limits,
     enforced_budget,
     is_emulated,
-    parse_budget,
     total_memory,
 )
 from lightning_ga.plan.config import Options
 from lightning_ga.testing import limit_memory
-
-
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [
-        (None, None),
-        (1, 1),
-        (123456, 123456),
-        (1.0, 1000),
-        (0.25, 250),
-        ("80%", 800),
-        ("12.5 %", 125),
-        ("100", 100),
-        ("100 B", 100),
-        ("2k", 2000),
-        ("512 MB", 512_000_000),
-        ("512MiB", 512 * 2**20),
-        (" 1.5 gib ", 3 * 2**29),
-        ("10G", 10**10),
-        ("1TiB", 2**40),
-        (".5KiB", 512),
-    ],
-)
-def test_budgets_are_read(value: int | float | str | None, expected: int | None) -> None:
-    assert parse_budget(value, 1000) == expected
-
-
-@pytest.mark.parametrize(
-    "value",
-    [0, -1, True, 0.0, -0.5, 1.5, float("nan"), "", "GiB", "ten", "10 XB", "-5GB", "0%", "120%", "0", "1 2"],
-)
-def test_bad_budgets_name_the_value_the_rule_and_the_way_out(value: int | float | str) -> None:
-    with pytest.raises(UserError) as caught:
-        parse_budget(value, 1000)
-    message = str(caught.value)
-    assert message.startswith(f"memory_budget={value!r} must be ")
-    assert "'10GiB'" in message
-    assert "\n" not in message
-
-
-@pytest.mark.parametrize("value", [0.5, "50%"])
-def test_a_share_needs_a_device(value: float | str) -> None:
-    with pytest.raises(UserError, match="must be a whole number of bytes"):
-        parse_budget(value)
 
 
 def group(root: Path, folder: str, limit: str, used: str, cache: str, *, version: int) -> None:

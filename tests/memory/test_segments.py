@@ -12,7 +12,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from lightning_ga.memory.segments import KIB, MIB, Segments, replay_segments
+from lightning_ga.memory.segments import KIB, MIB, SegmentRules, Segments, replay_segments
 from lightning_ga.memory.trace import MemoryTrace, Segment
 from lightning_ga.plan.records import ProbeResult, Trial, outdated
 from lightning_ga.probe.search import Search, trace_sizes
@@ -50,7 +50,7 @@ def test_books_balance(actions: list[Action]) -> None:
     reserved = segments.reserved
     segments, _ = play([*actions, *((0, 0) for _ in held)])
     assert (segments.allocated, segments.reserved) == (0, reserved)
-    sizes = sorted(size for free in segments._free.values() for size, _ in free)
+    sizes = sorted(size for free in segments._free.values() for size, *_ in free)
     assert sum(sizes) == reserved
     assert all(size % (2 * MIB) == 0 for size in sizes)  # every segment is whole again
 
@@ -178,10 +178,8 @@ def test_a_search_foresees_what_will_be_reserved(budget_mib: int) -> None:
     """Two traces and one trial, seldom two, and none runs out; a search that counts blocks alone runs out at once."""
     budget = budget_mib * MIB
     device = Device(budget)
-    for segmented in (True, False):
-        search = Search(
-            high=100_000, budget=budget, sizes=trace_sizes(100_000, budget), rounding=512, segmented=segmented
-        )
+    for rules in (SegmentRules(), None):
+        search = Search(high=100_000, budget=budget, sizes=trace_sizes(100_000, budget), rounding=512, rules=rules)
         trials = []
         while (size := search.propose()) != search.limit:
             trial, trace = device.run(size)
@@ -191,7 +189,7 @@ def test_a_search_foresees_what_will_be_reserved(budget_mib: int) -> None:
         found = ProbeResult(
             search.limit, budget, 1, tuple(trials), len(trials), 0.1, search.method, curve=search.curve(search.limit)
         )
-        if segmented:
+        if rules is not None:
             assert outdated(found, budget, high=100_000) is None  # a cache is of use
             assert all(trial.fits for trial in trials)
             assert len(trials) <= 4

@@ -1,5 +1,7 @@
 """``find_micro_batch`` on real training steps: the truth is an exhaustive check under ``limit_memory``."""
 
+import ast
+import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -209,7 +211,7 @@ def test_batch_norm_needs_two_samples() -> None:
     budget = fits(batch_norm, 2, "1TiB")
     assert budget is not None
     assert find_micro_batch(batch_norm(), high=64, budget=budget, device="cpu").limit == 2
-    with pytest.raises(UserError, match=r"micro_batch_size=2, the smallest that runs.*raise memory_budget"):
+    with pytest.raises(UserError, match=r"micro_batch_size=2, the smallest that runs.*memory_budget=2208016 is enough"):
         find_micro_batch(batch_norm(), high=64, budget=budget - 1, device="cpu")
 
 
@@ -230,18 +232,38 @@ def test_one_sample_may_be_the_limit() -> None:
     assert (found.limit, found.steps, tried(found)) == (1, 3, [2, 1])
 
 
-def test_a_budget_that_no_step_fits_in_says_how_much_it_takes() -> None:
-    with pytest.raises(UserError, match=r"micro_batch_size=1, .* takes at least [\d,]+ bytes, and"):
-        find_micro_batch(mlp(), high=64, budget=300_000, device="cpu")
+@pytest.mark.parametrize("budget", [1, 250_000, 300_000, "0.001MiB", "200 kB", "270KiB"])
+def test_a_budget_that_no_step_fits_in_says_what_is_enough(budget: int | str) -> None:
+    """In the unit that the user wrote; whoever follows it can train, and with a hundredth less nobody can."""
+    with pytest.raises(UserError, match="micro_batch_size=1, the smallest that runs, takes ") as caught:
+        find_micro_batch(mlp(), high=64, budget=budget, device="cpu")
+    message = str(caught.value)
+    proposed = ast.literal_eval(re.search(r"memory_budget=(\S+|'[^']+') is enough", message)[1])  # type: ignore[index]
+    assert type(proposed) is type(budget)
+    assert isinstance(budget, int) or proposed.lstrip("0123456789.") == budget.lstrip("0123456789.")
+    assert "What usually makes the largest part smaller: " in message
+    found = find_micro_batch(mlp(), high=64, budget=proposed, device="cpu")
+    assert found.limit >= 1
+    with pytest.raises(UserError, match="is enough"):
+        find_micro_batch(mlp(), high=64, budget=found.budget_bytes * 98 // 100, device="cpu")
 
 
-def test_a_budget_that_not_even_the_model_fits_in_is_found_before_any_step() -> None:
+def test_where_one_sample_is_refused_two_are_named() -> None:
+    """BatchNorm takes no batch of one."""
+    with pytest.raises(UserError, match=r"micro_batch_size=2, the smallest that runs, takes [\d,]+ bytes") as caught:
+        find_micro_batch(batch_norm(), high=64, budget=1000, device="cpu")
+    proposed = int(re.search(r"memory_budget=(\d+) is enough", str(caught.value))[1])  # type: ignore[index]
+    assert find_micro_batch(batch_norm(), high=64, budget=proposed, device="cpu").limit >= 2
+
+
+def test_a_budget_that_not_even_the_model_fits_in() -> None:
+    """A step that fails for a reason of its own cannot say what is enough."""
     model = nn.Linear(1000, 1000)
 
     def step(samples: int) -> None:
-        raise AssertionError("no step may run")
+        raise AssertionError("a bug of the step")
 
-    with pytest.raises(UserError, match=r"model and its optimizer alone take 4,004,000 bytes, .* leaves 1,000,000"):
+    with pytest.raises(UserError, match=r"model and its optimizer alone take 4.01MB, .*'1MB' leaves 1MB: more memory"):
         find_micro_batch(step, high=8, budget="1MB", device="cpu", resident=model.parameters)
 
 
@@ -387,7 +409,7 @@ class FakeCuda:
     """Statistics of an allocator with a workspace that no tensor holds, over the live tensors of a CPU."""
 
     memory: LiveTensorMeter
-    segmented = False
+    rules = None
 
     def __init__(self, device: torch.device) -> None:
         assert device.type == "cuda"

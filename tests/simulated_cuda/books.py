@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from lightning_ga.memory.allocator import AllocatorMeter
-from lightning_ga.memory.segments import MIB, Segments, replay_segments
+from lightning_ga.memory.segments import MIB, SegmentRules, Segments, replay_segments
 
 Sizes = Callable[[random.Random], int]
 SIZES: dict[str, Sizes] = {
@@ -45,13 +45,14 @@ def on_device(size: int) -> torch.Tensor:
     return torch.empty(size, dtype=torch.uint8, device="cuda")
 
 
-def same_books(programs: int) -> None:
+def same_books(programs: int, setting: str = "") -> None:
     """Bytes in blocks and in segments after every step of every program, from an empty cache."""
+    rules = rules_with(setting)
     for name, sizes in SIZES.items():
         for seed in range(programs):
             torch.cuda.empty_cache()
             assert torch.cuda.memory_reserved() == 0
-            choices, segments, held = random.Random(seed), Segments(), []
+            choices, segments, held = random.Random(seed), Segments(rules), []
             for step in range(400):
                 random_steps(choices, sizes, held, lambda size, books=segments: Both(books, size), 1)
                 real = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
@@ -59,8 +60,9 @@ def same_books(programs: int) -> None:
             held.clear()
 
 
-def same_replay(programs: int) -> None:
+def same_replay(programs: int, setting: str = "") -> None:
     """A recorded step is replayed to the peaks that the allocator reports, whatever was there before it."""
+    rules = rules_with(setting)
     meter = AllocatorMeter(torch.device("cuda", 0))
     for name, sizes in SIZES.items():
         for seed in range(programs):
@@ -73,16 +75,26 @@ def same_replay(programs: int) -> None:
             trace, reserved = meter.trace(1), torch.cuda.max_memory_reserved()
             assert undisturbed
             assert trace is not None
-            assert replay_segments(trace.sizes, trace) == (peak, reserved), (name, seed)
+            assert replay_segments(trace.sizes, trace, rules) == (peak, reserved), (name, seed)
             held.clear()
+
+
+def rules_with(setting: str) -> SegmentRules:
+    """The rules after a setting at run time."""
+    if setting:
+        torch._C._accelerator_setAllocatorSettings(setting)
+    rules = AllocatorMeter(torch.device("cuda", 0)).rules
+    assert rules is not None
+    assert (rules == SegmentRules()) == (not setting)
+    return rules
 
 
 def told_of_settings() -> None:
     """Rules that ``Segments`` does not know are noticed, also where they were set at run time."""
     meter = AllocatorMeter(torch.device("cuda", 0))
-    assert meter.segmented
-    for setting in ("expandable_segments:True", "max_split_size_mb:64", "roundup_power2_divisions:[256:1,>:4]"):
+    assert meter.rules == SegmentRules()
+    for setting in ("expandable_segments:True", "max_split_size_mb:64,max_non_split_rounding_mb:64"):
         torch._C._accelerator_setAllocatorSettings(setting)
-        assert not meter.segmented, setting
+        assert meter.rules is None, setting
         torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
-        assert meter.segmented, setting
+        assert meter.rules == SegmentRules(), setting

@@ -13,10 +13,14 @@ if device_counters.is_loaded():
     from forks import forked
 
 
-@pytest.mark.parametrize(("check", "programs"), [("same_books", 2), ("same_replay", 20)])
-def test_the_books_are_those_of_the_allocator(check: str, programs: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "setting",
+    ["", "max_split_size_mb:32", "roundup_power2_divisions:4", "roundup_power2_divisions:[4:2,16:8,64:1,>:2]"],
+)
+@pytest.mark.parametrize(("check", "programs"), [("same_books", 2), ("same_replay", 40)])
+def test_the_books_are_those_of_the_allocator(check: str, programs: int, setting: str, tmp_path: Path) -> None:
     """In a process of its own: blocks of earlier tests would have holes."""
-    ended = forked(getattr(books, check), programs, folder=tmp_path)
+    ended = forked(getattr(books, check), programs, setting, folder=tmp_path)
     assert ended.code == 0, ended.output
 
 

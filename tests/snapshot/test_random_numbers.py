@@ -73,3 +73,16 @@ def test_another_generator_that_numpy_was_given_is_read_in_full() -> None:
         assert np.random.rand(3).tolist() == first
     finally:
         np.random.set_bit_generator(before)
+
+
+def test_a_seed_does_not_wait_for_a_device_that_is_not_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``torch.manual_seed`` queues one for it, which would take the place of the user's own."""
+    seeds: list[int] = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    random_numbers.reseed(3)
+    first, queued = torch.rand(1), list(seeds)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    random_numbers.reseed(3)
+    assert torch.equal(first, torch.rand(1))
+    assert (queued, seeds) == ([], [3])

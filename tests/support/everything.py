@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_ga import AutoAccumulate, ExactnessWarning
 
 SAMPLES, BATCH = 45, 16
+STEPS = 3  # of an epoch
 
 
 class Everything(pl.LightningModule):
@@ -102,7 +103,7 @@ class Everything(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
-        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=6)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=STEPS * self.trainer.max_epochs)
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 

@@ -9,13 +9,14 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from importlib import import_module
+from math import ceil
 from typing import Any
 
 import torch
 
 from lightning_ga.errors import UserError
-from lightning_ga.memory.device import parse_budget
 from lightning_ga.plan.accumulation import AccumulationPlan
+from lightning_ga.plan.budget import parse_budget
 from lightning_ga.plan.records import ProbeResult
 
 CONTEXT = 512 * 2**20  # bytes of the CUDA context and of kernels' code, which no tensor can use
@@ -68,6 +69,13 @@ class PlannedDevice:
             )
         asked = parse_budget(memory_budget, self.total_bytes)
         return left if asked is None else min(asked, left)
+
+    def total_for(self, needed: int) -> int:
+        """Bytes of a device that leaves so many to a training step, once ``budget`` was asked for."""
+        if not self.like_cuda:
+            return needed + self.reserved_bytes
+        fixed = self.reserved_bytes - int(MARGIN * self.total_bytes)
+        return ceil((needed + fixed) / (1 - MARGIN))
 
     def doubt(self, reason: str) -> None:
         """Note something that makes the estimate less certain, once."""

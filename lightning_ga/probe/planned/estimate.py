@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -21,14 +22,17 @@ from lightning_ga.compat import agreement, transfer
 from lightning_ga.errors import UserError
 from lightning_ga.loading.largest_samples import LargestSamples, ScanOrder, largest_samples
 from lightning_ga.memory.oom import is_out_of_memory
+from lightning_ga.plan.budget import written_like
 from lightning_ga.plan.records import ProbeResult
+from lightning_ga.plan.units import format_bytes
 from lightning_ga.probe.isolation import isolated
 from lightning_ga.probe.meters import TensorMeter
 from lightning_ga.probe.planned.device import PlannedDevice
 from lightning_ga.probe.planned.fakes import Answers, PlainCopies
 from lightning_ga.probe.planned.like_cuda import LikeCuda
 from lightning_ga.probe.planned.stand_ins import grown, hidden_workspaces, without_values
-from lightning_ga.probe.prober import Prober, Shortage
+from lightning_ga.probe.prober import Prober
+from lightning_ga.probe.shortage import Shortage
 from lightning_ga.probe.trials import TrialStep, WindowGradientsAlive, resident_tensors
 
 _ADVICE = "plan for a larger device, a lower precision or a smaller model, or use activation checkpointing"
@@ -64,15 +68,22 @@ def estimate(
         UserError: If the step needs values that are not there, or if not even the smallest micro-batch fits.
     """
     samples = largest_samples(loader, order)
-    with steps_without_values(trainer, loader, samples, device, rank_samples=rank_samples) as (step, reset):
-        allowed = device.budget(budget, buckets=_bucket_bytes(trainer))
+    allowed = device.budget(budget, buckets=_bucket_bytes(trainer))
+    owned = partial(resident_tensors, trainer, extra_resident)
+    meter = TensorMeter(
+        torch.device("cpu"), rounding=device.rounding, room=allowed, module=trainer.lightning_module, owners=owned
+    )
+    steps = steps_without_values(
+        trainer, loader, samples, device, rank_samples=rank_samples, note_batch=meter.note_batch
+    )
+    with steps as (step, reset):
         prober = Prober(
             step,
-            TensorMeter(torch.device("cpu"), rounding=device.rounding, room=allowed),
+            meter,
             budget=allowed,
-            resident=lambda: chain(resident_tensors(trainer), extra_resident()),
+            resident=lambda: chain(*owned().values()),
             reset=reset,
-            shortage=Shortage(f"a device of {device.total_bytes:,} bytes", _ADVICE),
+            shortage=_shortage(device, budget, allowed),
         )
         with prober.running():
             found = prober.search(high, predict_only=False)
@@ -81,7 +92,13 @@ def estimate(
 
 @contextmanager
 def steps_without_values(
-    trainer: Any, loader: "DataLoader[Any]", samples: LargestSamples, device: PlannedDevice, *, rank_samples: int
+    trainer: Any,
+    loader: "DataLoader[Any]",
+    samples: LargestSamples,
+    device: PlannedDevice,
+    *,
+    rank_samples: int,
+    note_batch: Callable[[Iterator[torch.Tensor]], object] = lambda _: None,
 ) -> Iterator[tuple["StepWithoutValues", Callable[[], None]]]:
     """Run training steps on tensors without values, as a context; afterwards all is as it was.
 
@@ -91,6 +108,7 @@ def steps_without_values(
         samples: Samples to fill batches with.
         device: What is planned for.
         rank_samples: Samples of a window on one rank.
+        note_batch: Told the tensors of every batch.
 
     Yields:
         A step on a batch of a given size, and the function that prepares for the next one.
@@ -101,7 +119,7 @@ def steps_without_values(
     with ExitStack() as stack:
         mode, stand_ins = stack.enter_context(without_values(module, trainer.optimizers, foreach=device.like_cuda))
         prepare = stack.enter_context(isolated(trainer, stand_ins))
-        step = StepWithoutValues(trainer, loader, samples)
+        step = StepWithoutValues(trainer, loader, samples, note_batch=note_batch)
         stack.enter_context(_quiet_and_eager())
         stack.enter_context(mode)
         stack.enter_context(Answers(device.doubt))
@@ -129,10 +147,18 @@ class StepWithoutValues(TrialStep):
         trainer: The Trainer.
         loader: The user's loader, which collates the samples.
         samples: Samples to fill batches with.
+        note_batch: Told the tensors of every batch.
     """
 
-    def __init__(self, trainer: Any, loader: "DataLoader[Any]", samples: LargestSamples) -> None:
-        super().__init__(trainer, loader, samples)
+    def __init__(
+        self,
+        trainer: Any,
+        loader: "DataLoader[Any]",
+        samples: LargestSamples,
+        *,
+        note_batch: Callable[[Iterator[torch.Tensor]], object] = lambda _: None,
+    ) -> None:
+        super().__init__(trainer, loader, samples, note_batch=note_batch)
         self._period = len(samples.by_field)
 
     def __call__(self, micro_batch_size: int) -> None:
@@ -199,6 +225,18 @@ def _explained() -> Iterator[None]:
             "The training step cannot be planned for another device, because it fails on tensors without values "
             f"({type(error).__name__}: {first}): train on the device itself, where the probe measures the limit."
         ) from error
+
+
+def _shortage(device: PlannedDevice, budget: int | float | str | None, allowed: int) -> Shortage:
+    """How a step that does not fit is explained: by the budget, if that leaves less than the device."""
+    if budget is not None and allowed < device.total_bytes - device.reserved_bytes:
+        return Shortage.of_budget(budget, device.total_bytes)
+    return Shortage(
+        f"a device of {format_bytes(device.total_bytes)}",
+        _ADVICE,
+        lambda needed: f"a device of {written_like('1GiB', device.total_for(needed))} is enough",
+        format_bytes,
+    )
 
 
 def _bucket_bytes(trainer: Any) -> int:

@@ -1,0 +1,203 @@
+"""Record where the storages of a step are made, besides how large they are and how long they live.
+
+Hooks on modules tell which one runs, and the nodes of the backward pass are named after the module
+that made them. Both are there for the time of a recording alone.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+from lightning_ga.memory.attribution import Origin, StepOrigins
+from lightning_ga.memory.live_tensors import LiveTensorMeter, plain_tensors
+from lightning_ga.plan.attribution import BATCH, GRADIENTS, LOGITS, OPTIMIZER, PARAMETERS
+
+Owners = Callable[[], Mapping[str, Iterable[Tensor]]]
+NODE_NAME = "lightning_ga.module"  # in the metadata of autograd's nodes: which module made them
+_LOSSES = ("log_softmax", "nll_loss", "cross_entropy", "binary_cross_entropy_with_logits")
+
+
+class OriginMeter(LiveTensorMeter):  # type: ignore[no-untyped-call]
+    """Meters live tensors, and records where they are made.
+
+    Args:
+        module: The module whose parts are named; without one, parts are named by their class.
+        owners: Returns the tensors of a training's state by what they are, such as ``state_of``.
+        **arguments: See ``LiveTensorMeter``.
+    """
+
+    def __init__(self, module: nn.Module | None, owners: Owners = dict, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._names = None if module is None else {id(part): name for name, part in module.named_modules() if name}
+        self._weights = {} if module is None else _weight_sizes(module)
+        self._owners = owners
+        self._stack: list[str] = []
+        self._hooks: list[RemovableHandle] = []
+        self._origins: dict[int, Origin] = {}
+        self._kinds: dict[int, str] = {}  # of storages that were there before, by their addresses
+        self._operation: Any = None
+        self._was_backward = False  # since the last module ran
+
+    def __enter__(self) -> "OriginMeter":
+        if self._events is not None and not self._hooks:
+            self._hooks = [
+                register_module_forward_pre_hook(self._enter_module),
+                register_module_forward_hook(self._leave_module, always_call=True),
+            ]
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._stack.clear()
+
+    def start(self, *, record: bool = False, budget: int | None = None) -> None:
+        """Begin a step: the peak starts at what is alive, and what is alive is known by its owners."""
+        super().start(record=record, budget=budget)
+        self._origins.clear()
+        self._was_backward = False
+        self._kinds = self._owned() if record else {}
+
+    def note_batch(self, tensors: Iterable[Tensor]) -> None:
+        """Note in the recording that these are the batch."""
+        if self._events is None:
+            return
+        for tensor in tensors:
+            for storage in _addresses(tensor):
+                self._name(storage, BATCH)
+
+    def origins(self, *, complete: bool = True) -> StepOrigins:
+        """Return where the storages of the recorded step come from; to be asked for before ``trace``.
+
+        Args:
+            complete: Whether the step ran to its end.
+        """
+        resident: Counter[str] = Counter()
+        for storage, kind in {**self._kinds, **self._owned()}.items():
+            held = self._held.get(storage)
+            if held is not None and held.counts:
+                self._name(storage, kind)
+                if held.recording != self._recording:
+                    resident[kind] += self._rounded(held.size)
+        made = {number + 1: origin for number, origin in self._origins.items()}  # a trace numbers them from 1
+        return StepOrigins(made, resident, complete)
+
+    def _owned(self) -> dict[int, str]:
+        """What storages are to a training, by their addresses; the first owner counts."""
+        kinds: dict[int, str] = {}
+        for kind, tensors in self._owners().items():
+            for tensor in tensors:
+                for storage in _addresses(tensor):
+                    kinds.setdefault(storage, kind)
+        return kinds
+
+    def _name(self, storage: int, kind: str) -> None:
+        held = self._held.get(storage)
+        if held is None or not held.counts:
+            return
+        if held.recording != self._recording:
+            self._kinds.setdefault(storage, kind)
+        elif not (kind == LOGITS and self._origins[held.number].kind):
+            self._origins[held.number] = replace(self._origins[held.number], kind=kind)
+
+    def _enter_module(self, part: nn.Module, inputs: Any) -> None:
+        outer = self._stack[-1] if self._stack else ""
+        self._was_backward &= torch._C._current_graph_task_id() != -1
+        _name_nodes(inputs, outer)
+        self._stack.append(type(part).__name__ if self._names is None else self._names.get(id(part), outer))
+
+    def _leave_module(self, _: nn.Module, __: Any, outputs: Any) -> None:
+        if self._stack:
+            _name_nodes(outputs, self._stack.pop())
+
+    def _hold(self, storage: torch.UntypedStorage, *, counts: bool) -> None:
+        recorded = len(self._sizes)
+        super()._hold(storage, counts=counts)
+        if len(self._sizes) > recorded:
+            self._origins[recorded] = self._origin(storage.nbytes())
+
+    def _released(self, held: Any) -> None:
+        before = len(self._initial)
+        super()._released(held)
+        if len(self._initial) > before:  # alive before the step
+            kind = self._kinds.pop(held.key, "")
+            if kind:
+                self._origins[held.number] = Origin("forward", "", kind)
+
+    def _see(self, outputs: Iterable[Tensor], func: Any, args: Any, kwargs: Any) -> None:
+        self._operation = func
+        super()._see(outputs, func, args, kwargs)
+        if self._events is not None and _described(func)[1]:
+            for tensor in args:
+                if isinstance(tensor, Tensor) and tensor.is_floating_point():
+                    for storage in _addresses(tensor):
+                        self._name(storage, LOGITS)
+
+    def _origin(self, size: int) -> Origin:
+        operation, is_loss = _described(self._operation)
+        kind = LOGITS if is_loss else ""
+        place = next((name for name in reversed(self._stack) if name), operation)
+        if torch._C._current_graph_task_id() != -1:
+            self._was_backward = True
+            node = torch._C._current_autograd_node()
+            place = _name_of(node) or place
+            # A gradient is whole before it is added to that of earlier micro-batches.
+            return Origin("backward", place, GRADIENTS if size in self._weights.get(place, ()) else kind)
+        # Not told by the marks: Lightning runs forward and backward passes in a closure, inside the optimizer's step.
+        updates = self._was_backward and not torch.is_grad_enabled()
+        return Origin("update", "the optimizer") if updates else Origin("forward", place, kind)
+
+
+def state_of(module: nn.Module, optimizers: Iterable[Optimizer]) -> dict[str, list[Tensor]]:
+    """Return parameters with buffers, gradients, and tensors of optimizers, by what they are."""
+    state = [value for optimizer in optimizers for values in optimizer.state.values() for value in values.values()]
+    return {
+        PARAMETERS: [*module.parameters(), *module.buffers()],
+        GRADIENTS: [parameter.grad for parameter in module.parameters() if parameter.grad is not None],
+        OPTIMIZER: [value for value in state if isinstance(value, Tensor)],
+    }
+
+
+def _weight_sizes(module: nn.Module) -> dict[str, set[int]]:
+    """The bytes of the parameters that modules have of their own, by the names of the modules."""
+    parts = module.named_modules()
+    return {name: {parameter.nbytes for parameter in part.parameters(recurse=False)} for name, part in parts}
+
+
+def _addresses(tensor: Tensor) -> list[int]:
+    return [plain.untyped_storage()._cdata for plain in plain_tensors(tensor)]
+
+
+@cache
+def _described(operation: Any) -> tuple[str, bool]:
+    """The name of an operation, and whether it is one of a loss of logits."""
+    name = str(operation).removeprefix("aten.").split(".")[0].strip("_")
+    return name, name.startswith(_LOSSES)
+
+
+def _name_of(node: Any) -> str:
+    """The module that made a node of the backward pass; empty where none did."""
+    return str(node.metadata.get(NODE_NAME, "")) if node is not None else ""
+
+
+def _name_nodes(values: Any, name: str) -> None:
+    """Name the nodes of the backward pass that lead to some tensors, those that have no name yet."""
+    tensors = (value for value in tree_leaves(values) if isinstance(value, Tensor))
+    todo: list[Any] = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+    while todo:
+        node = todo.pop()
+        if NODE_NAME not in node.metadata:
+            node.metadata[NODE_NAME] = name
+            todo += [before for before, _ in node.next_functions if before is not None]

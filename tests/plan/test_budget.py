@@ -1,0 +1,67 @@
+"""Memory budgets as they are written."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_ga.errors import UserError
+from lightning_ga.plan.budget import parse_budget, sufficient, written_like
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (None, None),
+        (1, 1),
+        (123456, 123456),
+        (1.0, 1000),
+        (0.25, 250),
+        ("80%", 800),
+        ("12.5 %", 125),
+        ("100", 100),
+        ("100 B", 100),
+        ("2k", 2000),
+        ("512 MB", 512_000_000),
+        ("512MiB", 512 * 2**20),
+        (" 1.5 gib ", 3 * 2**29),
+        ("10G", 10**10),
+        ("1TiB", 2**40),
+        (".5KiB", 512),
+    ],
+)
+def test_budgets_are_read(value: int | float | str | None, expected: int | None) -> None:
+    assert parse_budget(value, 1000) == expected
+
+
+@pytest.mark.parametrize(
+    "value",
+    [0, -1, True, 0.0, -0.5, 1.5, float("nan"), "", "GiB", "ten", "10 XB", "-5GB", "0%", "120%", "0", "1 2"],
+)
+def test_bad_budgets_name_the_value_the_rule_and_the_way_out(value: int | float | str) -> None:
+    with pytest.raises(UserError) as caught:
+        parse_budget(value, 1000)
+    message = str(caught.value)
+    assert message.startswith(f"memory_budget={value!r} must be ")
+    assert "'10GiB'" in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize("value", [0.5, "50%"])
+def test_a_share_needs_a_device(value: float | str) -> None:
+    with pytest.raises(UserError, match="must be a whole number of bytes"):
+        parse_budget(value)
+
+
+@given(st.sampled_from([7, "20MiB", "512 MB", " 1.5 gib ", "100", "10%", 0.5]), st.integers(1, 10**13))
+def test_what_is_proposed_is_enough(value: int | float | str, needed: int) -> None:
+    """In the unit that the user wrote, and at most one in a hundred too much."""
+    proposed = sufficient(value, needed, 2 * 10**13)
+    read = parse_budget(proposed, 2 * 10**13)
+    assert read is not None
+    assert needed <= read <= 1.01 * needed + 2
+    assert str(written_like(value, needed))
+
+
+def test_nothing_is_proposed_that_the_device_lacks() -> None:
+    """Then the device itself is too small."""
+    assert sufficient("1GiB", 2000, 1000) is None
