@@ -3,6 +3,7 @@
 # make test SLOW=1                                    the slow ones too, as .ci/run does
 # make test-cuda                                      tests on a simulated CUDA device (ALL=1: more of them)
 # make lint                                           ruff and mypy
+# make docs                                           the documentation, as site/index.html; make docs-serve shows it while it is written
 # make clean                                          remove .venv
 
 VENV ?= .venv
@@ -17,7 +18,7 @@ INSTALL = $(VENV)/bin/python -m pip install -q --disable-pip-version-check $(if 
 MODEL := $(if $(filter model=% experiment=%,$(ARGS)),,model=resnet34d)
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-cuda lint clean
+.PHONY: help train test test-cuda lint docs docs-serve clean
 .DELETE_ON_ERROR:
 
 help:
@@ -46,6 +47,14 @@ lint: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 
+docs docs-serve: export NO_MKDOCS_2_WARNING = 1
+docs: $(VENV)/.installed-docs
+	$(VENV)/bin/mkdocs build --quiet
+	@! grep -rlE '<(script|link|img)[^>]+(src|href)="?(https?:)?//' site || { echo "Error: these pages fetch from elsewhere." >&2; exit 1; }
+
+docs-serve: $(VENV)/.installed-docs
+	$(VENV)/bin/mkdocs serve
+
 clean:
 	rm -rf $(VENV)
 
@@ -64,4 +73,8 @@ $(VENV)/.installed: pyproject.toml $(CONSTRAINTS) | $(VENV)/bin/python
 $(VENV)/.installed-dev: pyproject.toml $(CONSTRAINTS) | $(VENV)/bin/python
 	@echo "Installing into $(VENV): about 6 GB with PyTorch, once."
 	$(INSTALL) -e '.[dev]'
+	@touch $(VENV)/.installed $@
+
+$(VENV)/.installed-docs: pyproject.toml $(CONSTRAINTS) | $(VENV)/bin/python
+	$(INSTALL) -e '.[docs]'
 	@touch $(VENV)/.installed $@

@@ -7,20 +7,20 @@ import re
 import sys
 from pathlib import Path
 
-from benchmarks import chaos, fidelity, overhead, planning, probe, training
+from benchmarks import chaos, fidelity, idle, overhead, planning, probe, sampler, training
 from benchmarks.output import read_json
 
 TEXTS = {
     "chaos": chaos.text,
     "fidelity": fidelity.text,
+    "idle": idle.text,
     "overhead": overhead.text,
     "planning": planning.text,
     "probe": probe.text,
+    "sampler": sampler.text,
     "training": training.text,
 }
-PAGES = tuple(
-    Path(__file__).parents[1] / "docs" / name for name in ("exactness.md", "planning.md", "probe.md", "surviving.md")
-)
+PAGES = tuple(sorted((Path(__file__).parents[1] / "docs" / "results").glob("*.md")))
 _PLACE = re.compile(r"(<!-- benchmark: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 

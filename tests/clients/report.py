@@ -11,7 +11,7 @@ from benchmarks.output import as_text, error, installed, write_json
 from clients.verdict import Row
 
 FOLDER = Path(__file__).parent
-PAGE = FOLDER.parents[1] / "docs" / "clients.md"
+PAGE = FOLDER.parents[1] / "docs" / "results" / "clients.md"
 CLIENTS = ("pytorch-forecasting", "torch-geometric", "lightly", "transformers", "monai", "gluonts", "darts")
 BELOW = ("torchvision", "torch", "lightning", "pytorch-lightning")
 

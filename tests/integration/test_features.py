@@ -1,4 +1,4 @@
-"""Features of Lightning beside ours: each row of the table in docs/lightning.md, in both modes, also after an OOM.
+"""Features of Lightning beside ours: each row of docs/concepts/lightning.md, in both modes, also after an OOM.
 
 The oracle is the same Trainer without the callback: one batch of the recipe in one pass. Where a feature has settings,
 each of them is tried in both modes, with memory that runs out in one of them: in every pair of values.

@@ -1,0 +1,248 @@
+"""Draw the pictures of the documentation: ``python -m benchmarks.pictures``.
+
+``curve`` and ``survival`` show measurements, made here in less than a minute and kept in
+``benchmarks/results/pictures.json``; ``window`` and ``plan`` show what ``plan_accumulation`` returns. Each is
+drawn twice, for light and for dark pages. ``--drawn-only`` draws the measurements that are there.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import timm
+import torch
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader, TensorDataset
+
+from benchmarks.measure import quiet
+from benchmarks.output import read_json, write_json
+from lightning_ga import AutoAccumulate, find_micro_batch, plan_accumulation
+from lightning_ga.plan.accumulation import cut_window
+from lightning_ga.testing import limit_memory
+from lightning_ga.weights import known_weight
+
+FOLDER = Path(__file__).parents[1] / "docs" / "images"
+INKS = {"light": "#212121", "dark": "#e0e0e0"}
+RANKS = ("#3f7fbf", "#d98c3a")
+FITS, REFUSED, BUDGET = "#3a9a5b", "#cc4b4b", "#cc4b4b"
+MIB = 2**20
+LIMIT, EFFECTIVE = 119, 256  # of the picture of a plan
+
+
+def measure() -> dict[str, Any]:
+    """The predicted peaks of a network within 500 MiB, and the live memory of a step that runs out of it."""
+    return {"curve": measured_curve(), "survival": measured_survival()}
+
+
+def measured_curve() -> dict[str, Any]:
+    """Probe resnet34d at 32×32 with Adam, gradients alive in the forward pass."""
+    torch.manual_seed(0)
+    net = timm.create_model("resnet34d", num_classes=10)
+    optimizer = torch.optim.Adam(net.parameters())
+    images, labels = torch.randn(512, 3, 32, 32), torch.randint(10, (512,))
+
+    def step(samples: int) -> None:
+        nn.functional.cross_entropy(net(images[:samples]), labels[:samples]).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+
+    found = find_micro_batch(step, high=512, budget="500MiB", device="cpu")
+    trials = [(trial.micro_batch_size, trial.peak_bytes, trial.fits) for trial in found.trials]
+    return {"limit": found.limit, "budget": found.budget_bytes, "curve": found.curve, "trials": trials}
+
+
+class Observed(pl.LightningModule):
+    """A small network that notes when it is called with how many samples."""
+
+    def __init__(self, seen: "Observer") -> None:
+        super().__init__()
+        self.seen = [seen]  # no part of the module's state
+        layers = [layer for _ in range(4) for layer in (nn.Linear(256, 256), nn.GELU())]
+        self.net = nn.Sequential(*layers, nn.Linear(256, 1))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        """Mean square of the output."""
+        self.seen[0].attempts.append((len(self.seen[0].live), len(batch[0])))
+        return self.net(batch[0]).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """SGD, which has no state."""
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+class Observer(TorchDispatchMode):  # type: ignore[misc]
+    """Keeps the live bytes after each operation, and where memory ran out."""
+
+    def __init__(self, live_bytes: Callable[[], int]) -> None:
+        super().__init__()
+        self.live_bytes = live_bytes
+        self.live: list[int] = []
+        self.attempts: list[tuple[int, int]] = []
+        self.failed: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation and look."""
+        try:
+            return func(*args, **(kwargs or {}))
+        except torch.OutOfMemoryError:
+            self.failed.append(len(self.live))
+            raise
+        finally:
+            self.live.append(self.live_bytes())
+
+    def parts(self) -> list[dict[str, Any]]:
+        """The attempts: their samples, whether memory ran out, and the live bytes until then."""
+        parts = []
+        for (start, samples), end in zip(self.attempts, [*(at for at, _ in self.attempts[1:]), len(self.live)]):
+            failed = [at for at in self.failed if start <= at < end]
+            parts.append({"samples": samples, "failed": bool(failed), "live": self.live[start : min([*failed, end])]})
+        return parts
+
+
+def measured_survival() -> dict[str, Any]:
+    """Train one batch of 4,096 where 4,096 do not fit."""
+    budget = "30MiB"
+    data = TensorDataset(torch.randn(4096, 256))
+    quiet()
+    with limit_memory(budget) as memory:
+        observer = Observer(lambda: memory.live_bytes)
+        module = Observed(observer)
+        accumulate = AutoAccumulate(micro_batch_size=4096, verify=False)
+        trainer = pl.Trainer(
+            accelerator="cpu", max_epochs=1, callbacks=[accumulate], logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+        with observer:
+            trainer.fit(module, DataLoader(data, batch_size=4096))
+    return {"budget": memory.budget, "attempts": observer.parts(), "oom_events": accumulate.oom_events}
+
+
+def window(axes: Axes, _record: Mapping[str, Any], ink: str) -> None:
+    """An epoch of 22 samples, windows of 8, two ranks, micro-batches of at most 2."""
+    left = 0.0
+    for number, size in enumerate((8, 8, 6)):
+        cut = cut_window(size, micro_batch=2, world_size=2)
+        width = max(sum(rank) for rank in cut) + 0.3 * (len(cut[0]) - 1)
+        for rank, chunks in enumerate(cut):
+            at = left
+            for chunk in chunks:
+                for sample in range(chunk):
+                    axes.add_patch(Rectangle((at + sample, 1.4 - 1.3 * rank), 0.9, 0.9, color=RANKS[rank]))
+                at += chunk + 0.3
+        axes.plot([left, left, left + width, left + width], [2.55, 2.7, 2.7, 2.55], color=ink, linewidth=1)
+        name = f"window {number + 1}" + (", ragged" if size < 8 else "")
+        axes.text(left + width / 2, 2.85, f"{name}:\n{size} samples", ha="center", color=ink)
+        at = left
+        for chunk in cut[0]:
+            weight = known_weight(chunk, size, factor=len(cut[0]), world_size=2)
+            axes.text(at + chunk / 2, -0.45, f"×{weight:.2f}" if weight != 1 else "×1", ha="center", color=ink)
+            at += chunk + 0.3
+        left += width + 1.6
+    for rank, color in enumerate(RANKS):
+        axes.text(-0.4, 1.85 - 1.3 * rank, f"rank {rank}", ha="right", va="center", color=color)
+    axes.text(-0.4, -0.45, "weight", ha="right", color=ink)
+    axes.set(xlim=(-2.4, left - 1.3), ylim=(-0.7, 4.2))
+    axes.axis("off")
+
+
+def plan(axes: Axes, _record: Mapping[str, Any], ink: str) -> None:
+    """An effective batch in full chunks and a remainder, and as it is cut here."""
+    full = [LIMIT] * (EFFECTIVE // LIMIT) + [EFFECTIVE % LIMIT]
+    even = plan_accumulation(EFFECTIVE, micro_batch=LIMIT).chunks[0]
+    groups = ((full, RANKS[1], "as many as fit, then the rest"), (even, RANKS[0], "near-equal, as planned here"))
+    for start, (chunks, color, name) in zip((0, 4), groups):
+        bars = axes.bar(range(start, start + len(chunks)), chunks, color=color, width=0.8)
+        axes.bar_label(bars, color=ink, padding=2)
+        axes.text(start + 1, -14, name, ha="center", va="top", color=ink)
+    axes.axhline(LIMIT, color=BUDGET, linestyle="--", linewidth=1)
+    axes.text(6.5, LIMIT + 3, f"limit: {LIMIT}", ha="right", color=BUDGET)
+    axes.set(ylabel="samples of a micro-batch", ylim=(0, 150), xticks=[])
+    axes.set_title(f"an effective batch of {EFFECTIVE}")
+
+
+def curve(axes: Axes, record: Mapping[str, Any], ink: str) -> None:
+    """Predicted peak by micro-batch, and the steps that ran."""
+    found = record["curve"]
+    budget, limit = found["budget"] / MIB, found["limit"]
+    points = [(samples, peak / MIB) for samples, peak in found["curve"] if peak / MIB < 1.15 * budget]
+    axes.plot(*zip(*points), color=RANKS[0], linewidth=2, label="predicted peak")
+    steps = [(samples, peak / MIB) for samples, peak, fits in found["trials"] if fits]
+    axes.plot(*zip(*steps), "o", color=FITS, label="steps that ran", zorder=3)
+    axes.axhline(budget, color=BUDGET, linestyle="--", linewidth=1, label=f"budget: {budget:.0f} MiB")
+    axes.annotate(
+        f"limit: {limit}", (limit, budget), (limit * 0.78, budget * 1.06), color=ink, va="bottom", ha="center",
+        arrowprops={"arrowstyle": "-", "color": ink},
+    )  # fmt: skip
+    axes.set(xlabel="samples of a micro-batch", ylabel="peak memory, MiB", ylim=(0, 1.25 * budget), xlim=(0, None))
+    axes.legend(frameon=False, labelcolor=ink, loc="lower right")
+
+
+def survival(axes: Axes, record: Mapping[str, Any], ink: str) -> None:
+    """Live memory by operation: an attempt that fails, and its halves."""
+    seen = record["survival"]
+    budget, at = seen["budget"] / MIB, 0
+    for part in seen["attempts"]:
+        live = [value / MIB for value in part["live"]] + [budget] * part["failed"]
+        places = range(at, at + len(live))
+        axes.plot(places, live, color=REFUSED if part["failed"] else RANKS[0], linewidth=2)
+        if part["failed"]:
+            axes.plot(places[-1:], [budget], "x", color=REFUSED, markersize=10, markeredgewidth=2.5)
+            axes.text(at, 1, f"{part['samples']:,} samples:\nout of memory", color=ink)
+            at += 40
+        else:
+            axes.text(at + len(live) / 2, 1, f"{part['samples']:,} samples", ha="center", color=ink)
+        at += len(live) + 8
+    axes.axhline(budget, color=BUDGET, linestyle="--", linewidth=1)
+    axes.text(at, budget * 1.02, f"budget: {budget:.0f} MiB", ha="right", color=BUDGET)
+    axes.set(xlabel="operations of PyTorch", ylabel="live memory, MiB", ylim=(0, 1.15 * budget), xticks=[])
+
+
+PICTURES: Mapping[str, tuple[Callable[[Axes, Mapping[str, Any], str], None], float]] = {
+    "window": (window, 1.9),
+    "plan": (plan, 2.8),
+    "curve": (curve, 3.0),
+    "survival": (survival, 2.8),
+}
+
+
+@contextmanager
+def inked(ink: str) -> Iterator[None]:
+    """Lines and text in one colour on no background, and files that are the same on every run."""
+    keys = ("text.color", "axes.edgecolor", "axes.labelcolor", "axes.titlecolor", "xtick.color", "ytick.color")
+    plain = {"axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": "lightning_ga", "font.size": 9.5}
+    with rc_context({**dict.fromkeys(keys, ink), **plain, "savefig.transparent": True, "axes.titlesize": 10}):
+        yield
+
+
+def draw(record: Mapping[str, Any], folder: Path = FOLDER) -> None:
+    """Write each picture for light and for dark pages."""
+    for name, (paint, height) in PICTURES.items():
+        for page, ink in INKS.items():
+            with inked(ink):
+                figure = Figure(figsize=(5.6, height), layout="constrained")
+                paint(figure.subplots(), record, ink)
+                figure.savefig(folder / f"{name}-{page}.svg", metadata={"Date": None})
+
+
+def main() -> int:
+    """Measure, unless told not to, and draw."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--drawn-only", action="store_true", help="draw what was measured before")
+    if not parser.parse_args().drawn_only:
+        torch.set_num_threads(1)
+        write_json("pictures", measure())
+    draw(read_json("pictures"))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
