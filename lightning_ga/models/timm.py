@@ -13,7 +13,8 @@ from huggingface_hub import constants
 from torch import nn
 
 from lightning_ga.errors import UserError
-from lightning_ga.models.classifier import Classifier, MakeOptimizer, MakeScheduler
+from lightning_ga.models.classifier import Classifier
+from lightning_ga.models.reference import MakeOptimizer, MakeScheduler
 
 OPENS_FILES = ("checkpoint_path", "pretrained_cfg", "pretrained_cfg_overlay")
 
