@@ -19,13 +19,14 @@ from examples.reproduce.recipe import Recipe, Scale, Setup, as_recipe
 from examples.reproduce.run import reproduce
 from examples.reproduce.tables import overview
 
-NAMES = ("mnist_mlp",)
+NAMES = ("cifar10_resnet34d", "mnist_mlp")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the recipes that are named, or all."""
     options = parser().parse_args(arguments)
     quiet()
+    os.environ["LIGHTNING_GA_DATA"] = options.data
     scale: Scale = "quick" if options.quick else "medium" if options.medium else "full"
     setup = Setup(scale, options.data)
     console = Console()

@@ -1,14 +1,20 @@
-"""Rows that are ours: a training of the command line, in this process."""
+"""Parts of the command line as recipes use them: a whole training, or its data and model for a loop by hand."""
 
 import os
-from collections.abc import Sequence
-from contextlib import redirect_stderr, redirect_stdout
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 
-from lightning_ga.app.run_files import RunFiles, read_run
-from lightning_ga.train import main
+from hydra import compose, initialize_config_dir
+from lightning.pytorch import LightningDataModule, LightningModule, seed_everything
 
-QUIET = ("progress=none", "logger=csv", "trainer.log_every_n_steps=1")
+from examples.reproduce.recipe import Curve
+from lightning_ga.app.build import build_model, make
+from lightning_ga.app.run_files import RunFiles, read_run
+from lightning_ga.train import config_folder, main
+
+QUIET = ("progress=none", "logger=csv", "callbacks=none", "accumulate.cache=false", "trainer.log_every_n_steps=1")
+OURS = "allow_targets=[examples]"  # callbacks of recipes may be built
 
 
 def trained(folder: Path, overrides: Sequence[str]) -> RunFiles:
@@ -22,15 +28,35 @@ def trained(folder: Path, overrides: Sequence[str]) -> RunFiles:
         RuntimeError: If the run ends with an error, with the end of what it printed.
     """
     run, log = folder / "run", folder / "printed.txt"
-    with log.open("w", encoding="utf-8") as file, redirect_stdout(file), redirect_stderr(file):
+    with log.open("w", encoding="utf-8") as file, redirect_stdout(file), redirect_stderr(file), seeds_forgotten():
         try:
-            main([*QUIET, *overrides, f"hydra.run.dir={run}"])
-            failed = False
+            main([*overrides, *QUIET, f"hydra.run.dir={run}"])
         except SystemExit as end:
-            failed = bool(end.code)
-        finally:
-            for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):  # seed_everything leaves them to what runs next
-                os.environ.pop(name, None)
-    if failed:
-        raise RuntimeError(f"{' '.join(overrides)}: {log.read_text(encoding='utf-8')[-2000:]}")
+            raise RuntimeError(f"{' '.join(overrides)}: {log.read_text(encoding='utf-8')[-2000:]}") from end
     return read_run(run)
+
+
+def built(overrides: Sequence[str]) -> tuple[LightningModule, LightningDataModule]:
+    """Build the model, with the weights that the command line begins with, and the data, ready to be loaded."""
+    with initialize_config_dir(str(config_folder()), version_base="1.3"):
+        config = compose("train", [*overrides, "paths.output_dir=."])
+    with seeds_forgotten():
+        seed_everything(config.seed, verbose=False)
+        data = make(config.data)
+        data.setup("fit")
+        return build_model(config), data
+
+
+def curve(run: RunFiles, name: str) -> Curve:
+    """Read a logged curve; steps are counted from 1."""
+    return [(step + 1, value) for step, value in run.curves.get(name, [])]
+
+
+@contextmanager
+def seeds_forgotten() -> Iterator[None]:
+    """Return a context that drops what ``seed_everything`` leaves to later trainings."""
+    try:
+        yield
+    finally:
+        for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
+            os.environ.pop(name, None)
