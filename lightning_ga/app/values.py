@@ -20,6 +20,7 @@ MEASURED = (*MONITORED, "test/acc", "test/loss", "test/macro_f1", "test/weighted
 TEXT_MODELS = ("lightning_ga.models.GPT",)
 MONITORED_OF_TEXT = ("val/loss", "val/perplexity", "train/loss")
 MEASURED_OF_TEXT = (*MONITORED_OF_TEXT, "test/loss", "test/perplexity")
+SMALLER_IS_BETTER = ("loss", "perplexity")
 LARGEST_IMAGE = 4096  # pixels a side: a single picture takes 200 MB
 Config = dict[str, Any]
 
@@ -206,6 +207,19 @@ RULES: Mapping[str, Rule] = {
 }
 FRACTIONS = ("accumulate.memory_budget", "trainer.val_check_interval", "trainer.overfit_batches")
 """Besides limits, where a number up to 1 is a share and a larger one counts."""
+
+
+def direction(metric: str) -> str:
+    """Say whether a metric is to be small or large: ``${direction:METRIC}`` in a configuration.
+
+    Examples:
+        >>> direction("val/loss"), direction("val/acc")
+        ('min', 'max')
+    """
+    return "min" if metric.endswith(SMALLER_IS_BETTER) else "max"
+
+
+OmegaConf.register_new_resolver("direction", direction, replace=True)
 
 
 def resolved(cfg: DictConfig) -> Config:

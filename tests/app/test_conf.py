@@ -96,11 +96,19 @@ def test_the_classic_recipes(experiment: str, batch: int, accumulate: int | None
 
 
 def test_the_recipe_for_text_weighs_tokens():
-    """Its best checkpoint is the one with the lowest loss."""
+    """The model takes texts as long as those of the data."""
     config = resolved(composed("experiment=definitions_gpt"))
     assert config["accumulate"]["normalize"]["_target_"] == "lightning_ga.weights.TargetTokens"
     assert config["model"]["context"] == config["data"]["max_length"]
-    assert (config["callbacks"]["best"]["monitor"], config["callbacks"]["best"]["mode"]) == ("val/loss", "min")
+    assert config["optimized_metric"] == "val/loss"
+
+
+@pytest.mark.parametrize(("metric", "mode"), [("val/loss", "min"), ("val/perplexity", "min"), ("val/acc", "max")])
+def test_the_best_checkpoint_is_the_best(metric: str, mode: str):
+    """The lowest loss, the highest accuracy; early stopping agrees."""
+    config = resolved(composed(f"optimized_metric={metric}", "callbacks=[default,early_stopping]"))
+    modes = {config["callbacks"][name]["mode"] for name in ("best", "early_stopping")}
+    assert modes == {mode}
 
 
 def test_keys_that_users_type():
