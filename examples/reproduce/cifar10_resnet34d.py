@@ -1,20 +1,19 @@
 """ResNet-34-D on CIFAR-10 with Adam: 32 samples to a step, whole and as 4 × 8, by BatchNorm and by GroupNorm."""
 
 import copy
-from collections.abc import Iterable
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import torch
 from matplotlib.figure import Figure
-from torch import nn
 from torch.nn.functional import cross_entropy
 
 from examples.reproduce import data
 from examples.reproduce.command_line import built, curve, trained
 from examples.reproduce.pictures import losses
 from examples.reproduce.recipe import Column, Curve, Measured, Result, Setup, Task
-from examples.reproduce.windows import MIB, Batch, window_peak
+from examples.reproduce.windows import MIB, cut_text, evaluated, window_peak
 from lightning_ga.models import build_timm, to_group_norm
 
 NAME = "cifar10_resnet34d"
@@ -87,7 +86,7 @@ def ours(folder: Path, overrides: list[str]) -> Measured:
     net = to_group_norm(net) if config["model"]["group_norm"] else net
     last = run.epochs[-1]
     values = {
-        "micro_batches": described(chunks),
+        "micro_batches": cut_text(chunks),
         "error": exactness.get("relative_error"),
         "train": last["train/loss"],
         "val": last["val/loss"],
@@ -97,31 +96,19 @@ def ours(folder: Path, overrides: list[str]) -> Measured:
     return Measured(values, {"train": curve(run, "train/loss"), "val": curve(run, "val/loss")})
 
 
-def described(chunks: list[int]) -> str:
-    """Write the micro-batches of a window.
-
-    Examples:
-        >>> described([32]), described([8, 8]), described([11, 11, 10])
-        ('32', '8 × 2', '11 + 11 + 10')
-    """
-    if len(set(chunks)) > 1:
-        return " + ".join(map(str, chunks))
-    return str(chunks[0]) if len(chunks) == 1 else f"{chunks[0]} × {len(chunks)}"
-
-
-def usual(folder: Path, overrides: list[str], epochs: int, validated: int | None) -> Measured:
+def usual(_folder: Path, overrides: list[str], epochs: int, validated: int | None) -> Measured:
     """Train with the loop that is usually written, and measure rightly beside what it logs.
 
     Args:
-        folder: Unused.
+        _folder: Unused.
         overrides: Of the command line, for the same data and model.
         epochs: Passes over the data.
         validated: Validation batches; ``None`` takes all.
     """
-    module, images = built(overrides)
-    loader, val = images.train_dataloader(), list(images.val_dataloader())[:validated]
-    net, factor = module.net, 4
-    optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
+    fit, factor = built(overrides), 4
+    loader, val = fit.data.train_dataloader(), list(islice(fit.data.val_dataloader(), validated))
+    net = fit.module.net
+    optimizer = fit.module.make_optimizer(net.parameters())
     curves: dict[str, Curve] = {"train": [], "val": [], "logged": []}
     step = 0
     for _ in range(epochs):
@@ -139,7 +126,7 @@ def usual(folder: Path, overrides: list[str], epochs: int, validated: int | None
         curves["val"].append((step, right))
         curves["logged"].append((step, logged))
     values = {
-        "micro_batches": described([8] * factor),
+        "micro_batches": cut_text([8] * factor),
         "train": curves["train"][-1][1],
         "val": right,
         "logged": logged,
@@ -147,18 +134,6 @@ def usual(folder: Path, overrides: list[str], epochs: int, validated: int | None
         "logged_accuracy": logged_accuracy,
     }
     return Measured(values, curves)
-
-
-@torch.no_grad()
-def evaluated(net: nn.Module, batches: Iterable[Batch]) -> tuple[float, float]:
-    """Measure loss and accuracy over all samples, in the mode in which the network is."""
-    loss, right, samples = 0.0, 0, 0
-    for images, targets in batches:
-        logits = net(images)
-        loss += cross_entropy(logits, targets, reduction="sum").item()
-        right += int((logits.argmax(dim=1) == targets).sum())
-        samples += len(targets)
-    return loss / samples, right / samples
 
 
 def reference(setup: Setup) -> Task:
@@ -188,9 +163,9 @@ def large_peak(name: str, chunks: list[int], channels: int, **budget: int) -> fl
     return window_peak(net, torch.optim.Adam, chunks, (channels, LARGE_IMAGE, LARGE_IMAGE), **budget)
 
 
-def whole_window(folder: Path, channels: int) -> Measured:
+def whole_window(_folder: Path, channels: int) -> Measured:
     """Measure resnet34d's whole window."""
-    return Measured({"micro_batches": described([WINDOW]), "peak": large_peak("resnet34d", [WINDOW], channels)})
+    return Measured({"micro_batches": cut_text([WINDOW]), "peak": large_peak("resnet34d", [WINDOW], channels)})
 
 
 def in_budget(folder: Path, name: str, data: str, channels: int) -> Measured:
@@ -209,7 +184,7 @@ def in_budget(folder: Path, name: str, data: str, channels: int) -> Measured:
     chunks = plan["plan"]["chunks"][0]
     exactness = plan.get("exactness") or {}
     peak = large_peak(name, chunks, channels, budget=budget)  # an OutOfMemoryError if it did not hold
-    return Measured({"micro_batches": described(chunks), "error": exactness.get("relative_error"), "peak": peak})
+    return Measured({"micro_batches": cut_text(chunks), "error": exactness.get("relative_error"), "peak": peak})
 
 
 def draw(result: Result) -> Figure:

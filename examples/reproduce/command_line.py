@@ -4,13 +4,16 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
+from typing import NamedTuple
 
 from hydra import compose, initialize_config_dir
 from lightning.pytorch import LightningDataModule, LightningModule, seed_everything
+from omegaconf import DictConfig, OmegaConf
 
 from examples.reproduce.recipe import Curve
 from lightning_ga.app.build import build_model, make
 from lightning_ga.app.run_files import RunFiles, read_run
+from lightning_ga.app.values import resolved
 from lightning_ga.train import config_folder, main
 
 QUIET = ("progress=none", "logger=csv", "callbacks=none", "accumulate.cache=false", "trainer.log_every_n_steps=1")
@@ -36,15 +39,29 @@ def trained(folder: Path, overrides: Sequence[str]) -> RunFiles:
     return read_run(run)
 
 
-def built(overrides: Sequence[str]) -> tuple[LightningModule, LightningDataModule]:
-    """Build the model, with the weights that the command line begins with, and the data, ready to be loaded."""
+class Built(NamedTuple):
+    """What the command line builds of its overrides.
+
+    Attributes:
+        config: All keys.
+        module: The model, with the weights that a run begins with.
+        data: Read, ready to be loaded.
+    """
+
+    config: DictConfig
+    module: LightningModule
+    data: LightningDataModule
+
+
+def built(overrides: Sequence[str]) -> Built:
+    """Build what a loop by hand needs: the same data, model and optimizer."""
     with initialize_config_dir(str(config_folder()), version_base="1.3"):
-        config = compose("train", [*overrides, "paths.output_dir=."])
+        config = OmegaConf.create(resolved(compose("train", [*overrides, "paths.output_dir=."])))
     with seeds_forgotten():
         seed_everything(config.seed, verbose=False)
         data = make(config.data)
         data.setup("fit")
-        return build_model(config), data
+        return Built(config, build_model(config), data)
 
 
 def curve(run: RunFiles, name: str) -> Curve:

@@ -1,7 +1,7 @@
 """What one window of training takes, in a plain loop: memory, processor time, and its gradient."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -104,3 +104,27 @@ def gradient_share(net: nn.Module, window: Sequence[Batch]) -> float:
     pairs = [(parameter.grad, mean) for parameter, mean in zip(parameters, right) if parameter.grad is not None]
     along = sum(float((found * mean).sum()) for found, mean in pairs)
     return along / sum(float(mean.square().sum()) for mean in right)
+
+
+@torch.no_grad()
+def evaluated(net: nn.Module, batches: Iterable[Batch]) -> tuple[float, float]:
+    """Measure loss and accuracy over all samples, in the mode in which the network is."""
+    loss, right, samples = 0.0, 0, 0
+    for images, targets in batches:
+        logits = net(images)
+        loss += cross_entropy(logits, targets, reduction="sum").item()
+        right += int((logits.argmax(dim=1) == targets).sum())
+        samples += len(targets)
+    return loss / samples, right / samples
+
+
+def cut_text(chunks: Sequence[int]) -> str:
+    """Write the micro-batches of a window.
+
+    Examples:
+        >>> cut_text([32]), cut_text([8, 8]), cut_text([11, 11, 10])
+        ('32', '8 × 2', '11 + 11 + 10')
+    """
+    if len(set(chunks)) > 1:
+        return " + ".join(map(str, chunks))
+    return str(chunks[0]) if len(chunks) == 1 else f"{chunks[0]} × {len(chunks)}"
