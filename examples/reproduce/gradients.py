@@ -1,4 +1,4 @@
-"""What the optimizer is given in each window of a real fit."""
+"""What the optimizer's step is given in each window of a real fit."""
 
 from typing import Any
 
@@ -8,17 +8,20 @@ from torch import Tensor
 
 
 class GradientWatch(Callback):
-    """Keeps each window's gradient, as one vector, before the optimizer's step.
+    """Keeps the gradient of each step, as one vector; a step that is skipped is not among them.
 
     Attributes:
-        gradients: One for each optimizer step..
+        gradients: By optimizer step.
     """
 
     def __init__(self) -> None:
         self.gradients: list[Tensor] = []
 
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        self.gradients.append(flat_gradient(pl_module))
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        def keep(*_: Any) -> None:
+            self.gradients.append(flat_gradient(pl_module))
+
+        trainer.optimizers[0].register_step_post_hook(keep)
 
 
 def flat_gradient(module: torch.nn.Module) -> Tensor:
