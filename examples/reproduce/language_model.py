@@ -57,7 +57,11 @@ def task(name: str, micro_batch: int, kind: str, setup: Setup) -> Task:
     factor = WINDOW // micro_batch
     overrides = [
         *("experiment=definitions_gpt", *size(setup, factor)),
-        *(f"data.batch_size={micro_batch}", f"accumulate.accumulate={factor}", f"accumulate.normalize={NORMALIZE[kind]}"),
+        *(
+            f"data.batch_size={micro_batch}",
+            f"accumulate.accumulate={factor}",
+            f"accumulate.normalize={NORMALIZE[kind]}",
+        ),
     ]
     return Task(name, {"overrides": overrides}, partial(measure, overrides=overrides, cut=(micro_batch, kind)))
 
