@@ -19,7 +19,7 @@ from examples.reproduce.recipe import Recipe, Scale, Setup, as_recipe
 from examples.reproduce.run import reproduce
 from examples.reproduce.tables import overview
 
-NAMES = ("cifar10_resnet34d", "mnist_mlp")
+NAMES = ("cifar10_resnet34d", "mnist_mlp", "custom_loop")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
