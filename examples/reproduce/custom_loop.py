@@ -45,6 +45,7 @@ WHOLE, PLAIN, FABRIC = "plain PyTorch, 256 whole", "plain PyTorch, what fits", "
 TRAINER, RESUMED = "AutoAccumulate(), what fits", "killed and resumed"
 DENSE, USUAL = "dense gradients", "the usual script"
 BUDGET = "112MiB"
+TRAINER_BUDGET = "144MiB"  # a Trainer holds the rows of each micro-batch until the optimizer has stepped
 WINDOW, BATCH, FACTOR = 256, 64, 4
 GRADIENT = "gradient.json"
 
@@ -78,7 +79,7 @@ def rows(setup: Setup) -> list[Task]:
     limit = setup.pick(quick=16, medium=64, full=None)
     overrides = ["experiment=sparse_embedding", *data.subset(setup.data, at_hand(setup), train=trained_on(setup))]
     limits = [f"trainer.max_epochs={epochs}", *([] if limit is None else [f"trainer.limit_val_batches={limit}"])]
-    command = [*overrides, *limits, f"accumulate.memory_budget={BUDGET}", "test=false"]
+    command = [*overrides, *limits, f"accumulate.memory_budget={TRAINER_BUDGET}", "test=false"]
     settings = {"overrides": overrides, "epochs": epochs, "limit": limit}
     config = Config(memory_budget=BUDGET)
     cut = replace(config, micro_batch_size=BATCH)
