@@ -72,7 +72,9 @@ def factors(model: TwoTowers, right: dict[str, Tensor]) -> tuple[float, float]:
     """Gradients as multiples of those of one pass: of the towers, of the temperature."""
     found = {name: parameter.grad for name, parameter in model.named_parameters()}
     towers = [name for name in right if name != "logit_scale"]
-    along = sum((found[name] * right[name]).sum() for name in towers) / sum(right[name].square().sum() for name in towers)
+    along = sum((found[name] * right[name]).sum() for name in towers) / sum(
+        right[name].square().sum() for name in towers
+    )
     return float(along), float(found["logit_scale"] / right["logit_scale"])
 
 

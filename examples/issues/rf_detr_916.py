@@ -49,7 +49,9 @@ def main() -> None:
     warnings.simplefilter("ignore")
     logging.disable(logging.INFO)
     torch.set_num_threads(1)  # ranks are forks of this process
-    print(f"What a sample weighs in each window, as a multiple of 1/n: {RANKS} ranks, batches of {BATCH}, factor {FACTOR}")
+    print(
+        f"What a sample weighs in each window, as a multiple of 1/n: {RANKS} ranks, batches of {BATCH}, factor {FACTOR}"
+    )
     for who, windows in table().items():
         print(f"  {who:30}  {' | '.join(map(in_words, windows))}")
 

@@ -53,7 +53,9 @@ class SampleWeights(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.0)
 
 
-def weights(numbers: Numbers, *callbacks: pl.Callback, batch_size: int, drop_last: bool = False, **trainer: Any) -> Weights:
+def weights(
+    numbers: Numbers, *callbacks: pl.Callback, batch_size: int, drop_last: bool = False, **trainer: Any
+) -> Weights:
     """Train an epoch, and read what each sample weighs in each window.
 
     Args:

@@ -20,7 +20,7 @@ from examples.reproduce.run import reproduce
 from examples.reproduce.tables import overview
 
 NAMES = (
-    *("cifar10_resnet34d", "mnist_mlp"),
+    *("cifar10_resnet34d", "mnist_mlp", "custom_loop"),
     *("fit_callbacks", "mixed_precision", "language_model"),
 )
 

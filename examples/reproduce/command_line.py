@@ -31,11 +31,11 @@ def trained(folder: Path, overrides: Sequence[str]) -> RunFiles:
         RuntimeError: If the run ends with an error, with the end of what it printed.
     """
     run, log = folder / "run", folder / "printed.txt"
-    with log.open("w", encoding="utf-8") as file, redirect_stdout(file), redirect_stderr(file), seeds_forgotten():
-        try:
+    try:
+        with log.open("w", encoding="utf-8") as file, redirect_stdout(file), redirect_stderr(file), seeds_forgotten():
             main([*overrides, *QUIET, f"hydra.run.dir={run}"])
-        except SystemExit as end:
-            raise RuntimeError(f"{' '.join(overrides)}: {log.read_text(encoding='utf-8')[-2000:]}") from end
+    except SystemExit as end:
+        raise RuntimeError(f"{' '.join(overrides)}: {log.read_text(encoding='utf-8')[-2000:]}") from end
     return read_run(run)
 
 

@@ -63,6 +63,7 @@ class Run:
         val: Validation images.
         epochs: Most epochs.
         data: The set.
+        net: A model of timm.
     """
 
     how: str
@@ -71,6 +72,7 @@ class Run:
     val: int
     epochs: int
     data: str
+    net: str = "densenet121"
 
 
 def data_used(setup: Setup) -> str:
@@ -89,7 +91,7 @@ def trained_on(setup: Setup) -> int:
 
 
 def rows(setup: Setup) -> list[Task]:
-    """List six trainings with GroupNorm, and but for the quickest scale two with BatchNorm, as DenseNet is published."""
+    """List six trainings with GroupNorm; at larger scales also two with BatchNorm, as DenseNet is published."""
     size = {
         "train": trained_on(setup),
         "val": setup.pick(quick=60, medium=240, full=5_000),
@@ -228,9 +230,9 @@ class Recorder(Callback):
 
 
 def model(run: Run, channels: int) -> TimmClassifier:
-    """Build DenseNet-121 with SGD and a warm-up by optimizer step."""
+    """Build the model with SGD and a warm-up by optimizer step."""
     arguments = {
-        "name": "densenet121",
+        "name": run.net,
         "in_channels": channels,
         "image_size": 32,
         "group_norm": run.norm == "group",
@@ -279,7 +281,9 @@ def train(run: Run, root: str, folder: Path) -> None:
 def draw(result: Result) -> Figure:
     """Draw the monitored loss of each training."""
     figure = Figure(figsize=(10, 4), layout="constrained")
-    rows = {name: [row for row in result.rows if row.name.startswith(BATCH_NORM) == (name == "BatchNorm")] for name in NORMS}
+    rows = {
+        name: [row for row in result.rows if row.name.startswith(BATCH_NORM) == (name == "BatchNorm")] for name in NORMS
+    }
     shown = [name for name in NORMS if rows[name]]
     for place, norm in enumerate(shown):
         axes = figure.add_subplot(1, len(shown), place + 1)

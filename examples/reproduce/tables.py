@@ -41,12 +41,14 @@ def cells(recipe: Recipe, result: Result) -> list[list[str]]:
 
 def overview(results: Iterable[tuple[Recipe, Result]]) -> Table:
     """Put the rows of all recipes into one table for a terminal."""
-    table = Table("recipe", "row", "measured", SECONDS)
+    table = Table("row", "measured", SECONDS)
+    table.columns[0].ratio, table.columns[1].ratio = 2, 3
     table.columns[-1].justify = "right"
     for recipe, result in results:
-        for place, row in enumerate(result.rows):
+        table.add_row(f"[bold]{recipe.TITLE}[/]", f"[bold]{result.recipe}, {result.data}[/]", "")
+        for row in result.rows:
             written = ((column, column.text(row.values.get(key))) for key, column in recipe.COLUMNS.items())
             found = ", ".join(f"{column.heading} {text}" for column, text in written if text)
-            table.add_row("" if place else recipe.NAME, row.name, found, f"{row.seconds:.0f}")
+            table.add_row(row.name, found, f"{row.seconds:.0f}")
         table.add_section()
     return table

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from lightning_ga.testing import limit_memory
 Batch = tuple[Tensor, Tensor] | list[Tensor]
 MakeOptimizer = Callable[..., torch.optim.Optimizer]
 NO_LIMIT = "1TiB"
+TIMED = 16384  # samples
 MIB = 2**20
 
 
@@ -65,24 +67,21 @@ def window_peak(
     return memory.peak_bytes / MIB
 
 
-def sample_cost(
-    net: nn.Module, make_optimizer: MakeOptimizer, sizes: Sequence[int], shape: Sequence[int], *, windows: int = 20
-) -> float:
-    """Measure the processor time of training per sample in µs: the least of some windows.
+def sample_cost(net: nn.Module, make_optimizer: MakeOptimizer, sizes: Sequence[int], shape: Sequence[int]) -> float:
+    """Measure the processor time of training per sample in µs: the least of several windows.
 
     Args:
         net: Maps images to logits.
         make_optimizer: Takes its parameters.
         sizes: Samples of each micro-batch.
         shape: Of an image.
-        windows: How many are timed.
     """
     torch.manual_seed(0)
     optimizer = make_optimizer(net.parameters())
     batch = random_batch(sum(sizes), shape)
     train_window(net, optimizer, batch, sizes)
     seconds = []
-    for _ in range(windows):
+    for _ in range(max(5, TIMED // sum(sizes))):
         started = time.process_time()
         train_window(net, optimizer, batch, sizes)
         seconds.append(time.process_time() - started)
@@ -118,13 +117,12 @@ def evaluated(net: nn.Module, batches: Iterable[Batch]) -> tuple[float, float]:
     return loss / samples, right / samples
 
 
-def cut_text(chunks: Sequence[int]) -> str:
+def cut_text(chunks: Iterable[int]) -> str:
     """Write the micro-batches of a window.
 
     Examples:
         >>> cut_text([32]), cut_text([8, 8]), cut_text([11, 11, 10])
-        ('32', '8 × 2', '11 + 11 + 10')
+        ('32', '8 × 2', '11 × 2 + 10')
     """
-    if len(set(chunks)) > 1:
-        return " + ".join(map(str, chunks))
-    return str(chunks[0]) if len(chunks) == 1 else f"{chunks[0]} × {len(chunks)}"
+    runs = [(size, len(list(same))) for size, same in groupby(chunks)]
+    return " + ".join(f"{size} × {count}" if count > 1 else str(size) for size, count in runs)
