@@ -10,6 +10,7 @@ from lightning_ga.app.run_files import RunFiles, read_run
 from lightning_ga.plan.units import format_bytes
 
 PAGE = "report.html"
+METRICS = ("test/acc", "test/loss", "test/perplexity", "val/acc", "val/loss", "train/loss")
 MOST_CLASSES = 40  # of a confusion matrix that can be read
 STYLE = """
 :root{color-scheme:light dark;--line:#8885;--soft:#8881;--accent:#1f77b4}
@@ -102,7 +103,7 @@ def facts(run: RunFiles) -> list[tuple[str, str]]:
     plan, probe = run.plan.get("plan") or {}, run.probe
     metrics = [
         (name, f"{value:.4f}" if value is not None else "not finite")
-        for name in ("test/acc", "test/loss", "val/acc", "val/loss", "train/loss")
+        for name in METRICS
         if name in run.result
         for value in [run.result[name]]
     ]
@@ -110,7 +111,7 @@ def facts(run: RunFiles) -> list[tuple[str, str]]:
     speed = run.samples_per_second
     memory = f"{format_bytes(probe.peak_bytes)} of {format_bytes(probe.budget_bytes)}" if probe else "–"
     return [
-        *((name, named.get(name, "–")) for name in ("test/acc", "test/loss", "val/acc", "val/loss", "train/loss")),
+        *((name, named.get(name, "–")) for name in METRICS),
         ("effective batch", str(plan.get("effective_batch_size", "–"))),
         ("micro-batch × factor", f"{plan['micro_batch_size']} × {plan['factor']}" if plan else "–"),
         ("ranks", str(plan.get("world_size", "–"))),

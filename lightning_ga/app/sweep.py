@@ -10,6 +10,8 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from lightning_ga.app.values import direction
+
 WIDTH = 80
 TABLE = "sweep.csv"
 
@@ -103,7 +105,7 @@ def report_sweep(jobs: Sequence[Job], folder: Path, metric: str) -> None:
         folder: The sweep's folder.
         metric: The optimized metric.
     """
-    largest = not metric.endswith("loss")
+    largest = direction(metric) == "max"
     print("\n" + "\n".join(table(jobs, metric, largest=largest)))
     with (folder / TABLE).open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)

@@ -17,6 +17,10 @@ KNOWN = ("lightning_ga.", "lightning.pytorch.", "torch.optim.")  # classes whose
 MODELS = "lightning_ga.models."
 MONITORED = ("val/acc", "val/loss", "train/acc", "train/loss")  # what the models log before a checkpoint is kept
 MEASURED = (*MONITORED, "test/acc", "test/loss", "test/macro_f1", "test/weighted_f1")
+TEXT_MODELS = ("lightning_ga.models.GPT",)
+MONITORED_OF_TEXT = ("val/loss", "val/perplexity", "train/loss")
+MEASURED_OF_TEXT = (*MONITORED_OF_TEXT, "test/loss", "test/perplexity")
+SMALLER_IS_BETTER = ("loss", "perplexity")
 LARGEST_IMAGE = 4096  # pixels a side: a single picture takes 200 MB
 Config = dict[str, Any]
 
@@ -183,12 +187,18 @@ RULES: Mapping[str, Rule] = {
     "data.split_seed": whole(0, 0, most=2**32 - 1),
     "data.samples": whole(1, 1024),
     "data.noise": PART,
+    "data.max_length": COUNT,
     "data.check_pictures": SWITCH,
     "data.skip_broken": SWITCH,
     "model.num_classes": whole(1, 10, or_null="as many as the set has"),
     "model.in_channels": COUNT,
     "model.image_size": COUNT,
     "model.pretrained": SWITCH,
+    "model.vocabulary": whole(256, 256),
+    "model.context": COUNT,
+    "model.width": COUNT,
+    "model.depth": COUNT,
+    "model.heads": COUNT,
     "optimizer.nesterov": SWITCH,
     "lr_scheduler.warmup": PART,
     "lr_scheduler.final": PART,
@@ -197,6 +207,19 @@ RULES: Mapping[str, Rule] = {
 }
 FRACTIONS = ("accumulate.memory_budget", "trainer.val_check_interval", "trainer.overfit_batches")
 """Besides limits, where a number up to 1 is a share and a larger one counts."""
+
+
+def direction(metric: str) -> str:
+    """Say whether a metric is to be small or large: ``${direction:METRIC}`` in a configuration.
+
+    Examples:
+        >>> direction("val/loss"), direction("val/acc")
+        ('min', 'max')
+    """
+    return "min" if metric.endswith(SMALLER_IS_BETTER) else "max"
+
+
+OmegaConf.register_new_resolver("direction", direction, replace=True)
 
 
 def resolved(cfg: DictConfig) -> Config:
@@ -310,16 +333,18 @@ def check_agreement(config: Config) -> None:
 
 def check_metrics(config: Config) -> None:
     """Refuse a metric that the models here do not measure: it would come to light after an epoch."""
-    if not str((config.get("model") or {}).get("_target_")).startswith(MODELS):
+    model = str((config.get("model") or {}).get("_target_"))
+    if not model.startswith(MODELS):
         return
-    if config["optimized_metric"] not in MEASURED:
+    monitored, measured = (MONITORED_OF_TEXT, MEASURED_OF_TEXT) if model in TEXT_MODELS else (MONITORED, MEASURED)
+    if config["optimized_metric"] not in measured:
         raise UserError(
-            f"optimized_metric={config['optimized_metric']} is not measured: choose one of {', '.join(MEASURED)}."
+            f"optimized_metric={config['optimized_metric']} is not measured: choose one of {', '.join(measured)}."
         )
     for name, callback in (config.get("callbacks") or {}).items():
         monitor = (callback or {}).get("monitor")
-        if monitor is not None and monitor not in MONITORED:
+        if monitor is not None and monitor not in monitored:
             raise UserError(
                 f"callbacks.{name} cannot watch {monitor}, which is not measured while training: "
-                f"choose one of {', '.join(MONITORED)} (optimized_metric=…), or callbacks=none."
+                f"choose one of {', '.join(monitored)} (optimized_metric=…), or callbacks=none."
             )

@@ -5,7 +5,8 @@ from itertools import pairwise
 
 from torch import nn
 
-from lightning_ga.models.classifier import Classifier, MakeOptimizer, MakeScheduler
+from lightning_ga.models.classifier import Classifier
+from lightning_ga.models.reference import MakeOptimizer, MakeScheduler
 
 
 class MLPClassifier(Classifier):

@@ -13,7 +13,9 @@ from huggingface_hub import constants
 from torch import nn
 
 from lightning_ga.errors import UserError
-from lightning_ga.models.classifier import Classifier, MakeOptimizer, MakeScheduler
+from lightning_ga.models.classifier import Classifier
+from lightning_ga.models.group_norm import to_group_norm
+from lightning_ga.models.reference import MakeOptimizer, MakeScheduler
 
 OPENS_FILES = ("checkpoint_path", "pretrained_cfg", "pretrained_cfg_overlay")
 
@@ -28,6 +30,7 @@ class TimmClassifier(Classifier):
         in_channels: Channels of an image.
         image_size: Height and width of an image, in pixels; models of fixed input size are built for it.
         options: Further arguments of ``timm.create_model``, such as ``drop_rate``.
+        group_norm: Replace BatchNorm by GroupNorm, for which accumulation is exact; see :func:`to_group_norm`.
         optimizer: See :class:`Classifier`.
         lr_scheduler: See :class:`Classifier`.
     """
@@ -41,15 +44,19 @@ class TimmClassifier(Classifier):
         in_channels: int = 3,
         image_size: int = 32,
         options: Mapping[str, Any] | None = None,
+        group_norm: bool = False,
         optimizer: MakeOptimizer | None = None,
         lr_scheduler: MakeScheduler | None = None,
     ) -> None:
         options = dict(options or {})
         arguments = {"num_classes": num_classes, "in_chans": in_channels, **options}
         net = build_timm(name, image_size=image_size, pretrained=pretrained, **arguments)
+        net = to_group_norm(net) if group_norm else net
         super().__init__(net, num_classes, optimizer, lr_scheduler)
         pretrained = False  # A checkpoint brings its own weights: loading one must not fetch others.
-        self.save_hyperparameters("name", "pretrained", "num_classes", "in_channels", "image_size", "options")
+        self.save_hyperparameters(
+            "name", "pretrained", "num_classes", "in_channels", "image_size", "options", "group_norm"
+        )
 
 
 def build_timm(name: str, *, image_size: int = 224, pretrained: bool = False, **arguments: Any) -> nn.Module:

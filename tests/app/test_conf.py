@@ -10,6 +10,12 @@ from lightning_ga.app.allowlist import check_targets
 from lightning_ga.train import config_folder
 
 FILES = sorted(path.relative_to(config_folder()) for path in config_folder().rglob("*.yaml"))
+TEXT = {
+    "data/definitions.yaml": ["model=gpt"],
+    "model/gpt.yaml": ["data=definitions"],
+    "experiment/definitions_gpt.yaml": [],
+}
+"""Files that are for text alone, and what each is chosen with."""
 
 
 def composed(*overrides: str) -> DictConfig:
@@ -27,12 +33,13 @@ def test_every_file_composes_and_resolves(file: Path):
     if file == Path("search/optuna.yaml"):
         pytest.importorskip("hydra_plugins.hydra_optuna_sweeper", reason="the extra 'sweep' is not installed")
     overrides = [] if file == Path("train.yaml") else [f"{file.parent}={file.stem}"]
+    overrides += TEXT.get(str(file), [])
     config = resolved(composed(*(o for o in overrides if not o.startswith("hydra="))))
     check_targets({name: section for name, section in config.items() if name != "hydra"})
 
 
 @pytest.mark.parametrize("data", ["digits", "fashion_mnist"])
-@pytest.mark.parametrize("experiment", [f.stem for f in FILES if f.parent == Path("experiment")])
+@pytest.mark.parametrize("experiment", [f.stem for f in FILES if f.parent == Path("experiment") and str(f) not in TEXT])
 def test_every_experiment_takes_a_set_that_is_at_hand(experiment: str, data: str):
     """The set named on the command line wins over the experiment's own."""
     config = resolved(composed(f"experiment={experiment}", f"data={data}"))
@@ -86,6 +93,22 @@ def test_the_classic_recipes(experiment: str, batch: int, accumulate: int | None
     assert config["data"]["batch_size"] == batch
     assert config["trainer"]["precision"] == precision
     assert (config["accumulate"]["micro_batch_size"], config["accumulate"]["accumulate"]) == (batch, accumulate)
+
+
+def test_the_recipe_for_text_weighs_tokens():
+    """The model takes texts as long as those of the data."""
+    config = resolved(composed("experiment=definitions_gpt"))
+    assert config["accumulate"]["normalize"]["_target_"] == "lightning_ga.weights.TargetTokens"
+    assert config["model"]["context"] == config["data"]["max_length"]
+    assert config["optimized_metric"] == "val/loss"
+
+
+@pytest.mark.parametrize(("metric", "mode"), [("val/loss", "min"), ("val/perplexity", "min"), ("val/acc", "max")])
+def test_the_best_checkpoint_is_the_best(metric: str, mode: str):
+    """The lowest loss, the highest accuracy; early stopping agrees."""
+    config = resolved(composed(f"optimized_metric={metric}", "callbacks=[default,early_stopping]"))
+    modes = {config["callbacks"][name]["mode"] for name in ("best", "early_stopping")}
+    assert modes == {mode}
 
 
 def test_keys_that_users_type():

@@ -92,6 +92,8 @@ def test_every_example_obeys_its_rule(key: str):
         (["model.image_size=9"], "model.image_size=9 does not fit data.image_size=32"),
         (["optimized_metric=nope"], "optimized_metric=nope is not measured"),
         (["optimized_metric=test/acc"], "callbacks.best cannot watch test/acc"),
+        (["model=gpt", "data=definitions", "optimized_metric=val/acc"], "val/acc is not measured: .* val/perplexity"),
+        (["model=mlp", "optimized_metric=val/perplexity"], "val/perplexity is not measured"),
     ],
 )
 def test_keys_that_contradict_each_other(overrides: list[str], words: str):

@@ -1,0 +1,1 @@
+"""Scripts to copy from, and ``python -m examples.reproduce``."""

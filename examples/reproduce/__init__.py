@@ -1,0 +1,1 @@
+"""Classic recipes of gradient accumulation, each measured: ``python -m examples.reproduce --help``."""

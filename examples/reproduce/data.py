@@ -1,0 +1,50 @@
+"""Which data are at hand: a recipe's own set, or what stands in for it."""
+
+from functools import cache
+
+from lightning_ga.data import CIFAR10, MNIST, Digits, FashionMNIST, ImageData
+from lightning_ga.errors import UserError
+
+SETS: dict[str, tuple[str, type[ImageData]]] = {
+    "cifar10": ("CIFAR-10", CIFAR10),
+    "mnist": ("MNIST", MNIST),
+    "fashion_mnist": ("Fashion-MNIST", FashionMNIST),
+    "digits": ("scikit-learn's digits", Digits),
+}
+
+
+@cache
+def first_at_hand(root: str, *names: str) -> str:
+    """Find the first of some sets whose files are there; digits always are."""
+    for name in names:
+        try:
+            SETS[name][1](root=root).read()
+        except UserError:
+            continue
+        return name
+    return "digits"
+
+
+@cache
+def samples(root: str, name: str) -> int:
+    """Count the images of a set that training and validation share."""
+    splits = SETS[name][1](root=root).read()
+    return len(splits.train.labels) + len(splits.val.labels)
+
+
+def subset(root: str, name: str, *, train: int | None) -> list[str]:
+    """Choose a set on the command line, and how many of its images are trained on; validation has the others.
+
+    Args:
+        root: Folder in which data sets are looked for.
+        name: The set.
+        train: Images to train on; ``None`` leaves the set as it is.
+    """
+    share = [] if train is None else [f"data.val_fraction={1 - train / samples(root, name):.6f}"]
+    return [f"data={name}", *share]
+
+
+def described(root: str, name: str, *, train: int | None) -> str:
+    """Name a set, and how much of it was trained on."""
+    title = SETS[name][0]
+    return title if train is None else f"{title} ({train:,} of {samples(root, name):,} training images)"

@@ -1,0 +1,73 @@
+"""A classifier with a large embedding: a picture is a bag of hashed patches, each a row of the table."""
+
+import torch
+import torch.nn.functional as F  # noqa: N812 (the name PyTorch users know)
+from torch import Tensor, nn
+
+from lightning_ga.models.classifier import Classifier
+from lightning_ga.models.reference import MakeOptimizer, MakeScheduler
+
+SPREAD = 2_654_435_761, 40_503  # odd numbers without a factor in common with usual sizes of tables
+
+
+class HashedPatches(nn.Module):
+    """Give each patch of a picture, at its place, a number of a table by the hashing trick.
+
+    Pixels are rounded to a few grey levels, so that patches that look alike are the same patch. Different patches
+    may share a row.
+
+    Args:
+        rows: Numbers that there are.
+        levels: Grey levels that are told apart.
+        patch: Height and width of a patch, in pixels.
+        stride: Pixels from one patch to the next.
+
+    Examples:
+        >>> HashedPatches(1000)(torch.zeros(2, 1, 5, 5)).shape  # two rows of two patches
+        torch.Size([2, 4])
+    """
+
+    def __init__(self, rows: int, *, levels: int = 4, patch: int = 3, stride: int = 2) -> None:
+        super().__init__()
+        self.rows, self.levels, self.patch, self.stride = rows, levels, patch, stride
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return row numbers ``(batch, patches)`` of images ``(batch, channels, height, width)`` from 0 to 1."""
+        grey = images.detach().float().mean(dim=1, keepdim=True)
+        level = (grey * self.levels).floor().clamp(0, self.levels - 1)
+        patches = F.unfold(level, self.patch, stride=self.stride).long()  # (batch, pixels of a patch, patches)
+        digits = self.levels ** torch.arange(self.patch**2, device=images.device)
+        looks = (patches * digits[:, None]).sum(dim=1)
+        places = torch.arange(looks.shape[1], device=images.device)
+        return (looks * SPREAD[0] + places * SPREAD[1]) % self.rows
+
+
+class HashedPatchClassifier(Classifier):
+    """The mean of the embeddings of a picture's patches, and a linear layer.
+
+    A batch touches a small part of the table: with ``sparse`` its gradient holds these rows alone, and the
+    optimizer has to take such gradients (SGD without momentum and weight decay, Adagrad).
+
+    Args:
+        rows: Rows of the table.
+        features: Width of the table.
+        sparse: Whether the table's gradient is sparse.
+        num_classes: Number of classes.
+        optimizer: See :class:`Classifier`.
+        lr_scheduler: See :class:`Classifier`.
+    """
+
+    def __init__(
+        self,
+        rows: int = 200_000,
+        features: int = 64,
+        *,
+        sparse: bool = True,
+        num_classes: int = 10,
+        optimizer: MakeOptimizer | None = None,
+        lr_scheduler: MakeScheduler | None = None,
+    ) -> None:
+        table = nn.EmbeddingBag(rows, features, mode="mean", sparse=sparse)
+        net = nn.Sequential(HashedPatches(rows), table, nn.Linear(features, num_classes))
+        super().__init__(net, num_classes, optimizer, lr_scheduler)
+        self.save_hyperparameters("rows", "features", "sparse", "num_classes")

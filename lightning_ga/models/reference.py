@@ -1,0 +1,144 @@
+"""What the reference models share: an optimizer, its schedule, and training curves by optimizer step.
+
+Stock Lightning logs the value of a window's last micro-batch; here a logged ``train/…`` is the mean over the
+window so far, so that the curve by optimizer step is the same for every micro-batch. At the end of an epoch it is
+the mean over the epoch, for checkpoints, for early stopping and as the result of a run.
+"""
+
+import inspect
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import OneCycleLR
+
+from lightning_ga.compat.step_counts import optimizer_steps
+from lightning_ga.errors import UserError
+from lightning_ga.models.sample_mean import SampleMean
+
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+MakeScheduler = Callable[..., torch.optim.lr_scheduler.LRScheduler]
+
+
+class ReferenceModule(LightningModule):
+    """An optimizer, a schedule by optimizer step, and means over windows and epochs.
+
+    Args:
+        measured: Names of the values that :meth:`record` is given.
+        optimizer: Takes the parameters and returns an optimizer; Adam at 1e-3 when left out.
+        lr_scheduler: Takes the optimizer and returns a scheduler, stepped once per optimizer step.
+            If it has an argument ``total_steps``, it is given the optimizer steps of the whole run.
+    """
+
+    def __init__(
+        self,
+        measured: Sequence[str],
+        optimizer: MakeOptimizer | None = None,
+        lr_scheduler: MakeScheduler | None = None,
+    ) -> None:
+        super().__init__()
+        self.make_optimizer = optimizer or torch.optim.Adam
+        self.make_scheduler = lr_scheduler
+        # A sync would be a collective on every micro-batch: rank 0 shows the curve of its own share.
+        self.of_window = nn.ModuleDict({name: SampleMean(sync_on_compute=False) for name in measured})
+        self.of_epoch = nn.ModuleDict({name: SampleMean() for name in measured})
+        self._starts_window = True
+        self._saved_ends: list[int | None] = []
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Remember the ends of saved schedules: restoring replaces the ends that this training needs."""
+        self._saved_ends = [state.get("total_steps") for state in checkpoint.get("lr_schedulers", ())]
+
+    def on_train_epoch_start(self) -> None:
+        """Reset the means of the epoch."""
+        for mean in means(self.of_epoch).values():
+            mean.reset()
+
+    def record(self, values: Mapping[str, Tensor], items: int) -> None:
+        """Count values of a micro-batch, each a mean over so many items; log the means of the window so far."""
+        window, epoch = means(self.of_window), means(self.of_epoch)
+        if self._starts_window:
+            for mean in window.values():
+                mean.reset()
+            self._starts_window = False
+        for name, value in values.items():
+            window[name].update(value.detach(), items)
+            epoch[name].update(value.detach(), items)
+        curves = {f"train/{name}": mean.compute() for name, mean in window.items()}
+        self.log_dict(curves, on_step=True, on_epoch=False, batch_size=items)
+
+    def epoch_means(self) -> dict[str, Tensor]:
+        """Return the means over this rank's items of the epoch so far."""
+        return {name: mean.total / mean.samples for name, mean in means(self.of_epoch).items() if mean.update_called}
+
+    def on_train_epoch_end(self) -> None:
+        """Set the values of training to the means over the epoch."""
+        self._log_epoch()
+
+    def on_validation_epoch_end(self) -> None:
+        """Log the means over the epoch, as at its end.
+
+        Checkpoints and early stopping may read them here, in the middle of a fit.
+        """
+        if self.trainer.state.fn == "fit" and not self.trainer.sanity_checking:
+            self._log_epoch()
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let the next micro-batch start a window."""
+        self._starts_window = True
+
+    def configure_optimizers(self) -> Any:
+        """Return the optimizer, and its scheduler by optimizer step if there is one."""
+        optimizer = self.make_optimizer(self.parameters())
+        if self.make_scheduler is None:
+            return optimizer
+        arguments = {}
+        if "total_steps" in inspect.signature(self.make_scheduler).parameters:
+            arguments["total_steps"] = finite_steps(self.trainer)
+        scheduler = self.make_scheduler(optimizer, **arguments)
+        if isinstance(scheduler, OneCycleLR):
+            for end in self._saved_ends:
+                refuse_longer(scheduler, end)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def _log_epoch(self) -> None:
+        measured = {
+            f"train/{name}": mean.compute() for name, mean in means(self.of_epoch).items() if mean.update_called
+        }
+        self.log_dict(measured, logger=False, on_step=False, on_epoch=True)
+
+
+def means(metrics: nn.ModuleDict) -> dict[str, SampleMean]:
+    """Return the means in a module by their names."""
+    return {name: cast(SampleMean, metric) for name, metric in metrics.items()}
+
+
+def finite_steps(trainer: Any) -> int:
+    """Return the optimizer steps of the whole training, for a schedule that needs its end.
+
+    Raises:
+        UserError: If the training has no end.
+    """
+    steps = optimizer_steps(trainer)
+    if math.isinf(steps):
+        raise UserError(
+            f"trainer.max_epochs={trainer.max_epochs} has no end, and the learning-rate schedule needs one: give "
+            "trainer.max_epochs=… or trainer.max_steps=…, or choose lr_scheduler=none."
+        )
+    return int(steps)
+
+
+def refuse_longer(scheduler: OneCycleLR, end: int | None) -> None:
+    """Refuse to resume a OneCycle schedule past its end: it would fail in the middle of the training.
+
+    Raises:
+        UserError: If the saved schedule ends before the training does.
+    """
+    if end is not None and end < scheduler.total_steps:
+        raise UserError(
+            f"OneCycleLR was made for {end} optimizer steps and cannot be prolonged to {scheduler.total_steps}: keep "
+            "trainer.max_epochs as it was, or train from the start, without ckpt_path."
+        )
