@@ -63,7 +63,8 @@ class SparseBucket:
         if gradient is None:
             parameter = self.last
             nowhere = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
-            gradient = torch.sparse_coo_tensor(nowhere, parameter.new_empty(0, *parameter.shape[1:]), parameter.shape)
+            nothing = parameter.new_empty(0, *parameter.shape[1:])
+            gradient = torch.sparse_coo_tensor(nowhere, nothing, parameter.shape, check_invariants=False)
         gradient = gradient if gradient.is_sparse else gradient.to_sparse(1)
         return (gradient.coalesce() * scale).coalesce()
 

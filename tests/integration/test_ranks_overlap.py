@@ -1,0 +1,68 @@
+"""Gradients are exchanged while the last backward pass of a window runs; memory may run out anywhere in it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_ranks_survive import one_rank, run, same, scenario
+
+pytestmark = pytest.mark.distributed
+GRADIENTS = 4
+EACH_ALONE = {"bucket_cap_mb": 1e-6}  # a message for every gradient
+MODES = {
+    "factor 1": {"effective_batch_size": 8, "micro_batch_size": 4},
+    "factor 2": {"effective_batch_size": 16, "micro_batch_size": 4},
+    "step": {"effective_batch_size": 16, "micro_batch_size": 4, "micro_batching": "step"},
+}
+
+
+def failing(mode: str, *operations: tuple[int, int], **settings: Any) -> dict[str, Any]:
+    """A fit of as many windows, and a first one that shows in which order gradients come.
+
+    Args:
+        mode: How windows are cut.
+        operations: Number of the operation of the window's last backward pass at which memory runs out, for both ranks;
+            0 for none.
+        settings: Of the fit.
+    """
+    return {
+        **scenario(accumulate=MODES[mode], strategy=EACH_ALONE, trainer={"max_epochs": 1}),
+        "size": (1 + len(operations)) * MODES[mode]["effective_batch_size"],
+        "operations": dict(zip("01", map(list, zip(*operations)))),
+        **settings,
+    }
+
+
+def are_exact(scenarios: dict[str, Any], records: dict[str, Any]) -> None:
+    """Every rank has the gradients of whole windows."""
+    for name, settings in scenarios.items():
+        for record in records[name]:
+            same(record["gradients"], one_rank(settings)[: len(record["gradients"])], 1e-12)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_at_every_operation_of_the_last_backward_pass(mode: str, tmp_path: Path) -> None:
+    """On either rank, and on both at different operations; those that join and exchange gradients are among them."""
+    most = run(tmp_path, {"clean": failing(mode, (0, 0))}, 2)["clean"][0]["operations"]
+    assert most > 30
+    operations = [pair for k in range(1, most + 1) for pair in ((k, 0), (0, k), (k, 1 + 7 * k % most))]
+    scenarios = {mode: failing(mode, *operations)}
+    records = run(tmp_path, scenarios, 2)
+    are_exact(scenarios, records)
+    assert [record["events"] for record in records[mode]] == [2 * most] * 2
+    assert [len(record["sent"]) for record in records[mode]] == [GRADIENTS * (1 + len(operations))] * 2
+
+
+def test_messages_leave_within_the_last_backward_pass(tmp_path: Path) -> None:
+    """All of them, once a first window has shown in which order gradients come."""
+    scenarios = {
+        **{mode: failing(mode, (0, 0)) for mode in MODES},
+        "small": failing("factor 2", (0, 0), strategy={}),
+        "static": failing("factor 2", (0, 0), strategy={**EACH_ALONE, "static_graph": True}),
+        "sparse": failing("factor 2", (0, 0), task={"parts": ["sparse"]}),
+    }
+    records = run(tmp_path, scenarios, 2)
+    are_exact(scenarios, records)
+    for name, (first, second) in records.items():
+        messages = {"small": 1, "sparse": GRADIENTS + 1}.get(name, GRADIENTS)
+        assert first["sent"] == second["sent"] == [False] * messages + [True] * messages, name
