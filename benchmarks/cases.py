@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Precision = Literal["true", "bf16-mixed", "16-mixed"]
+Precision = Literal["true", "bf16-mixed", "16-mixed", "bf16-true"]
 Kind = Literal["sgd", "sparse_adam", "lbfgs", "lbfgs_strong_wolfe"]
 
 FP64_TARGET = 1e-12
 FP32_TARGET = 1e-6
 WHOLE_TARGET = 2.0  # times the whole batch's own error
-HALF_TARGETS = {"bf16-mixed": 2e-2, "16-mixed": 2e-3}
+HALF_TARGETS = {"bf16-mixed": 2e-2, "16-mixed": 2e-3, "bf16-true": 1e-2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +70,8 @@ CASES: tuple[Case, ...] = (
     Case("DDP, shares 51+50", samples=101, effective=101, micro=26, factor=2, ranks=2),
     Case("bf16-mixed ᵃ", precision="bf16-mixed", **UNEQUAL),
     Case("fp16, GradScaler ᵃ", precision="16-mixed", **UNEQUAL),
+    Case("bf16-true, 64×2", precision="bf16-true", micro=2, factor=64),
+    Case("bf16-true, 1024×2", precision="bf16-true", samples=2048, effective=2048, micro=2, factor=1024),
     Case("SparseAdam ᵃ", task="sparse", optimizer="sparse_adam", **UNEQUAL),
     Case("clipping by norm ᵃ", clip=0.1, **UNEQUAL),
     Case("LBFGS ᵇ", optimizer="lbfgs", fp32_target=None, **UNEQUAL),
@@ -81,6 +83,6 @@ LEGEND = """\
 Relative error of the gradient that the optimizer sees to the whole batch's in
 fp64, the worst of {draws} draws. Lightning, Accelerate and "ours fp64" compute in
 fp64; "ours" and "whole" (one batch, no accumulation) in fp32. In the rows bf16
-and fp16 all compute in that.
+and fp16 all compute in that; in bf16-true the weights are bf16, in fp64 too.
 ᵃ 43+43+42. ᵇ The same; the change of the parameters in one step of several
 closure calls. BatchNorm, which no accumulation can get right, has no target."""

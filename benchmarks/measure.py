@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.cases import Case
-from benchmarks.stacks import UnsupportedError, accelerate, ours, relative_error, stock_lightning, whole_batch
+from benchmarks.stacks import HELD_IN, UnsupportedError, accelerate, ours, relative_error, stock_lightning, whole_batch
 
 Run = Callable[[int], Tensor]
 
@@ -49,13 +49,14 @@ def measure(case: Case, draws: int) -> Measured:
 def programs(case: Case) -> Iterator[tuple[str, Run]]:
     """Peers in fp64, ours in fp64 and in fp32; where the case is about half precision, all in that."""
     true = case.precision == "true"
-    peers = torch.float64 if true else torch.float32
+    ours_in = HELD_IN.get(case.precision, torch.float32)
+    peers = torch.float64 if true else ours_in
     yield "stock_lightning", partial(stock_lightning, case, dtype=peers)
     yield "accelerate", partial(accelerate, case, dtype=peers)
     if true:
         yield "ours_fp64", partial(ours, case, dtype=torch.float64)
-    yield "ours", partial(ours, case, dtype=torch.float32)
-    yield "whole", partial(whole_batch, case, dtype=torch.float32, precision=case.precision)
+    yield "ours", partial(ours, case, dtype=ours_in)
+    yield "whole", partial(whole_batch, case, dtype=ours_in, precision=case.precision)
 
 
 def quiet() -> None:

@@ -22,6 +22,7 @@ from lightning_ga import AutoAccumulate
 
 INITIAL_SCALE = 1024.0  # of the GradScaler: no overflow in the one step that is measured
 HALF = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+HELD_IN = {"bf16-true": torch.bfloat16}  # the type of the weights
 
 
 class UnsupportedError(Exception):
@@ -91,7 +92,10 @@ OPTIMIZERS: dict[str, Callable[..., Any]] = {
 def whole_batch(case: Case, seed: int, dtype: torch.dtype, precision: str = "true") -> Tensor:
     """A plain loop in which each window is one batch."""
     task = TASKS[case.task]
-    net, rows = task.network(seed, dtype), task.rows(case.samples, seed, dtype)
+    net, rows = (
+        task.network(seed, dtype, HELD_IN.get(case.precision, torch.float32)),
+        task.rows(case.samples, seed, dtype),
+    )
     optimizer = OPTIMIZERS[case.optimizer](list(net.parameters()))
     scaler = torch.amp.GradScaler("cpu", init_scale=INITIAL_SCALE, enabled=precision == "16-mixed")
     for window in case.windows():
@@ -222,7 +226,7 @@ def fresh_accelerator(case: Case) -> Iterator[Any]:
         from accelerate.state import AcceleratorState, GradientState
     except ImportError as missing:
         raise UnsupportedError(f"{missing}: pip install 'lightning_ga[bench]'") from missing
-    mixed = {"true": "no", "bf16-mixed": "bf16", "16-mixed": "fp16"}[case.precision]
+    mixed = {"true": "no", "bf16-mixed": "bf16", "16-mixed": "fp16", "bf16-true": "no"}[case.precision]
     try:
         accelerator = _built(Accelerator, gradient_accumulation_steps=case.factor, mixed_precision=mixed, cpu=True)
         if mixed != "no" and not accelerator.native_amp:

@@ -47,11 +47,11 @@ class Task:
     loss: Loss
     normalize: Any = "samples"
 
-    def network(self, seed: int, dtype: torch.dtype) -> nn.Module:
-        """The same weights for the same seed; fp64 holds exactly the numbers of fp32."""
+    def network(self, seed: int, dtype: torch.dtype, held_in: torch.dtype = torch.float32) -> nn.Module:
+        """The same weights for the same seed; fp64 holds exactly the numbers of fp32, or of ``held_in``."""
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            return self.layers().to(dtype)
+            return self.layers().to(held_in).to(dtype)
 
 
 def images(samples: int, seed: int, dtype: torch.dtype) -> Rows:

@@ -1,7 +1,9 @@
 """Join gradients to the messages that ranks exchange, and put the averages in their place."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,31 +17,44 @@ class Bucket:
     """Gradients that are sent together.
 
     Attributes:
-        parameters: Their parameters, of one type and device.
+        parameters: Their parameters, on one device.
         last: The one whose gradient is expected last.
+        dtype: What gradients are sent as, and are afterwards.
     """
 
     parameters: tuple[Parameter, ...]
     last: Parameter
+    dtype: torch.dtype
 
     def joined(self, scale: float) -> Tensor:
         """Return all gradients in one new tensor, times ``scale``; behind them, which of them there are.
 
         Thus a rank that lacks one learns whether another has it, and no other rank has to ask.
         """
-        first, there = self.parameters[0], [parameter.grad is not None for parameter in self.parameters]
-        marks = first.new_ones(len(there)) if all(there) else first.new_tensor(there)
-        return torch.cat([*map(_flat, self.parameters), marks]).mul_(scale)
+        there = [parameter.grad is not None for parameter in self.parameters]
+        kind: dict[str, Any] = {"dtype": self.dtype, "device": self.last.device}
+        marks = torch.ones(len(there), **kind) if all(there) else torch.tensor(there, **kind)
+        return torch.cat([*(_flat(parameter).to(self.dtype) for parameter in self.parameters), marks]).mul_(scale)
 
     def spread(self, averaged: Tensor) -> None:
         """Replace gradients by averages; one that no rank has stays missing."""
         parts = torch.split(averaged, [*(parameter.numel() for parameter in self.parameters), len(self.parameters)])
         pairs = [(parameter, part.view(parameter.shape)) for parameter, part in zip(self.parameters, parts)]
-        dense = [(p.grad, part) for p, part in pairs if p.grad is not None and not p.grad.is_sparse]
-        if dense:
-            torch._foreach_copy_([gradient for gradient, _ in dense], [part for _, part in dense])
-        if len(dense) < len(pairs):
-            _place_missing(pairs, parts[-1].tolist())
+        alike = [(p.grad, part) for p, part in pairs if p.grad is not None and self._is_alike(p.grad)]
+        if len(alike) < len(pairs):
+            self._replace(pairs, parts[-1].tolist())
+        if alike:
+            torch._foreach_copy_([gradient for gradient, _ in alike], [part for _, part in alike])
+
+    def _is_alike(self, gradient: Tensor) -> bool:
+        return gradient.dtype == self.dtype and not gradient.is_sparse
+
+    def _replace(self, pairs: Iterable[tuple[Parameter, Tensor]], marks: Iterable[float]) -> None:
+        """Give parameters a gradient that another rank has, or one of another type; none if memory runs out."""
+        there = [pair for pair, mark in zip(pairs, marks) if mark]
+        lacking = [(p, part) for p, part in there if p.grad is None or not self._is_alike(p.grad)]
+        for parameter, gradient in [(p, torch.empty_like(p, dtype=self.dtype).copy_(part)) for p, part in lacking]:
+            parameter.grad = gradient
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +63,11 @@ class SparseBucket:
 
     Attributes:
         parameters: Its parameter.
+        dtype: What it is sent as, and is afterwards.
     """
 
     parameters: tuple[Parameter]
+    dtype: torch.dtype
 
     @property
     def last(self) -> Parameter:
@@ -66,13 +83,13 @@ class SparseBucket:
             nothing = parameter.new_empty(0, *parameter.shape[1:])
             gradient = torch.sparse_coo_tensor(nowhere, nothing, parameter.shape, check_invariants=False)
         gradient = gradient if gradient.is_sparse else gradient.to_sparse(1)
-        return (gradient.coalesce() * scale).coalesce()
+        return (gradient.to(self.dtype).coalesce() * scale).coalesce()
 
     def spread(self, averaged: Tensor) -> None:
         """Replace the gradient by the average; one without rows is none, and a dense one (of tied weights) stays so."""
         averaged, gradient = averaged.coalesce(), self.last.grad
         if gradient is not None and not gradient.is_sparse:
-            gradient.copy_(averaged.to_dense())
+            self.last.grad = averaged.to_dense()
         else:
             self.last.grad = averaged if averaged._nnz() else None
 
@@ -81,7 +98,12 @@ AnyBucket = Bucket | SparseBucket
 
 
 def make_buckets(
-    parameters: Sequence[Parameter], sparse: Iterable[Tensor], *, most: int, arrival: Mapping[int, int]
+    parameters: Sequence[Parameter],
+    sparse: Iterable[Tensor],
+    *,
+    most: int,
+    arrival: Mapping[int, int],
+    dtype: Callable[[Parameter], torch.dtype] = attrgetter("dtype"),
 ) -> list[AnyBucket]:
     """Join parameters to buckets, the last parameter first; the same on all ranks but for ``last``.
 
@@ -90,20 +112,27 @@ def make_buckets(
         sparse: Those whose gradients are sparse: each goes alone.
         most: Bytes of a bucket; a larger gradient goes alone.
         arrival: Place of each gradient in a backward pass, by the ``id`` of its parameter.
+        dtype: Says what the gradient of a parameter is sent as.
     """
     alone = set(map(id, sparse))
-    groups = _grouped([p for p in reversed(parameters) if id(p) not in alone], most)
-    dense = [Bucket(tuple(group), max(group, key=lambda p: arrival.get(id(p), -1))) for group in groups]
-    return [*dense, *(SparseBucket((parameter,)) for parameter in parameters if id(parameter) in alone)]
+    together = [parameter for parameter in reversed(parameters) if id(parameter) not in alone]
+    dense = [
+        Bucket(tuple(group), max(group, key=lambda p: arrival.get(id(p), -1)), dtype(group[0]))
+        for group in _grouped(together, most, dtype)
+    ]
+    return [*dense, *(SparseBucket((p,), dtype(p)) for p in parameters if id(p) in alone)]
 
 
-def _grouped(parameters: Iterable[Parameter], most: int) -> list[list[Parameter]]:
+def _grouped(
+    parameters: Iterable[Parameter], most: int, dtype: Callable[[Parameter], torch.dtype]
+) -> list[list[Parameter]]:
     """Neighbours of one type and device, in groups of at most so many bytes."""
     full: list[list[Parameter]] = []
     filling: dict[tuple[torch.dtype, torch.device], list[Parameter]] = {}
     sizes: dict[tuple[torch.dtype, torch.device], int] = {}
     for parameter in parameters:
-        kind, size = (parameter.dtype, parameter.device), parameter.numel() * parameter.element_size()
+        kind = dtype(parameter), parameter.device
+        size = parameter.numel() * kind[0].itemsize
         if size > most:
             full.append([parameter])
             continue
@@ -119,11 +148,4 @@ def _flat(parameter: Parameter) -> Tensor:
     gradient = parameter.grad
     if gradient is None:
         return parameter.new_zeros(parameter.numel())
-    return (gradient.to_dense() if gradient.is_sparse else gradient).flatten().to(parameter.dtype)
-
-
-def _place_missing(pairs: Collection[tuple[Parameter, Tensor]], marks: Iterable[float]) -> None:
-    """Give parameters a gradient that another rank has."""
-    for (parameter, part), mark in zip(pairs, marks):
-        if mark and (parameter.grad is None or parameter.grad.is_sparse):
-            parameter.grad = torch.empty_like(parameter).copy_(part)
+    return (gradient.to_dense() if gradient.is_sparse else gradient).flatten()

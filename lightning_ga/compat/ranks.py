@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_ga.compat import agreement, patching
+from lightning_ga.compat.gradient_dtype import half_parameters
 from lightning_ga.compat.reduction import BUCKET, GradientReducer
 
 
@@ -27,13 +29,21 @@ def distributed_module(trainer: Any) -> Any:
     return None if any(ways_of_its_own) else module
 
 
+def gradients_are_ours(trainer: Any) -> bool:
+    """Return whether nothing but this package and the optimizers reads gradients: no reduction of a strategy's own."""
+    if agreement.is_distributed(trainer):
+        return distributed_module(trainer) is not None
+    return isinstance(trainer.strategy, patching.sibling(trainer, "strategies").SingleDeviceStrategy)
+
+
 def needs_averaging_by_hand(trainer: Any) -> bool:
     """Return whether accumulation fails under the module's own reduction.
 
-    With ``static_graph`` a first backward pass without reduction is refused.
+    With ``static_graph`` a first backward pass without reduction is refused. Its buckets take gradients of
+    the types of their parameters only.
     """
     module = distributed_module(trainer)
-    return module is not None and bool(module.static_graph)
+    return module is not None and (bool(module.static_graph) or bool(half_parameters(module)))
 
 
 def take_over(trainer: Any) -> None:

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import attrgetter
 from threading import Lock
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch.nn import Parameter
 
 from lightning_ga.compat.buckets import AnyBucket, make_buckets
 from lightning_ga.compat.collectives import collectives_run
+from lightning_ga.compat.gradient_dtype import dtype_of_sum
 from lightning_ga.errors import UserError
 from lightning_ga.snapshot.gradients import Mark, mark_of
 
@@ -48,7 +50,7 @@ class GradientReducer:
     ) -> None:
         self._list, self._list_sparse, self._group, self._most = parameters, sparse, group, most
         self._arrival: dict[int, int] = {}
-        self._trained: list[bool] | None = None  # which parameters the buckets hold; None: to be made anew
+        self._made_for: tuple[bool, list[bool]] | None = None  # what the buckets hold; None: to be made anew
         self._buckets: list[AnyBucket] = []
         self._collectives = 0
         self.begin_epoch()
@@ -60,58 +62,49 @@ class GradientReducer:
 
     def begin_epoch(self) -> None:
         """List the parameters anew: some may have been added."""
-        self._parameters, self._trained = self._list(), None
+        self._parameters, self._made_for = self._list(), None
 
     def expect(self, order: Iterable[Tensor]) -> None:
         """Say in which order gradients come in a backward pass, as far as that is known."""
-        self._arrival, self._trained = {id(parameter): place for place, parameter in enumerate(order)}, None
+        self._arrival, self._made_for = {id(parameter): place for place, parameter in enumerate(order)}, None
 
-    def window(self) -> "WindowReduction":
-        """Begin the reduction of one window; all ranks do so in the same order."""
+    def window(self, *, summed: bool) -> "WindowReduction":
+        """Begin the reduction of one window; all ranks do so in the same order.
+
+        Args:
+            summed: Whether gradients are sums over several micro-batches, those of half-precision parameters in
+                float32. They are of one type on all ranks, some of which may run a micro-batch in pieces, or none.
+        """
         trained = [parameter.requires_grad for parameter in self._parameters]
-        if trained != self._trained:
+        if (summed, trained) != self._made_for:
+            self._made_for = summed, trained
             wanted = [parameter for parameter, trains in zip(self._parameters, trained) if trains]
-            self._buckets = make_buckets(wanted, self._list_sparse(), most=self._most, arrival=self._arrival)
-            self._trained = trained
+            dtype = dtype_of_sum if summed else attrgetter("dtype")
+            settings: dict[str, Any] = {"most": self._most, "arrival": self._arrival, "dtype": dtype}
+            self._buckets = make_buckets(wanted, self._list_sparse(), **settings)
         return WindowReduction(self._buckets, self._send)
 
-    def _send(self, bucket: AnyBucket) -> "_Sent":
+    def _send(self, bucket: AnyBucket) -> "Sent":
         """Begin to average a copy of a bucket."""
         copy, before = bucket.joined(1 / dist.get_world_size(self._group)), collectives_run()
         work = dist.all_reduce(copy, group=self._group, async_op=True)
         self._collectives += collectives_run() - before
-        return _Sent(bucket, copy, work, list(map(mark_of, bucket.parameters)))
+        return Sent(bucket, copy, work)
 
 
 @dataclass(frozen=True, slots=True)
-class _Sent:
+class Sent:
     """A bucket on its way.
 
     Attributes:
         bucket: What it holds.
         copy: What is averaged.
         work: What is to be waited for.
-        marks: Tell whether its gradients were written to since.
     """
 
     bucket: AnyBucket
     copy: Tensor
     work: Any
-    marks: list[Mark]
-
-    def receive(self) -> None:
-        """Wait for the average, and put it in place of the gradients.
-
-        Raises:
-            UserError: If something was added to them meanwhile, which has not reached the other ranks.
-        """
-        self.work.wait()
-        if list(map(mark_of, self.bucket.parameters)) != self.marks:
-            raise UserError(
-                "A backward pass added to a gradient once more after it had been sent to the other ranks, which its "
-                "first pass did not do: torch.utils.checkpoint needs use_reentrant=False here."
-            )
-        self.bucket.spread(self.copy)
 
 
 class WindowReduction:
@@ -122,8 +115,9 @@ class WindowReduction:
         send: Begins to average a bucket.
     """
 
-    def __init__(self, buckets: Iterable[AnyBucket], send: Callable[[AnyBucket], _Sent]) -> None:
-        self._waiting, self._sent, self._send = deque(buckets), deque[_Sent](), send
+    def __init__(self, buckets: Iterable[AnyBucket], send: Callable[[AnyBucket], Sent]) -> None:
+        self._waiting, self._sent, self._send = deque(buckets), deque[Sent](), send
+        self._marks: dict[Parameter, Mark] = {}  # of gradients that the pass sent, and should add to no more
         self._has_sent = self._is_closing = False
         self._lock = Lock()  # a model on several devices has several threads of backward passes
 
@@ -146,18 +140,26 @@ class WindowReduction:
             with self._lock:
                 while self._waiting and are_complete(self._waiting[0].parameters):
                     self._send_next()
+                    self._mark(self._sent[-1].bucket)
 
         lasts: list[Any] = [bucket.last for bucket in self._waiting]
         hooks = [last.register_post_accumulate_grad_hook(send_complete) for last in lasts]
         try:
             yield
         finally:
+            self._marks = {}
             for hook in hooks:
                 hook.remove()
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Send what is left, as all passes are over, and wait for the averages; to be called again if it fails."""
+        """Send what is left, as all passes are over, and wait for the averages; to be called again if it fails.
+
+        Raises:
+            UserError: If the pass added to a gradient that it had sent.
+        """
+        self._check(self._marks)
+        self._marks = {}
         while self._waiting:
             self._send_next()
             self._is_closing = True
@@ -177,5 +179,21 @@ class WindowReduction:
         self._waiting.popleft()
 
     def _receive_next(self) -> None:
-        self._sent[0].receive()
+        sent = self._sent[0]
+        sent.work.wait()
+        marked = self._marks.keys() & sent.bucket.parameters
+        self._check(marked)
+        sent.bucket.spread(sent.copy)
         self._sent.popleft()
+        if marked:
+            self._mark(sent.bucket)
+
+    def _mark(self, bucket: AnyBucket) -> None:
+        self._marks.update((parameter, mark_of(parameter)) for parameter in bucket.parameters)
+
+    def _check(self, parameters: Iterable[Parameter]) -> None:
+        if any(mark_of(parameter) != self._marks[parameter] for parameter in parameters):
+            raise UserError(
+                "A backward pass added to a gradient once more after it had been sent to the other ranks, which the "
+                "first pass of the training did not do: torch.utils.checkpoint needs use_reentrant=False here."
+            )

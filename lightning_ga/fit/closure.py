@@ -102,7 +102,7 @@ class MicroBatchClosures:
         """Begin to average the gradients of a window, if the next micro-batch is its last and that is done by hand."""
         if self._reducer is None or not loops.window_is_over(self.trainer):
             return None
-        return self._reducer.window()
+        return self._reducer.window(summed=self.trainer.accumulate_grad_batches > 1)
 
     def begin_epoch(self) -> None:
         """Look through the module again: parts may have been added."""

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from lightning_ga.batch.counters import fitting_counter
 from lightning_ga.batch.layout import LayoutError
 from lightning_ga.batch.pytree import same_values
-from lightning_ga.compat import patching, transfer, trial_steps
+from lightning_ga.compat import gradient_dtype, patching, transfer, trial_steps
 from lightning_ga.fit.batch_norm import batch_norm_layers
 from lightning_ga.fit.deterministic import stop_dropping
 from lightning_ga.fit.differences import Differences, compare, distance, judge
@@ -275,6 +275,8 @@ class ExactnessCheck:
                 weight=weights[number] if weights else 1.0,
             )
             self._steps += 1
+            if weights:
+                gradient_dtype.widen(module.parameters())
             gradients.append([_on_host(gradient) for gradient in _gradients(module)])
         hooks, step = _changed(before, _watched(module)), _changed(*states[:2])
         if weights:

@@ -178,6 +178,8 @@ class Fit:
         epoch = loops.training_epoch(trainer)
         self._progress.enter(self.source, epoch)
         self._hold_to_budget()
+        self.gradients.sum_in_float32()
+        self._held.callback(self.gradients.release)
         self.oom_handler.read_module()
         with self.oom_handler.suspended():
             self._prepare_training(epoch)

@@ -174,7 +174,7 @@ class OomHandler:
         if evaluates_again(trainer.optimizers[0]):
             wrap = _chained(LbfgsWindow(trainer, gradients).closure, wrap)
         elif policy.retries:
-            repeatable = OptimizerRetry(trainer, self._report)
+            repeatable = OptimizerRetry(trainer, self._report, prepare=gradients.round_sums)
             self._release_step = closures.intercept_optimizer_step(trainer, repeatable, repeatable.gradients_are_ready)
         if wrap is not None:
             closures.intercept_closures(trainer, wrap)

@@ -17,11 +17,13 @@ class OptimizerRetry:
     Args:
         trainer: The Trainer.
         report: Told of every error that was survived.
+        prepare: Called when backward, hooks and clipping are done.
     """
 
-    def __init__(self, trainer: Any, report: Callable[[OomEvent], None]) -> None:
+    def __init__(self, trainer: Any, report: Callable[[OomEvent], None], *, prepare: Callable[[], None]) -> None:
         self._trainer = trainer
         self._report = report
+        self._prepare = prepare
         self._before: UpdateSnapshot | None = None
         self._tells: bool | None = None  # whether versions tell what a step changes; known once one went through
 
@@ -67,6 +69,7 @@ class OptimizerRetry:
 
     def gradients_are_ready(self) -> None:
         """Backward, hooks and clipping are done: all that is left is the update."""
+        self._prepare()
         self._before = UpdateSnapshot(self._trainer.optimizers[0])
 
     def _can_tell(self) -> bool:

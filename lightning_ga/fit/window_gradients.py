@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from lightning_ga.compat import agreement, loops
+from lightning_ga.compat import agreement, gradient_dtype, loops, ranks
 from lightning_ga.plan.config import Normalize
 from lightning_ga.plan.weights import count_items
 from lightning_ga.plan.window_weights import KnownWindow, LateWindow, StockWindow, WindowWeights
@@ -31,6 +31,28 @@ class WindowGradients:
         self._weights: WindowWeights = StockWindow()
         self._zeroing: list[Any] = []
         self._sparse: list[torch.nn.Parameter] | None = None
+        self._half: list[torch.Tensor] = []  # parameters whose gradients are summed in float32
+        self._handles: list[Any] = []
+
+    def sum_in_float32(self) -> None:
+        """Let the gradients of half-precision parameters be summed in float32, and be rounded before each step."""
+        if not ranks.gradients_are_ours(self._trainer):
+            return
+        self._half = gradient_dtype.half_parameters(self._trainer.lightning_module)
+        gradient_dtype.begin(self._half)
+        optimizers = self._trainer.optimizers if self._half else ()
+        self._handles = [gradient_dtype.narrow_before_steps(each, self._half) for each in optimizers]
+
+    def round_sums(self) -> None:
+        """Round sums in float32 to the types of their parameters: what follows is the step."""
+        gradient_dtype.narrow(self._half)
+
+    def release(self) -> None:
+        """Let gradients be of the types of their parameters again."""
+        for handle in self._handles:
+            handle.remove()
+        gradient_dtype.end(self._half)
+        self._half, self._handles = [], []
 
     @property
     def weights(self) -> WindowWeights:
@@ -126,6 +148,8 @@ class WindowGradients:
         for parameter in self._sparse:
             if parameter.grad is not None and parameter.grad.is_sparse:
                 parameter.grad = parameter.grad.coalesce()
+        if self._half and (self._trainer.accumulate_grad_batches > 1 or self._weights.share != 1.0):
+            gradient_dtype.widen(self._half)
 
     def close_window(self, optimizer: torch.optim.Optimizer) -> None:
         """Bring the window to its mean: before the optimizer step, after unscaling and before clipping."""

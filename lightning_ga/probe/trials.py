@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from lightning_ga.batch.layout import LayoutError
 from lightning_ga.compat import agreement, transfer, trial_steps
+from lightning_ga.compat.gradient_dtype import dtype_of_sum, zero_sum
 from lightning_ga.loading.largest_samples import LargestSamples
 from lightning_ga.loading.reader import BatchReader
 from lightning_ga.memory.device import synchronize
@@ -134,7 +135,7 @@ class WindowGradientsAlive:
     def fill(self) -> None:
         """Give every parameter its gradient, of zeros."""
         for parameter, rows in self._having:
-            parameter.grad = torch.zeros_like(parameter) if rows is None else _sparse_zeros(parameter, rows)
+            parameter.grad = zero_sum(parameter) if rows is None else _sparse_zeros(parameter, rows)
 
 
 def _rows(gradient: torch.Tensor, rank_samples: int) -> int:
@@ -143,7 +144,7 @@ def _rows(gradient: torch.Tensor, rank_samples: int) -> int:
 
 
 def _sparse_zeros(parameter: torch.Tensor, rows: int) -> torch.Tensor:
-    values = parameter.new_zeros(rows, *parameter.shape[1:])
+    values = parameter.new_zeros(rows, *parameter.shape[1:], dtype=dtype_of_sum(parameter))
     indices = torch.arange(rows, device=parameter.device)[None]
     return torch.sparse_coo_tensor(indices, values, parameter.shape, is_coalesced=True)
 

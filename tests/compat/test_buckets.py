@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from lightning_ga.compat.buckets import FIRST_BUCKET, Bucket, SparseBucket, make_buckets
+from lightning_ga.compat.gradient_dtype import dtype_of_sum, has_grad_dtype
 
 MOST = 25 * 2**20
 
@@ -60,7 +61,7 @@ def test_averages_come_back_to_their_places(shape: tuple[int, ...]) -> None:
     one, other = nn.Parameter(torch.randn(shape)), nn.Parameter(torch.randn(5))
     one.grad, other.grad = torch.randn(shape[::-1]).permute(*reversed(range(len(shape)))), torch.randn(5)
     wanted = [one.grad / 2, other.grad / 2]
-    bucket = Bucket((one, other), one)
+    bucket = Bucket((one, other), one, one.dtype)
     copy = bucket.joined(0.5)
     one.grad.zero_()
     bucket.spread(copy)
@@ -71,7 +72,7 @@ def test_averages_come_back_to_their_places(shape: tuple[int, ...]) -> None:
 def test_a_gradient_that_another_rank_has_is_taken_over() -> None:
     """One that nobody has stays missing, and an unforeseen sparse one becomes dense."""
     here, elsewhere, nowhere, table = (nn.Parameter(torch.randn(2, 3)) for _ in range(4))
-    bucket = Bucket((here, elsewhere, nowhere, table), here)
+    bucket = Bucket((here, elsewhere, nowhere, table), here, here.dtype)
     here.grad, table.grad = torch.ones(2, 3), torch.ones(2, 3).to_sparse()
     ours = bucket.joined(0.5)
     here.grad, elsewhere.grad = None, 4 * torch.ones(2, 3)
@@ -89,7 +90,7 @@ def test_a_gradient_that_another_rank_has_is_taken_over() -> None:
 def test_sparse_gradients_stay_sparse() -> None:
     """A copy is sent; one without rows on all ranks is none; a dense one of tied weights stays dense."""
     table = nn.Parameter(torch.randn(4, 3))
-    bucket = SparseBucket((table,))
+    bucket = SparseBucket((table,), table.dtype)
     bucket.spread(bucket.joined(0.5))
     assert table.grad is None
     table.grad = torch.sparse_coo_tensor([[1, 1]], torch.ones(2, 3), (4, 3), check_invariants=True)
@@ -102,3 +103,21 @@ def test_sparse_gradients_stay_sparse() -> None:
     table.grad = torch.ones(4, 3)
     bucket.spread(bucket.joined(0.5))
     assert table.grad.tolist() == [[0.5] * 3] * 4
+
+
+@pytest.mark.skipif(not has_grad_dtype(), reason="gradients have the types of their parameters before torch 2.10")
+def test_sums_of_half_precision_parameters_are_sent_in_single_precision() -> None:
+    """Of one type on all ranks, whatever each has."""
+    wide, narrow = (nn.Parameter(torch.randn(3).bfloat16()) for _ in range(2))
+    wide.grad_dtype = narrow.grad_dtype = None
+    wide.grad, narrow.grad = torch.full((3,), 1 / 3), torch.ones(3).bfloat16()
+    (bucket,) = make_buckets([wide, narrow], (), most=MOST, arrival={}, dtype=dtype_of_sum)
+    copy = bucket.joined(0.5)
+    assert copy.dtype == torch.float32
+    bucket.spread(copy)
+    assert wide.grad.tolist() == torch.full((3,), 1 / 6).tolist()
+    assert narrow.grad.dtype == torch.float32
+    assert narrow.grad.tolist() == [0.5] * 3
+    (bucket,) = make_buckets([wide, narrow], (), most=MOST, arrival={})
+    bucket.spread(bucket.joined(1.0))
+    assert {wide.grad.dtype, narrow.grad.dtype} == {torch.bfloat16}

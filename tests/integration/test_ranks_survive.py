@@ -241,3 +241,16 @@ def test_ranks_on_unequal_hosts_resume_together(tmp_path: Path) -> None:
     assert [record["source"] for record in records["same"]] == ["checkpoint"] * 2
     assert "checkpoint" not in [record["source"] for record in records["other"]]
     assert len({record["plan"] for record in (*records["same"], *records["other"])}) == 1
+
+
+def test_half_precision_parameters(tmp_path: Path) -> None:
+    """Sums in float32 on ranks that run pieces and on those that do not; one micro-batch a window, and several."""
+    whole = {"effective_batch_size": 24, "micro_batch_size": 12}
+    scenarios = {
+        f"{name}-{faulty}": scenario(
+            *([(1, (0, 1, "backward", 1))] if faulty else []), accumulate=accumulate, task={"dtype": "bfloat16"}
+        )
+        for name, accumulate in {"several": LOADER, "one": whole, "step": STEP}.items()
+        for faulty in (False, True)
+    }
+    check(scenarios, run(tmp_path, scenarios, 2), tolerance=3e-2)

@@ -1,0 +1,174 @@
+"""Parameters in half precision: their gradients are summed in float32 and rounded once."""
+
+import copy
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_ga import AutoAccumulate
+from lightning_ga.compat import gradient_dtype
+from lightning_ga.testing import limit_memory
+
+
+@pytest.fixture(params=["grad_dtype", "beside"])
+def way(request, monkeypatch):
+    """Both ways of summing: torch's own gradients of another type, and sums that are kept beside the gradients."""
+    if request.param == "grad_dtype" and not gradient_dtype.has_grad_dtype():
+        pytest.skip("torch before 2.10")
+    monkeypatch.setattr(gradient_dtype, "has_grad_dtype", lambda: request.param == "grad_dtype")
+    return request.param
+
+
+class Regressor(LightningModule):
+    """Notes the gradient that the optimizer is given."""
+
+    def __init__(self, optimizer=torch.optim.SGD, width=16, clip=None):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(8, width), nn.Tanh(), nn.Linear(width, 1))
+        self.make_optimizer = optimizer
+        self.seen = []
+
+    def training_step(self, batch, _):
+        inputs, targets = (part.to(self.dtype) for part in batch)
+        return nn.functional.mse_loss(self.net(inputs).float(), targets.float())
+
+    def configure_optimizers(self):
+        optimizer = self.make_optimizer(self.parameters(), lr=1e-3)
+        optimizer.register_step_post_hook(lambda *_: self.seen.append([p.grad.clone() for p in self.parameters()]))
+        return optimizer
+
+
+def data(samples):
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(samples, 8, generator=generator)
+    return TensorDataset(inputs, inputs.sum(1, keepdim=True) + 2.0)
+
+
+def fit(module, samples, *, batch_size=None, precision="bf16-true", **settings):
+    callback = AutoAccumulate(verify=False, cache=False, **settings)
+    trainer = Trainer(
+        accelerator="cpu", precision=precision, max_epochs=1, logger=False, callbacks=[callback],
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(module, DataLoader(data(samples), batch_size=batch_size or samples))
+    return callback
+
+
+def in_double(module, samples):
+    """The gradient of the whole batch of the same rounded weights and samples, in float64."""
+    twin = copy.deepcopy(module).to(torch.bfloat16).double()
+    inputs, targets = (part.to(torch.bfloat16).double() for part in data(samples).tensors)
+    twin.zero_grad()
+    nn.functional.mse_loss(twin.net(inputs), targets).backward()
+    return [parameter.grad for parameter in twin.parameters()]
+
+
+def error(gradients, wanted):
+    apart = sum(float((g.double() - w).square().sum()) for g, w in zip(gradients, wanted))
+    return (apart / sum(float(w.square().sum()) for w in wanted)) ** 0.5
+
+
+@pytest.mark.parametrize("factor", [4, 64, 512])
+def test_sums_of_many_micro_batches_lose_nothing(way, factor):
+    """The error of the sum stays that of one micro-batch in bf16, however many there are."""
+    module = Regressor()
+    wanted = in_double(module, 2 * factor)
+    fit(module, 2 * factor, micro_batch_size=2)
+    assert module.seen[0][0].dtype == torch.bfloat16
+    assert error(module.seen[0], wanted) < 6e-3
+
+
+def test_a_sum_in_bf16_would_lose_it():
+    """What the same windows come to without this: the reason for it."""
+    module = Regressor()
+    wanted = in_double(module, 1024)
+    twin = copy.deepcopy(module).to(torch.bfloat16)
+    for inputs, targets in DataLoader(data(1024), batch_size=2):
+        loss = nn.functional.mse_loss(twin.net(inputs.bfloat16()).float(), targets.bfloat16().float())
+        (loss / 512).backward()
+    assert error([p.grad for p in twin.parameters()], wanted) > 2e-2
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW, torch.optim.LBFGS])
+@pytest.mark.parametrize("micro_batching", ["loader", "step"])
+def test_optimizers_get_gradients_of_the_type_of_their_weights(way, optimizer, micro_batching):
+    """Fused, listed and evaluating optimizers alike; after the fit gradients have that type again."""
+    module = Regressor(optimizer)
+    fit(module, 24, batch_size=12, effective_batch_size=12, micro_batch_size=4, micro_batching=micro_batching)
+    assert len(module.seen) == 2
+    assert all(gradient.dtype == torch.bfloat16 for seen in module.seen for gradient in seen)
+    for parameter in module.parameters():
+        assert parameter.grad is None or parameter.grad.dtype == parameter.dtype
+        assert getattr(parameter, "grad_dtype", parameter.dtype) == parameter.dtype
+        assert not parameter._backward_hooks
+        assert not parameter._post_accumulate_grad_hooks
+
+
+def test_clipping_sees_the_sum_in_float32():
+    """Hooks before the step and clipping work on what has not been rounded."""
+    if not gradient_dtype.has_grad_dtype():
+        pytest.skip("torch before 2.10")
+
+    class Watched(Regressor):
+        def configure_gradient_clipping(self, optimizer, *_, **__):
+            self.types = {parameter.grad.dtype for parameter in self.parameters()}
+
+    module = Watched()
+    fit(module, 12, micro_batch_size=4)
+    assert module.types == {torch.float32}
+    module = Watched()
+    fit(module, 12)
+    assert module.types == {torch.bfloat16}  # nothing is summed
+
+
+def test_without_accumulation_nothing_changes():
+    """At a factor of one the run is the stock run, to the bit."""
+    ours, stock = Regressor(torch.optim.AdamW), Regressor(torch.optim.AdamW)
+    fit(ours, 24, batch_size=8)
+    trainer = Trainer(
+        accelerator="cpu", precision="bf16-true", max_epochs=1, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(stock, DataLoader(data(24), batch_size=8))
+    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), stock.parameters()))
+
+
+def test_pieces_after_an_error_are_summed_in_float32(way):
+    """A batch that runs out of memory is run in pieces, and the sum of these is rounded once."""
+    wide = 2048
+    module = Regressor(width=wide)
+    wanted = in_double(module, 512)
+    with limit_memory("1600KiB"), pytest.warns(UserWarning, match="ran out"):
+        callback = fit(module, 512, micro_batch_size=512)
+    assert callback.oom_events
+    assert error(module.seen[0], wanted) < 6e-3
+
+
+class Assigning(Regressor):
+    """Replaces its gradients itself, in the type of the weights, as gradient surgery does."""
+
+    def on_after_backward(self):
+        for parameter in self.parameters():
+            parameter.grad = parameter.grad.to(parameter.dtype).clone()
+
+
+def test_modules_may_assign_gradients_of_their_own_type(way):
+    """What a module assigns is taken as it is."""
+    module = Assigning()
+    fit(module, 32, micro_batch_size=4)
+    assert module.seen[0][0].dtype == torch.bfloat16
+
+
+def test_the_probe_counts_sums_in_float32(way):
+    """The limit leaves room for them: at it a window of many micro-batches fits, to the byte."""
+    module = Regressor(torch.optim.AdamW, width=4096)
+    budget = 2 * 1024 * 1024
+    with limit_memory(budget):
+        callback = fit(module, 4096, memory_budget=budget)
+    assert callback.plan.factor > 1
+    assert callback.oom_events == 0
+    assert callback.probe.peak_bytes <= budget
