@@ -4,7 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_ranks_survive import one_rank, run, same, scenario
+import torch
+from test_ranks_survive import check, one_rank, run, same, scenario
 
 pytestmark = pytest.mark.distributed
 GRADIENTS = 4
@@ -84,3 +85,26 @@ def test_messages_leave_within_the_last_backward_pass(tmp_path: Path) -> None:
     for name, (first, second) in records.items():
         messages = {"small": 1, "sparse": GRADIENTS + 1}.get(name, GRADIENTS)
         assert first["sent"] == second["sent"] == [name != "factor 1"] * messages + [True] * messages, name
+
+
+def test_what_is_added_to_twice_waits_for_the_end_of_the_pass(tmp_path: Path) -> None:
+    """It is the last parameter, so all gradients wait; memory may run out meanwhile, at first too."""
+    twice: dict[str, Any] = {"task": {"parts": ["twice"]}, "strategy": EACH_ALONE}
+    scenarios = {
+        f"{phase}-{batch}": scenario((1, (0, batch, phase, 1)), **twice)
+        for phase in ("backward", "late")
+        for batch in (0, 2, 5)
+    }
+    records = run(tmp_path, scenarios, 2)
+    check(scenarios, records)
+    assert {sent for name in scenarios for record in records[name] for sent in record["sent"]} == {False}
+
+
+def test_hooks_after_the_backward_pass_see_averages(tmp_path: Path) -> None:
+    """As under stock Lightning, after an error as well."""
+    scenarios = {mode: failing(mode, (0, 0), (3, 0), (0, 0)) for mode in MODES}
+    for records in run(tmp_path, scenarios, 2).values():
+        for record in records:
+            assert len(record["after_backward"]) == len(record["gradients"])
+            for seen, (used, *_) in zip(record["after_backward"], record["gradients"]):
+                assert torch.equal(seen, used)

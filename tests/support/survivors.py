@@ -16,6 +16,7 @@ from faults import Faults
 from forks import in_ranks
 from lightning.pytorch.strategies import DDPStrategy
 from reference import FEATURES, Samples, network
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from lightning_ga import AutoAccumulate
@@ -28,7 +29,8 @@ class Task(pl.LightningModule):
 
     Args:
         parts: Of ``unused`` (a layer that no sample uses, and one that some do), ``sparse`` (an embedding with sparse
-            gradients), ``buffers`` (BatchNorm, without a say in the loss, and a counter).
+            gradients), ``buffers`` (BatchNorm, without a say in the loss, and a counter), ``twice`` (a layer whose
+            gradients a backward pass adds to twice).
         faults: Epoch, index of the batch, phase (``forward``, ``backward`` or ``late``) and how often.
         most: Samples above which validation runs out of memory.
         gathers: Whether a step asks other ranks for their loss.
@@ -51,6 +53,7 @@ class Task(pl.LightningModule):
             self.branch = torch.nn.Linear(FEATURES, 1).to(kind) if "unused" in parts else None
             self.table = torch.nn.Embedding(10, 1, sparse=True).to(kind) if "sparse" in parts else None
             self.norm = torch.nn.BatchNorm1d(FEATURES).to(kind) if "buffers" in parts else None
+            self.twice = torch.nn.Linear(FEATURES, 1).to(kind) if "twice" in parts else None
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64) if "buffers" in parts else None)
         self.error = torchmetrics.MeanSquaredError()
         self.faults = {(epoch, index, phase): times for epoch, index, phase, times in faults}
@@ -59,6 +62,7 @@ class Task(pl.LightningModule):
         self.sizes: list[tuple[int, int]] = []
         self.logged: list[dict[str, float]] = []
         self.unsynced: list[bool] = []
+        self.after_backward: dict[int, torch.Tensor] = {}  # of a window: the first gradient
 
     def loss(self, batch: Any) -> torch.Tensor:
         inputs, targets, indices = batch
@@ -71,6 +75,8 @@ class Task(pl.LightningModule):
             predicted = predicted + self.branch(inputs) * chosen
         if self.table is not None:
             predicted = predicted + self.table(indices % 10)
+        for scale in (1.0, 2.0) if self.twice is not None else ():
+            predicted = predicted + checkpoint(self.twice, scale * inputs.requires_grad_(), use_reentrant=True)
         if self.norm is not None:
             predicted = predicted + 0 * self.norm(torch.cat([inputs, inputs])).sum()
             self.seen += len(inputs)
@@ -108,6 +114,9 @@ class Task(pl.LightningModule):
     def on_before_backward(self, loss: torch.Tensor) -> None:
         if self.trainer.world_size > 1:
             self.unsynced.append(not self.trainer.strategy.model.require_backward_grad_sync)
+
+    def on_after_backward(self) -> None:
+        self.after_backward[self.global_step] = next(self.parameters()).grad.clone()
 
     def on_train_batch_end(self, *_: Any) -> None:
         self.logged.append({k: float(v) for k, v in self.trainer._results.metrics(on_step=True)["callback"].items()})
@@ -208,6 +217,7 @@ def run(scenario: dict[str, Any]) -> dict[str, Any]:
         "logged": module.logged,
         "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
         "unsynced": module.unsynced,
+        "after_backward": list(module.after_backward.values()),
         "operations": last.faults.count,
         "sent": sent,
     }
