@@ -4,8 +4,8 @@ Lightning's ``loops/optimization/automatic.py``, ``plugins/precision/precision.p
 """
 
 import inspect
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import wraps
 from itertools import chain
@@ -67,6 +67,30 @@ def zero_no_gradients(closure: Any) -> None:
 def zeroes_gradients(closure: Any) -> bool:
     """Return whether a closure of the loop zeroes gradients before its backward pass."""
     return closure._zero_grad_fn is not None
+
+
+@contextmanager
+def around_backward(trainer: Any, before: Callable[[], None], after: Callable[[], None]) -> Iterator[None]:
+    """Return a context in which a backward pass is set between two calls, within the hooks around it.
+
+    Args:
+        trainer: The Trainer.
+        before: Called after ``on_before_backward``, with gradients zeroed.
+        after: Called before ``on_after_backward``.
+    """
+    plugin = trainer.precision_plugin
+    backward = plugin.backward
+
+    def between(*arguments: Any, **settings: Any) -> None:
+        before()
+        backward(*arguments, **settings)
+        after()
+
+    patching.shadow(plugin, "backward", between)
+    try:
+        yield
+    finally:
+        patching.unshadow(plugin, "backward")
 
 
 def intercept_optimizer_step(trainer: Any, around: Callable[..., Any], ready: Callable[[], None]) -> Callable[[], None]:

@@ -1,19 +1,17 @@
-"""Share gradients and buffers by hand under ``DistributedDataParallel``, and count collectives.
+"""Share gradients and buffers by hand under ``DistributedDataParallel``.
 
 A rank that runs a batch again, in halves, must do so alone: nothing in it may wait for other ranks.
 So the buffers that ``DistributedDataParallel`` shares in a forward pass are shared here instead.
-Communication in the user's own code shows in the number of collectives that process groups have run.
 """
 
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_ga.compat import agreement, patching
 from lightning_ga.compat.gradient_dtype import half_parameters
-from lightning_ga.compat.reduction import average_gradients
+from lightning_ga.compat.reduction import BUCKET, GradientReducer
 
 
 def distributed_module(trainer: Any) -> Any:
@@ -59,18 +57,32 @@ def take_over(trainer: Any) -> None:
     share_buffers(module)
 
 
-def average_over_ranks(trainer: Any) -> None:
-    """Average gradients and share buffers, as ``DistributedDataParallel`` does around a synchronised pass."""
+def gradient_reducer(trainer: Any) -> GradientReducer:
+    """Return what averages gradients as the module would, in buckets of its size."""
     module = distributed_module(trainer)
-    summed = trainer.accumulate_grad_batches > 1
-    average_gradients(parameters_of(module), module.process_group, summed=summed)
-    share_buffers(module)
+    return GradientReducer(
+        lambda: parameters_of(module),
+        lambda: sparse_weights(module),
+        group=module.process_group,
+        most=getattr(module, "bucket_bytes_cap", BUCKET),
+    )
 
 
 def parameters_of(module: DistributedDataParallel) -> list[torch.nn.Parameter]:
     """Return the parameters that a ``DistributedDataParallel`` averages (``torch/nn/parallel/distributed.py:906``)."""
     named = module.module.named_parameters()
     return [parameter for name, parameter in named if name not in module.parameters_to_ignore]
+
+
+def sparse_weights(module: DistributedDataParallel) -> list[torch.Tensor]:
+    """Return the parameters that a ``DistributedDataParallel`` takes to have sparse gradients."""
+    kinds = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+    return [part.weight for part in module.modules() if isinstance(part, kinds) and part.sparse]
+
+
+def share_buffers_after_window(trainer: Any) -> None:
+    """Share buffers, as the first forward pass of the next window would."""
+    share_buffers(distributed_module(trainer))
 
 
 def share_buffers(module: DistributedDataParallel) -> None:
@@ -94,21 +106,3 @@ def waits_in_forward(trainer: Any) -> str | None:
     """Return why ranks wait for each other in forward passes; ``None`` if they do not."""
     synced = [part for part in trainer.lightning_module.modules() if isinstance(part, torch.nn.SyncBatchNorm)]
     return "SyncBatchNorm layers let ranks wait for each other in forward passes" if synced else None
-
-
-def collectives(trainer: Any) -> int:
-    """Return how many collectives this rank has run in all process groups.
-
-    A step that raises the number needs the other ranks. Process groups number their collectives, in Python as in
-    C++ (``c10d/Backend.hpp``, ``getSequenceNumberForGroup``).
-    """
-    if not agreement.is_distributed(trainer) or not dist.is_available() or not dist.is_initialized():
-        return 0
-    return sum(_sequence_number(group) for group in dist.distributed_c10d._world.pg_map)
-
-
-def _sequence_number(group: Any) -> int:
-    try:
-        return int(group._get_sequence_number_for_group())
-    except RuntimeError:  # a backend that keeps none
-        return 0

@@ -1,12 +1,18 @@
-"""Average the gradients of a window over ranks, by hand and once.
+"""Average the gradients of a window over ranks, while its last backward pass runs.
 
-``DistributedDataParallel`` averages during the last backward pass. A rank that has to repeat that
-pass, in halves, would then issue more collectives than the others and hang them all. So every
-pass runs without collectives, and each rank averages when its window is complete.
+``DistributedDataParallel`` does that too, but its reducer cannot go on where a pass was broken off: a rank that runs
+the pass again, in pieces, would issue other collectives than the rest and hang them all. So every pass runs without
+it. Here all ranks send buckets of gradients in the same order, each as soon as its gradients are complete. What is
+sent is a copy. Of a pass that fails, complete gradients are kept and pieces add nothing to them, so what was sent
+stays right; buckets that are left are sent once the pieces have run.
 """
 
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from operator import attrgetter
+from threading import Lock
 from typing import Any
 
 import torch
@@ -14,82 +20,180 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_ga.compat.gradient_dtype import dtype_of_sum, narrow, widen
+from lightning_ga.compat.buckets import AnyBucket, make_buckets
+from lightning_ga.compat.collectives import collectives_run
+from lightning_ga.compat.gradient_dtype import dtype_of_sum
+from lightning_ga.errors import UserError
+from lightning_ga.snapshot.gradients import Mark, mark_of
 
-_BUCKET = 25 * 2**20  # bytes joined to one message, as in DistributedDataParallel
+BUCKET = 25 * 2**20  # bytes, as in DistributedDataParallel
+IN_FLIGHT = 2  # buckets of which copies are kept: one is sent while the next is made
 
 
-@torch.no_grad()
-def average_gradients(parameters: Iterable[Parameter], group: Any = None, *, summed: bool = False) -> None:
-    """Replace every rank's gradients by their mean over ranks; a missing gradient counts as zero.
-
-    A parameter without a gradient on every rank stays without one.
+class GradientReducer:
+    """Averages gradients over ranks, window by window.
 
     Args:
-        parameters: The same on every rank, in the same order.
+        parameters: Lists what is averaged: the same on every rank, in the same order.
+        sparse: Lists parameters whose gradients are sparse.
         group: The process group; ``None`` is the default one.
-        summed: Whether they are sums over several micro-batches, those of half-precision parameters in float32.
+        most: Bytes of a bucket.
     """
-    wanted = [parameter for parameter in parameters if parameter.requires_grad]
-    world_size = dist.get_world_size(group)
-    if world_size == 1 or not wanted:
-        return
-    # Of one type on all ranks, some of which may have run their micro-batch in pieces, or none.
-    (widen if summed else narrow)(wanted)
-    dtypes = dtype_of_sum if summed else attrgetter("dtype")
-    kinds = torch.tensor([_kind(parameter) for parameter in wanted], dtype=torch.uint8, device=wanted[0].device)
-    dist.all_reduce(kinds, dist.ReduceOp.MAX, group=group)
-    having = [(parameter, kind) for parameter, kind in zip(wanted, kinds.tolist()) if kind]
-    for parameter, kind in having:
-        if kind == _SPARSE:
-            _average_sparse(parameter, world_size, group, dtypes(parameter))
-        elif parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter, dtype=dtypes(parameter))
-    for bucket in _buckets([parameter for parameter, kind in having if kind == _DENSE]):
-        if len(bucket) == 1 and bucket[0].is_contiguous():  # nothing to join, so nothing to copy
-            dist.all_reduce(bucket[0].mul_(1 / world_size), group=group)
-            continue
-        flat = torch.cat([gradient.flatten() for gradient in bucket])
-        dist.all_reduce(flat.mul_(1 / world_size), group=group)
-        parts = torch.split(flat, [gradient.numel() for gradient in bucket])
-        torch._foreach_copy_(bucket, [part.view(gradient.shape) for part, gradient in zip(parts, bucket)])
+
+    def __init__(
+        self,
+        parameters: Callable[[], list[Parameter]],
+        sparse: Callable[[], Iterable[Tensor]] = tuple,
+        *,
+        group: Any = None,
+        most: int = BUCKET,
+    ) -> None:
+        self._list, self._list_sparse, self._group, self._most = parameters, sparse, group, most
+        self._arrival: dict[int, int] = {}
+        self._made_for: tuple[bool, list[bool]] | None = None  # what the buckets hold; None: to be made anew
+        self._buckets: list[AnyBucket] = []
+        self._collectives = 0
+        self.begin_epoch()
+
+    @property
+    def collectives(self) -> int:
+        """How many collectives it has run."""
+        return self._collectives
+
+    def begin_epoch(self) -> None:
+        """List the parameters anew: some may have been added."""
+        self._parameters, self._made_for = self._list(), None
+
+    def expect(self, order: Iterable[Tensor]) -> None:
+        """Say in which order gradients come in a backward pass, as far as that is known."""
+        self._arrival, self._made_for = {id(parameter): place for place, parameter in enumerate(order)}, None
+
+    def window(self, *, summed: bool) -> "WindowReduction":
+        """Begin the reduction of one window; all ranks do so in the same order.
+
+        Args:
+            summed: Whether gradients are sums over several micro-batches, those of half-precision parameters in
+                float32. They are of one type on all ranks, some of which may run a micro-batch in pieces, or none.
+        """
+        trained = [parameter.requires_grad for parameter in self._parameters]
+        if (summed, trained) != self._made_for:
+            self._made_for = summed, trained
+            wanted = [parameter for parameter, trains in zip(self._parameters, trained) if trains]
+            dtype = dtype_of_sum if summed else attrgetter("dtype")
+            settings: dict[str, Any] = {"most": self._most, "arrival": self._arrival, "dtype": dtype}
+            self._buckets = make_buckets(wanted, self._list_sparse(), **settings)
+        return WindowReduction(self._buckets, self._send)
+
+    def _send(self, bucket: AnyBucket) -> "Sent":
+        """Begin to average a copy of a bucket."""
+        copy, before = bucket.joined(1 / dist.get_world_size(self._group)), collectives_run()
+        work = dist.all_reduce(copy, group=self._group, async_op=True)
+        self._collectives += collectives_run() - before
+        return Sent(bucket, copy, work)
 
 
-_NONE, _DENSE, _SPARSE = 0, 1, 2
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """A bucket on its way.
+
+    Attributes:
+        bucket: What it holds.
+        copy: What is averaged.
+        work: What is to be waited for.
+    """
+
+    bucket: AnyBucket
+    copy: Tensor
+    work: Any
 
 
-def _kind(parameter: Parameter) -> int:
-    gradient = parameter.grad
-    return _NONE if gradient is None else _SPARSE if gradient.is_sparse else _DENSE
+class WindowReduction:
+    """The reduction of the gradients of one window.
 
+    Args:
+        buckets: What is sent, in this order.
+        send: Begins to average a bucket.
+    """
 
-def _buckets(parameters: list[Parameter]) -> Iterator[list[Tensor]]:
-    """Yield gradients of one type and device, up to 25 MiB together; larger ones alone."""
-    bucket: list[Tensor] = []
-    size = 0
-    for parameter in parameters:
-        gradient = parameter.grad
-        assert gradient is not None
-        more = gradient.numel() * gradient.element_size()
-        alike = not bucket or (gradient.dtype, gradient.device) == (bucket[0].dtype, bucket[0].device)
-        if bucket and (size + more > _BUCKET or not alike):
-            yield bucket
-            bucket, size = [], 0
-        bucket.append(gradient)
-        size += more
-    if bucket:
-        yield bucket
+    def __init__(self, buckets: Iterable[AnyBucket], send: Callable[[AnyBucket], Sent]) -> None:
+        self._waiting, self._sent, self._send = deque(buckets), deque[Sent](), send
+        self._marks: dict[Parameter, Mark] = {}  # of gradients that the pass sent, and should add to no more
+        self._has_sent = self._is_closing = False
+        self._lock = Lock()  # a model on several devices has several threads of backward passes
 
+    @property
+    def has_sent(self) -> bool:
+        """Whether something has been sent, so that complete gradients have to be kept."""
+        return self._has_sent
 
-def _average_sparse(parameter: Parameter, world_size: int, group: Any, dtype: torch.dtype) -> None:
-    """Average a sparse gradient: the rows of all ranks, added up."""
-    gradient = parameter.grad
-    if gradient is None:
-        empty = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
-        gradient = torch.sparse_coo_tensor(
-            empty, parameter.new_empty(0, *parameter.shape[1:], dtype=dtype), parameter.shape
-        )
-    gradient = gradient.coalesce() if gradient.is_sparse else gradient.to_sparse(1).coalesce()
-    gradient = gradient / world_size
-    dist.all_reduce(gradient, group=group)
-    parameter.grad = gradient.coalesce()
+    @property
+    def is_closing(self) -> bool:
+        """Whether gradients have been sent that were not known to be complete before all passes had run."""
+        return self._is_closing
+
+    @contextmanager
+    def overlapping(self, are_complete: Callable[[Iterable[Parameter]], bool]) -> Iterator[None]:
+        """Return a context in which a backward pass sends each bucket as soon as its gradients are complete."""
+
+        @torch.no_grad()
+        def send_complete(_: Tensor) -> None:
+            with self._lock:
+                while self._waiting and are_complete(self._waiting[0].parameters):
+                    self._send_next()
+                    self._mark(self._sent[-1].bucket)
+
+        lasts: list[Any] = [bucket.last for bucket in self._waiting]
+        hooks = [last.register_post_accumulate_grad_hook(send_complete) for last in lasts]
+        try:
+            yield
+        finally:
+            self._marks = {}
+            for hook in hooks:
+                hook.remove()
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Send what is left, as all passes are over, and wait for the averages; to be called again if it fails.
+
+        Raises:
+            UserError: If the pass added to a gradient that it had sent.
+        """
+        self._check(self._marks)
+        self._marks = {}
+        while self._waiting:
+            self._send_next()
+            self._is_closing = True
+        self.receive()
+
+    @torch.no_grad()
+    def receive(self) -> None:
+        """Wait for all that was sent."""
+        while self._sent:
+            self._receive_next()
+
+    def _send_next(self) -> None:
+        while len(self._sent) >= IN_FLIGHT:
+            self._receive_next()
+        self._sent.append(self._send(self._waiting[0]))
+        self._has_sent = True
+        self._waiting.popleft()
+
+    def _receive_next(self) -> None:
+        sent = self._sent[0]
+        sent.work.wait()
+        marked = self._marks.keys() & sent.bucket.parameters
+        self._check(marked)
+        sent.bucket.spread(sent.copy)
+        self._sent.popleft()
+        if marked:
+            self._mark(sent.bucket)
+
+    def _mark(self, bucket: AnyBucket) -> None:
+        self._marks.update((parameter, mark_of(parameter)) for parameter in bucket.parameters)
+
+    def _check(self, parameters: Iterable[Parameter]) -> None:
+        if any(mark_of(parameter) != self._marks[parameter] for parameter in parameters):
+            raise UserError(
+                "A backward pass added to a gradient once more after it had been sent to the other ranks, which the "
+                "first pass of the training did not do: torch.utils.checkpoint needs use_reentrant=False here."
+            )

@@ -7,7 +7,8 @@ from typing import Any
 
 from torch.utils.hooks import RemovableHandle
 
-from lightning_ga.compat import agreement, ranks
+from lightning_ga.compat import agreement
+from lightning_ga.compat.collectives import collectives_run
 from lightning_ga.errors import UserError
 from lightning_ga.fit.messages import cannot_run_again, changed_by_the_step, of_rank
 from lightning_ga.fit.retry_policy import RetryPolicy
@@ -44,6 +45,7 @@ class AttemptRunner:
         self._policy = policy
         self._suspended = False
         self._distributed = agreement.is_distributed(trainer)
+        self._foreseen: Callable[[], int] = lambda: 0  # collectives that a retry does not run again
         self._lockstep: set[str] = set()
         self._undecided: set[str] = set()
         self._last_failures: dict[str, Exception] = {}  # by stage
@@ -67,9 +69,18 @@ class AttemptRunner:
             self._state = AttemptSnapshot(self._trainer.lightning_module)
         return self._state
 
-    def begin_training(self, policy: RetryPolicy, changing: Collection[str]) -> None:
-        """Take over the policy of training, and what its steps are known to change."""
+    def begin_training(
+        self, policy: RetryPolicy, changing: Collection[str], foreseen: Callable[[], int] = lambda: 0
+    ) -> None:
+        """Take over the policy of training.
+
+        Args:
+            policy: What an out-of-memory error leads to.
+            changing: Names of what its steps are known to change.
+            foreseen: Counts collectives in steps that do not keep a rank from running one again by itself.
+        """
         self.end_training()
+        self._foreseen = foreseen
         self.read_module()
         self.state.weights.expect(changing)
         self._policy = policy
@@ -196,8 +207,8 @@ class AttemptRunner:
         return describe_memory(self._trainer.strategy.root_device)
 
     def _collectives(self) -> int:
-        """Return how many collectives this rank has run so far."""
-        return ranks.collectives(self._trainer) if self._distributed else 0
+        """Return how many collectives this rank has run so far that other ranks take part in at the same place."""
+        return collectives_run() - self._foreseen() if self._distributed else 0
 
     def _acts_upon(self, error: Exception) -> bool:
         """Return whether an error leads to a retry, or to a sentence on why there is none."""

@@ -1,6 +1,6 @@
 """The closures of automatic optimization, run whole or in pieces."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_ga.batch.merge import merge_outputs
 from lightning_ga.compat import closures, loops, ranks
+from lightning_ga.compat.reduction import GradientReducer, WindowReduction
 from lightning_ga.errors import ExactnessWarning
 from lightning_ga.fit.batch_task import BatchResult, BatchTask
 from lightning_ga.fit.oom_retry import OomRetrier
@@ -31,6 +32,7 @@ class MicroBatchClosures:
         retrier: Runs batches in pieces.
         gradients: The weights of the window.
         samples_again: Fetches the samples of the micro-batch again, where they are at hand.
+        reducer: Averages gradients over ranks, where that is done by hand.
     """
 
     def __init__(
@@ -40,9 +42,10 @@ class MicroBatchClosures:
         gradients: WindowGradients,
         *,
         samples_again: Callable[[], CollatedAgain | None],
+        reducer: GradientReducer | None,
     ) -> None:
         self.trainer, self.retrier, self.gradients = trainer, retrier, gradients
-        self._samples_again = samples_again
+        self._samples_again, self._reducer = samples_again, reducer
         self._expected: int | None = None
         self._warned = False
         self._trained = closures.TrainedTensors(trainer)
@@ -53,6 +56,14 @@ class MicroBatchClosures:
     def repeated(self) -> list[Tensor] | None:
         """Parameters that are added to more than once a pass; ``None`` until one went through."""
         return self._repeated
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether gradients may be sent while a backward pass runs: only then is it known what it adds to once.
+
+        Not so where ranks wait for each other in it, as the order of what they do has to stay the same.
+        """
+        return self._repeated is not None and not self.retrier.attempts.waits_for_others("training")
 
     def closure(self, make: MakeClosure, kwargs: Any, optimizer: Optimizer, batch_idx: int) -> "MicroBatchClosure":
         """Return the closure of one micro-batch."""
@@ -75,17 +86,29 @@ class MicroBatchClosures:
         """Say how many samples the next micro-batch should hold, if that is known."""
         self._expected = samples
 
-    def run(self, batch: Any, attempt: Callable[[Piece | None], "_Pass"], weigh: Callable[[Any, Piece], float]) -> Any:
-        """Run the passes of one micro-batch, and average gradients over ranks where that is done by hand."""
-        task = BatchTask(batch, "training", attempt, self._expected, weigh=weigh, again=self._samples_again)
+    def run(self, passes: "_Passes") -> BatchResult:
+        """Run the passes of one micro-batch, and share buffers after the last of a window."""
+        attempts, reduction = self.retrier.attempts, passes.reduction
+        task = BatchTask(
+            *(passes.batch, "training", passes.attempt, self._expected), weigh=passes.share, again=self._samples_again
+        )
         done = self.retrier.run(task)
-        if self.retrier.policy.by_hand and loops.window_is_over(self.trainer):
-            ranks.average_over_ranks(self.trainer)
+        if reduction is not None:
+            attempts.again_if_memory_runs_out(reduction.finish)  # no backward pass has done it
+            ranks.share_buffers_after_window(self.trainer)
         return done
+
+    def reduction(self) -> WindowReduction | None:
+        """Begin to average the gradients of a window, if the next micro-batch is its last and that is done by hand."""
+        if self._reducer is None or not loops.window_is_over(self.trainer):
+            return None
+        return self._reducer.window(summed=self.trainer.accumulate_grad_batches > 1)
 
     def begin_epoch(self) -> None:
         """Look through the module again: parts may have been added."""
         self._trained = closures.TrainedTensors(self.trainer)
+        if self._reducer is not None:
+            self._reducer.begin_epoch()
 
     def parameters(self, *, anew: bool) -> list[Tensor]:
         """Return what may have a gradient; looked for anew where a window starts."""
@@ -100,9 +123,12 @@ class MicroBatchClosures:
         return any(tensor.grad is not None for tensor in now if id(tensor) not in known)
 
     def went_through(self, counted: Accumulations | None) -> None:
-        """Learn from the first pass which parameters are added to more than once."""
-        if counted is not None:
-            self._repeated = counted.repeated()
+        """Learn from the first pass which parameters are added to more than once, and in which order."""
+        if counted is None:
+            return
+        self._repeated = counted.repeated()
+        if self._reducer is not None:
+            self._reducer.expect(counted.order())
 
 
 class MicroBatchClosure:
@@ -124,8 +150,7 @@ class MicroBatchClosure:
         if self._evaluated:
             self._steps.evaluated_again()
         self._evaluated = True
-        passes = _Passes(self._steps, self._make, self._batch)
-        self._result = _as_result(self._steps.run(self._batch, passes.attempt, passes.share))
+        self._result = _as_result(self._steps.run(_Passes(self._steps, self._make, self._batch)))
         return self._result.loss
 
     def consume_result(self) -> "_Result":
@@ -135,11 +160,11 @@ class MicroBatchClosure:
 
 
 class _Passes:
-    """The passes over one micro-batch: what those that failed left complete, and whether one went through."""
+    """The passes over one micro-batch: what those that failed left complete, and whether gradients are zeroed."""
 
     def __init__(self, steps: MicroBatchClosures, make: Callable[[Any], Any], batch: Any) -> None:
-        self.steps = steps
-        self._make, self._batch = make, batch
+        self.steps, self.batch, self.reduction = steps, batch, steps.reduction()
+        self._make = make
         self._zeroed = False
         self._complete: dict[Piece | None, list[Tensor]] = {}  # gradients that a failed piece left complete
 
@@ -149,40 +174,27 @@ class _Passes:
 
     def share(self, part: Any, piece: Piece) -> float:
         """Return what a piece weighs in the micro-batch."""
-        return self.steps.gradients.share_of(part, self._batch, samples=piece.samples, whole=piece.of)
+        return self.steps.gradients.share_of(part, self.batch, samples=piece.samples, whole=piece.of)
 
     def closure(self, part: Any) -> Any:
-        """Return Lightning's closure for a part; only the first that goes through zeroes gradients."""
+        """Return Lightning's closure for a part; it zeroes gradients until they are known to be."""
         closure = self._make(part)
         if self._zeroed:
             closures.zero_no_gradients(closure)
         return closure
 
-    def went_through(self) -> None:
-        """Note that gradients were zeroed if they had to be."""
+    def have_zeroed(self) -> None:
+        """Note that gradients were zeroed if they had to be, and are kept from here on."""
         self._zeroed = True
 
     def failed(self, piece: Piece | None, complete: list[Tensor]) -> None:
         """Note which gradients hold all that a failed piece adds."""
         self._complete[piece] = complete
 
-    def complete_for(self, piece: Piece) -> list[Tensor]:
+    def complete_for(self, piece: Piece | None) -> list[Tensor]:
         """Return parameters whose gradients hold what a piece would add: it is part of one that failed."""
-        around = [failed for failed in self._complete if failed is None or failed.contains(piece)]
+        around = [failed for failed in self._complete if failed is None or (piece and failed.contains(piece))]
         return list({id(p): p for failed in around for p in self._complete[failed]}.values())
-
-
-@dataclass(frozen=True, slots=True)
-class _Before:
-    """What a pass began with.
-
-    Attributes:
-        weights: Where the weights of the window were.
-        gradients: The gradients; ``None`` where the pass begins the window and zeroes them.
-    """
-
-    weights: WindowWeights
-    gradients: GradientSnapshot | None
 
 
 class _Pass:
@@ -190,48 +202,70 @@ class _Pass:
 
     def __init__(self, passes: _Passes, piece: Piece | None) -> None:
         self._passes, self._piece = passes, piece
-        self._before: _Before | None = None  # none where samples did not reach the device
+        self._weights: WindowWeights | None = None  # as they were; none where samples did not reach the device
+        self._gradients: GradientSnapshot | None = None  # as they were; none where they are zeroed anew after an error
+        completes = piece is None or piece.is_last
+        self._reduction = passes.reduction if completes else None
+        self._starts_window = False
 
     def __call__(self, part: Any) -> dict[str, Any] | None:
         """Run it; what ``training_step`` returned, the loss without its graph."""
         passes, steps = self._passes, self._passes.steps
         closure = passes.closure(part)
-        starts_window = closures.zeroes_gradients(closure)
-        parameters = steps.parameters(anew=starts_window)
-        gradients = None if starts_window else GradientSnapshot(parameters, steps.repeated or ())
+        self._starts_window = closures.zeroes_gradients(closure)
+        parameters = steps.parameters(anew=self._starts_window)
+        self._weights = steps.gradients.weights
+        if self._reduction is None and not self._starts_window:
+            self._take_gradients()
         counted = Accumulations(parameters) if steps.repeated is None else None
-        self._before = _Before(steps.gradients.weights, gradients)
         with self._context(part), nullcontext() if counted is None else counted.counted():
             closure()
         steps.went_through(counted)
-        passes.went_through()
+        passes.have_zeroed()
         result = closure.consume_result()
         return None if result.loss is None else dict(result.asdict())
 
     def undo(self) -> str | None:
-        """Undo a pass that failed: gradients it touched are complete, unless it began the window: they are zeroed anew.
+        """Undo a pass that failed: gradients it touched are complete, unless they are zeroed anew.
 
         Returns:
             What cannot be undone, in words.
         """
-        if self._before is None:
+        passes, steps, reduction = self._passes, self._passes.steps, self._reduction
+        if self._weights is not None:
+            steps.gradients.put_back(self._weights)
+        if self._gradients is None or (self._starts_window and not (reduction and reduction.has_sent)):
             return None
-        steps = self._passes.steps
-        steps.gradients.put_back(self._before.weights)
-        if self._before.gradients is None:
-            return None
-        self._passes.failed(self._piece, self._before.gradients.restore())
+        is_closing = reduction is not None and reduction.is_closing
+        passes.failed(self._piece, steps.parameters(anew=False) if is_closing else self._gradients.restore())
+        passes.have_zeroed()
+        if reduction is not None:
+            reduction.receive()
         return "gradients of parameters that were made within an epoch" if steps.new_gradients() else None
+
+    def _take_gradients(self) -> None:
+        """Mark the gradients that the backward pass adds to."""
+        steps = self._passes.steps
+        self._gradients = GradientSnapshot(steps.parameters(anew=False), steps.repeated or ())
+
+    def _are_complete(self, parameters: Iterable[Tensor]) -> bool:
+        """Return whether the backward pass has been through with these."""
+        return self._gradients is not None and self._gradients.are_complete(parameters)
 
     def _context(self, part: Any) -> AbstractContextManager[Any]:
         """Return a context in which the backward pass weighs what it should, and reduces if it should."""
         steps, piece = self._passes.steps, self._piece
+        complete = self._passes.complete_for(piece)
         stack = ExitStack()
         if steps.retrier.policy.by_hand or (piece is not None and not piece.is_last):
             stack.enter_context(closures.accumulating(steps.trainer))
         if piece is not None:
             stack.enter_context(steps.gradients.weighing_a_part(self._passes.share(part, piece)))
-            stack.enter_context(left_alone(self._passes.complete_for(piece)))
+            stack.enter_context(left_alone(complete))
+        if self._reduction is not None:
+            stack.enter_context(closures.around_backward(steps.trainer, self._take_gradients, self._reduction.finish))
+            if steps.overlaps and not complete:
+                stack.enter_context(self._reduction.overlapping(self._are_complete))
         return stack
 
 

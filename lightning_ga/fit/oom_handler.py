@@ -161,13 +161,15 @@ class OomHandler:
         policy = training_policy(
             rank_facts(trainer), wanted=self._wanted, cut_in_step=cut_in_step, must_average=must_average
         )
-        self._retrier.attempts.begin_training(policy, changing)
         if policy.by_hand:
             ranks.take_over(trainer)
+        reducer = ranks.gradient_reducer(trainer) if policy.by_hand else None
+        foreseen = partial(getattr, reducer, "collectives", 0)
+        self._retrier.attempts.begin_training(policy, changing, foreseen)
         wrap: Callable[..., Any] | None = None
         if self._wanted or cut_in_step or must_average:
             again = self._training.samples_again
-            self._steps = MicroBatchClosures(trainer, self._retrier, gradients, samples_again=again)
+            self._steps = MicroBatchClosures(trainer, self._retrier, gradients, samples_again=again, reducer=reducer)
             wrap = self._steps.closure
         if evaluates_again(trainer.optimizers[0]):
             wrap = _chained(LbfgsWindow(trainer, gradients).closure, wrap)

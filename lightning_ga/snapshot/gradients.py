@@ -8,7 +8,7 @@ copied for that. The first pass that goes through shows for which parameters it 
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -33,6 +33,15 @@ class GradientSnapshot:
         self._gradients = [parameter.grad for parameter in self._parameters]
         self._versions = [-1 if gradient is None else gradient._version for gradient in self._gradients]
 
+    @cached_property
+    def _before(self) -> dict[int, tuple[Tensor | None, int]]:
+        """Each gradient and its version, by the ``id`` of its parameter."""
+        return dict(zip(map(id, self._parameters), zip(self._gradients, self._versions)))
+
+    def are_complete(self, parameters: Iterable[Tensor]) -> bool:
+        """Return whether all of these have the whole contribution of the attempt's samples, as far as that shows."""
+        return all(id(p) in self._before and _has_changed(p, *self._before[id(p)]) for p in parameters)
+
     def restore(self) -> list[Tensor]:
         """Undo what can be half done; return parameters that have the whole contribution of the attempt's samples."""
         with torch.no_grad():
@@ -42,11 +51,12 @@ class GradientSnapshot:
                 else:
                     parameter.grad.copy_(gradient)
         marks = zip(self._parameters, self._gradients, self._versions)
-        return [
-            parameter
-            for parameter, gradient, version in marks
-            if parameter.grad is not gradient or (gradient is not None and gradient._version != version)
-        ]
+        return [parameter for parameter, gradient, version in marks if _has_changed(parameter, gradient, version)]
+
+
+def _has_changed(parameter: Tensor, gradient: Tensor | None, version: int) -> bool:
+    """Return whether a parameter has another gradient, or one that was written to."""
+    return parameter.grad is not gradient or (gradient is not None and gradient._version != version)
 
 
 class Accumulations:
@@ -66,7 +76,7 @@ class Accumulations:
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self._parameters = list(parameters)
         self._counts: Counter[int] = Counter()
-        self._marks = [_mark(parameter) for parameter in self._parameters]
+        self._marks = [mark_of(parameter) for parameter in self._parameters]
 
     @contextmanager
     def counted(self) -> Iterator[None]:
@@ -82,17 +92,22 @@ class Accumulations:
             for hook in hooks:
                 hook.remove()
 
+    def order(self) -> list[Tensor]:
+        """Return parameters in the order in which their gradients came."""
+        known = {id(parameter): parameter for parameter in self._parameters}
+        return [known[counted] for counted in self._counts]
+
     def repeated(self) -> list[Tensor]:
         """Parameters that were added to more than once, or nobody knows how often."""
         return [
             parameter
             for parameter, mark in zip(self._parameters, self._marks)
-            if self._counts[id(parameter)] != 1 and _mark(parameter) not in (mark, _NO_GRADIENT)
+            if self._counts[id(parameter)] != 1 and mark_of(parameter) not in (mark, _NO_GRADIENT)
         ]
 
     def _count(self, parameter: Tensor, mark: Mark, _: Tensor | None) -> None:
         """Just before autograd adds; by then nothing else should have written."""
-        self._counts[id(parameter)] += 1 if _mark(parameter) in (mark, _NO_GRADIENT) else 2
+        self._counts[id(parameter)] += 1 if mark_of(parameter) in (mark, _NO_GRADIENT) else 2
 
 
 @contextmanager
@@ -111,7 +126,8 @@ def _nothing(gradient: Tensor | None) -> Tensor | None:
     return None if gradient is None else torch.zeros_like(gradient)
 
 
-def _mark(parameter: Tensor) -> Mark:
+def mark_of(parameter: Tensor) -> Mark:
+    """Return a mark that changes when a gradient is replaced or written to."""
     gradient = parameter.grad
     return _NO_GRADIENT if gradient is None else (id(gradient), gradient._version)
 

@@ -1,30 +1,122 @@
-"""Gradients are joined to messages of a bounded size; ranks that exchange them are in ``integration/``."""
+"""Buckets are sent in order, each as soon as it is complete, and all of them once; ranks are in ``integration/``."""
 
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
 import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from lightning_ga.compat.reduction import _BUCKET, _buckets
-
-
-def with_gradients(*sizes: int, dtype: torch.dtype = torch.float32) -> list[torch.nn.Parameter]:
-    """Parameters with gradients of so many bytes, on no device."""
-    parameters = [torch.nn.Parameter(torch.empty(size // dtype.itemsize, device="meta", dtype=dtype)) for size in sizes]
-    for parameter in parameters:
-        parameter.grad = torch.empty_like(parameter)
-    return parameters
+from lightning_ga.compat.buckets import Bucket, make_buckets
+from lightning_ga.compat.reduction import IN_FLIGHT, Sent, WindowReduction
+from lightning_ga.errors import UserError
+from lightning_ga.snapshot.gradients import GradientSnapshot
 
 
-def bytes_of(buckets: list[list[torch.Tensor]]) -> list[list[int]]:
-    return [[gradient.numel() * gradient.element_size() for gradient in bucket] for bucket in buckets]
+class Ranks:
+    """Another rank whose gradients are those of this one, times three; notes what is sent and received."""
+
+    def __init__(self) -> None:
+        self.sent: list[Bucket] = []
+        self.received = 0
+        self.fails = 0
+
+    def send(self, bucket: Any) -> Sent:
+        if self.fails:
+            self.fails -= 1
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        self.sent.append(bucket)
+        return Sent(bucket, bucket.joined(0.5) * 4, self)
+
+    def wait(self) -> None:
+        self.received += 1
+        assert len(self.sent) - self.received < IN_FLIGHT
 
 
-def test_messages_hold_25_mib_at_most() -> None:
-    """A larger gradient goes alone: it is exchanged where it is, without a copy."""
-    quarter = _BUCKET // 4
-    parameters = with_gradients(quarter, quarter, quarter, quarter, quarter, 3 * _BUCKET, quarter)
-    assert bytes_of(list(_buckets(parameters))) == [[quarter] * 4, [quarter], [3 * _BUCKET], [quarter]]
+class Chain(nn.Module):
+    """Layers of one weight each, all of them buckets of their own."""
+
+    def __init__(self, layers: int = 5) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.ones(3) for _ in range(layers))
+        self.buckets = make_buckets(list(self.weights), (), most=1, arrival={})
+        self.ranks = Ranks()
+        self.window = WindowReduction(self.buckets, self.ranks.send)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        for weight in self.weights:
+            inputs = torch.sin(inputs * weight)
+        return inputs
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """One pass, which sends what is complete."""
+        before = GradientSnapshot(self.weights)
+        with self.window.overlapping(before.are_complete):
+            loss.backward()
+            self.at_the_end = len(self.ranks.sent)
+            self.window.finish()
+
+    def averages(self) -> list[torch.Tensor]:
+        """What gradients should be."""
+        return [2 * g for g in torch.autograd.grad(self(torch.ones(3)).sum(), list(self.weights))]
 
 
-def test_types_are_not_mixed() -> None:
-    """Each message is of one type."""
-    parameters = with_gradients(8, 8) + with_gradients(8, dtype=torch.bfloat16) + with_gradients(8)
-    assert bytes_of(list(_buckets(parameters))) == [[8, 8], [8], [8]]
+def gradients(module: Chain) -> list[torch.Tensor | None]:
+    return [weight.grad for weight in module.weights]
+
+
+def equal(some: Iterable[Any], others: Iterable[Any]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(some, others, strict=True))
+
+
+def test_each_is_sent_when_it_is_complete() -> None:
+    """The last layer first, two at a time on their way; nothing is left for the end."""
+    chain = Chain()
+    chain.backward(chain(torch.ones(3)).sum())
+    assert chain.ranks.sent == chain.buckets
+    assert [bucket.last for bucket in chain.buckets] == list(reversed(chain.weights))
+    assert chain.at_the_end == 5
+    assert not chain.window.is_closing
+    assert equal(gradients(chain), chain.averages())
+
+
+def test_one_without_a_gradient_holds_back_those_after_it() -> None:
+    """Ranks whose passes use other parameters send the same."""
+    chain = Chain()
+    inputs = torch.sin(torch.sin(torch.ones(3) * chain.weights[0]) * chain.weights[1])
+    chain.backward(torch.sin(torch.sin(inputs * chain.weights[3]) * chain.weights[4]).sum())
+    assert chain.at_the_end == 2
+    assert chain.ranks.sent == chain.buckets
+    assert chain.weights[2].grad is None
+
+
+def test_sending_goes_on_where_memory_ran_out() -> None:
+    """What was sent is not sent again."""
+    chain = Chain()
+    wanted = chain.averages()
+    loss = chain(torch.ones(3)).sum()
+    chain.weights[1].register_hook(lambda _: setattr(chain.ranks, "fails", 1))
+    with pytest.raises(torch.OutOfMemoryError):
+        chain.backward(loss)
+    assert chain.window.has_sent
+    assert len(chain.ranks.sent) == 3
+    chain.window.receive()
+    chain.weights[0].grad = wanted[0] / 2  # by pieces
+    chain.window.finish()
+    assert chain.ranks.sent == chain.buckets
+    assert equal(gradients(chain), wanted)
+
+
+@pytest.mark.parametrize("layers", [2, 5])
+def test_a_gradient_that_is_added_to_after_it_was_sent_is_an_error(layers: int) -> None:
+    """Whether its average has come back or not."""
+    chain = Chain(layers)
+
+    def shared(inputs: torch.Tensor) -> torch.Tensor:
+        return inputs * chain.weights[-1]
+
+    inputs = torch.ones(3, requires_grad=True)
+    loss = chain(checkpoint(shared, inputs, use_reentrant=True)).sum()
+    with pytest.raises(UserError, match="use_reentrant=False"):
+        chain.backward(loss)

@@ -3,8 +3,8 @@
 import os
 import traceback
 import warnings
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,9 +12,11 @@ from unittest import mock
 import lightning.pytorch as pl
 import torch
 import torchmetrics
+from faults import Faults
 from forks import in_ranks
 from lightning.pytorch.strategies import DDPStrategy
 from reference import FEATURES, Samples, network
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from lightning_ga import AutoAccumulate
@@ -27,7 +29,8 @@ class Task(pl.LightningModule):
 
     Args:
         parts: Of ``unused`` (a layer that no sample uses, and one that some do), ``sparse`` (an embedding with sparse
-            gradients), ``buffers`` (BatchNorm, without a say in the loss, and a counter).
+            gradients), ``buffers`` (BatchNorm, without a say in the loss, and a counter), ``twice`` (a layer whose
+            gradients a backward pass adds to twice).
         faults: Epoch, index of the batch, phase (``forward``, ``backward`` or ``late``) and how often.
         most: Samples above which validation runs out of memory.
         gathers: Whether a step asks other ranks for their loss.
@@ -50,6 +53,7 @@ class Task(pl.LightningModule):
             self.branch = torch.nn.Linear(FEATURES, 1).to(kind) if "unused" in parts else None
             self.table = torch.nn.Embedding(10, 1, sparse=True).to(kind) if "sparse" in parts else None
             self.norm = torch.nn.BatchNorm1d(FEATURES).to(kind) if "buffers" in parts else None
+            self.twice = torch.nn.Linear(FEATURES, 1).to(kind) if "twice" in parts else None
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64) if "buffers" in parts else None)
         self.error = torchmetrics.MeanSquaredError()
         self.faults = {(epoch, index, phase): times for epoch, index, phase, times in faults}
@@ -58,6 +62,7 @@ class Task(pl.LightningModule):
         self.sizes: list[tuple[int, int]] = []
         self.logged: list[dict[str, float]] = []
         self.unsynced: list[bool] = []
+        self.after_backward: dict[int, torch.Tensor] = {}  # of a window: the first gradient
 
     def loss(self, batch: Any) -> torch.Tensor:
         inputs, targets, indices = batch
@@ -70,6 +75,8 @@ class Task(pl.LightningModule):
             predicted = predicted + self.branch(inputs) * chosen
         if self.table is not None:
             predicted = predicted + self.table(indices % 10)
+        for scale in (1.0, 2.0) if self.twice is not None else ():
+            predicted = predicted + checkpoint(self.twice, scale * inputs.requires_grad_(), use_reentrant=True)
         if self.norm is not None:
             predicted = predicted + 0 * self.norm(torch.cat([inputs, inputs])).sum()
             self.seen += len(inputs)
@@ -108,6 +115,9 @@ class Task(pl.LightningModule):
         if self.trainer.world_size > 1:
             self.unsynced.append(not self.trainer.strategy.model.require_backward_grad_sync)
 
+    def on_after_backward(self) -> None:
+        self.after_backward[self.global_step] = next(self.parameters()).grad.clone()
+
     def on_train_batch_end(self, *_: Any) -> None:
         self.logged.append({k: float(v) for k, v in self.trainer._results.metrics(on_step=True)["callback"].items()})
 
@@ -122,6 +132,47 @@ class Task(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+class LastBackward(pl.Callback):
+    """Lets memory run out in the last backward pass of windows, in its first attempt alone.
+
+    Args:
+        operations: Number of an operation for every window but the first; 0 for none.
+    """
+
+    def __init__(self, *operations: int) -> None:
+        self.operations, self.faults = (0, *operations), Faults()
+        self.window = 0
+
+    def on_before_backward(self, trainer: pl.Trainer, *_: Any) -> None:
+        last = not trainer.fit_loop._should_accumulate()
+        if last and self.window == trainer.global_step < len(self.operations):
+            self.faults.at, self.faults.count, self.faults.armed = {self.operations[self.window]}, 0, True
+            self.window += 1
+
+    def on_after_backward(self, *_: Any) -> None:
+        self.faults.armed = False
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        """Forget that smaller pieces have been needed: every window begins as the first."""
+        (callback,) = (each for each in trainer.callbacks if isinstance(each, AutoAccumulate))
+        callback._started_fit.oom_handler._retrier._limits.clear()
+
+
+@contextmanager
+def noted_exchanges() -> Iterator[list[bool]]:
+    """Whether each asynchronous exchange was begun within a backward pass."""
+    sent: list[bool] = []
+    reduce = torch.distributed.all_reduce
+
+    def noting(*arguments: Any, async_op: bool = False, **settings: Any) -> Any:
+        work = reduce(*arguments, async_op=async_op, **settings)
+        sent.extend([torch._C._current_graph_task_id() >= 0] * async_op)
+        return work
+
+    with mock.patch("torch.distributed.all_reduce", noting):
+        yield sent
+
+
 def run(scenario: dict[str, Any]) -> dict[str, Any]:
     """One fit on this rank."""
     rank = int(os.environ["RANK"])
@@ -133,6 +184,7 @@ def run(scenario: dict[str, Any]) -> dict[str, Any]:
     loader = DataLoader(dataset, scenario["batch_size"], shuffle=True)
     validation = {"val": DataLoader(dataset, scenario["batch_size"])} if scenario.get("validates") else {}
     pl.seed_everything(7, verbose=False)
+    last = LastBackward(*scenario.get("operations", {}).get(str(rank), ()))
     trainer = pl.Trainer(
         **{
             **{"max_epochs": 2, "logger": False, "enable_checkpointing": False, "enable_progress_bar": False},
@@ -141,10 +193,15 @@ def run(scenario: dict[str, Any]) -> dict[str, Any]:
         },
         devices=int(os.environ["WORLD_SIZE"]),
         strategy=DDPStrategy(process_group_backend="gloo", **scenario.get("strategy", {})),
-        callbacks=[callback],
+        callbacks=[callback, *([last] if "operations" in scenario else [])],
     )
     here = scenario.get("elsewhere", {}).get(str(rank))
-    with nullcontext() if here is None else mock.patch("lightning_ga.fit.limit.hardware", return_value=here):
+    with ExitStack() as around:
+        if here is not None:
+            around.enter_context(mock.patch("lightning_ga.fit.limit.hardware", return_value=here))
+        if "operations" in scenario:
+            around.enter_context(last.faults)
+        sent = around.enter_context(noted_exchanges())
         trainer.fit(module, loader, *validation.values(), ckpt_path=scenario.get("resume"))
     if "save" in scenario:
         trainer.save_checkpoint(scenario["save"])
@@ -160,6 +217,9 @@ def run(scenario: dict[str, Any]) -> dict[str, Any]:
         "logged": module.logged,
         "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
         "unsynced": module.unsynced,
+        "after_backward": list(module.after_backward.values()),
+        "operations": last.faults.count,
+        "sent": sent,
     }
 
 

@@ -1,0 +1,151 @@
+"""Join gradients to the messages that ranks exchange, and put the averages in their place."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+FIRST_BUCKET = 2**20  # bytes: sent early, as in DistributedDataParallel
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Gradients that are sent together.
+
+    Attributes:
+        parameters: Their parameters, on one device.
+        last: The one whose gradient is expected last.
+        dtype: What gradients are sent as, and are afterwards.
+    """
+
+    parameters: tuple[Parameter, ...]
+    last: Parameter
+    dtype: torch.dtype
+
+    def joined(self, scale: float) -> Tensor:
+        """Return all gradients in one new tensor, times ``scale``; behind them, which of them there are.
+
+        Thus a rank that lacks one learns whether another has it, and no other rank has to ask.
+        """
+        there = [parameter.grad is not None for parameter in self.parameters]
+        kind: dict[str, Any] = {"dtype": self.dtype, "device": self.last.device}
+        marks = torch.ones(len(there), **kind) if all(there) else torch.tensor(there, **kind)
+        return torch.cat([*(_flat(parameter).to(self.dtype) for parameter in self.parameters), marks]).mul_(scale)
+
+    def spread(self, averaged: Tensor) -> None:
+        """Replace gradients by averages; one that no rank has stays missing."""
+        parts = torch.split(averaged, [*(parameter.numel() for parameter in self.parameters), len(self.parameters)])
+        pairs = [(parameter, part.view(parameter.shape)) for parameter, part in zip(self.parameters, parts)]
+        alike = [(p.grad, part) for p, part in pairs if p.grad is not None and self._is_alike(p.grad)]
+        if len(alike) < len(pairs):
+            self._replace(pairs, parts[-1].tolist())
+        if alike:
+            torch._foreach_copy_([gradient for gradient, _ in alike], [part for _, part in alike])
+
+    def _is_alike(self, gradient: Tensor) -> bool:
+        return gradient.dtype == self.dtype and not gradient.is_sparse
+
+    def _replace(self, pairs: Iterable[tuple[Parameter, Tensor]], marks: Iterable[float]) -> None:
+        """Give parameters a gradient that another rank has, or one of another type; none if memory runs out."""
+        there = [pair for pair, mark in zip(pairs, marks) if mark]
+        lacking = [(p, part) for p, part in there if p.grad is None or not self._is_alike(p.grad)]
+        for parameter, gradient in [(p, torch.empty_like(p, dtype=self.dtype).copy_(part)) for p, part in lacking]:
+            parameter.grad = gradient
+
+
+@dataclass(frozen=True, slots=True)
+class SparseBucket:
+    """A gradient that is sparse on every rank.
+
+    Attributes:
+        parameters: Its parameter.
+        dtype: What it is sent as, and is afterwards.
+    """
+
+    parameters: tuple[Parameter]
+    dtype: torch.dtype
+
+    @property
+    def last(self) -> Parameter:
+        """The parameter."""
+        return self.parameters[0]
+
+    def joined(self, scale: float) -> Tensor:
+        """Return the gradient times ``scale``, as a new tensor without duplicates; without rows if it is missing."""
+        gradient = self.last.grad
+        if gradient is None:
+            parameter = self.last
+            nowhere = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
+            nothing = parameter.new_empty(0, *parameter.shape[1:])
+            gradient = torch.sparse_coo_tensor(nowhere, nothing, parameter.shape, check_invariants=False)
+        gradient = gradient if gradient.is_sparse else gradient.to_sparse(1)
+        return (gradient.to(self.dtype).coalesce() * scale).coalesce()
+
+    def spread(self, averaged: Tensor) -> None:
+        """Replace the gradient by the average; one without rows is none, and a dense one (of tied weights) stays so."""
+        averaged, gradient = averaged.coalesce(), self.last.grad
+        if gradient is not None and not gradient.is_sparse:
+            self.last.grad = averaged.to_dense()
+        else:
+            self.last.grad = averaged if averaged._nnz() else None
+
+
+AnyBucket = Bucket | SparseBucket
+
+
+def make_buckets(
+    parameters: Sequence[Parameter],
+    sparse: Iterable[Tensor],
+    *,
+    most: int,
+    arrival: Mapping[int, int],
+    dtype: Callable[[Parameter], torch.dtype] = attrgetter("dtype"),
+) -> list[AnyBucket]:
+    """Join parameters to buckets, the last parameter first; the same on all ranks but for ``last``.
+
+    Args:
+        parameters: Those to be averaged.
+        sparse: Those whose gradients are sparse: each goes alone.
+        most: Bytes of a bucket; a larger gradient goes alone.
+        arrival: Place of each gradient in a backward pass, by the ``id`` of its parameter.
+        dtype: Says what the gradient of a parameter is sent as.
+    """
+    alone = set(map(id, sparse))
+    together = [parameter for parameter in reversed(parameters) if id(parameter) not in alone]
+    dense = [
+        Bucket(tuple(group), max(group, key=lambda p: arrival.get(id(p), -1)), dtype(group[0]))
+        for group in _grouped(together, most, dtype)
+    ]
+    return [*dense, *(SparseBucket((p,), dtype(p)) for p in parameters if id(p) in alone)]
+
+
+def _grouped(
+    parameters: Iterable[Parameter], most: int, dtype: Callable[[Parameter], torch.dtype]
+) -> list[list[Parameter]]:
+    """Neighbours of one type and device, in groups of at most so many bytes."""
+    full: list[list[Parameter]] = []
+    filling: dict[tuple[torch.dtype, torch.device], list[Parameter]] = {}
+    sizes: dict[tuple[torch.dtype, torch.device], int] = {}
+    for parameter in parameters:
+        kind = dtype(parameter), parameter.device
+        size = parameter.numel() * kind[0].itemsize
+        if size > most:
+            full.append([parameter])
+            continue
+        if filling.get(kind) and sizes[kind] + size > (most if full else min(FIRST_BUCKET, most)):
+            full.append(filling.pop(kind))
+            sizes[kind] = 0
+        filling.setdefault(kind, []).append(parameter)
+        sizes[kind] = sizes.get(kind, 0) + size
+    return [*full, *filling.values()]
+
+
+def _flat(parameter: Parameter) -> Tensor:
+    gradient = parameter.grad
+    if gradient is None:
+        return parameter.new_zeros(parameter.numel())
+    return (gradient.to_dense() if gradient.is_sparse else gradient).flatten()

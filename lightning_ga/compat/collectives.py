@@ -1,0 +1,22 @@
+"""Count the collectives of this process: communication in the user's own code shows in the number."""
+
+from typing import Any
+
+import torch.distributed as dist
+
+
+def collectives_run() -> int:
+    """Return how many collectives this rank has begun in all process groups.
+
+    Process groups number their collectives, in Python as in C++ (``c10d/Backend.hpp``, ``getSequenceNumberForGroup``).
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        return 0
+    return sum(_sequence_number(group) for group in dist.distributed_c10d._world.pg_map)
+
+
+def _sequence_number(group: Any) -> int:
+    try:
+        return int(group._get_sequence_number_for_group())
+    except RuntimeError:  # a backend that keeps none
+        return 0

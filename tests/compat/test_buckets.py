@@ -1,0 +1,123 @@
+"""Gradients are joined to messages of a bounded size; ranks that exchange them are in ``integration/``."""
+
+from collections.abc import Iterable
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_ga.compat.buckets import FIRST_BUCKET, Bucket, SparseBucket, make_buckets
+from lightning_ga.compat.gradient_dtype import dtype_of_sum, has_grad_dtype
+
+MOST = 25 * 2**20
+
+
+def parameters(*sizes: int, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    """Parameters of so many bytes, on no device."""
+    return [nn.Parameter(torch.empty(size // dtype.itemsize, device="meta", dtype=dtype)) for size in sizes]
+
+
+def bytes_of(buckets: Iterable[Bucket | SparseBucket]) -> list[list[int]]:
+    return [[p.numel() * p.element_size() for p in bucket.parameters] for bucket in buckets]
+
+
+def made(given: list[nn.Parameter], most: int = MOST, sparse: Iterable[nn.Parameter] = ()) -> list[list[int]]:
+    return bytes_of(make_buckets(given, sparse, most=most, arrival={}))
+
+
+def test_the_last_gradients_go_first_in_a_small_message() -> None:
+    """They are complete first, and the sooner something is sent the better."""
+    half = FIRST_BUCKET // 2
+    assert made(parameters(8, half, half, 16)) == [[16, half], [half, 8]]
+
+
+def test_messages_hold_25_mib_at_most() -> None:
+    """A larger gradient goes alone."""
+    quarter = MOST // 4
+    given = parameters(quarter, 3 * MOST, quarter, quarter, quarter, quarter)
+    assert made(given) == [[quarter], [3 * MOST], [quarter] * 4]
+
+
+def test_types_and_sparse_gradients_are_not_mixed() -> None:
+    """Neighbours in between do not cut a message short."""
+    half, table = parameters(16, 16, dtype=torch.bfloat16), parameters(32)
+    given = [*parameters(8), half[0], *table, *parameters(8), half[1]]
+    assert made(given, sparse=table) == [[16, 16], [8, 8], [32]]
+
+
+def test_many_small_gradients_are_joined_in_no_time() -> None:
+    assert list(map(len, made(parameters(*[4] * 50_000)))) == [50_000]
+
+
+def test_a_bucket_waits_for_the_gradient_that_comes_last() -> None:
+    first, second = parameters(8, 8)
+    (bucket,) = make_buckets([first, second], (), most=MOST, arrival={id(second): 1, id(first): 0})
+    assert bucket.last is second
+
+
+@pytest.mark.parametrize("shape", [(3, 4), (2, 3, 2, 2)])
+def test_averages_come_back_to_their_places(shape: tuple[int, ...]) -> None:
+    """In whatever order of memory a gradient lies."""
+    one, other = nn.Parameter(torch.randn(shape)), nn.Parameter(torch.randn(5))
+    one.grad, other.grad = torch.randn(shape[::-1]).permute(*reversed(range(len(shape)))), torch.randn(5)
+    wanted = [one.grad / 2, other.grad / 2]
+    bucket = Bucket((one, other), one, one.dtype)
+    copy = bucket.joined(0.5)
+    one.grad.zero_()
+    bucket.spread(copy)
+    assert torch.equal(one.grad, wanted[0])
+    assert torch.equal(other.grad, wanted[1])
+
+
+def test_a_gradient_that_another_rank_has_is_taken_over() -> None:
+    """One that nobody has stays missing, and an unforeseen sparse one becomes dense."""
+    here, elsewhere, nowhere, table = (nn.Parameter(torch.randn(2, 3)) for _ in range(4))
+    bucket = Bucket((here, elsewhere, nowhere, table), here, here.dtype)
+    here.grad, table.grad = torch.ones(2, 3), torch.ones(2, 3).to_sparse()
+    ours = bucket.joined(0.5)
+    here.grad, elsewhere.grad = None, 4 * torch.ones(2, 3)
+    theirs = bucket.joined(0.5)
+    here.grad, elsewhere.grad = torch.ones(2, 3), None
+    bucket.spread(ours + theirs)
+    assert here.grad.tolist() == [[0.5] * 3] * 2
+    assert elsewhere.grad is not None
+    assert elsewhere.grad.tolist() == [[2.0] * 3] * 2
+    assert nowhere.grad is None
+    assert table.grad is not None
+    assert table.grad.tolist() == [[1.0] * 3] * 2  # both copies hold it
+
+
+def test_sparse_gradients_stay_sparse() -> None:
+    """A copy is sent; one without rows on all ranks is none; a dense one of tied weights stays dense."""
+    table = nn.Parameter(torch.randn(4, 3))
+    bucket = SparseBucket((table,), table.dtype)
+    bucket.spread(bucket.joined(0.5))
+    assert table.grad is None
+    table.grad = torch.sparse_coo_tensor([[1, 1]], torch.ones(2, 3), (4, 3), check_invariants=True)
+    copy = bucket.joined(0.5)
+    assert copy._nnz() == 1
+    assert table.grad._nnz() == 2
+    bucket.spread(copy)
+    assert table.grad.is_coalesced()
+    assert table.grad.to_dense()[1].tolist() == [1.0] * 3
+    table.grad = torch.ones(4, 3)
+    bucket.spread(bucket.joined(0.5))
+    assert table.grad.tolist() == [[0.5] * 3] * 4
+
+
+@pytest.mark.skipif(not has_grad_dtype(), reason="gradients have the types of their parameters before torch 2.10")
+def test_sums_of_half_precision_parameters_are_sent_in_single_precision() -> None:
+    """Of one type on all ranks, whatever each has."""
+    wide, narrow = (nn.Parameter(torch.randn(3).bfloat16()) for _ in range(2))
+    wide.grad_dtype = narrow.grad_dtype = None
+    wide.grad, narrow.grad = torch.full((3,), 1 / 3), torch.ones(3).bfloat16()
+    (bucket,) = make_buckets([wide, narrow], (), most=MOST, arrival={}, dtype=dtype_of_sum)
+    copy = bucket.joined(0.5)
+    assert copy.dtype == torch.float32
+    bucket.spread(copy)
+    assert wide.grad.tolist() == torch.full((3,), 1 / 6).tolist()
+    assert narrow.grad.dtype == torch.float32
+    assert narrow.grad.tolist() == [0.5] * 3
+    (bucket,) = make_buckets([wide, narrow], (), most=MOST, arrival={})
+    bucket.spread(bucket.joined(1.0))
+    assert {wide.grad.dtype, narrow.grad.dtype} == {torch.bfloat16}
