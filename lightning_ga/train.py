@@ -21,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightning_ga.app.arguments import is_first_rank, options_first, rank_overrides, typed_targets
 from lightning_ga.app.composed import checked_composition
-from lightning_ga.app.errors import chain, explain, is_expected
+from lightning_ga.app.errors import chain, explain, explain_null, is_expected
 from lightning_ga.app.interrupts import Interrupted, sigterm_ends
 from lightning_ga.app.sweep import Job, done_before, report_sweep
 from lightning_ga.app.terminal import printable_everywhere
@@ -73,6 +73,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def run_hydra(arguments: Sequence[str], show_traceback: bool) -> None:
     """Let Hydra compose the configuration and call the job with it, once for each combination of a sweep."""
     refuse_rerun(arguments)
+    refuse_no_option(arguments)
     jobs = Jobs(arguments, show_traceback=show_traceback)
     given = [*arguments, *rank_overrides(arguments, os.environ)]
     program = hydra.main(version_base="1.3", config_path=str(config_folder()), config_name="train")
@@ -162,6 +163,14 @@ def refuse_rerun(arguments: Sequence[str]) -> None:
     """``--experimental-rerun`` unpickles a file: nothing here does."""
     if any(argument.startswith("--experimental-rerun") for argument in arguments):
         raise UserError("--experimental-rerun unpickles a file, which can run any code: give the overrides again.")
+
+
+def refuse_no_option(arguments: Sequence[str]) -> None:
+    """``model=[]`` and ``model={}``: Hydra would leave the group out, or read nothing into it without a word."""
+    groups = {path.name for path in config_folder().iterdir() if path.is_dir()}
+    for argument in arguments:
+        if argument.partition("=")[0] in groups and argument.endswith(("=[]", "={}")):
+            raise UserError(explain_null([argument]))
 
 
 @contextmanager

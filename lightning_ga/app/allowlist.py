@@ -165,6 +165,8 @@ def refused(target: Any, where: str) -> UserError:
     """The error for a target that is off the list, with the way out where there is one."""
     package = str(target).split(".")[0]
     known = {module.split(".")[0] for module in KINDS} | sys.stdlib_module_names
-    way_out = "." if package in known else f"; if you trust it, add its package: allow_targets=[{package}]."
+    way_out = (
+        "." if not package or package in known else f"; if you trust it, add its package: allow_targets=[{package}]."
+    )
     instead = f": {INSTEAD[target]}." if target in INSTEAD else way_out
     return UserError(f"{where}={target} is not on the list of what a configuration may build{instead}")

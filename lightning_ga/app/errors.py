@@ -20,6 +20,7 @@ from yaml import MarkedYAMLError  # type: ignore[import-untyped] # it ships no t
 from lightning_ga.errors import UserError
 
 EXPECTED = (UserError, HydraException, OmegaConfBaseException, MarkedYAMLError)
+NOTHING = re.compile(r"[\w/]+=(null|\[\]|\{\})?")  # no option of a group
 GROUP_IS_NULL = "Config group override must be a string or a list"
 PLACE_ERRORS = {  # of a file or folder that the user named
     errno.ENOSPC: "the disk is full: free some space, or choose another folder",
@@ -87,6 +88,8 @@ def explain(error: BaseException, keys: Sequence[str] = (), arguments: Sequence[
         return explain_option(error)
     if GROUP_IS_NULL in str(error):
         return explain_null(arguments)
+    if str(error).startswith("Error merging override ") and error.__cause__ is not None:
+        return f"{str(error).removeprefix('Error merging override ')}: {one_line(error.__cause__)}."
     unknown = re.match(r"Could not override '([^']+)'", str(error))
     if unknown:
         return explain_key(unknown[1], error, keys)
@@ -109,7 +112,7 @@ def explain_option(error: MissingConfigException) -> str:
 
 def explain_null(arguments: Sequence[str]) -> str:
     """``model=null``: a group is chosen by the name of an option."""
-    typed = [argument for argument in arguments if re.fullmatch(r"[\w/]+=(null)?", argument)]
+    typed = [argument for argument in arguments if NOTHING.fullmatch(argument)]
     group = typed[-1].partition("=")[0] if typed else "GROUP"
     if group in ("experiment", "debug", "search"):
         way_out = "none is chosen where it is left out"
@@ -145,6 +148,8 @@ def explain_key(key: str, error: BaseException, keys: Sequence[str]) -> str:
     first, _, rest = key.partition(".")
     if parent and (section is None or first not in keys):
         nearest = [f"{match}.{rest}" for match in near(first, keys)[:1]]
+    elif parent and name in keys:  # trainer.compile is compile
+        nearest = [name]
     else:
         nearest = [f"{parent}.{match}" if parent else match for match in near(name, section or keys)]
     hint = f"; did you mean {' or '.join(nearest)}?" if nearest else "."

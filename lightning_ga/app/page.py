@@ -27,7 +27,7 @@ table{border-collapse:collapse;font-variant-numeric:tabular-nums;font-size:.9rem
 th,td{padding:.25rem .6rem;border-bottom:1px solid var(--line);text-align:left;vertical-align:top}
 td.n,th.n{text-align:right}
 .pictures{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,26rem),1fr));gap:1rem}
-.picture{max-width:44rem}td.n{white-space:nowrap}
+.picture,.pictures>div{max-width:44rem}td.n{white-space:nowrap}
 svg{width:100%;height:auto}svg text{fill:currentColor}
 pre{background:var(--soft);padding:.7rem;border-radius:.5rem;overflow-x:auto;font-size:.8rem}
 table.matrix td{text-align:center;min-width:2.2rem;border:1px solid var(--line)}

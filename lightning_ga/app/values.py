@@ -125,6 +125,11 @@ def is_whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def is_list_of_counts(value: Any) -> bool:
+    """Whether a value is a list of whole numbers of at least one; an empty one too."""
+    return isinstance(value, list) and all(is_whole(count) and count >= 1 for count in value)
+
+
 def is_list_of_nodes(value: Any) -> bool:
     """Whether a value is a list of things to build."""
     return isinstance(value, list) and all(isinstance(one, dict) and "_target_" in one for one in value)
@@ -199,6 +204,8 @@ RULES: Mapping[str, Rule] = {
     "model.width": COUNT,
     "model.depth": COUNT,
     "model.heads": COUNT,
+    "model.hidden": Rule("a list of whole numbers of at least 1", "[512,256]", is_list_of_counts),
+    "optimizer.lr": number("a number of at least 0", 0.001, lambda value: value >= 0),
     "optimizer.nesterov": SWITCH,
     "lr_scheduler.warmup": PART,
     "lr_scheduler.final": PART,

@@ -31,6 +31,7 @@ def check(*overrides: str) -> None:
         "precision.float32_matmul=most", "lr_scheduler.warmup=2", "task=tset", "progress=maybe", "compile=null",
         "trainer.val_check_interval=0", "trainer.val_check_interval=1.5", "trainer.limit_train_batches=-1",
         "data.augment=abc", "data.augment=[abc]", "data.augment=null", "allow_targets=null", "allow_targets=os",
+        "optimizer.lr=abc", "optimizer.lr=-1", "optimizer.lr=1e400", "model.hidden=-5", "model.hidden=[0]",
         "data.image_size=100000", "data.batch_size=1e-3", "trainer.max_steps=1.5e0",
     ],
 )  # fmt: skip
