@@ -1,6 +1,6 @@
 # make train [ARGS="model=mlp data=fashion_mnist"]    set up .venv once, then train
 # make test  [ARGS="tests/test_plan.py -k ragged"]    set up .venv with the test extras, then run the tests
-# make test SLOW=1                                    the slow ones too, as .ci/run does
+# make test SLOW=1                                    the slow ones too, and more random examples, as .ci/run does
 # make test-cuda                                      tests on a simulated CUDA device (ALL=1: more of them)
 # make lint                                           ruff and mypy
 # make docs                                           the documentation, as site/index.html; make docs-serve shows it while it is written
@@ -28,7 +28,7 @@ train: $(VENV)/.installed
 	$(VENV)/bin/python -m lightning_ga.train $(MODEL) $(ARGS)
 
 test: $(VENV)/.installed-dev
-	$(VENV)/bin/python -m pytest -n 2 --dist worksteal $(if $(SLOW),,-m 'not slow') $(ARGS)
+	$(VENV)/bin/python -m pytest -n 2 --dist worksteal $(if $(SLOW),--hypothesis-profile thorough,-m 'not slow') $(ARGS)
 
 # What runs on a simulated CUDA device, if it can be built here.
 ON_CUDA := exactness survive survive_update traceless resume step_mode

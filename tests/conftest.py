@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 # Modules with tests of several seconds, or whose processes take several: they come first, so that no worker waits for
 # the last of them in the end, and most of them share one server of forks.
@@ -19,6 +20,10 @@ LONG = {
     *("test_setrlimit", "test_sharded", "test_sharded_survive", "test_interrupts", "test_public"),
     *("test_atomic", "test_benchmarks_chaos", "test_benchmarks_probe", "test_examples", "test_survive", "test_train"),
 }
+
+settings.register_profile("quick", deadline=None, max_examples=30)
+settings.register_profile("thorough", deadline=None)
+settings.load_profile("quick")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

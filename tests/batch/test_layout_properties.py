@@ -23,7 +23,7 @@ from lightning_ga.batch.split import cut
 
 Pair = namedtuple("Pair", "one two")
 ABSENT = object()
-EXAMPLES = int(os.environ.get("LIGHTNING_GA_EXAMPLES", "300"))
+EXAMPLES = int(os.environ.get("LIGHTNING_GA_EXAMPLES", 3 * settings().max_examples))
 EXTENTS = st.integers(1, 5) | st.sampled_from([3, 4, 8])
 SHAPES = st.lists(EXTENTS, max_size=2).map(tuple)
 
