@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT))  # examples are not installed
 
 from examples.reproduce import __main__ as program  # noqa: E402
-from examples.reproduce import mnist_mlp, pages, run  # noqa: E402
+from examples.reproduce import data, mnist_mlp, pages, run  # noqa: E402
 from examples.reproduce.recipe import Column, Measured, Setup, Task, read_result  # noqa: E402
 from examples.reproduce.tables import markdown, overview  # noqa: E402
 from examples.reproduce.windows import cut_text, gradient_share, train_window, window_peak  # noqa: E402
@@ -93,9 +93,16 @@ def test_records_are_of_the_rows_that_there_are(name: str, scale: str) -> None:
     chosen = program.load(name)
     result = read_result(pages.RESULTS / scale / f"{name}.json")
     assert result is not None
-    assert [row.name for row in result.rows] == [task.name for task in chosen.rows(SETUP)]
+    assert [row.name for row in result.rows] == [task.name for task in chosen.rows(Setup(scale, "nowhere"))]
     assert {key for row in result.rows for key in row.values} <= set(chosen.COLUMNS)
     chosen.draw(result)
+
+
+def test_a_set_that_is_too_small_is_taken_whole() -> None:
+    """Digits stand in for any set that is not there."""
+    assert data.first_at_hand("nowhere", "mnist", "fashion_mnist") == "digits"
+    assert data.subset("nowhere", "digits", train=320) == ["data=digits", "data.val_fraction=0.777314"]
+    assert data.subset("nowhere", "digits", train=12060) == ["data=digits"]
 
 
 def test_the_share_of_a_gradient() -> None:
