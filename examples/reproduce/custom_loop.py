@@ -323,6 +323,6 @@ def draw_gradients(axes: Axes, result: Result) -> None:
     sizes = [float(result.row(name).values["gradient"] or 0) for name in bars.values()]
     drawn = axes.barh(list(bars), sizes, color=["C3", "C1", "C0"])
     axes.bar_label(drawn, [f"{size:.1f} MiB" for size in sizes], padding=4)
-    axes.set(title=f"Gradient of a window of {WINDOW} samples", xlabel="MiB", xlim=(0, 1.2 * max(sizes)))
+    axes.set(title=f"Gradient of a window of {WINDOW} samples", xlabel="MiB", xlim=(0, 1.3 * max(sizes)))
     axes.invert_yaxis()
     axes.spines[["top", "right"]].set_visible(False)
