@@ -70,7 +70,7 @@ def at_hand(setup: Setup) -> str:
 
 def trained_on(setup: Setup) -> int | None:
     """Choose the number of training images: no multiple of a window."""
-    return setup.pick(quick=1180, medium=12060, full=None)
+    return setup.pick(quick=1180, medium=12200, full=None)
 
 
 def rows(setup: Setup) -> list[Task]:
@@ -323,6 +323,6 @@ def draw_gradients(axes: Axes, result: Result) -> None:
     sizes = [float(result.row(name).values["gradient"] or 0) for name in bars.values()]
     drawn = axes.barh(list(bars), sizes, color=["C3", "C1", "C0"])
     axes.bar_label(drawn, [f"{size:.1f} MiB" for size in sizes], padding=4)
-    axes.set(title=f"Gradient of a window of {WINDOW} samples", xlabel="MiB", xlim=(0, 1.2 * max(sizes)))
+    axes.set(title=f"Gradient of a window of {WINDOW} samples", xlabel="MiB", xlim=(0, 1.3 * max(sizes)))
     axes.invert_yaxis()
     axes.spines[["top", "right"]].set_visible(False)

@@ -1,5 +1,6 @@
 """Which data are at hand: a recipe's own set, or what stands in for it."""
 
+import math
 from functools import cache
 
 from lightning_ga.data import CIFAR10, MNIST, Digits, FashionMNIST, ImageData
@@ -38,13 +39,26 @@ def subset(root: str, name: str, *, train: int | None) -> list[str]:
     Args:
         root: Folder in which data sets are looked for.
         name: The set.
-        train: Images to train on; ``None`` leaves the set as it is.
+        train: Images to train on; ``None``, or more than the set has to spare, leaves the set as it is.
     """
-    share = [] if train is None else [f"data.val_fraction={1 - train / samples(root, name):.6f}"]
-    return [f"data={name}", *share]
+    known = samples(root, name)
+    return [f"data={name}", *([] if is_all(train, known) else [f"data.val_fraction={held_out(train, known):.6f}"])]
 
 
 def described(root: str, name: str, *, train: int | None) -> str:
     """Name a set, and how much of it was trained on."""
-    title = SETS[name][0]
-    return title if train is None else f"{title} ({train:,} of {samples(root, name):,} training images)"
+    title, known = SETS[name][0], samples(root, name)
+    if is_all(train, known):
+        return title
+    left = known - math.ceil(held_out(train, known) * known)  # as scikit-learn splits
+    return f"{title} ({left:,} of {known:,} training images)"
+
+
+def held_out(train: int, known: int) -> float:
+    """Give the share that is validated on, in the digits in which it is typed."""
+    return round(1 - train / known, 6)
+
+
+def is_all(train: int | None, known: int) -> bool:
+    """Tell whether so many images are no part of a set that leaves enough to validate on."""
+    return train is None or train > 0.9 * known
