@@ -38,6 +38,7 @@ class Config:
     steps: int = 60  # of the optimizer
     checkpoint_every: int = 10  # of these
     seed: int = 0
+    rows: int = 200_000  # of the embedding
     sparse: bool = True
     folder: str = "outputs/custom_loop"
 
@@ -80,7 +81,7 @@ def train(
         watch: Called before every optimizer step with the training and the samples of each micro-batch.
     """
     torch.manual_seed(config.seed)
-    model: nn.Module = HashedPatchClassifier(sparse=config.sparse).net
+    model: nn.Module = HashedPatchClassifier(config.rows, sparse=config.sparse).net
     optimizer: torch.optim.Optimizer = torch.optim.Adagrad(model.parameters(), lr=config.learning_rate)
     if fabric is not None:
         model, optimizer = fabric.setup(model, optimizer)

@@ -30,7 +30,7 @@ COLUMNS = {
 }
 WHOLE, CUT, USUAL = "32 whole", "8 × 4", "8 × 4, the usual script"
 GROUP_WHOLE, GROUP_CUT = "GroupNorm, 32 whole", "GroupNorm, 8 × 4"
-LARGER = ("vit_small_patch16_224", "convnext_tiny")
+REFERENCE, LARGER = "resnet34d", ("vit_small_patch16_224", "convnext_tiny")
 WINDOW, LARGE_IMAGE = 32, 96
 
 
@@ -82,7 +82,7 @@ def ours(folder: Path, overrides: list[str]) -> Measured:
     chunks = run.plan["plan"]["chunks"][0]
     exactness = run.plan.get("exactness") or {}
     config = run.config
-    net = build_timm("resnet34d", num_classes=10, in_chans=config["data"]["channels"])
+    net = build_timm(config["model"]["name"], num_classes=10, in_chans=config["data"]["channels"])
     net = to_group_norm(net) if config["model"]["group_norm"] else net
     last = run.epochs[-1]
     values = {
@@ -165,7 +165,7 @@ def large_peak(name: str, chunks: list[int], channels: int, **budget: int) -> fl
 
 def whole_window(_folder: Path, channels: int) -> Measured:
     """Measure resnet34d's whole window."""
-    return Measured({"micro_batches": cut_text([WINDOW]), "peak": large_peak("resnet34d", [WINDOW], channels)})
+    return Measured({"micro_batches": cut_text([WINDOW]), "peak": large_peak(REFERENCE, [WINDOW], channels)})
 
 
 def in_budget(folder: Path, name: str, data: str, channels: int) -> Measured:
@@ -177,7 +177,7 @@ def in_budget(folder: Path, name: str, data: str, channels: int) -> Measured:
         data: The set.
         channels: Of an image.
     """
-    budget = int(large_peak("resnet34d", [WINDOW], channels) * MIB)
+    budget = int(large_peak(REFERENCE, [WINDOW], channels) * MIB)
     overrides = [f"experiment={NAME}", f"data={data}", f"data.image_size={LARGE_IMAGE}", f"model.name={name}"]
     probe = [f"accumulate.memory_budget={budget}", "accumulate.micro_batch_size=auto", "dry_run=true"]
     plan = trained(folder, [*overrides, *probe]).plan

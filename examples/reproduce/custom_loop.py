@@ -70,7 +70,7 @@ def at_hand(setup: Setup) -> str:
 
 def trained_on(setup: Setup) -> int | None:
     """Choose the number of training images: no multiple of a window."""
-    return setup.pick(quick=1180, medium=12060, full=None)
+    return setup.pick(quick=1180, medium=12200, full=None)
 
 
 def rows(setup: Setup) -> list[Task]:

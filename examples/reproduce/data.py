@@ -38,13 +38,19 @@ def subset(root: str, name: str, *, train: int | None) -> list[str]:
     Args:
         root: Folder in which data sets are looked for.
         name: The set.
-        train: Images to train on; ``None`` leaves the set as it is.
+        train: Images to train on; ``None``, or more than the set has to spare, leaves the set as it is.
     """
-    share = [] if train is None else [f"data.val_fraction={1 - train / samples(root, name):.6f}"]
+    known = samples(root, name)
+    share = [] if is_all(train, known) else [f"data.val_fraction={1 - train / known:.6f}"]
     return [f"data={name}", *share]
 
 
 def described(root: str, name: str, *, train: int | None) -> str:
     """Name a set, and how much of it was trained on."""
-    title = SETS[name][0]
-    return title if train is None else f"{title} ({train:,} of {samples(root, name):,} training images)"
+    title, known = SETS[name][0], samples(root, name)
+    return title if is_all(train, known) else f"{title} ({train:,} of {known:,} training images)"
+
+
+def is_all(train: int | None, known: int) -> bool:
+    """Tell whether so many images are no part of a set that leaves enough to validate on."""
+    return train is None or train > 0.9 * known

@@ -33,6 +33,7 @@ COLUMNS = {
 ALONE, OURS_4, WHOLE = "Adam: 32", "Adam: 4 × 32", "Adam: 128"
 SUMMED = "Adam: 4 × 32, summed by hand"
 SGD_4, SGD_SUMMED = "SGD: 4 × 32", "SGD: 4 × 32, summed by hand"
+SGD_DROPPED = "SGD: 4 × 32, full windows only"
 SGD_DIVIDED = "SGD: 4 × 32, divided by 4 by hand"
 SGD_RATE = f"{SGD_DIVIDED}, learning rate × 4"
 BATCH, FACTOR = 32, 4
@@ -73,11 +74,19 @@ def rows(setup: Setup) -> list[Task]:
         by_command(WHOLE, [alone, *shared, f"data.batch_size={BATCH * FACTOR}"]),
         by_hand(SUMMED, [cut, *shared], divide=False),
         by_command(SGD_4, [cut, *sgd]),
+        by_command(SGD_DROPPED, [cut, *sgd, f"trainer.limit_train_batches={full_windows(setup) * FACTOR}"]),
         by_hand(SGD_SUMMED, [cut, *sgd], divide=False),
         by_hand(SGD_RATE, [cut, *sgd[:-1], f"optimizer.lr={FACTOR * RATE}"], divide=True),
         by_hand(SGD_DIVIDED, [cut, *sgd], divide=True),
         *(single_window(micro_batch) for micro_batch in MICRO_BATCHES),
     ]
+
+
+def full_windows(setup: Setup) -> int:
+    """Count the windows of an epoch that have all their micro-batches."""
+    known, wanted = data.samples(setup.data, at_hand(setup)), trained_on(setup)
+    trained = int(0.9 * known) if data.is_all(wanted, known) or wanted is None else wanted
+    return trained // (BATCH * FACTOR)
 
 
 def by_command(name: str, overrides: list[str]) -> Task:
@@ -177,13 +186,21 @@ def draw(result: Result) -> Figure:
     """Draw what summing does to SGD, and what accumulation does to memory and time."""
     figure = Figure(figsize=(10, 4), layout="constrained")
     left, middle, right = figure.subplots(1, 3)
-    losses(left, result, {SGD_4: "C0", SGD_SUMMED: "C3", SGD_RATE: "C1"}, "SGD")
-    losses(middle, result, {OURS_4: "C0", SUMMED: "C3"}, "Adam hides it")
+    labels = {
+        **dict.fromkeys((SGD_4, OURS_4), "the mean of the window"),
+        **dict.fromkeys((SGD_SUMMED, SUMMED), "four means summed"),
+        SGD_RATE: "the mean, rate × 4",
+    }
+    losses(left, result, {SGD_4: "C0", SGD_SUMMED: "C3", SGD_RATE: "C1"}, "SGD: training loss", labels=labels)
+    losses(middle, result, {OURS_4: "C0", SUMMED: "C3"}, "Adam hides it: training loss", labels=labels)
     windows = [row for row in result.rows if "micro_batch" in row.settings]
     sizes = [row.settings["micro_batch"] for row in windows]
-    right.plot(sizes, [row.values["peak"] for row in windows], "o-", color="C0", label="peak memory, MiB")
-    right.plot(sizes, [row.values["cost"] for row in windows], "s--", color="C1", label="µs a sample")
-    right.set(xlabel="micro-batch, samples", xscale="log", title=f"A window of {LARGE:,} samples", ylim=(0, None))
+    right.plot(
+        sizes, [row.values["peak"] for row in windows], "o-", color="C0", label="peak memory, MiB (CPU, live tensors)"
+    )
+    right.plot(sizes, [row.values["cost"] for row in windows], "s--", color="C1", label="CPU µs a sample")
+    right.set(xlabel="micro-batch, samples", xscale="log", title=f"A window of {LARGE:,} samples")
+    right.set_ylim(0, 1.3 * max(float(row.values[key] or 0) for row in windows for key in ("peak", "cost")))
     right.set_xticks(sizes, [f"{size:,}" for size in sizes])
     right.minorticks_off()
     right.spines[["top", "right"]].set_visible(False)

@@ -8,7 +8,15 @@ from examples.reproduce.recipe import Result
 from lightning_ga.app.plots import moving_mean
 
 
-def losses(axes: Axes, result: Result, colours: Mapping[str, str], title: str, *, logged: str | None = None) -> None:
+def losses(
+    axes: Axes,
+    result: Result,
+    colours: Mapping[str, str],
+    title: str,
+    *,
+    labels: Mapping[str, str] | None = None,
+    logged: str | None = None,
+) -> None:
     """Draw training loss (thin: each window; thick: moving mean) and validation loss (dots) of rows.
 
     Args:
@@ -16,13 +24,15 @@ def losses(axes: Axes, result: Result, colours: Mapping[str, str], title: str, *
         result: The rows.
         colours: A colour by row name.
         title: Above the axes.
+        labels: What rows are called in the legend, where that is not their name.
         logged: Colour of a curve ``logged``, drawn if given.
     """
     for number, (name, colour) in enumerate(colours.items()):
         curves = result.row(name).curves
         style = "--" if number else "-"
         axes.plot(*zip(*curves["train"]), color=colour, linewidth=0.8, alpha=0.3)
-        axes.plot(*zip(*moving_mean(curves["train"])), style, color=colour, label=f"{name}: training")
+        label = (labels or {}).get(name, name) + (": training" if "val" in curves else "")
+        axes.plot(*zip(*moving_mean(curves["train"])), style, color=colour, label=label)
         if "val" in curves:
             axes.plot(*zip(*curves["val"]), style, color=colour, marker="o", markersize=4, label="validation")
         if logged and "logged" in curves:

@@ -44,7 +44,7 @@ def test_every_experiment_takes_a_set_that_is_at_hand(experiment: str, data: str
     """The set named on the command line wins over the experiment's own."""
     config = resolved(composed(f"experiment={experiment}", f"data={data}"))
     assert config["data"]["_target_"] == resolved(composed(f"data={data}"))["data"]["_target_"]
-    assert config["model"]["in_channels"] == 1
+    assert config["model"].get("in_channels", 1) == 1
     assert config["data"]["augment"] == []
 
 

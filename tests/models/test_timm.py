@@ -51,3 +51,11 @@ def test_loading_a_checkpoint_fetches_nothing(monkeypatch):
     monkeypatch.setattr(ours, "getproxies", lambda: {"https": "a proxy: the network is not tried"})
     model = TimmClassifier("resnet10t", pretrained=True)
     assert model.hparams["pretrained"] is False
+
+
+def test_group_norm_is_kept_in_a_checkpoint():
+    """No layer of BatchNorm is left, and what was saved can be built again."""
+    model = TimmClassifier("resnet10t", group_norm=True)
+    assert not [module for module in model.modules() if isinstance(module, torch.nn.modules.batchnorm._BatchNorm)]
+    again = TimmClassifier(**model.hparams)
+    assert again.load_state_dict(model.state_dict())

@@ -1,0 +1,116 @@
+"""The loop by hand: killed and gone on with, cut in any way, it is the same training."""
+
+import os
+import signal
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from forks import forked
+from lightning.fabric import Fabric
+
+ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT))  # examples are not installed
+
+from examples import custom_loop  # noqa: E402
+from examples.custom_loop import Config, Training, train  # noqa: E402
+from examples.reproduce import custom_loop as recipe  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled:UserWarning")
+CONFIG = Config(effective_batch_size=12, micro_batch_size=5, steps=7, checkpoint_every=2, rows=500)
+SAMPLES = 31
+
+
+def images() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return torch.rand(SAMPLES, 1, 9, 9, generator=generator), torch.arange(SAMPLES) % 10
+
+
+def fabric(wanted: bool) -> Fabric | None:
+    return Fabric(accelerator="cpu", devices=1) if wanted else None
+
+
+def live(folder: str, with_fabric: bool, dies_at: int | None) -> None:
+    """Train, until the process kills itself between two checkpoints."""
+
+    def watch(training: Training, chunks: Any) -> None:
+        if training.step == dies_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    training = train(replace(CONFIG, folder=folder), *images(), fabric=fabric(with_fabric), watch=watch)
+    torch.save(training.model.state_dict(), Path(folder) / "weights.pt")
+
+
+@pytest.mark.parametrize("with_fabric", [False, True], ids=["plain", "Fabric"])
+def test_killed_and_resumed_is_uninterrupted_to_the_bit(with_fabric: bool, tmp_path: Path) -> None:
+    """Weights, and the summaries: each step once."""
+    for name, deaths in {"through": [None], "killed": [3, 6, None]}.items():
+        for death in deaths:
+            ended = forked(live, str(tmp_path / name), with_fabric, death, folder=tmp_path)
+            assert ended.code == (0 if death is None else -signal.SIGKILL), ended.output
+    through, killed = (torch.load(tmp_path / name / "weights.pt", weights_only=True) for name in ("through", "killed"))
+    assert [name for name in through if not through[name].equal(killed[name])] == []
+    curves = [recipe.summarized(tmp_path / name) for name in ("through", "killed")]
+    assert curves[0] == curves[1]
+    assert [step for step, _ in curves[0]] == [*range(1, 8)]
+
+
+def test_micro_batches_change_nothing(tmp_path: Path) -> None:
+    """Ragged windows too; each gradient stays sparse and names a row once."""
+    trained = []
+    for micro_batch in (12, 5):
+        used: list[int] = []
+
+        def watch(training: Training, chunks: tuple[torch.Tensor, ...]) -> None:
+            used.append(sum(map(len, chunks)))  # noqa: B023 (called in this round only)
+            gradient = next(training.model.parameters()).grad
+            assert gradient.is_sparse
+            assert gradient.is_coalesced()
+
+        config = replace(CONFIG, micro_batch_size=micro_batch, folder=str(tmp_path / str(micro_batch)))
+        trained.append(train(config, *images(), watch=watch))
+        assert used == [12, 12, 7, 12, 12, 7, 12]
+    for whole, cut in zip(trained[0].model.parameters(), trained[1].model.parameters()):
+        torch.testing.assert_close(whole, cut, rtol=1e-4, atol=1e-5)
+
+
+def test_looking_for_what_fits_changes_nothing(tmp_path: Path) -> None:
+    """An optimizer whose state exists from the start is put back as well."""
+    config = replace(CONFIG, steps=2, memory_budget="1GiB")
+    fixed, found = (
+        train(replace(config, micro_batch_size=size, folder=str(tmp_path / str(size))), *images()) for size in (12, 0)
+    )
+    for one, other in zip(fixed.model.parameters(), found.model.parameters()):
+        assert one.equal(other)
+
+
+def test_a_window_is_a_function_of_the_seed() -> None:
+    """Wherever a run starts."""
+    through = [*custom_loop.windows(SAMPLES, CONFIG, start=0)]
+    for start in range(7):
+        resumed = [*custom_loop.windows(SAMPLES, CONFIG, start=start)]
+        assert all(one.equal(other) for one, other in zip(through[start:], resumed, strict=True))
+
+
+OVERRIDES = ["experiment=sparse_embedding", "data=digits", "data.val_fraction=0.8"]  # 287 images to train on
+
+
+def test_the_usual_loop_loses_the_ragged_window(tmp_path: Path) -> None:
+    """Of 287 samples an epoch it trains on 256, and its sparse gradient grows with every micro-batch."""
+    usual = recipe.usual(tmp_path, OVERRIDES, epochs=2, limit=2)
+    ours = recipe.by_loop(tmp_path, OVERRIDES, epochs=2, limit=2, config=Config(micro_batch_size=64))
+    assert (usual.values["used"], ours.values["used"]) == (256, 287)
+    assert (usual.values["steps"], ours.values["steps"]) == (2, 4)
+    assert ours.values["error"] < 1e-6
+    assert ours.values["gradient"] < usual.values["gradient"]
+
+
+def test_the_trainer_trains_the_same(tmp_path: Path) -> None:
+    """With AutoAccumulate within a budget, on every sample; the gradient is as small."""
+    command = [*OVERRIDES, "trainer.max_epochs=2", "trainer.limit_val_batches=2", "test=false"]
+    trainer = recipe.by_trainer(tmp_path, [*command, "accumulate.memory_budget=144MiB"])
+    assert (trainer.values["used"], trainer.values["steps"]) == (287, 4)
+    assert trainer.values["gradient"] < 10
