@@ -37,7 +37,7 @@ COLUMNS = {
     "ragged": Column("share, last window", "{:.2f}"),
     "steps": Column("steps"),
     "left": Column("images left over"),
-    "epochs": Column("epochs until stopped"),
+    "epochs": Column("stopped after epoch"),
     "best": Column("best epoch"),
     "checkpoints": Column("checkpoints"),
     "rates": Column("rates logged"),
@@ -49,7 +49,7 @@ WINDOW = RANKS * MICRO_BATCH * FACTOR
 WHOLE, STOCK, OURS = "60 whole", "6 × 10, stock Lightning", "6 × 10, AutoAccumulate"
 UNDIVIDED, BY_BATCH, CARRIED = "by hand, not divided", "by hand, divided by 6", "by hand, rest carried over"
 BATCH_NORM, NORMS = "BatchNorm: ", ("GroupNorm", "BatchNorm")
-RATE, LEAST = 0.01, 0.01  # of learning; by which the loss has to fall, or training stops
+RATE = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +62,7 @@ class Run:
         train: Training images.
         val: Validation images.
         epochs: Most epochs.
+        goal: The validation loss at which training stops.
         data: The set.
         net: A model of timm.
     """
@@ -71,6 +72,7 @@ class Run:
     train: int
     val: int
     epochs: int
+    goal: float
     data: str
     net: str = "densenet121"
 
@@ -95,7 +97,8 @@ def rows(setup: Setup) -> list[Task]:
     size = {
         "train": trained_on(setup),
         "val": setup.pick(quick=60, medium=240, full=5_000),
-        "epochs": setup.pick(quick=3, medium=5, full=40),
+        "epochs": setup.pick(quick=4, medium=5, full=40),
+        "goal": setup.pick(quick=2.2, medium=1.5, full=0.3),
         "data": at_hand(setup),
     }
     group = [Run(how, "group", **size) for how in (WHOLE, STOCK, OURS, UNDIVIDED, BY_BATCH, CARRIED)]
@@ -117,7 +120,7 @@ def on_ranks(run: Run, root: str, folder: Path) -> Measured:
     if done.returncode:
         raise RuntimeError(f"{run.how}: {done.stderr[-2000:]}")
     found = json.loads((folder / "record.json").read_text())
-    rates = read_curves(folder / "csv" / "metrics.csv").get("lr-SGD", [])
+    rates = read_curves(folder / "csv" / "metrics.csv").get("lr-Adam", [])
     last = found["validated"][-1]
     values = {
         **found["shares"],
@@ -230,13 +233,13 @@ class Recorder(Callback):
 
 
 def model(run: Run, channels: int) -> TimmClassifier:
-    """Build the model with SGD and a warm-up by optimizer step."""
+    """Build the model with Adam and a warm-up by optimizer step."""
     arguments = {
         "name": run.net,
         "in_channels": channels,
         "image_size": 32,
         "group_norm": run.norm == "group",
-        "optimizer": partial(torch.optim.SGD, lr=RATE, momentum=0.9),
+        "optimizer": partial(torch.optim.Adam, lr=RATE),
         "lr_scheduler": partial(LambdaLR, lr_lambda=warm_up),
     }
     divisors = {UNDIVIDED: 1, BY_BATCH: MICRO_BATCH, CARRIED: FACTOR}
@@ -245,13 +248,13 @@ def model(run: Run, channels: int) -> TimmClassifier:
     return TimmClassifier(**arguments)
 
 
-def callbacks(folder: Path) -> list[Callback]:
+def callbacks(folder: Path, goal: float) -> list[Callback]:
     """Make those of Lightning that watch a training."""
     checkpoints = partial(ModelCheckpoint, folder / "checkpoints", save_weights_only=True)
     return [
         checkpoints(filename="best", monitor="val/loss"),
         checkpoints(filename="{step}", every_n_train_steps=2, save_top_k=-1),
-        EarlyStopping("val/loss", patience=1, min_delta=LEAST),
+        EarlyStopping("val/loss", patience=2, stopping_threshold=goal),
         LearningRateMonitor("step"),
     ]
 
@@ -268,7 +271,7 @@ def train(run: Run, root: str, folder: Path) -> None:
         strategy=DDPStrategy(start_method="fork", process_group_backend="gloo"),
         precision="bf16-mixed",
         accumulate_grad_batches=FACTOR if run.how in (STOCK, OURS) else 1,
-        callbacks=[*ours, *callbacks(folder), Recorder(folder / "record.json", images)],
+        callbacks=[*ours, *callbacks(folder, run.goal), Recorder(folder / "record.json", images)],
         logger=CSVLogger(folder, name="csv", version=""),
         log_every_n_steps=1,
         num_sanity_val_steps=0,

@@ -120,23 +120,27 @@ def gradients(overrides: Sequence[str], cut: tuple[int, str]) -> list[Tensor]:
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
+        limit_val_batches=0,
     )
-    trainer.fit(module, DataLoader(texts, batch_size=micro_batch, collate_fn=pad))
+    trainer.fit(module, DataLoader(texts, batch_size=micro_batch, collate_fn=pad), data.val_dataloader())
     return watch.gradients
 
 
 def draw(result: Result) -> Figure:
-    """Draw the gradient error of each window, and the training losses."""
+    """Draw the gradient error of each window, and how far training losses are from those of whole windows."""
     figure = Figure(figsize=(9, 4), layout="constrained")
     errors, losses = figure.subplots(1, 2)
+    whole = dict(result.row(WHOLE).curves["train"])
     for number, row in enumerate(row for row in result.rows if row.name != WHOLE):
         style = {"color": f"C{number // 2}", "linestyle": "-" if BY_TOKENS in row.name else "--"}
+        apart = [(step, abs(loss - whole[step])) for step, loss in row.curves["train"]]
         errors.semilogy(*zip(*row.curves["error"]), marker="o", label=row.name, **style)
-        losses.plot(*zip(*moving_mean(row.curves["train"])), label=row.name, **style)
-    losses.plot(*zip(*moving_mean(result.row(WHOLE).curves["train"])), color="black", linewidth=1, label=WHOLE)
+        losses.semilogy(*zip(*(point for point in moving_mean(apart) if point[1])), **style)
     errors.set(title="Error of the gradient", xlabel="window (the last has 12 texts)", ylabel="relative to the whole")
     errors.set_xticks(range(1, COMPARED + 2))
-    losses.set(title="Training loss, moving mean", xlabel="optimizer step", ylabel="nats per token")
+    losses.set(
+        title="Training loss: distance from 32 whole", xlabel="optimizer step", ylabel="nats a token, moving mean"
+    )
     for axes in (errors, losses):
         axes.spines[["top", "right"]].set_visible(False)
     errors.legend(frameon=False, fontsize="small", loc="center right")

@@ -249,7 +249,7 @@ def draw(result: Result) -> Figure:
     scores, weights = figure.subplots(1, 2, width_ratios=(1, 1.3))
     for place, name in enumerate(PRECISIONS):
         points = result.row(f"{name}: training").curves["f1"]
-        scores.bar([x + 0.28 * (place - 1) for x, _ in points], [y for _, y in points], 0.26, label=name)
+        scores.bar([x + 0.28 * (place - 1) for x, _ in points], [y for _, y in points], 0.26, label=name.split(",")[0])
     scores.set(title="F1 by class", xlabel="class", ylim=(0, 1.25))
     scores.set_xticks(range(len(points)))
     scores.legend(frameon=False, fontsize="small", loc="upper center", ncols=3)

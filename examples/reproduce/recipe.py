@@ -87,7 +87,7 @@ class Row:
     Attributes:
         name: As in its task.
         settings: As in its task.
-        seconds: CPU time of this process that measuring took, all threads added up.
+        seconds: CPU time that measuring took, all threads and processes added up.
         values: See :class:`Measured`.
         curves: See :class:`Measured`.
     """

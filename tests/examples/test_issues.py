@@ -21,7 +21,7 @@ def test_openclip_multiplies_the_temperatures_gradient() -> None:
 
 
 def test_lightning_divides_the_last_window_by_the_full_factor() -> None:
-    """Half of the gradient of two batches out of four; samples of a smaller last batch weigh twice the others."""
+    """Half of the gradient of two batches out of four; in a smaller last batch a sample weighs as two others do."""
     found = {who: in_words(windows[-1]) for who, windows in lightning_19987.table().items()}
     assert list(found.values()) == [
         "8 samples: 0.500",

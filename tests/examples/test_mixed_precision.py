@@ -40,6 +40,7 @@ def test_what_makes_the_last_one_weigh_more() -> None:
     assert (found["first"], found["last"]) == (pytest.approx(0.625, rel=1e-5), pytest.approx(2.5, rel=1e-5))
 
 
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`:UserWarning")
 def test_a_skipped_micro_batch_halves_the_other() -> None:
     """In stock Lightning; weighted by samples, the other is the whole window."""
     assert weighed("first batch skipped, stock Lightning").values["last"] == pytest.approx(0.5, rel=1e-5)
