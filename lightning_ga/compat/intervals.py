@@ -92,7 +92,9 @@ def stop_only_unless(trainer: Any, holds: Callable[[], bool]) -> Callable[[], No
     cls = type(loop)
 
     def asked(question: Callable[..., Any], *arguments: Any) -> bool:
-        stops, trainer.should_stop = trainer.should_stop, trainer.should_stop and not holds()
+        if not trainer.should_stop:
+            return bool(question(loop, *arguments))
+        stops, trainer.should_stop = trainer.should_stop, not holds()
         try:
             return bool(question(loop, *arguments))
         finally:

@@ -145,10 +145,10 @@ def training_epochs(trainer: Any) -> range:
     return range(first, first + 1) if last is None or last < 0 else range(first, max(first + 1, last))
 
 
+_STAGES = {"predict": "prediction", "test": "test", "validate": "validation", "sanity_check": "validation"}
+
+
 def stage(trainer: Any) -> str:
     """Return what batches are for now: ``"training"``, ``"validation"``, ``"test"`` or ``"prediction"``."""
-    if trainer.predicting:
-        return "prediction"
-    if trainer.testing:
-        return "test"
-    return "validation" if trainer.validating or trainer.sanity_checking else "training"
+    running = trainer.state.stage
+    return "training" if running is None else _STAGES.get(running.value, "training")
