@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import wraps
 from itertools import chain
+from operator import is_
 from types import MethodType
 from typing import Any
 
@@ -120,9 +121,14 @@ class TrainedTensors:
     def __init__(self, trainer: Any) -> None:
         self._optimizers = trainer.optimizers
         self._tables = [part._parameters for part in trainer.lightning_module.modules()]
+        self._found: list[torch.Tensor | None] = []
+        self._tensors: list[torch.Tensor] = []
 
     def now(self) -> list[torch.Tensor]:
         """Return the tensors that exist now, each once; those of modules added since are not among them."""
         groups = [group["params"] for optimizer in self._optimizers for group in optimizer.param_groups]
-        known = chain(chain.from_iterable(map(dict.values, self._tables)), chain.from_iterable(groups))
-        return list({id(tensor): tensor for tensor in known if tensor is not None}.values())
+        found = [*chain.from_iterable(map(dict.values, self._tables)), *chain.from_iterable(groups)]
+        if len(found) != len(self._found) or not all(map(is_, found, self._found)):
+            self._found = found
+            self._tensors = list({id(tensor): tensor for tensor in found if tensor is not None}.values())
+        return self._tensors

@@ -23,6 +23,11 @@ def micro_batch_index(trainer: Any) -> int:
     return int(trainer.fit_loop.epoch_loop.batch_progress.current.ready) - 1
 
 
+def begins_window(trainer: Any) -> bool:
+    """Return whether the micro-batch that is being trained on is the first since the optimizer's step."""
+    return bool(micro_batch_index(trainer) % trainer.accumulate_grad_batches == 0)
+
+
 def window_is_over(trainer: Any) -> bool:
     """Return whether the optimizer stepped on the micro-batch just trained on."""
     return not trainer.fit_loop._should_accumulate()

@@ -113,10 +113,10 @@ class AttemptRunner:
         """Return the out-of-memory error that a stage met last."""
         return self._last_failures.get(stage)
 
-    def take(self, batch: Any) -> None:
-        """Remember what an attempt at these samples may change."""
+    def take(self, batch: Any, *, anew: bool) -> None:
+        """Remember what an attempt at these samples may change; all of it ``anew`` but within a window."""
         if self._policy.retries:
-            self.state.take(batch)
+            self.state.take(batch, anew=anew)
 
     def learn(self) -> None:
         """Note that an attempt went through: what changes in one shows."""

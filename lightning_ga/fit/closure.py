@@ -13,12 +13,13 @@ from lightning_ga.batch.merge import merge_outputs
 from lightning_ga.compat import closures, loops, ranks
 from lightning_ga.errors import ExactnessWarning
 from lightning_ga.fit.batch_task import BatchResult, BatchTask
+from lightning_ga.fit.lbfgs import evaluates_again
 from lightning_ga.fit.oom_retry import OomRetrier
 from lightning_ga.fit.pieces import Piece
 from lightning_ga.fit.window_gradients import WindowGradients
 from lightning_ga.loading.reader import CollatedAgain
 from lightning_ga.plan.window_weights import WindowWeights
-from lightning_ga.snapshot.gradients import Accumulations, GradientSnapshot, left_alone
+from lightning_ga.snapshot.gradients import Accumulations, GradientSnapshot, WindowGradientMarks, left_alone
 
 MakeClosure = Callable[[Any, Optimizer, int], Any]
 
@@ -43,16 +44,13 @@ class MicroBatchClosures:
     ) -> None:
         self.trainer, self.retrier, self.gradients = trainer, retrier, gradients
         self._samples_again = samples_again
+        self._evaluates_again = evaluates_again(trainer.optimizers[0])
         self._expected: int | None = None
         self._warned = False
         self._trained = closures.TrainedTensors(trainer)
         self._parameters = self._trained.now()
         self._repeated: list[Tensor] | None = None
-
-    @property
-    def repeated(self) -> list[Tensor] | None:
-        """Parameters that are added to more than once a pass; ``None`` until one went through."""
-        return self._repeated
+        self._marks = WindowGradientMarks()
 
     def closure(self, make: MakeClosure, kwargs: Any, optimizer: Optimizer, batch_idx: int) -> "MicroBatchClosure":
         """Return the closure of one micro-batch."""
@@ -75,9 +73,23 @@ class MicroBatchClosures:
         """Say how many samples the next micro-batch should hold, if that is known."""
         self._expected = samples
 
-    def run(self, batch: Any, attempt: Callable[[Piece | None], "_Pass"], weigh: Callable[[Any, Piece], float]) -> Any:
-        """Run the passes of one micro-batch, and average gradients over ranks where that is done by hand."""
-        task = BatchTask(batch, "training", attempt, self._expected, weigh=weigh, again=self._samples_again)
+    def run(self, batch: Any, passes: "_Passes", *, anew: bool) -> BatchResult:
+        """Run the passes of one micro-batch, and average gradients over ranks where that is done by hand.
+
+        Args:
+            batch: The micro-batch.
+            passes: Makes the passes.
+            anew: Whether the optimizer may have changed weights since the pass before.
+        """
+        task = BatchTask(
+            batch,
+            "training",
+            passes.attempt,
+            self._expected,
+            weigh=passes.share,
+            again=self._samples_again,
+            within_window=not (anew or self._evaluates_again or loops.begins_window(self.trainer)),
+        )
         done = self.retrier.run(task)
         if self.retrier.policy.by_hand and loops.window_is_over(self.trainer):
             ranks.average_over_ranks(self.trainer)
@@ -87,11 +99,17 @@ class MicroBatchClosures:
         """Look through the module again: parts may have been added."""
         self._trained = closures.TrainedTensors(self.trainer)
 
-    def parameters(self, *, anew: bool) -> list[Tensor]:
-        """Return what may have a gradient; looked for anew where a window starts."""
-        if anew:
-            self._parameters = self._trained.now()
-        return self._parameters
+    def gradients_before(self, *, starts_window: bool) -> GradientSnapshot | None:
+        """Return the gradients before a pass; none where it starts a window, whose parameters are looked for."""
+        if not starts_window:
+            return self._marks.take(self._parameters, self._repeated or ())
+        self._marks.forget()
+        self._parameters = self._trained.now()
+        return None
+
+    def accumulations(self) -> Accumulations | None:
+        """Return what counts the accumulations of the first pass that goes through."""
+        return Accumulations(self._parameters) if self._repeated is None else None
 
     def new_gradients(self) -> bool:
         """Return whether tensors have a gradient that were not there when the window started."""
@@ -100,9 +118,11 @@ class MicroBatchClosures:
         return any(tensor.grad is not None for tensor in now if id(tensor) not in known)
 
     def went_through(self, counted: Accumulations | None) -> None:
-        """Learn from the first pass which parameters are added to more than once."""
+        """Learn from the first pass which parameters are added to more than once; hold no gradients after the last."""
         if counted is not None:
             self._repeated = counted.repeated()
+        if loops.window_is_over(self.trainer):
+            self._marks.forget()
 
 
 class MicroBatchClosure:
@@ -121,11 +141,11 @@ class MicroBatchClosure:
 
     def __call__(self, *_: Any) -> Tensor | None:
         """Run the micro-batch; its loss as the loop divides it."""
-        if self._evaluated:
+        again, self._evaluated = self._evaluated, True
+        if again:
             self._steps.evaluated_again()
-        self._evaluated = True
         passes = _Passes(self._steps, self._make, self._batch)
-        self._result = _as_result(self._steps.run(self._batch, passes.attempt, passes.share))
+        self._result = _as_result(self._steps.run(self._batch, passes, anew=again))
         return self._result.loss
 
     def consume_result(self) -> "_Result":
@@ -197,10 +217,8 @@ class _Pass:
         passes, steps = self._passes, self._passes.steps
         closure = passes.closure(part)
         starts_window = closures.zeroes_gradients(closure)
-        parameters = steps.parameters(anew=starts_window)
-        gradients = None if starts_window else GradientSnapshot(parameters, steps.repeated or ())
-        counted = Accumulations(parameters) if steps.repeated is None else None
-        self._before = _Before(steps.gradients.weights, gradients)
+        self._before = _Before(steps.gradients.weights, steps.gradients_before(starts_window=starts_window))
+        counted = steps.accumulations()
         with self._context(part), nullcontext() if counted is None else counted.counted():
             closure()
         steps.went_through(counted)
@@ -221,7 +239,9 @@ class _Pass:
         if self._before.gradients is None:
             return None
         self._passes.failed(self._piece, self._before.gradients.restore())
-        return "gradients of parameters that were made within an epoch" if steps.new_gradients() else None
+        if steps.new_gradients():
+            return "gradients of parameters that were made within an epoch"
+        return self._before.gradients.lost()
 
     def _context(self, part: Any) -> AbstractContextManager[Any]:
         """Return a context in which the backward pass weighs what it should, and reduces if it should."""

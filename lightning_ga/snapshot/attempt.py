@@ -44,13 +44,18 @@ class AttemptSnapshot:
         yield from self.weights.tensors()
         yield from self._attributes.tensors()
 
-    def take(self, batch: Any) -> None:
-        """Remember everything as it is now, before an attempt at these samples."""
+    def take(self, batch: Any, *, anew: bool = True) -> None:
+        """Remember everything as it is now, before an attempt at these samples.
+
+        Args:
+            batch: The samples.
+            anew: False within a window: what attempts do not change is looked at where it begins.
+        """
         self._random = RandomState()
         self._batch = BatchSnapshot(batch, by_value=self._writes_batch or self.weights.is_learning)
-        self.buffers.take()
-        self.weights.take()
-        self._attributes.take()
+        self.buffers.take(anew=anew)
+        self.weights.take(anew=anew)
+        self._attributes.take(anew=anew)
         self._states = [metric_state(metric) for metric in self.metrics]
 
     def learn(self) -> None:
