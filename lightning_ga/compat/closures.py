@@ -25,7 +25,14 @@ def intercept_closures(trainer: Any, wrap: Callable[..., Any]) -> None:
 
     def make_ours(*given: Any) -> Any:
         """Return a closure of Lightning's own class, which reports an ``optimizer_step`` that never calls it."""
-        ours, closure = wrap(lambda *again: make(loop, *again), *given), make(loop, *given)
+        whole = make(loop, *given)
+        prepared = [whole]  # for the first pass over the whole batch
+
+        def make_again(kwargs: Any, *others: Any) -> Any:
+            return prepared.pop() if prepared and kwargs is given[0] else make(loop, kwargs, *others)
+
+        ours, closure = wrap(make_again, *given), object.__new__(type(whole))
+        vars(closure).update(vars(whole))
         patching.shadow(closure, "closure", lambda *arguments, **_: _Ran(ours(*arguments), ours.consume_result()))
         return closure
 

@@ -21,6 +21,8 @@ def step_schedulers_when_due(trainer: Any, frequencies: dict[int, int], window: 
         frequencies: What the user wrote, by position among the trainer's schedules.
         window: The window in its epoch that the micro-batch belongs to.
     """
+    if not frequencies:
+        return
     count = loops.micro_batch_index(trainer) + 1
     for position, frequency in frequencies.items():
         due = (window + 1) % frequency == 0
@@ -56,8 +58,8 @@ def validate_when_due(trainer: Any, before: int, after: int, epoch_batches: int 
     interval = _validation_interval(trainer, epoch_batches)
     loop = trainer.fit_loop.epoch_loop
     index = loop.total_batch_idx if trainer.check_val_every_n_epoch is None else loop.batch_idx
-    if (before, after) == (index, index + 1):  # nothing is cut
-        set_validation_interval(trainer, epoch_batches)
+    if before == index and after == index + 1:  # nothing is cut
+        trainer.val_check_batch = float("inf") if interval is None else interval
         return
     over = bool(loop.batch_progress.is_last_batch)
     due = over if interval is None else after // interval > before // interval  # a stream is validated when it is over

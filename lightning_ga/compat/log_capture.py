@@ -17,11 +17,14 @@ class HeldBackLogs:
 
     Args:
         trainer: The Trainer.
+        stage: What the batch is for, as in ``loops.stage``.
         note: Called instead.
     """
 
-    def __init__(self, trainer: Any, note: Callable[..., None]) -> None:
-        self._results, self._note = trainer._results, note
+    def __init__(self, trainer: Any, stage: str, note: Callable[..., None]) -> None:
+        # ``trainer._results`` asks for the stage several times.
+        self._results = trainer.fit_loop.epoch_loop._results if stage == "training" else trainer._results
+        self._note = note
 
     def __enter__(self) -> Callable[..., None]:
         if self._results is None:

@@ -29,8 +29,12 @@ def begins_window(trainer: Any) -> bool:
 
 
 def window_is_over(trainer: Any) -> bool:
-    """Return whether the optimizer stepped on the micro-batch just trained on."""
-    return not trainer.fit_loop._should_accumulate()
+    """Return whether the optimizer steps on the micro-batch that is trained on (``training_epoch_loop.py:447``)."""
+    loop, progress = trainer.fit_loop, trainer.fit_loop.epoch_loop.batch_progress
+    ready = progress.current.ready
+    if ready % trainer.accumulate_grad_batches and ready != loop.max_batches and not progress.is_last_batch:
+        return False
+    return not loop._should_accumulate()
 
 
 def restarts_in_epoch(trainer: Any) -> bool:

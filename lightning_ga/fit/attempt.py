@@ -145,7 +145,7 @@ class AttemptRunner:
         Raises:
             UserError: If memory runs out and other ranks would wait for a retry.
         """
-        before = self._collectives()
+        before = self._collectives() if self._distributed else 0
         try:
             return Attempt(run())
         except Exception as error:
@@ -153,7 +153,7 @@ class AttemptRunner:
                 raise
             failure = error
         finally:
-            if self._collectives() != before:
+            if self._distributed and self._collectives() != before:
                 self._lockstep.add(stage)
         release(failure)
         self._last_failures[stage] = failure

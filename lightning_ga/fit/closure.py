@@ -45,6 +45,7 @@ class MicroBatchClosures:
         self.trainer, self.retrier, self.gradients = trainer, retrier, gradients
         self._samples_again = samples_again
         self._evaluates_again = evaluates_again(trainer.optimizers[0])
+        self._by_hand = retrier.policy.by_hand
         self._expected: int | None = None
         self._warned = False
         self._trained = closures.TrainedTensors(trainer)
@@ -54,7 +55,12 @@ class MicroBatchClosures:
 
     def closure(self, make: MakeClosure, kwargs: Any, optimizer: Optimizer, batch_idx: int) -> "MicroBatchClosure":
         """Return the closure of one micro-batch."""
-        return MicroBatchClosure(self, lambda batch: make({**kwargs, "batch": batch}, optimizer, batch_idx), kwargs)
+        whole = kwargs["batch"]
+
+        def make_for(batch: Any) -> Any:
+            return make(kwargs if batch is whole else {**kwargs, "batch": batch}, optimizer, batch_idx)
+
+        return MicroBatchClosure(self, make_for, whole)
 
     def evaluated_again(self) -> None:
         """Warn once where an optimizer (SAM, say) evaluates a closure again that holds a part of the window."""
@@ -91,7 +97,7 @@ class MicroBatchClosures:
             within_window=not (anew or self._evaluates_again or loops.begins_window(self.trainer)),
         )
         done = self.retrier.run(task)
-        if self.retrier.policy.by_hand and loops.window_is_over(self.trainer):
+        if self._by_hand and loops.window_is_over(self.trainer):
             ranks.average_over_ranks(self.trainer)
         return done
 
@@ -106,6 +112,11 @@ class MicroBatchClosures:
         self._marks.forget()
         self._parameters = self._trained.now()
         return None
+
+    @property
+    def runs_as_stock(self) -> bool:
+        """Whether nothing is to be done around the pass over a whole micro-batch."""
+        return not self._by_hand and self._repeated is not None
 
     def accumulations(self) -> Accumulations | None:
         """Return what counts the accumulations of the first pass that goes through."""
@@ -131,11 +142,11 @@ class MicroBatchClosure:
     Args:
         steps: What all micro-batches share.
         make: Makes Lightning's closure for a batch, or for a part of one.
-        kwargs: What ``training_step`` gets.
+        batch: The micro-batch.
     """
 
-    def __init__(self, steps: MicroBatchClosures, make: Callable[[Any], Any], kwargs: Any) -> None:
-        self._steps, self._make, self._batch = steps, make, kwargs["batch"]
+    def __init__(self, steps: MicroBatchClosures, make: Callable[[Any], Any], batch: Any) -> None:
+        self._steps, self._make, self._batch = steps, make, batch
         self._result = _Result(None)
         self._evaluated = False
 
@@ -218,10 +229,14 @@ class _Pass:
         closure = passes.closure(part)
         starts_window = closures.zeroes_gradients(closure)
         self._before = _Before(steps.gradients.weights, steps.gradients_before(starts_window=starts_window))
-        counted = steps.accumulations()
-        with self._context(part), nullcontext() if counted is None else counted.counted():
+        if steps.runs_as_stock and self._piece is None:
             closure()
-        steps.went_through(counted)
+            steps.went_through(None)
+        else:
+            counted = steps.accumulations()
+            with self._context(part), nullcontext() if counted is None else counted.counted():
+                closure()
+            steps.went_through(counted)
         passes.went_through()
         result = closure.consume_result()
         return None if result.loss is None else dict(result.asdict())

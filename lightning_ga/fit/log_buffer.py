@@ -84,6 +84,8 @@ class LogBuffer:
             log: Takes entries; if it fails, nothing must have been logged.
             run: Calls the function that logs one entry.
         """
+        if not any(piece.entries for piece in self._pieces):
+            return
         groups: dict[tuple[str, str, int], list[_Part]] = {}
         for piece in self._pieces:
             times: dict[tuple[str, str], int] = {}

@@ -101,7 +101,7 @@ class OomRetrier:
             UserError: If one sample alone does not fit, or the batch cannot be split.
         """
         ledger = LogBuffer()
-        with log_capture.HeldBackLogs(self._trainer, ledger.note) as log:
+        with log_capture.HeldBackLogs(self._trainer, task.stage, ledger.note) as log:
             pieces = self._pieces_of_all_ranks(task)
             result, failure = self._whole(task, ledger) if self._may_fit(task, pieces) else (None, self._not_moved)
             if result is None:
@@ -126,7 +126,7 @@ class OomRetrier:
         if self._stays_on_host(batch, stage, loader):
             self._move = move
             return batch
-        before = RandomState() if self.policy.retries and self._hooks_move_batches else None
+        before = RandomState() if self._hooks_move_batches and self.policy.retries else None
         moved = self._attempts.attempt(stage, partial(move, batch))
         if moved.failure is None:
             return moved.result

@@ -259,10 +259,14 @@ class WindowBatchSampler(Sampler[list[Any]]):
         found = self._chunks_known.get(index)
         if found is None:
             assert self.plan is not None
-            if len(self._chunks_known) >= _FEW:
-                self._chunks_known.clear()
-            found = self._chunks_known[index] = self.window(index).chunk(index % self.plan.factor, self.share)
+            found = self.window(index).chunk(index % self.plan.factor, self.share)
+            self._note(index, found)
         return found
+
+    def _note(self, index: int, chunk: Chunk) -> None:
+        if len(self._chunks_known) >= _FEW:
+            self._chunks_known.clear()
+        self._chunks_known[index] = chunk
 
     def window(self, index: int) -> Window:
         """The window of the ``index``-th micro-batch."""
@@ -282,7 +286,9 @@ class WindowBatchSampler(Sampler[list[Any]]):
             number, position = divmod(index, plan.factor)
             if window is None or window.number != number:
                 window = plan.window(number)
-            yield _indices_of(window.chunk(position, self.share), order)
+            chunk = window.chunk(position, self.share)
+            self._note(index, chunk)  # the loop asks for it next
+            yield _indices_of(chunk, order)
             index += 1
 
     def indices(self, index: int) -> list[Any]:

@@ -294,8 +294,8 @@ class Window:
             chunk = self.chunk(position, rank=0)
             return chunk.start + chunk.count
         share, larger = divmod(self.samples, self.plan.world_size)
-        done, done_of_larger = (part(size, self.factor, position + 1)[0] for size in (share, share + 1))
-        return self.start + larger * done_of_larger + (self.plan.world_size - larger) * done
+        done = self.start + (self.plan.world_size - larger) * part(share, self.factor, position + 1)[0]
+        return done + larger * part(share + 1, self.factor, position + 1)[0] if larger else done
 
 
 def part(total: int, parts: int, index: int) -> tuple[int, int]:

@@ -35,6 +35,7 @@ class AttemptSnapshot:
         self._attributes = AttributeSnapshot(module)
         self._batch = BatchSnapshot(None)
         self._writes_batch = False  # without raising versions
+        self._learns = True
         self._random = RandomState()
         self._states: list[MetricState] = []
 
@@ -60,9 +61,12 @@ class AttemptSnapshot:
 
     def learn(self) -> None:
         """Note that an attempt went through: what changes in one shows."""
+        if not self._learns:
+            return
         self._writes_batch = self._writes_batch or self._batch.changes_unseen()
         self.buffers.learn()
         self.weights.learn()
+        self._learns = self.weights.is_learning or self._writes_batch or self.buffers.is_learning
 
     def draws_numbers(self) -> bool:
         """Return whether random numbers were drawn since."""

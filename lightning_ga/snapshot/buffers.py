@@ -51,6 +51,11 @@ class BufferSnapshot:
             large.take()
         self._versions = [buffer._version for _, buffer in self._uncopied]
 
+    @property
+    def is_learning(self) -> bool:
+        """Whether an attempt that goes through shows more."""
+        return any(large.is_learning for large in self._large)
+
     def learn(self) -> None:
         """Note that an attempt went through: what changes in one shows."""
         for large in self._large:
