@@ -93,18 +93,21 @@ def stop_only_unless(trainer: Any, holds: Callable[[], bool]) -> Callable[[], No
     loop = trainer.fit_loop.epoch_loop
     cls = type(loop)
 
-    def asked(question: Callable[..., Any], *arguments: Any) -> bool:
-        if not trainer.should_stop:
-            return bool(question(loop, *arguments))
-        stops, trainer.should_stop = trainer.should_stop, not holds()
-        try:
-            return bool(question(loop, *arguments))
-        finally:
-            trainer.should_stop = trainer.should_stop or stops
+    def asking(question: Callable[..., Any]) -> Callable[..., Any]:
+        def ask(*arguments: Any) -> Any:
+            if not trainer.should_stop:
+                return question(*arguments)
+            trainer.should_stop = not holds()
+            try:
+                return question(*arguments)
+            finally:
+                trainer.should_stop = True
+
+        return ask
 
     own = {
-        "done": property(lambda _: asked(cls.done.fget)),
-        "_should_check_val_fx": lambda _, fetcher: asked(cls._should_check_val_fx, fetcher),
+        "done": property(asking(cls.done.fget)),
+        "_should_check_val_fx": asking(cls._should_check_val_fx),
         "__module__": cls.__module__,
     }
     loop.__class__ = type(cls.__name__, (cls,), own)

@@ -36,6 +36,7 @@ class WeightSnapshot:
         self._parameters = list(module.parameters())
         self._versions: list[int] = []
         self._restless: set[int] = set()  # places of weights that change within windows
+        self._looks_within = LOOKS
         self._trained: list[bool] = []
         self._summed = self._parameters  # whose versions may not tell
         self._sums: list[int | None] = []
@@ -73,9 +74,10 @@ class WeightSnapshot:
     def take(self, *, anew: bool = True) -> None:
         """Copy what changes, before an attempt; ``anew`` where a window begins: its optimizer has stepped."""
         self._copies.take()
-        if anew or self._looks:
+        if anew or self._looks_within:
             before, self._versions = self._versions, [parameter._version for parameter in self._parameters]
             if not anew:
+                self._looks_within -= 1
                 self._restless.update(at for at, pair in enumerate(zip(before, self._versions)) if pair[0] != pair[1])
         for place in self._restless:
             self._versions[place] = self._parameters[place]._version
