@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import wraps
 from itertools import chain
+from operator import is_
 from types import MethodType
 from typing import Any
 
@@ -24,7 +25,14 @@ def intercept_closures(trainer: Any, wrap: Callable[..., Any]) -> None:
 
     def make_ours(*given: Any) -> Any:
         """Return a closure of Lightning's own class, which reports an ``optimizer_step`` that never calls it."""
-        ours, closure = wrap(lambda *again: make(loop, *again), *given), make(loop, *given)
+        whole = make(loop, *given)
+        prepared = [whole]  # for the first pass over the whole batch
+
+        def make_again(kwargs: Any, *others: Any) -> Any:
+            return prepared.pop() if prepared and kwargs is given[0] else make(loop, kwargs, *others)
+
+        ours, closure = wrap(make_again, *given), object.__new__(type(whole))
+        vars(closure).update(vars(whole))
         patching.shadow(closure, "closure", lambda *arguments, **_: _Ran(ours(*arguments), ours.consume_result()))
         return closure
 
@@ -144,9 +152,14 @@ class TrainedTensors:
     def __init__(self, trainer: Any) -> None:
         self._optimizers = trainer.optimizers
         self._tables = [part._parameters for part in trainer.lightning_module.modules()]
+        self._found: list[torch.Tensor | None] = []
+        self._tensors: list[torch.Tensor] = []
 
     def now(self) -> list[torch.Tensor]:
         """Return the tensors that exist now, each once; those of modules added since are not among them."""
         groups = [group["params"] for optimizer in self._optimizers for group in optimizer.param_groups]
-        known = chain(chain.from_iterable(map(dict.values, self._tables)), chain.from_iterable(groups))
-        return list({id(tensor): tensor for tensor in known if tensor is not None}.values())
+        found = [*chain.from_iterable(map(dict.values, self._tables)), *chain.from_iterable(groups)]
+        if len(found) != len(self._found) or not all(map(is_, found, self._found)):
+            self._found = found
+            self._tensors = list({id(tensor): tensor for tensor in found if tensor is not None}.values())
+        return self._tensors

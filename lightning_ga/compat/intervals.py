@@ -21,6 +21,8 @@ def step_schedulers_when_due(trainer: Any, frequencies: dict[int, int], window: 
         frequencies: What the user wrote, by position among the trainer's schedules.
         window: The window in its epoch that the micro-batch belongs to.
     """
+    if not frequencies:
+        return
     count = loops.micro_batch_index(trainer) + 1
     for position, frequency in frequencies.items():
         due = (window + 1) % frequency == 0
@@ -56,8 +58,8 @@ def validate_when_due(trainer: Any, before: int, after: int, epoch_batches: int 
     interval = _validation_interval(trainer, epoch_batches)
     loop = trainer.fit_loop.epoch_loop
     index = loop.total_batch_idx if trainer.check_val_every_n_epoch is None else loop.batch_idx
-    if (before, after) == (index, index + 1):  # nothing is cut
-        set_validation_interval(trainer, epoch_batches)
+    if before == index and after == index + 1:  # nothing is cut
+        trainer.val_check_batch = float("inf") if interval is None else interval
         return
     over = bool(loop.batch_progress.is_last_batch)
     due = over if interval is None else after // interval > before // interval  # a stream is validated when it is over
@@ -91,16 +93,21 @@ def stop_only_unless(trainer: Any, holds: Callable[[], bool]) -> Callable[[], No
     loop = trainer.fit_loop.epoch_loop
     cls = type(loop)
 
-    def asked(question: Callable[..., Any], *arguments: Any) -> bool:
-        stops, trainer.should_stop = trainer.should_stop, trainer.should_stop and not holds()
-        try:
-            return bool(question(loop, *arguments))
-        finally:
-            trainer.should_stop = trainer.should_stop or stops
+    def asking(question: Callable[..., Any]) -> Callable[..., Any]:
+        def ask(*arguments: Any) -> Any:
+            if not trainer.should_stop:
+                return question(*arguments)
+            trainer.should_stop = not holds()
+            try:
+                return question(*arguments)
+            finally:
+                trainer.should_stop = True
+
+        return ask
 
     own = {
-        "done": property(lambda _: asked(cls.done.fget)),
-        "_should_check_val_fx": lambda _, fetcher: asked(cls._should_check_val_fx, fetcher),
+        "done": property(asking(cls.done.fget)),
+        "_should_check_val_fx": asking(cls._should_check_val_fx),
         "__module__": cls.__module__,
     }
     loop.__class__ = type(cls.__name__, (cls,), own)

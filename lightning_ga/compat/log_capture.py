@@ -3,29 +3,42 @@
 Lightning's ``core/module.py`` (``log``) and ``trainer/connectors/logger_connector/result.py``.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from lightning_ga.compat import patching
 
 
-@contextmanager
-def logs_held_back(trainer: Any, note: Callable[..., None]) -> Iterator[Callable[..., None]]:
-    """Return a context in which ``log`` calls ``note``; it yields the function that logs one value.
+class HeldBackLogs:
+    """A context in which ``log`` calls ``note``; entered, it gives the function that logs one value.
 
     ``LightningModule.log`` ends in ``results.log(fx, name, value, **settings)`` (``core/module.py:380``).
+
+    Args:
+        trainer: The Trainer.
+        stage: What the batch is for, as in ``loops.stage``.
+        note: Called instead.
     """
-    results = trainer._results
-    if results is None:
-        yield lambda *_, **__: None
-        return
-    patching.shadow(results, "log", note)
-    try:
-        yield partial(_log_or_nothing, results)
-    finally:
-        patching.unshadow(results, "log")
+
+    def __init__(self, trainer: Any, stage: str, note: Callable[..., None]) -> None:
+        # ``trainer._results`` asks for the stage several times.
+        self._results = trainer.fit_loop.epoch_loop._results if stage == "training" else trainer._results
+        self._note = note
+
+    def __enter__(self) -> Callable[..., None]:
+        if self._results is None:
+            return _log_nothing
+        patching.shadow(self._results, "log", self._note)
+        return partial(_log_or_nothing, self._results)
+
+    def __exit__(self, *_: object) -> None:
+        if self._results is not None:
+            patching.unshadow(self._results, "log")
+
+
+def _log_nothing(*_: Any, **__: Any) -> None:
+    """Take no values, where the Trainer takes none."""
 
 
 def _log_or_nothing(results: Any, fx: str, name: str, *arguments: Any, **settings: Any) -> None:

@@ -23,9 +23,18 @@ def micro_batch_index(trainer: Any) -> int:
     return int(trainer.fit_loop.epoch_loop.batch_progress.current.ready) - 1
 
 
+def begins_window(trainer: Any) -> bool:
+    """Return whether the micro-batch that is being trained on is the first since the optimizer's step."""
+    return bool(micro_batch_index(trainer) % trainer.accumulate_grad_batches == 0)
+
+
 def window_is_over(trainer: Any) -> bool:
-    """Return whether the optimizer stepped on the micro-batch just trained on."""
-    return not trainer.fit_loop._should_accumulate()
+    """Return whether the optimizer steps on the micro-batch that is trained on (``training_epoch_loop.py:447``)."""
+    loop, progress = trainer.fit_loop, trainer.fit_loop.epoch_loop.batch_progress
+    ready = progress.current.ready
+    if ready % trainer.accumulate_grad_batches and ready != loop.max_batches and not progress.is_last_batch:
+        return False
+    return not loop._should_accumulate()
 
 
 def restarts_in_epoch(trainer: Any) -> bool:
@@ -145,10 +154,10 @@ def training_epochs(trainer: Any) -> range:
     return range(first, first + 1) if last is None or last < 0 else range(first, max(first + 1, last))
 
 
+_STAGES = {"predict": "prediction", "test": "test", "validate": "validation", "sanity_check": "validation"}
+
+
 def stage(trainer: Any) -> str:
     """Return what batches are for now: ``"training"``, ``"validation"``, ``"test"`` or ``"prediction"``."""
-    if trainer.predicting:
-        return "prediction"
-    if trainer.testing:
-        return "test"
-    return "validation" if trainer.validating or trainer.sanity_checking else "training"
+    running = trainer.state.stage
+    return "training" if running is None else _STAGES.get(running.value, "training")

@@ -124,10 +124,10 @@ class AttemptRunner:
         """Return the out-of-memory error that a stage met last."""
         return self._last_failures.get(stage)
 
-    def take(self, batch: Any) -> None:
-        """Remember what an attempt at these samples may change."""
+    def take(self, batch: Any, *, anew: bool) -> None:
+        """Remember what an attempt at these samples may change; all of it ``anew`` but within a window."""
         if self._policy.retries:
-            self.state.take(batch)
+            self.state.take(batch, anew=anew)
 
     def learn(self) -> None:
         """Note that an attempt went through: what changes in one shows."""
@@ -156,7 +156,7 @@ class AttemptRunner:
         Raises:
             UserError: If memory runs out and other ranks would wait for a retry.
         """
-        before = self._collectives()
+        before = self._collectives() if self._distributed else 0
         try:
             return Attempt(run())
         except Exception as error:
@@ -164,7 +164,7 @@ class AttemptRunner:
                 raise
             failure = error
         finally:
-            if self._collectives() != before:
+            if self._distributed and self._collectives() != before:
                 self._lockstep.add(stage)
         release(failure)
         self._last_failures[stage] = failure

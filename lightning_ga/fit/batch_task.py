@@ -49,6 +49,7 @@ class BatchTask:
         loader: Which of several loaders of its stage it comes from.
         weigh: What a piece weighs in means over the batch.
         again: Fetches the samples of the batch again, where they are at hand.
+        within_window: Whether no optimizer has stepped since the batch before.
     """
 
     batch: Any
@@ -58,6 +59,7 @@ class BatchTask:
     loader: int = 0
     weigh: Callable[[Any, Piece], float] = lambda _, piece: float(piece.samples)
     again: Callable[[], CollatedAgain | None] = lambda: None
+    within_window: bool = False
 
 
 @dataclass(frozen=True, slots=True)

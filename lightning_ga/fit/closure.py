@@ -14,12 +14,13 @@ from lightning_ga.compat import closures, loops, ranks
 from lightning_ga.compat.reduction import GradientReducer, WindowReduction
 from lightning_ga.errors import ExactnessWarning
 from lightning_ga.fit.batch_task import BatchResult, BatchTask
+from lightning_ga.fit.lbfgs import evaluates_again
 from lightning_ga.fit.oom_retry import OomRetrier
 from lightning_ga.fit.pieces import Piece
 from lightning_ga.fit.window_gradients import WindowGradients
 from lightning_ga.loading.reader import CollatedAgain
 from lightning_ga.plan.window_weights import WindowWeights
-from lightning_ga.snapshot.gradients import Accumulations, GradientSnapshot, left_alone
+from lightning_ga.snapshot.gradients import Accumulations, GradientSnapshot, WindowGradientMarks, left_alone
 
 MakeClosure = Callable[[Any, Optimizer, int], Any]
 
@@ -46,16 +47,13 @@ class MicroBatchClosures:
     ) -> None:
         self.trainer, self.retrier, self.gradients = trainer, retrier, gradients
         self._samples_again, self._reducer = samples_again, reducer
+        self._evaluates_again = evaluates_again(trainer.optimizers[0])
         self._expected: int | None = None
         self._warned = False
         self._trained = closures.TrainedTensors(trainer)
         self._parameters = self._trained.now()
         self._repeated: list[Tensor] | None = None
-
-    @property
-    def repeated(self) -> list[Tensor] | None:
-        """Parameters that are added to more than once a pass; ``None`` until one went through."""
-        return self._repeated
+        self._marks = WindowGradientMarks()
 
     @property
     def overlaps(self) -> bool:
@@ -67,7 +65,12 @@ class MicroBatchClosures:
 
     def closure(self, make: MakeClosure, kwargs: Any, optimizer: Optimizer, batch_idx: int) -> "MicroBatchClosure":
         """Return the closure of one micro-batch."""
-        return MicroBatchClosure(self, lambda batch: make({**kwargs, "batch": batch}, optimizer, batch_idx), kwargs)
+        whole = kwargs["batch"]
+
+        def make_for(batch: Any) -> Any:
+            return make(kwargs if batch is whole else {**kwargs, "batch": batch}, optimizer, batch_idx)
+
+        return MicroBatchClosure(self, make_for, whole)
 
     def evaluated_again(self) -> None:
         """Warn once where an optimizer (SAM, say) evaluates a closure again that holds a part of the window."""
@@ -86,11 +89,22 @@ class MicroBatchClosures:
         """Say how many samples the next micro-batch should hold, if that is known."""
         self._expected = samples
 
-    def run(self, passes: "_Passes") -> BatchResult:
-        """Run the passes of one micro-batch, and share buffers after the last of a window."""
+    def run(self, passes: "_Passes", *, anew: bool) -> BatchResult:
+        """Run the passes of one micro-batch, and share buffers after the last of a window.
+
+        Args:
+            passes: Makes the passes.
+            anew: Whether the optimizer may have changed weights since the pass before.
+        """
         attempts, reduction = self.retrier.attempts, passes.reduction
         task = BatchTask(
-            *(passes.batch, "training", passes.attempt, self._expected), weigh=passes.share, again=self._samples_again
+            passes.batch,
+            "training",
+            passes.attempt,
+            self._expected,
+            weigh=passes.share,
+            again=self._samples_again,
+            within_window=not (anew or self._evaluates_again or loops.begins_window(self.trainer)),
         )
         done = self.retrier.run(task)
         if reduction is not None:
@@ -110,11 +124,28 @@ class MicroBatchClosures:
         if self._reducer is not None:
             self._reducer.begin_epoch()
 
-    def parameters(self, *, anew: bool) -> list[Tensor]:
-        """Return what may have a gradient; looked for anew where a window starts."""
-        if anew:
-            self._parameters = self._trained.now()
+    @property
+    def parameters(self) -> list[Tensor]:
+        """What may have a gradient, as of the window's start."""
         return self._parameters
+
+    def begin_window(self) -> None:
+        """Look for what may have a gradient."""
+        self._marks.forget()
+        self._parameters = self._trained.now()
+
+    def gradients_before(self) -> GradientSnapshot:
+        """Return the gradients before a backward pass."""
+        return self._marks.take(self._parameters, self._repeated or ())
+
+    @property
+    def runs_as_stock(self) -> bool:
+        """Whether nothing is to be done around the pass over a whole micro-batch."""
+        return self._reducer is None and self._repeated is not None
+
+    def accumulations(self) -> Accumulations | None:
+        """Return what counts the accumulations of the first pass that goes through."""
+        return Accumulations(self._parameters) if self._repeated is None else None
 
     def new_gradients(self) -> bool:
         """Return whether tensors have a gradient that were not there when the window started."""
@@ -123,12 +154,16 @@ class MicroBatchClosures:
         return any(tensor.grad is not None for tensor in now if id(tensor) not in known)
 
     def went_through(self, counted: Accumulations | None) -> None:
-        """Learn from the first pass which parameters are added to more than once, and in which order."""
-        if counted is None:
-            return
-        self._repeated = counted.repeated()
-        if self._reducer is not None:
-            self._reducer.expect(counted.order())
+        """Learn from the first pass which parameters are added to more than once, and in which order.
+
+        No gradients are held after the last pass of a window.
+        """
+        if counted is not None:
+            self._repeated = counted.repeated()
+            if self._reducer is not None:
+                self._reducer.expect(counted.order())
+        if loops.window_is_over(self.trainer):
+            self._marks.forget()
 
 
 class MicroBatchClosure:
@@ -137,20 +172,21 @@ class MicroBatchClosure:
     Args:
         steps: What all micro-batches share.
         make: Makes Lightning's closure for a batch, or for a part of one.
-        kwargs: What ``training_step`` gets.
+        batch: The micro-batch.
     """
 
-    def __init__(self, steps: MicroBatchClosures, make: Callable[[Any], Any], kwargs: Any) -> None:
-        self._steps, self._make, self._batch = steps, make, kwargs["batch"]
+    def __init__(self, steps: MicroBatchClosures, make: Callable[[Any], Any], batch: Any) -> None:
+        self._steps, self._make, self._batch = steps, make, batch
         self._result = _Result(None)
         self._evaluated = False
 
     def __call__(self, *_: Any) -> Tensor | None:
         """Run the micro-batch; its loss as the loop divides it."""
-        if self._evaluated:
+        again, self._evaluated = self._evaluated, True
+        if again:
             self._steps.evaluated_again()
-        self._evaluated = True
-        self._result = _as_result(self._steps.run(_Passes(self._steps, self._make, self._batch)))
+        passes = _Passes(self._steps, self._make, self._batch)
+        self._result = _as_result(self._steps.run(passes, anew=again))
         return self._result.loss
 
     def consume_result(self) -> "_Result":
@@ -213,14 +249,19 @@ class _Pass:
         passes, steps = self._passes, self._passes.steps
         closure = passes.closure(part)
         self._starts_window = closures.zeroes_gradients(closure)
-        parameters = steps.parameters(anew=self._starts_window)
         self._weights = steps.gradients.weights
-        if self._reduction is None and not self._starts_window:
+        if self._starts_window:
+            steps.begin_window()
+        elif self._reduction is None:
             self._take_gradients()
-        counted = Accumulations(parameters) if steps.repeated is None else None
-        with self._context(part), nullcontext() if counted is None else counted.counted():
+        if steps.runs_as_stock and self._piece is None:
             closure()
-        steps.went_through(counted)
+            steps.went_through(None)
+        else:
+            counted = steps.accumulations()
+            with self._context(part), nullcontext() if counted is None else counted.counted():
+                closure()
+            steps.went_through(counted)
         passes.have_zeroed()
         result = closure.consume_result()
         return None if result.loss is None else dict(result.asdict())
@@ -237,16 +278,16 @@ class _Pass:
         if self._gradients is None or (self._starts_window and not (reduction and reduction.has_sent)):
             return None
         is_closing = reduction is not None and reduction.is_closing
-        passes.failed(self._piece, steps.parameters(anew=False) if is_closing else self._gradients.restore())
+        passes.failed(self._piece, steps.parameters if is_closing else self._gradients.restore())
         passes.have_zeroed()
+        lost = self._gradients.lost()
         if reduction is not None:
             reduction.receive()
-        return "gradients of parameters that were made within an epoch" if steps.new_gradients() else None
+        return "gradients of parameters that were made within an epoch" if steps.new_gradients() else lost
 
     def _take_gradients(self) -> None:
         """Mark the gradients that the backward pass adds to."""
-        steps = self._passes.steps
-        self._gradients = GradientSnapshot(steps.parameters(anew=False), steps.repeated or ())
+        self._gradients = self._passes.steps.gradients_before()
 
     def _are_complete(self, parameters: Iterable[Tensor]) -> bool:
         """Return whether the backward pass has been through with these."""

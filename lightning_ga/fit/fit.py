@@ -71,6 +71,7 @@ class Fit:
         self._momenta: Momenta | None = None
         self._begun: tuple[TrainingSource, int] | None = None  # what the loops were told of last
         self._frequencies: dict[int, int] = {}
+        self._as_planned = False  # whether every batch holds the samples that were fetched for it
         self._progress = Progress(trainer)
         self._loader_states: list[Any] = []
         self._source: TrainingSource | None = None
@@ -208,7 +209,8 @@ class Fit:
 
     def prepare(self, batch: Any) -> None:
         """Weigh the next micro-batch, and say whether schedules of the learning rate are due after it."""
-        self._tell_of_changes(self._watch.changed() if self._exactness is not None else ())
+        if self._exactness is not None and self._watch.is_looking:
+            self._tell_of_changes(self._watch.changed())
         chunk = self.source.chunk(loops.micro_batch_index(self.trainer))
         if self.gradients.counts_samples:
             samples = self._count(batch, chunk, on_host=self.oom_handler.on_host)
@@ -221,10 +223,10 @@ class Fit:
     def advance(self) -> None:
         """Keep the place after a micro-batch, and lower the limit where the allocator struggles."""
         over = loops.window_is_over(self.trainer)
+        self._progress.advance(self.source, window_is_over=over)
         if over:
             self.oom_handler.after_window(self._limit.micro_batch or 1)
-        self._progress.advance(self.source, window_is_over=over)
-        self._tell_of_changes(self.oom_handler.weights_that_passes_change())
+            self._tell_of_changes(self.oom_handler.weights_that_passes_change())
 
     def check_epoch(self) -> None:
         """Refuse a loader whose own ``__iter__`` has ended the epoch before its last micro-batch.
@@ -285,6 +287,7 @@ class Fit:
         self._progress.enter(source, epoch)
         self._arrange(epoch)
         self._begun = source, epoch
+        self._as_planned = not source.streams and not source.may_drop
         self._progress.begin_epoch()
         self.oom_handler.begin_epoch()
         self.gradients.begin_epoch(self._fed_at_most, known=not source.counted_later)
@@ -333,9 +336,9 @@ class Fit:
 
     def _count(self, batch: Any, chunk: Chunk, *, on_host: bool) -> int:
         """Count the samples of a batch: as planned, but for what a collate function has dropped."""
-        expected = self.source.expected(chunk)
-        if not chunk.count or (expected is not None and not self.source.may_drop):
+        if self._as_planned or not chunk.count:
             return chunk.count
+        expected = self.source.expected(chunk)
         if not self.source.may_drop:  # stacked: every part is as long as the batch
             return min(chunk.count, length_of_first(batch))
         reader = self.oom_handler.reader("training")

@@ -6,7 +6,7 @@ runs out of memory is undone (``attempt``) and tried again in halves; what it lo
 """
 
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from torch import Tensor
@@ -101,7 +101,7 @@ class OomRetrier:
             UserError: If one sample alone does not fit, or the batch cannot be split.
         """
         ledger = LogBuffer()
-        with log_capture.logs_held_back(self._trainer, ledger.note) as log:
+        with log_capture.HeldBackLogs(self._trainer, task.stage, ledger.note) as log:
             pieces = self._pieces_of_all_ranks(task)
             result, failure = self._whole(task, ledger) if self._may_fit(task, pieces) else (None, self._not_moved)
             if result is None:
@@ -122,11 +122,11 @@ class OomRetrier:
         self._move = self._not_moved = None
         if not self._attempts.is_active:
             return move(batch)
-        stage, hooks = loops.stage(self._trainer), transfer.hooks_move_batches(self._trainer)
-        if self._stays_on_host(batch, stage, loader, hooks=hooks):
+        stage = loops.stage(self._trainer)
+        if self._stays_on_host(batch, stage, loader):
             self._move = move
             return batch
-        before = RandomState() if self.policy.retries and hooks else None
+        before = RandomState() if self._hooks_move_batches and self.policy.retries else None
         moved = self._attempts.attempt(stage, partial(move, batch))
         if moved.failure is None:
             return moved.result
@@ -136,9 +136,14 @@ class OomRetrier:
         self._move, self._not_moved = move, moved.failure
         return batch
 
-    def _stays_on_host(self, batch: Any, stage: str, loader: int, *, hooks: bool) -> bool:
+    @cached_property
+    def _hooks_move_batches(self) -> bool:
+        """Whether hooks of the user make something of a batch on its way to the device."""
+        return transfer.hooks_move_batches(self._trainer)
+
+    def _stays_on_host(self, batch: Any, stage: str, loader: int) -> bool:
         limit = self._limits.get(stage)
-        if limit is None or (hooks and stage not in self._unmovable):
+        if limit is None or (self._hooks_move_batches and stage not in self._unmovable):
             return False
         expected = self._samples_of_next(batch) if stage == "training" else None
         return self._readers.count(batch, stage, expected, loader, on_host=True) > limit
@@ -167,7 +172,7 @@ class OomRetrier:
 
     def _whole(self, task: BatchTask, ledger: LogBuffer) -> tuple[BatchResult | None, Exception | None]:
         """Run the batch as it is; the result, or the error that ended it."""
-        self._attempts.take(task.batch)
+        self._attempts.take(task.batch, anew=not task.within_window)
         tried = task.attempt(None)
         ran = self._attempts.attempt(task.stage, partial(tried, task.batch))
         if ran.failure is None:
@@ -192,7 +197,7 @@ class OomRetrier:
         """Say whether a batch in pieces gives the same result."""
         if stage == "training" and result.skips_some:
             return SKIPPED
-        if self.on_host and transfer.hooks_move_batches(self._trainer):
+        if self.on_host and self._hooks_move_batches:
             return HOOKS_APART
         verdict = self._verdict(stage)
         return SAME_BUT_RANDOM if verdict == SAME_RESULT and result.draws else verdict

@@ -52,6 +52,7 @@ class PiecewiseRun:
         self._attempts, self._readers, self._task, self._ledger = attempts, readers, task, ledger
         self._move, self._failure = move, failure
         self._refused: list[int] = []  # samples of the attempts that ran out of memory
+        self._anew = not task.within_window or failure is not None  # whether all state is looked at anew
         self._draws = False
         self._slices = self._cut_batch()
 
@@ -103,7 +104,8 @@ class PiecewiseRun:
     def _take(self, piece: Piece) -> Any:
         """Cut a piece, and keep what may change before it has run."""
         part = self._slices.take(piece.start, piece.stop)
-        self._attempts.take(part)
+        self._attempts.take(part, anew=self._anew)
+        self._anew = False
         return part
 
     def _run(self, tried: TaskAttempt, part: Any) -> Any:
@@ -120,7 +122,7 @@ class PiecewiseRun:
         self._attempts.undo(self._task.stage, tried.undo, failure)
 
     def _failed(self, samples: int, part: Any, failure: Exception) -> tuple[bool, None]:
-        self._failure = failure
+        self._failure, self._anew = failure, True
         self._refuse(samples, part, failure)
         return False, None
 
@@ -175,6 +177,7 @@ class PiecewiseRun:
         if not self._attempts.policy.retries or reader.collates_anew:
             return None
         self._drop(tried, self._failure)
+        self._anew = True
         try:
             with self._readers.reading(reader, on_host=on_host, anew=True):
                 again = task.again()

@@ -30,6 +30,11 @@ class WindowWatch:
         self._looks = 0 if agreement.is_sharded(trainer) else LOOKS
         self._before: dict[str, float | None] = {}
 
+    @property
+    def is_looking(self) -> bool:
+        """Whether the model is still looked at."""
+        return self._looks > 0
+
     def changed(self) -> tuple[str, ...]:
         """Return the names of what has changed, before a micro-batch."""
         factor = self._trainer.accumulate_grad_batches

@@ -17,7 +17,7 @@ from torch.utils.data import Sampler
 
 from lightning_ga.loading.permutation import Permutation
 from lightning_ga.memory.live_tensors import uncounted
-from lightning_ga.plan.windows import Chunk, EpochPlan
+from lightning_ga.plan.windows import Chunk, EpochPlan, Window
 from lightning_ga.snapshot.contents import ObjectState, reachable
 from lightning_ga.snapshot.random_numbers import generator_state, is_generator, restore_generator
 
@@ -214,7 +214,8 @@ class WindowBatchSampler(Sampler[list[Any]]):
         self.epoch = 0
         self.plan: EpochPlan | None = None
         self.enabled = False
-        self._chunks_known: dict[int, Chunk] = {}  # a few: each is asked for several times
+        self._window: Window | None = None  # the one asked for last, and some of its chunks
+        self._chunks_known: dict[int, Chunk] = {}
 
     @property
     def sampler(self) -> "WindowBatchSampler":
@@ -227,7 +228,8 @@ class WindowBatchSampler(Sampler[list[Any]]):
 
     def arrange(self, epoch: int, plan: EpochPlan, *, enabled: bool) -> None:
         """Cut an epoch; the next iteration yields its micro-batches, if that is ``enabled``."""
-        self.epoch, self.plan, self.enabled, self._chunks_known = epoch, plan, enabled, {}
+        self.epoch, self.plan, self.enabled = epoch, plan, enabled
+        self._window, self._chunks_known = None, {}
 
     def __len__(self) -> int:
         length = self.plan.length if self.plan else None
@@ -254,21 +256,39 @@ class WindowBatchSampler(Sampler[list[Any]]):
 
     def chunk(self, index: int) -> Chunk:
         """The ``index``-th micro-batch of the epoch on this rank."""
-        if index not in self._chunks_known:
+        found = self._chunks_known.get(index)
+        if found is None:
             assert self.plan is not None
-            if len(self._chunks_known) >= _FEW:
-                self._chunks_known.clear()
-            self._chunks_known[index] = self.plan.chunk(index, self.share)
-        return self._chunks_known[index]
+            found = self.window(index).chunk(index % self.plan.factor, self.share)
+            self._note(index, found)
+        return found
+
+    def _note(self, index: int, chunk: Chunk) -> None:
+        if len(self._chunks_known) >= _FEW:
+            self._chunks_known.clear()
+        self._chunks_known[index] = chunk
+
+    def window(self, index: int) -> Window:
+        """The window of the ``index``-th micro-batch."""
+        assert self.plan is not None
+        number = index // self.plan.factor
+        if self._window is None or self._window.number != number:
+            self._window = self.plan.window(number)
+        return self._window
 
     def _chunks(self, plan: EpochPlan) -> Iterator[list[Any]]:
         if self._draws:
             torch.empty((), dtype=torch.int64).random_()
         begin = getattr(self.order, "begin", self.order.draw)  # of a sampler that hooks may have changed meanwhile
         order = begin(self.epoch, self.seed)
-        index = plan.done
-        while plan.length is None or index < plan.length:
-            yield _indices_of(plan.chunk(index, self.share), order)
+        index, length, window = plan.done, plan.length, None
+        while length is None or index < length:
+            number, position = divmod(index, plan.factor)
+            if window is None or window.number != number:
+                window = plan.window(number)
+            chunk = window.chunk(position, self.share)
+            self._note(index, chunk)  # the loop asks for it next
+            yield _indices_of(chunk, order)
             index += 1
 
     def indices(self, index: int) -> list[Any]:

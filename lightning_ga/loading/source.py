@@ -68,7 +68,8 @@ class MicroBatchSource:
         )
         self.loader: DataLoader[Any] | None = None
         self._ends: tuple[int, list[int]] | None = None
-        self._done_after: dict[int, int] = {}  # the last two: each is asked for several times
+        self._done_after = -1, 0  # a micro-batch, and the batches of the recipe after it
+        self._epoch_end: int | None = None  # samples after which all its batches are done
         self._epoch_batches: int | None = None
 
     @property
@@ -163,7 +164,9 @@ class MicroBatchSource:
         )
         self.sampler.arrange(epoch, epoch_plan, enabled=enabled)
         total = self.total(epoch)
-        self._done_after = {}
+        self._done_after, self._epoch_end = (-1, 0), None
+        if windows.count is not None:
+            self._epoch_end = sum(windows.span(windows.count - 1)) if windows.count else 0
         self._epoch_batches = None if total is None or self.length is None else self.recipe_batches(total)
         if self.loader is None:
             sized = self.length is not None
@@ -249,10 +252,9 @@ class MicroBatchSource:
 
         The end of the last window completes them all, whatever ragged batch or window was dropped.
         """
-        windows, epoch = self.epoch_plan.windows, self.sampler.epoch
-        over = windows.count is not None and (not windows.count or samples >= sum(windows.span(windows.count - 1)))
+        over = self._epoch_end is not None and samples >= self._epoch_end
         if self.recipe.batch_size is None:
-            ends = self._batch_ends(epoch)
+            ends = self._batch_ends(self.sampler.epoch)
             return (
                 -(-(len(ends) - 1) // self.ranks_per_order)
                 if over
@@ -273,10 +275,10 @@ class MicroBatchSource:
         """Batches of the recipe that are done once each rank has done this micro-batch; none before the first."""
         if index < 0:
             return 0
-        if index not in self._done_after:
-            done = self.recipe_batches(self.epoch_plan.samples_after(index))
-            self._done_after = {index: done, **{known: self._done_after[known] for known in [*self._done_after][:1]}}
-        return self._done_after[index]
+        if index != self._done_after[0]:
+            position = index % self.epoch_plan.factor
+            self._done_after = index, self.recipe_batches(self.sampler.window(index).samples_after(position))
+        return self._done_after[1]
 
     def expected(self, chunk: Chunk) -> int | None:
         """Samples that a batch of the epoch should hold; ``None`` where only the batch can tell."""

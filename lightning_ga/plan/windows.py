@@ -210,6 +210,11 @@ class EpochPlan:
         share, _ = divmod(samples + self.world_size - 1, self.world_size)
         return max(1, min(self.factor, -(-share // self.micro_batch)))
 
+    def window(self, number: int) -> "Window":
+        """Return one window, for whoever asks for several of its micro-batches."""
+        start, samples = self.windows.span(number)
+        return Window(self, number, start, samples, self.factor_of(number))
+
     def samples_after(self, index: int) -> int:
         """Return the samples of the epoch that are done once each rank has done this micro-batch.
 
@@ -217,15 +222,8 @@ class EpochPlan:
             >>> EpochPlan(RegularWindows(total=10, size=8), 4, factor=2, world_size=1).samples_after(0)
             4
         """
-        if self.batches is not None:
-            chunk = self.chunk(index, rank=0)
-            return chunk.start + chunk.count
         window, position = divmod(index, self.factor)
-        start, samples = self.windows.span(window)
-        share, larger = divmod(samples, self.world_size)
-        parts = self.factor_of(window)
-        done, done_of_larger = (part(size, parts, position + 1)[0] for size in (share, share + 1))
-        return start + larger * done_of_larger + (self.world_size - larger) * done
+        return self.window(window).samples_after(position)
 
     def chunk(self, index: int, rank: int) -> Chunk:
         """Return the ``index``-th micro-batch of the epoch on one rank.
@@ -242,17 +240,16 @@ class EpochPlan:
             [3, 2, 3, 2, 3, 2]
         """
         window, position = divmod(index, self.factor)
-        start, samples = self.windows.span(window)
-        if self.batches is not None:
-            first, stop = self._batch(start, samples, position // self.pieces)
-            inner, count = part(stop - first, self.pieces, position % self.pieces)
-            return Chunk(window, first + inner, count, samples, start + samples)
-        share_start, share = part(samples, self.world_size, rank)
-        chunk_start, count = part(share, self.factor_of(window), position)
-        return Chunk(window, start + share_start + chunk_start, count, samples, start + samples)
+        return self.window(window).chunk(position, rank)
 
-    def _batch(self, start: int, samples: int, position: int) -> tuple[int, int]:
-        """Return start and end of a recipe batch by its position; a resumed window may start in the middle of one."""
+    def batch(self, start: int, samples: int, position: int) -> tuple[int, int]:
+        """Return start and end of a recipe batch of a window; a resumed window may start in the middle of one.
+
+        Args:
+            start: The window's first sample.
+            samples: Its samples.
+            position: Which of its batches.
+        """
         end = start + samples
         if not self.batches:
             first = min(start + position * self.micro_batch, end)
@@ -260,6 +257,45 @@ class EpochPlan:
         after = bisect_right(self.batches, start) + position
         first = self.batches[after - 1] if position else start
         return min(first, end), min(self.batches[min(after, len(self.batches) - 1)], end)
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """One window of an epoch and its micro-batches.
+
+    Attributes:
+        plan: How its epoch is cut.
+        number: Its place in the epoch.
+        start: Its first sample in the epoch's order.
+        samples: Its samples, over all ranks that share the order.
+        factor: Its chunks per rank.
+    """
+
+    plan: EpochPlan
+    number: int
+    start: int
+    samples: int
+    factor: int
+
+    def chunk(self, position: int, rank: int) -> Chunk:
+        """Return one of its micro-batches on one rank."""
+        plan, end = self.plan, self.start + self.samples
+        if plan.batches is not None:
+            first, stop = plan.batch(self.start, self.samples, position // plan.pieces)
+            inner, count = part(stop - first, plan.pieces, position % plan.pieces)
+            return Chunk(self.number, first + inner, count, self.samples, end)
+        first, share = part(self.samples, plan.world_size, rank)
+        inner, count = part(share, self.factor, position)
+        return Chunk(self.number, self.start + first + inner, count, self.samples, end)
+
+    def samples_after(self, position: int) -> int:
+        """Return the samples of the epoch that are done once each rank has done this micro-batch."""
+        if self.plan.batches is not None:
+            chunk = self.chunk(position, rank=0)
+            return chunk.start + chunk.count
+        share, larger = divmod(self.samples, self.plan.world_size)
+        done = self.start + (self.plan.world_size - larger) * part(share, self.factor, position + 1)[0]
+        return done + larger * part(share + 1, self.factor, position + 1)[0] if larger else done
 
 
 def part(total: int, parts: int, index: int) -> tuple[int, int]:

@@ -35,6 +35,7 @@ class AttemptSnapshot:
         self._attributes = AttributeSnapshot(module)
         self._batch = BatchSnapshot(None)
         self._writes_batch = False  # without raising versions
+        self._learns = True
         self._random = RandomState()
         self._states: list[MetricState] = []
 
@@ -44,20 +45,28 @@ class AttemptSnapshot:
         yield from self.weights.tensors()
         yield from self._attributes.tensors()
 
-    def take(self, batch: Any) -> None:
-        """Remember everything as it is now, before an attempt at these samples."""
+    def take(self, batch: Any, *, anew: bool = True) -> None:
+        """Remember everything as it is now, before an attempt at these samples.
+
+        Args:
+            batch: The samples.
+            anew: False within a window: what attempts do not change is looked at where it begins.
+        """
         self._random = RandomState()
         self._batch = BatchSnapshot(batch, by_value=self._writes_batch or self.weights.is_learning)
-        self.buffers.take()
-        self.weights.take()
-        self._attributes.take()
+        self.buffers.take(anew=anew)
+        self.weights.take(anew=anew)
+        self._attributes.take(anew=anew)
         self._states = [metric_state(metric) for metric in self.metrics]
 
     def learn(self) -> None:
         """Note that an attempt went through: what changes in one shows."""
+        if not self._learns:
+            return
         self._writes_batch = self._writes_batch or self._batch.changes_unseen()
         self.buffers.learn()
         self.weights.learn()
+        self._learns = self.weights.is_learning or self._writes_batch or self.buffers.is_learning
 
     def draws_numbers(self) -> bool:
         """Return whether random numbers were drawn since."""

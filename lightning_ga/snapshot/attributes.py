@@ -4,6 +4,7 @@ import copy
 from collections import deque
 from collections.abc import Iterator
 from functools import cache
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,8 @@ from lightning_ga.snapshot.copies import SmallCopies, is_small, is_writable
 from lightning_ga.snapshot.random_numbers import GENERATORS, generator_state, have_moved, restore_generator
 
 FEW = 64  # tensors of a list that are copied before every attempt
+LOOKS = 8  # attempts before which all modules are looked at
+_MODE = itemgetter("training")
 _TABLES = {
     *vars(LightningModule()),
     "_hparams",
@@ -30,16 +33,23 @@ class AttributeSnapshot:
     alive. Nor is each element of a long list copied: what a step appends goes, and a change of an
     element in place is noticed. Numbers, and lists of them, are none of this: what counts attempts goes on counting.
 
+    Modules that keep nothing of this kind are many. After the first attempts they are looked at where a window
+    begins; what one of them has come to gather since then is noticed at a failure, not undone.
+
     Args:
         module: The module whose attributes a step may change.
     """
 
     def __init__(self, module: Module) -> None:
         parts = [(path, part) for path, part in module.named_modules() if not isinstance(part, Metric)]
-        self._parts = [part for _, part in parts]
+        self._states = [vars(part) for _, part in parts if "training" in vars(part)]
         # PyTorch's own layers keep nothing else, and they are many.
         own = [(path, part) for path, part in parts if not type(part).__module__.startswith("torch.nn.")]
         self._owners = [_Owner(path, vars(part)) for path, part in own]
+        self._keeping: list[_Owner] = []  # those that are looked at before every attempt
+        self._everywhere = True  # whether all were before the last one
+        self._gathered: str | None = None  # what another module has come to gather, nobody knows when
+        self._looks = LOOKS
         self._modes: list[bool] = []
         self._kept: list[tuple[dict[str, Any], str, Any]] = []
         self._copied: list[Tensor] = []
@@ -54,15 +64,13 @@ class AttributeSnapshot:
         """Yield the copies."""
         return self._copies.tensors()
 
-    def take(self) -> None:
-        """Remember what there is, before an attempt."""
+    def take(self, *, anew: bool = True) -> None:
+        """Remember what there is, before an attempt; ``anew`` where a window begins."""
         before = self._copied
-        self._modes = [part.training for part in self._parts]
+        self._modes = [*map(_MODE, self._states)]
         self._kept, self._copied, self._watched, self._generators = [], [], [], []
         self._containers, self._tails = [], []
-        for owner in self._owners:
-            for name in owner.names():
-                self._take(owner, name, owner.attributes[name])
+        self._look(everywhere=anew or self._looks > 0)
         if len(self._copied) != len(before) or any(new is not old for new, old in zip(self._copied, before)):
             self._copies = SmallCopies()  # the old ones go first
             self._copies = SmallCopies(self._copied)
@@ -70,11 +78,13 @@ class AttributeSnapshot:
 
     def restore(self) -> None:
         """Give attributes their values back, and containers their contents."""
-        for part, mode in zip(self._parts, self._modes):
-            if part.training != mode:
-                part.training = mode
+        for state, mode in zip(self._states, self._modes):
+            state["training"] = mode
+        unseen = [] if self._everywhere else [owner for owner in self._owners if not owner.keeps]
+        self._gathered = next((owner.place(name) for owner in unseen for name in owner.names()), None)
         for owner in self._owners:
-            owner.remove_new()
+            for name in owner.new():
+                del owner.attributes[name]
         for attributes, name, value in self._kept:
             attributes[name] = value
         self._copies.restore()
@@ -92,11 +102,23 @@ class AttributeSnapshot:
 
     def lost(self) -> str | None:
         """Name a tensor that has changed in place and of which there is no copy."""
+        if self._gathered is not None:
+            return f"what its modules keep ({self._gathered})"
         changed = (place for place, tensor, version in self._watched if tensor._version != version)
         return next((f"a tensor in place that is no buffer ({place})" for place in changed), None)
 
+    def _look(self, *, everywhere: bool) -> None:
+        """Look at all modules, or at those that keep something."""
+        for owner in self._owners if everywhere else self._keeping:
+            for name in owner.names():
+                self._take(owner, name, owner.attributes[name])
+        if everywhere:
+            self._looks = max(0, self._looks - 1)
+            self._keeping = [owner for owner in self._owners if owner.keeps]
+        self._everywhere = everywhere
+
     def _take(self, owner: "_Owner", name: str, value: Any) -> None:
-        place = f"{owner.path}.{name}".lstrip(".")
+        place = owner.place(name)
         if isinstance(value, Tensor):
             if _is_small_state(value):
                 self._kept.append((owner.attributes, name, value))
@@ -136,20 +158,30 @@ class _Owner:
         self._known: list[str] = []
         self._types: list[type] = []
         self._names: list[str] = []
+        self._changes = -1
+
+    @property
+    def keeps(self) -> bool:
+        """Whether it has attributes that are kept, or attributes of it come, go or change their types."""
+        return bool(self._names) or self._changes > 0
+
+    def place(self, name: str) -> str:
+        """Return the path of an attribute."""
+        return f"{self.path}.{name}".lstrip(".")
 
     def names(self) -> list[str]:
         """Return the names of attributes that are kept."""
         known, types = [*self.attributes], [*map(type, self.attributes.values())]
         if known != self._known or types != self._types:
             self._known, self._types = known, types
+            self._changes += 1
             self._names = [name for name, kind in zip(known, types) if name not in _TABLES and _is_kept(kind)]
         return self._names
 
-    def remove_new(self) -> None:
-        """Remove what was gathered under names that did not exist."""
+    def new(self) -> list[str]:
+        """Return the names under which something was gathered and that did not exist."""
         new = self.attributes.keys() - set(self._known)
-        for name in [name for name in new if _is_gathered(self.attributes[name])]:
-            del self.attributes[name]
+        return [name for name in new if _is_gathered(self.attributes[name])]
 
 
 class _Contents:

@@ -20,10 +20,12 @@ class BatchSnapshot:
     """
 
     def __init__(self, batch: Any, *, by_value: bool = False) -> None:
+        self._batch = batch
         self._containers: list[tuple[Any, Any]] = []
-        self._tensors: list[tuple[str, Tensor, int]] = []
-        self._take("batch", batch)
-        self._sums = self._checksums() if by_value else []
+        self._tensors: list[Tensor] = []
+        self._take(batch)
+        self._versions = [tensor._version for tensor in self._tensors]
+        self._sums = checksums(self._tensors) if by_value else []
 
     def restore(self) -> None:
         """Give containers their contents back."""
@@ -33,26 +35,23 @@ class BatchSnapshot:
     def lost(self) -> str | None:
         """Name a tensor that was changed in place."""
         changed = self._changed_by_version() or self._changed_by_value()
-        return f"its batch in place ({changed[0]})" if changed else None
+        return f"its batch in place ({_place_of(changed[0], self._batch)})" if changed else None
 
     def changes_unseen(self) -> bool:
         """Return whether values have changed where no version tells."""
-        return bool(self._changed_by_value()) and not self._changed_by_version()
+        return bool(self._sums) and bool(self._changed_by_value()) and not self._changed_by_version()
 
-    def _changed_by_version(self) -> list[str]:
-        return [path for path, tensor, version in self._tensors if tensor._version != version]
+    def _changed_by_version(self) -> list[Tensor]:
+        return [tensor for tensor, version in zip(self._tensors, self._versions) if tensor._version != version]
 
-    def _changed_by_value(self) -> list[str]:
-        pairs = zip(self._tensors, self._sums, self._checksums() if self._sums else ())
-        return [path for (path, _, _), before, now in pairs if differ(before, now)]
+    def _changed_by_value(self) -> list[Tensor]:
+        sums = zip(self._tensors, self._sums, checksums(self._tensors) if self._sums else ())
+        return [tensor for tensor, before, now in sums if differ(before, now)]
 
-    def _checksums(self) -> list[int | None]:
-        return checksums(tensor for _, tensor, _ in self._tensors)
-
-    def _take(self, path: str, node: Any) -> None:
+    def _take(self, node: Any) -> None:
         if isinstance(node, Tensor):
             if not node.is_inference():
-                self._tensors.append((path, node, node._version))
+                self._tensors.append(node)
             return
         if isinstance(node, list):
             self._containers.append((node, list(node)))
@@ -60,8 +59,16 @@ class BatchSnapshot:
             self._containers.append((node, dict(node)))
         elif is_dataclass(node) and not isinstance(node, type) and hasattr(node, "__dict__"):
             self._containers.append((vars(node), dict(vars(node))))
-        for name, child in open_container(node) or ():
-            self._take(path + name, child)
+        for child in node if type(node) in (list, tuple) else [inner for _, inner in open_container(node) or ()]:
+            self._take(child)
+
+
+def _place_of(tensor: Tensor, node: Any, path: str = "batch") -> str | None:
+    """Return where a tensor lies in a batch."""
+    if node is tensor:
+        return path
+    places = (_place_of(tensor, child, path + name) for name, child in open_container(node) or ())
+    return next((place for place in places if place is not None), None)
 
 
 def refill(container: Any, contents: Any) -> None:

@@ -24,12 +24,15 @@ class BufferSnapshot:
     def __init__(self, module: Module) -> None:
         self._paths = [path for path, _ in module.named_modules()]
         self._tables = [part._buffers for part in module.modules()]
+        self._occupied: list[dict[str, Tensor | None]] = []  # tables that hold buffers
         self._tables_had: list[dict[str, Tensor | None]] = []
         self._buffers: list[Tensor | None] = []  # of all tables, in order
         self._small = SmallCopies()
         self._large: list[LargeCopy] = []
         self._uncopied: list[tuple[str, Tensor]] = []
         self._versions: list[int] = []
+        self._anew = True  # whether all modules were looked at
+        self._first: str | None = None  # a module that had no buffers and has come to hold some, nobody knows when
         self._watch()
 
     def tensors(self) -> Iterator[Tensor]:
@@ -37,14 +40,21 @@ class BufferSnapshot:
         yield from self._small.tensors()
         yield from (large.copy for large in self._large)
 
-    def take(self) -> None:
-        """Copy what may have changed since the last time."""
-        if self._are_others():
+    def take(self, *, anew: bool = True) -> None:
+        """Copy what may have changed since the last time; modules without buffers are looked at ``anew`` only."""
+        if self._are_others(self._tables if anew else self._occupied):
             self._watch()
+            anew = True
+        self._anew = anew
         self._small.take()
         for large in self._large:
             large.take()
         self._versions = [buffer._version for _, buffer in self._uncopied]
+
+    @property
+    def is_learning(self) -> bool:
+        """Whether an attempt that goes through shows more."""
+        return any(large.is_learning for large in self._large)
 
     def learn(self) -> None:
         """Note that an attempt went through: what changes in one shows."""
@@ -53,6 +63,9 @@ class BufferSnapshot:
 
     def restore(self) -> None:
         """Put the buffers back, and their values."""
+        marks = zip(self._paths, self._tables, self._tables_had)
+        first = (path for path, table, had in marks if table and not had and not self._anew)
+        self._first = next(first, None)
         for table, had in zip(self._tables, self._tables_had):
             table.clear()
             table.update(had)
@@ -62,20 +75,21 @@ class BufferSnapshot:
 
     def lost(self) -> str | None:
         """Name a buffer that has changed and of which there is no copy."""
+        if self._first is not None:
+            return f"the buffers of a module that had none ({self._first})"
         for (name, buffer), version in zip(self._uncopied, self._versions):
             if buffer._version != version:
                 return f"a buffer that is not dense in place ({name})"
         return next((f"a buffer by its .data ({large.name})" for large in self._large if large.is_lost()), None)
 
-    def _are_others(self) -> bool:
+    def _are_others(self, tables: list[dict[str, Tensor | None]]) -> bool:
         """Return whether buffers have been added, removed, replaced or renamed."""
-        if sum(map(len, self._tables)) != len(self._buffers):
-            return True
-        now = chain.from_iterable(map(dict.values, self._tables))
-        return not all(map(is_, now, self._buffers))
+        now = [*chain.from_iterable(map(dict.values, tables))]
+        return len(now) != len(self._buffers) or not all(map(is_, now, self._buffers))
 
     def _watch(self) -> None:
         """See which tensors are the buffers now."""
+        self._occupied = [table for table in self._tables if table]
         self._tables_had = [dict(table) for table in self._tables]
         self._buffers = [*chain.from_iterable(map(dict.values, self._tables))]
         named: dict[int, tuple[str, Tensor]] = {}

@@ -104,6 +104,11 @@ class LargeCopy:
         self._version = tensor._version
         self._silent: bool | None = None  # changes without raising its version; ``None`` before that is known
 
+    @property
+    def is_learning(self) -> bool:
+        """Whether it is not known yet how it changes."""
+        return self._silent is None
+
     @torch.no_grad()
     def take(self) -> None:
         """Copy the values if they may have changed since the last time."""

@@ -6,7 +6,7 @@ copied for that. The first pass that goes through shows for which parameters it 
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
 
@@ -18,19 +18,29 @@ Mark = tuple[int, int]
 _NO_GRADIENT: Mark = (0, 0)
 
 
+LOOKS = 8  # passes before which all gradients are looked for anew
+
+
 class GradientSnapshot:
     """Gradients before an attempt, by their versions: nothing is copied but what is added to more than once.
 
     Args:
         parameters: Parameters that may have a gradient.
         repeated: Those that a backward pass adds to more than once; see ``Accumulations``.
+        known: The gradients of all parameters before an earlier pass; ``None`` to look for them.
     """
 
-    def __init__(self, parameters: Iterable[Tensor], repeated: Iterable[Tensor] = ()) -> None:
+    def __init__(
+        self,
+        parameters: Iterable[Tensor],
+        repeated: Iterable[Tensor] = (),
+        known: Sequence[Tensor | None] | None = None,
+    ) -> None:
         self._repeated = [(p, None if p.grad is None else p.grad.clone()) for p in repeated]
         apart = {id(parameter) for parameter, _ in self._repeated}
-        self._parameters = [p for p in parameters if id(p) not in apart] if apart else list(parameters)
-        self._gradients = [parameter.grad for parameter in self._parameters]
+        self._parameters = [p for p in parameters if id(p) not in apart] if apart else [*parameters]
+        self._gradients = known or [parameter.grad for parameter in self._parameters]
+        self._is_known = known is not None
         self._versions = [-1 if gradient is None else gradient._version for gradient in self._gradients]
 
     @cached_property
@@ -41,6 +51,17 @@ class GradientSnapshot:
     def are_complete(self, parameters: Iterable[Tensor]) -> bool:
         """Return whether all of these have the whole contribution of the attempt's samples, as far as that shows."""
         return all(id(p) in self._before and _has_changed(p, *self._before[id(p)]) for p in parameters)
+
+    @property
+    def gradients(self) -> Sequence[Tensor | None]:
+        """The gradients, in the order of the parameters that are not repeated."""
+        return self._gradients
+
+    def lost(self) -> str | None:
+        """Name what may have happened before the attempt, or in it: nobody knows."""
+        pairs = zip(self._parameters, self._gradients) if self._is_known else ()
+        replaced = any(gradient is not None and parameter.grad is not gradient for parameter, gradient in pairs)
+        return "gradients, other tensors being in their place now" if replaced else None
 
     def restore(self) -> list[Tensor]:
         """Undo what can be half done; return parameters that have the whole contribution of the attempt's samples."""
@@ -57,6 +78,45 @@ class GradientSnapshot:
 def _has_changed(parameter: Tensor, gradient: Tensor | None, version: int) -> bool:
     """Return whether a parameter has another gradient, or one that was written to."""
     return parameter.grad is not gradient or (gradient is not None and gradient._version != version)
+
+
+class WindowGradientMarks:
+    """Takes snapshots of gradients before the passes of a window, but the first, which begins without gradients.
+
+    To look for the gradients of thousands of parameters takes longer than to read their versions. In a window it is
+    done once, after it has shown that passes add to gradients and put no others in their place. Parameters without
+    a gradient are looked at each time.
+    """
+
+    def __init__(self) -> None:
+        self._looks = LOOKS
+        self._parameters: Sequence[Tensor] = ()
+        self._known: list[Tensor | None] = []
+        self._without: list[int] = []  # places of parameters that had no gradient
+
+    def take(self, parameters: Sequence[Tensor], repeated: Sequence[Tensor] = ()) -> GradientSnapshot:
+        """Take a snapshot."""
+        if repeated:
+            return GradientSnapshot(parameters, repeated)
+        known = self._known if parameters is self._parameters else []
+        if not known or self._looks:
+            taken = GradientSnapshot(parameters)
+            self._learn(known, taken.gradients)
+            self._parameters, self._known = parameters, [*taken.gradients]
+            self._without = [place for place, gradient in enumerate(self._known) if gradient is None]
+            return taken
+        for place in self._without:
+            known[place] = parameters[place].grad
+        return GradientSnapshot(parameters, known=known)
+
+    def forget(self) -> None:
+        """Let go of the gradients, where a window is over."""
+        self._parameters, self._known, self._without = (), [], []
+
+    def _learn(self, before: Sequence[Tensor | None], now: Sequence[Tensor | None]) -> None:
+        """Go on looking for as long as gradients are replaced."""
+        replaced = any(old is not None and old is not new for old, new in zip(before, now))
+        self._looks = LOOKS if replaced else max(0, self._looks - bool(before))
 
 
 class Accumulations:

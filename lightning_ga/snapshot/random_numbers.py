@@ -71,8 +71,9 @@ class RandomState:
     """Random numbers of torch (the host and every device in use), NumPy and Python, as they are now."""
 
     def __init__(self) -> None:
-        self._torch = torch.get_rng_state()
-        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+        self._torch = torch.default_generator.get_state()
+        cuda = torch.cuda.default_generators if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
+        self._cuda = [generator.get_state() for generator in cuda]
         self._numpy = _numpy.state()
         self._python = _python.state()
 
@@ -134,16 +135,12 @@ _NUMPY: Any = np.random.get_state.__self__  # type: ignore[attr-defined]
 
 def _look_at_python() -> tuple[bytes, float | None]:
     """Look at position and first words (``Modules/_randommodule.c`` of CPython 3.11 to 3.13)."""
-    return ctypes.string_at(id(_PYTHON) + object.__basicsize__, 4 * (_SOME + 1)), _PYTHON.gauss_next
+    return _PYTHON_WORDS.raw, _PYTHON.gauss_next
 
 
-def _look_at_numpy() -> object:
-    """Look at last words and position (``numpy/random/src/mt19937/mt19937.h`` of NumPy 1.26 and 2)."""
-    generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
-    if type(generator) is not np.random.MT19937:  # by ``set_bit_generator``: another layout, never taken for one seen
-        return object()
-    memory = generator.ctypes.state_address
-    return ctypes.string_at(memory + 4 * (_WORDS - _SOME), 4 * (_SOME + 1)), ctypes.string_at(id(_NUMPY) + _GAUSS, 8)
+def _view(address: int, size: int) -> Any:
+    """Return memory as it is whenever it is read."""
+    return (ctypes.c_char * size).from_address(address)
 
 
 def _place_of_gauss() -> int:
@@ -157,7 +154,26 @@ def _place_of_gauss() -> int:
     return place if place > 0 and ctypes.string_at(id(generator) + place, 8) == bytes(8) else 0
 
 
-_GAUSS = _place_of_gauss()
+class _NumpyMemory:
+    """The memory of NumPy's generator (``numpy/random/src/mt19937/mt19937.h`` of NumPy 1.26 and 2)."""
+
+    def __init__(self) -> None:
+        self._generator: object = None
+        self._words: Any = None
+        self._gauss = _view(id(_NUMPY) + _place_of_gauss(), 8)
+
+    def look(self) -> object:
+        """Look at last words and position."""
+        generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
+        if generator is not self._generator:
+            if type(generator) is not np.random.MT19937:  # by ``set_bit_generator``: another layout, as none seen
+                return object()
+            self._generator = generator
+            self._words = _view(generator.ctypes.state_address + 4 * (_WORDS - _SOME), 4 * (_SOME + 1))
+        return self._words.raw, self._gauss.raw
+
+
+_PYTHON_WORDS: Any = _view(id(_PYTHON) + object.__basicsize__, 4 * (_SOME + 1))
 _python = _GlobalGenerator(
     random.getstate,
     _look_at_python,
@@ -165,6 +181,6 @@ _python = _GlobalGenerator(
 )
 _numpy = _GlobalGenerator(
     np.random.get_state,
-    _look_at_numpy,
+    _NumpyMemory().look,
     lambda state: (struct.pack(f"{_SOME + 1}I", *state[1][-_SOME:], state[2]), struct.pack("d", state[4])),
 )

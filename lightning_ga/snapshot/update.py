@@ -9,7 +9,9 @@ from torch.optim import Optimizer
 
 
 class UpdateSnapshot:
-    """An optimizer's tensors by their versions, and its numbers: nothing is copied or kept alive.
+    """An optimizer's tensors by their versions, and its numbers: nothing is copied.
+
+    Nor is anything kept alive, but the gradients of PyTorch's own optimizers, which do not replace them.
 
     Fused kernels raise no version of what they write; PyTorch's own optimizers count the step of each
     weight, in a tensor, before such a kernel runs (``torch/optim/adam.py``, ``_fused_adam``).
@@ -20,17 +22,22 @@ class UpdateSnapshot:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        groups, states = optimizer.param_groups, [s for s in optimizer.state.values() if isinstance(s, dict)]
+        groups = optimizer.param_groups
+        states = [state for state in optimizer.state.values() if state and isinstance(state, dict)]
         weights = [weight for group in groups for weight in group["params"]]
-        self._weights = [weight for weight in weights if weight.grad is not None]
+        found = [weight.grad for weight in weights]
+        gradients = [gradient for gradient in found if gradient is not None]
+        every = len(gradients) == len(weights)
+        self._weights = weights if every else [w for w, gradient in zip(weights, found) if gradient is not None]
         self._versions = [weight._version for weight in self._weights]
-        gradients = [weight.grad for weight in self._weights]
-        self._gradients = [weakref.ref(gradient) for gradient in gradients]
+        self._gradients: list[Any] = gradients if is_own(optimizer) else [*map(weakref.ref, gradients)]
+        self._gradient_versions = [gradient._version for gradient in gradients]
         self._names = [(owner, [*owner]) for owner in (*groups, *states)]
         self._numbers = [(o, name, v) for o, _ in self._names for name, v in o.items() if isinstance(v, (int, float))]
-        apart = set(map(id, weights))
-        held = [tensor for owner, _ in self._names for tensor in _tensors(owner) if id(tensor) not in apart]
-        self._others = [(weakref.ref(tensor), tensor._version) for tensor in (*held, *gradients)]
+        settings = ({name: value for name, value in group.items() if name != "params"} for group in groups)
+        held = [tensor for owner in (*settings, *states) for tensor in _tensors(owner)]
+        apart = set(map(id, weights)) if held else set()
+        self._others = [(weakref.ref(tensor), tensor._version) for tensor in held if id(tensor) not in apart]
         fused = [group for group in groups if group.get("fused")] if is_own(optimizer) else []
         self._fused = [weight for group in fused for weight in group["params"] if weight.grad is not None]
         self._steps = {id(weight): [step._version for step in self._steps_of(weight)] for weight in self._fused}
@@ -39,7 +46,10 @@ class UpdateSnapshot:
         """Return whether a weight, its gradient, or a tensor of the state is another now."""
         if any(weight._version != version for weight, version in zip(self._weights, self._versions)):
             return True
-        if any(gradient() is not weight.grad for weight, gradient in zip(self._weights, self._gradients)):
+        gradients = [kept if isinstance(kept, Tensor) else kept() for kept in self._gradients]
+        if any(gradient is not weight.grad for weight, gradient in zip(self._weights, gradients)):
+            return True
+        if any(g is None or g._version != version for g, version in zip(gradients, self._gradient_versions)):
             return True
         others = ((tensor(), version) for tensor, version in self._others)
         return any(t is None or t._version != version for t, version in others) or any(map(self._stepped, self._fused))

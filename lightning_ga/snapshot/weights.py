@@ -22,6 +22,11 @@ class WeightSnapshot:
     in those first attempts (``weight.data``, fused kernels), and by the steps of optimizers. Whether
     weights want gradients is kept of all.
 
+    Reading the versions of thousands of weights takes longer than a small step may cost more. After the first
+    attempts it is done where a window begins; of weights that were seen to change within a window, before every
+    attempt. One that changes in a later window for the first time is noticed at a failure in that window, be it
+    that an earlier attempt has changed it.
+
     Args:
         module: The module whose parameters no optimizer changes within an attempt.
     """
@@ -30,6 +35,8 @@ class WeightSnapshot:
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
         self._parameters = list(module.parameters())
         self._versions: list[int] = []
+        self._restless: set[int] = set()  # places of weights that change within windows
+        self._looks_within = LOOKS
         self._trained: list[bool] = []
         self._summed = self._parameters  # whose versions may not tell
         self._sums: list[int | None] = []
@@ -64,10 +71,16 @@ class WeightSnapshot:
         stepped = self._stepped
         return register_optimizer_step_pre_hook(lambda optimizer, *_: stepped.add(type(optimizer).__name__))
 
-    def take(self) -> None:
-        """Copy what changes, before an attempt."""
+    def take(self, *, anew: bool = True) -> None:
+        """Copy what changes, before an attempt; ``anew`` where a window begins: its optimizer has stepped."""
         self._copies.take()
-        self._versions = [parameter._version for parameter in self._parameters]
+        if anew or self._looks_within:
+            before, self._versions = self._versions, [parameter._version for parameter in self._parameters]
+            if not anew:
+                self._looks_within -= 1
+                self._restless.update(at for at, pair in enumerate(zip(before, self._versions)) if pair[0] != pair[1])
+        for place in self._restless:
+            self._versions[place] = self._parameters[place]._version
         self._trained = [parameter.requires_grad for parameter in self._parameters]
         self._sums = checksums(self._summed) if self._summed else []
         self._stepped.clear()

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_ga.snapshot.attempt import AttemptSnapshot
 from lightning_ga.snapshot.buffers import BufferSnapshot
 from lightning_ga.snapshot.copies import SMALL
-from lightning_ga.snapshot.gradients import Accumulations, GradientSnapshot, left_alone
+from lightning_ga.snapshot.gradients import Accumulations, GradientSnapshot, WindowGradientMarks, left_alone
 
 
 def test_statistics_of_batch_norm_are_put_back() -> None:
@@ -366,3 +366,96 @@ def test_buffers_that_are_exchanged_come_back() -> None:
         assert layer.running_mean.tolist() == [step, step]
         assert layer.large is large
         assert not hasattr(layer, f"new{step:.0f}")
+
+
+class Cached(nn.Module):
+    """A layer that may come to hold more than its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.cache: torch.Tensor | None = None
+
+
+CHANGES = {
+    "weights without an optimizer (0.weight)": lambda part: part.weight.detach().add_(1),
+    "the buffers of a module that had none (0)": lambda part: part.register_buffer("late", torch.zeros(1)),
+    "what its modules keep (0.cache)": lambda part: setattr(part, "cache", torch.zeros(1)),
+    "what its modules keep (0.made)": lambda part: setattr(part, "made", [torch.zeros(1)]),
+}
+
+
+@pytest.mark.parametrize("lost", CHANGES)
+def test_what_changes_first_in_a_later_window_is_noticed_at_a_failure_in_it(lost: str) -> None:
+    """By an attempt before the one that failed, too: within a window not everything is looked at."""
+    model = nn.Sequential(Cached(), Cached())
+    state = AttemptSnapshot(model)
+    for step in range(10):
+        state.take(None, anew=step % 2 == 0)
+        state.learn()
+    state.take(None, anew=True)
+    CHANGES[lost](model[0])
+    state.take(None, anew=False)
+    assert state.restore() == lost
+    state.take(None, anew=True)
+    assert state.restore() is None
+
+
+def test_a_weight_that_changes_within_windows_is_looked_at_before_every_attempt() -> None:
+    """A callback that clips weights after every batch, say: what it did before an attempt is no change of that."""
+    model = nn.Linear(2, 2)
+    state = AttemptSnapshot(model)
+    for step in range(12):
+        state.take(None, anew=step % 4 == 0)
+        assert state.restore() is None
+        state.learn()
+        model.weight.data.clamp_(-1, 1)
+        model.weight.detach().clamp_(-1, 1)
+
+
+def run_passes(layers: nn.Module, parameters: list[nn.Parameter], marks: WindowGradientMarks, number: int) -> None:
+    """Run passes of a window after its first, each after a snapshot of the gradients."""
+    for _ in range(number):
+        marks.take(parameters)
+        layers(torch.ones(1, 2)).sum().backward()
+
+
+@pytest.mark.parametrize("windows", [0, 5])
+def test_gradients_that_a_pass_late_in_a_window_touched_are_told_from_others(windows: int) -> None:
+    """Whether gradients are looked for before each pass, or known from an earlier one; one has come in between."""
+    layers, marks = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), WindowGradientMarks()
+    parameters = list(layers.parameters())
+    for _ in range(windows):
+        layers(torch.ones(1, 2)).sum().backward()
+        run_passes(layers, parameters, marks, 4)
+        marks.forget()
+    layers.zero_grad()
+    layers[0](torch.ones(1, 2)).sum().backward()
+    assert marks.take(parameters).restore() == []
+    layers[1].bias.grad = torch.ones(2)
+    marks.take(parameters)
+    layers[0](torch.ones(1, 2)).sum().backward()
+    taken = marks.take(parameters)
+    layers[1](torch.ones(1, 2)).sum().backward()
+    assert [any(p is other for other in taken.restore()) for p in parameters] == [False, False, True, True]
+    assert taken.lost() is None
+
+
+def test_a_gradient_that_took_the_place_of_another_is_noticed() -> None:
+    """Before the pass or in it: nobody knows, once gradients were never replaced in the first windows."""
+    layers, marks = nn.Linear(2, 2), WindowGradientMarks()
+    parameters = list(layers.parameters())
+    layers(torch.ones(1, 2)).sum().backward()
+    run_passes(layers, parameters, marks, 12)
+    layers.weight.grad = torch.ones(2, 2)
+    assert marks.take(parameters).lost() == "gradients, other tensors being in their place now"
+
+
+def test_gradients_that_are_replaced_in_every_pass_are_looked_for_before_every_pass() -> None:
+    """As those that a hook scales into a new tensor."""
+    layers, marks = nn.Linear(2, 2), WindowGradientMarks()
+    parameters = list(layers.parameters())
+    for _ in range(12):
+        layers.weight.grad = torch.ones(2, 2)
+        taken = marks.take(parameters)
+        assert (taken.restore(), taken.lost()) == ([], None)
