@@ -390,7 +390,7 @@ def test_what_changes_first_in_a_later_window_is_noticed_at_a_failure_in_it(lost
     """By an attempt before the one that failed, too: within a window not everything is looked at."""
     model = nn.Sequential(Cached(), Cached())
     state = AttemptSnapshot(model)
-    for step in range(10):
+    for step in range(20):
         state.take(None, anew=step % 2 == 0)
         state.learn()
     state.take(None, anew=True)
@@ -405,7 +405,7 @@ def test_a_weight_that_changes_within_windows_is_looked_at_before_every_attempt(
     """A callback that clips weights after every batch, say: what it did before an attempt is no change of that."""
     model = nn.Linear(2, 2)
     state = AttemptSnapshot(model)
-    for step in range(12):
+    for step in range(24):
         state.take(None, anew=step % 4 == 0)
         assert state.restore() is None
         state.learn()
