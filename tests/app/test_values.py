@@ -25,7 +25,7 @@ def check(*overrides: str) -> None:
         "trainer.max_epochs=abc", "trainer.max_epochs=", "trainer.max_epochs=-2", "trainer.accumulate_grad_batches=0",
         "trainer.log_every_n_steps=abc",
         "device_memory=much", "device_memory=0", "device_memory=0.5",
-        "trainer.gradient_clip_val=-1", "data.num_workers=-1", "data.num_workers=abc",
+        "trainer.gradient_clip_val=-1", "data.num_workers=-1", "data.num_workers=abc", "data.num_workers=9999", "paths.data_dir=123", "paths.output_root=null",
         "data.batch_size=abc", "data.batch_size=null", "data.val_fraction=2", "data.val_fraction=0",
         "data.image_size=0", "data.channels=2", "data.mean=[]", "data.std=0", "data.split_seed=-1",
         "precision.float32_matmul=most", "lr_scheduler.warmup=2", "task=tset", "progress=maybe", "compile=null",
