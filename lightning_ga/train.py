@@ -167,7 +167,7 @@ def refuse_rerun(arguments: Sequence[str]) -> None:
 
 
 def refuse_no_option(arguments: Sequence[str]) -> None:
-    """``model=[]``, ``model={}`` and ``~model``: Hydra would leave out what a run needs, or read nothing without a word."""
+    """Refuse ``model=[]``, ``model={}`` and ``~model``, which leave out what a run needs or are read as nothing."""
     groups = {path.name for path in config_folder().iterdir() if path.is_dir()}
     for argument in arguments:
         if argument.partition("=")[0] in groups and argument.endswith(("=[]", "={}")):
