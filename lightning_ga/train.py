@@ -30,6 +30,7 @@ from lightning_ga.errors import RankError, UserError
 
 FULL_ERROR = "HYDRA_FULL_ERROR"  # set: Hydra raises errors instead of printing them
 TRACEBACK = "--traceback"
+NEEDED = ("model", "data", "optimizer", "trainer", "precision", "paths")  # groups without which there is no run
 
 
 class ReportedError(Exception):
@@ -166,11 +167,16 @@ def refuse_rerun(arguments: Sequence[str]) -> None:
 
 
 def refuse_no_option(arguments: Sequence[str]) -> None:
-    """``model=[]`` and ``model={}``: Hydra would leave the group out, or read nothing into it without a word."""
+    """Refuse ``model=[]``, ``model={}`` and ``~model``, which leave out what a run needs or are read as nothing."""
     groups = {path.name for path in config_folder().iterdir() if path.is_dir()}
     for argument in arguments:
         if argument.partition("=")[0] in groups and argument.endswith(("=[]", "={}")):
             raise UserError(explain_null([argument]))
+        name = argument.removeprefix("~").partition("=")[0]
+        if argument.startswith("~") and name in NEEDED:
+            raise UserError(
+                f"{argument} leaves a run without {name}, which it needs; --help lists the options of {name}."
+            )
 
 
 @contextmanager

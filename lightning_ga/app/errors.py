@@ -112,6 +112,9 @@ def explain_option(error: MissingConfigException) -> str:
 
 def explain_null(arguments: Sequence[str]) -> str:
     """``model=null``: a group is chosen by the name of an option."""
+    nameless = [argument for argument in arguments if argument.startswith("=")]
+    if nameless:
+        return f"{nameless[0]} is neither an option nor KEY=VALUE; --help shows both."
     typed = [argument for argument in arguments if NOTHING.fullmatch(argument)]
     group = typed[-1].partition("=")[0] if typed else "GROUP"
     if group in ("experiment", "debug", "search"):

@@ -21,6 +21,7 @@ TEXT_MODELS = ("lightning_ga.models.GPT",)
 MONITORED_OF_TEXT = ("val/loss", "val/perplexity", "train/loss")
 MEASURED_OF_TEXT = (*MONITORED_OF_TEXT, "test/loss", "test/perplexity")
 SMALLER_IS_BETTER = ("loss", "perplexity")
+MOST_WORKERS = 256  # processes: some thousands would bring a machine to a stop
 LARGEST_IMAGE = 4096  # pixels a side: a single picture takes 200 MB
 Config = dict[str, Any]
 
@@ -146,6 +147,7 @@ SWITCH = Rule("true or false", "true", lambda value: isinstance(value, bool))
 SHARE = number("a number between 0 and 1, both excluded", 0.1, lambda value: 0 < value < 1)
 PART = number("a number from 0 to 1", 0.1, lambda value: 0 <= value <= 1)
 COUNT = whole(1, 32)
+FOLDER = Rule("the path of a folder", "outputs", lambda value: isinstance(value, str) and value != "")
 LIMIT = number("a share from 0 to 1, or a whole number of batches", 1.0, lambda v: v >= 0 and (v <= 1 or is_whole(v)))
 TEXTS = Rule("a list of names", "[my_package]", lambda v: isinstance(v, list) and all(isinstance(x, str) for x in v))
 
@@ -159,6 +161,9 @@ RULES: Mapping[str, Rule] = {
     "progress": one_of("auto", "bar", "rich", "plain", "none"),
     "compile": Rule("true, false or a mode of torch.compile", "true", lambda v: isinstance(v, bool | str) and v != ""),
     "precision.float32_matmul": one_of("highest", "high", "medium"),
+    "paths.data_dir": FOLDER,
+    "paths.output_root": FOLDER,
+    "paths.output_dir": FOLDER,
     "trainer.num_nodes": whole(1, 1),
     "trainer.max_epochs": whole(1, 4, endless=True, or_null="Lightning's default"),
     "trainer.min_epochs": whole(0, 1, or_null="none"),
@@ -178,7 +183,7 @@ RULES: Mapping[str, Rule] = {
     "data.download": SWITCH,
     "data.batch_size": COUNT,
     "data.eval_batch_size": COUNT,
-    "data.num_workers": whole(0, 0),
+    "data.num_workers": whole(0, 0, most=MOST_WORKERS),
     "data.image_size": whole(1, 32, most=LARGEST_IMAGE),
     "data.channels": one_of(1, 3),
     "data.num_classes": whole(1, 10, or_null="as many as the set has"),
@@ -258,6 +263,9 @@ def check_values(config: Config) -> None:
         raise UserError(
             f"dry_run=true shows the plan of a training, and task={config['task']} has none: leave one of the two out."
         )
+    for name in ("callbacks", "logger"):
+        if name in (config.get("trainer") or {}):
+            raise UserError(f"trainer.{name} is read by nothing: write {name}=OPTION or {name}.NAME._target_=CLASS.")
     check_planned_device(config)
     check_agreement(config)
     check_metrics(config)

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_ga import AutoAccumulate, UserError
 from lightning_ga.app.errors import explain
 from lightning_ga.memory.live_tensors import LiveTensorMeter
+from lightning_ga.memory.origin_meter import OriginMeter
 from lightning_ga.plan.attribution import Attribution
 from lightning_ga.probe.finder import find_micro_batch, numbered
 from lightning_ga.probe.meters import meter_of
@@ -88,6 +89,19 @@ class Wide(Plain):
         return self.body(x) + 0 * sum(parameter.sum() for parameter in self.unused.parameters())
 
 
+class Blind(LiveTensorMeter):  # type: ignore[no-untyped-call]
+    """Meters as before, and looks at no origin."""
+
+    def __init__(self, module: Any, owners: Any, **arguments: Any) -> None:
+        super().__init__(**arguments)
+
+    def note_batch(self, tensors: Any) -> None:
+        pass
+
+    def origins(self, *, complete: bool) -> None:
+        pass
+
+
 def data() -> TensorDataset:
     return TensorDataset(torch.randn(SAMPLES, TOKENS, WIDTH), torch.zeros(SAMPLES, TOKENS, dtype=torch.long))
 
@@ -156,21 +170,30 @@ def test_looking_changes_nothing(make: Callable[[], Plain], monkeypatch: pytest.
         trials = tuple(replace(trial, seconds=0.0) for trial in found.trials)
         return replace(found, seconds=0.0, trials=trials, holders=None), [p.detach() for p in module.parameters()]
 
-    class Blind(LiveTensorMeter):  # type: ignore[no-untyped-call]
-        def __init__(self, module: Any, owners: Any, **arguments: Any) -> None:
-            super().__init__(**arguments)
-
-        def note_batch(self, tensors: Any) -> None:
-            pass
-
-        def origins(self, *, complete: bool) -> None:
-            pass
-
     found, weights = run()
     monkeypatch.setattr("lightning_ga.probe.meters.OriginMeter", Blind)
     blind, same = run()
     assert found == blind
     assert all(map(torch.equal, weights, same))
+
+
+def test_nothing_is_compiled_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hooks on modules would be seen by graphs that are compiled while they are there."""
+    compiled: list[int] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        compiled[-1] += 1
+        return graph.forward
+
+    for meter in (OriginMeter, Blind):
+        torch._dynamo.reset()
+        compiled.append(0)
+        monkeypatch.setattr("lightning_ga.probe.meters.OriginMeter", meter)
+        module = Plain()
+        module.body.compile(backend=backend)
+        trained(module)
+    torch._dynamo.reset()
+    assert compiled[0] == compiled[1] > 0
 
 
 def test_no_hook_is_left_behind() -> None:
