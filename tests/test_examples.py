@@ -72,3 +72,10 @@ def test_lightning_cli(tmp_path: Path) -> None:
         "--trainer.max_epochs",
         "1",
     )
+
+
+def test_a_loop_by_hand(tmp_path: Path) -> None:
+    """It goes on at its last checkpoint; tests/examples/test_custom_loop.py holds that nothing differs."""
+    arguments = ("custom_loop.py", "--rows", "500", "--memory-budget", "20MiB", "--checkpoint-every", "2")
+    assert "2 optimizer steps" in run(tmp_path, *arguments, "--steps", "2")
+    assert "4 optimizer steps" in run(tmp_path, *arguments, "--steps", "4")

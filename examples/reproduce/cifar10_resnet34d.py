@@ -192,6 +192,6 @@ def draw(result: Result) -> Figure:
     figure = Figure(figsize=(10, 4), layout="constrained")
     left, middle, right = figure.subplots(1, 3, sharey=True)
     losses(left, result, {WHOLE: "C0", CUT: "C1"}, "BatchNorm")
-    losses(middle, result, {GROUP_WHOLE: "C0", GROUP_CUT: "C1"}, "GroupNorm: one curve on the other")
+    losses(middle, result, {GROUP_WHOLE: "C0", GROUP_CUT: "C1"}, "GroupNorm: the same gradients")
     losses(right, result, {USUAL: "C1"}, "The usual script", logged="C3")
     return figure

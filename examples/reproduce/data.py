@@ -1,5 +1,6 @@
 """Which data are at hand: a recipe's own set, or what stands in for it."""
 
+import math
 from functools import cache
 
 from lightning_ga.data import CIFAR10, MNIST, Digits, FashionMNIST, ImageData
@@ -41,14 +42,21 @@ def subset(root: str, name: str, *, train: int | None) -> list[str]:
         train: Images to train on; ``None``, or more than the set has to spare, leaves the set as it is.
     """
     known = samples(root, name)
-    share = [] if is_all(train, known) else [f"data.val_fraction={1 - train / known:.6f}"]
-    return [f"data={name}", *share]
+    return [f"data={name}", *([] if is_all(train, known) else [f"data.val_fraction={held_out(train, known):.6f}"])]
 
 
 def described(root: str, name: str, *, train: int | None) -> str:
     """Name a set, and how much of it was trained on."""
     title, known = SETS[name][0], samples(root, name)
-    return title if is_all(train, known) else f"{title} ({train:,} of {known:,} training images)"
+    if is_all(train, known):
+        return title
+    left = known - math.ceil(held_out(train, known) * known)  # as scikit-learn splits
+    return f"{title} ({left:,} of {known:,} training images)"
+
+
+def held_out(train: int, known: int) -> float:
+    """Give the share that is validated on, in the digits in which it is typed."""
+    return round(1 - train / known, 6)
 
 
 def is_all(train: int | None, known: int) -> bool:

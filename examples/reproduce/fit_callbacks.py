@@ -229,7 +229,8 @@ class Recorder(Callback):
         number = trainer.global_step
         has_batch_norm = any(isinstance(module, torch.nn.BatchNorm2d) for module in pl_module.modules())
         if trainer.is_global_zero and trainer.current_epoch == 0 and number in named and not has_batch_norm:
-            self.shares[named[number]] = gradient_share(pl_module.net, [self.images.window(number)])
+            with trainer.precision_plugin.forward_context():
+                self.shares[named[number]] = gradient_share(pl_module.net, [self.images.window(number)])
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.validated.append({name: float(value) for name, value in trainer.callback_metrics.items()})

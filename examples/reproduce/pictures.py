@@ -29,7 +29,7 @@ def losses(
     """
     for number, (name, colour) in enumerate(colours.items()):
         curves = result.row(name).curves
-        style = "--" if number else "-"
+        style = ("-", "--", ":")[number]
         axes.plot(*zip(*curves["train"]), color=colour, linewidth=0.8, alpha=0.3)
         label = (labels or {}).get(name, name) + (": training" if "val" in curves else "")
         axes.plot(*zip(*moving_mean(curves["train"])), style, color=colour, label=label)

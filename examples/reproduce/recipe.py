@@ -1,6 +1,7 @@
 """What a recipe is made of, and the record of its run as JSON."""
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -14,6 +15,7 @@ SCALES: tuple[Scale, ...] = ("quick", "medium", "full")
 Value = float | int | str | None
 Curve = list[tuple[float, float]]
 T = TypeVar("T")
+_POINT = re.compile(r"\[\s+([-+.\de]+),\s+([-+.\de]+)\s+\]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,10 +148,11 @@ def as_recipe(module: ModuleType) -> Recipe:
 
 
 def write_result(path: Path, result: Result) -> None:
-    """Write a record; a reader never finds half of it."""
+    """Write a record, a point of a curve on a line; a reader never finds half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(".part")
-    unfinished.write_text(json.dumps(asdict(result), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    text = json.dumps(asdict(result), indent=1, ensure_ascii=False)
+    unfinished.write_text(_POINT.sub(r"[\1, \2]", text) + "\n", encoding="utf-8")
     unfinished.replace(path)
 
 

@@ -69,7 +69,8 @@ def measured(task: Task) -> Row:
         started = processor_seconds()
         found = task.measure(Path(folder))
         seconds = processor_seconds() - started
-    return Row(task.name, task.settings, round(seconds, 2), found.values, found.curves)
+    curves = {name: [(x, float(f"{y:.6g}")) for x, y in points] for name, points in found.curves.items()}
+    return Row(task.name, task.settings, round(seconds, 2), found.values, curves)
 
 
 def processor_seconds() -> float:

@@ -103,6 +103,8 @@ def test_a_set_that_is_too_small_is_taken_whole() -> None:
     assert data.first_at_hand("nowhere", "mnist", "fashion_mnist") == "digits"
     assert data.subset("nowhere", "digits", train=320) == ["data=digits", "data.val_fraction=0.777314"]
     assert data.subset("nowhere", "digits", train=12060) == ["data=digits"]
+    assert data.described("nowhere", "digits", train=320).endswith("(319 of 1,437 training images)")
+    assert data.described("nowhere", "digits", train=None) == "scikit-learn's digits"
 
 
 def test_the_share_of_a_gradient() -> None:
