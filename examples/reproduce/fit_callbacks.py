@@ -18,13 +18,14 @@ from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, Mode
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 from examples.reproduce import data
-from examples.reproduce.recipe import Column, Measured, Result, Setup, Task
+from examples.reproduce.recipe import Column, Measured, Result, Row, Setup, Task
 from examples.reproduce.windows import gradient_share
 from lightning_ga import AutoAccumulate
 from lightning_ga.app.run_files import read_curves
@@ -48,8 +49,9 @@ RANKS, MICRO_BATCH, FACTOR = 2, 6, 10
 WINDOW = RANKS * MICRO_BATCH * FACTOR
 WHOLE, STOCK, OURS = "60 whole", "6 × 10, stock Lightning", "6 × 10, AutoAccumulate"
 UNDIVIDED, BY_BATCH, CARRIED = "by hand, not divided", "by hand, divided by 6", "by hand, rest carried over"
-BATCH_NORM, NORMS = "BatchNorm: ", ("GroupNorm", "BatchNorm")
-RATE = 1e-3
+BATCH_NORM = "BatchNorm: "
+FP32 = "fp32: "
+RATE, MIXED = 1e-3, "bf16-mixed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,14 +104,21 @@ def rows(setup: Setup) -> list[Task]:
         "data": at_hand(setup),
     }
     group = [Run(how, "group", **size) for how in (WHOLE, STOCK, OURS, UNDIVIDED, BY_BATCH, CARRIED)]
+    exact = [fp32(Run(how, "group", **size), setup.data) for how in (WHOLE, OURS)]
     batch = [Run(how, "batch", **size) for how in (WHOLE, OURS) if setup.scale != "quick"]
     named = {(BATCH_NORM if run.norm == "batch" else "") + run.how: run for run in [*group, *batch]}
-    return [Task(name, asdict(run), partial(on_ranks, run, setup.data)) for name, run in named.items()]
+    return [*(Task(name, asdict(run), partial(on_ranks, run, setup.data)) for name, run in named.items()), *exact]
 
 
-def on_ranks(run: Run, root: str, folder: Path) -> Measured:
+def fp32(run: Run, root: str) -> Task:
+    """Train without mixed precision, so that rounding does not hide whether two trainings are the same."""
+    precision = {"precision": "32-true"}
+    return Task(f"{FP32}{run.how}", asdict(run) | precision, partial(on_ranks, run, root, **precision))
+
+
+def on_ranks(run: Run, root: str, folder: Path, precision: str = MIXED) -> Measured:
     """Train in a process of its own, which forks the ranks, and read what the first one has written."""
-    settings = json.dumps({"run": asdict(run), "root": root, "folder": str(folder)})
+    settings = json.dumps({"run": asdict(run), "root": root, "folder": str(folder), "precision": precision})
     done = subprocess.run(
         [sys.executable, "-m", "examples.reproduce.fit_callbacks", settings],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
@@ -220,7 +229,8 @@ class Recorder(Callback):
         number = trainer.global_step
         has_batch_norm = any(isinstance(module, torch.nn.BatchNorm2d) for module in pl_module.modules())
         if trainer.is_global_zero and trainer.current_epoch == 0 and number in named and not has_batch_norm:
-            self.shares[named[number]] = gradient_share(pl_module.net, [self.images.window(number)])
+            with trainer.precision_plugin.forward_context():
+                self.shares[named[number]] = gradient_share(pl_module.net, [self.images.window(number)])
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.validated.append({name: float(value) for name, value in trainer.callback_metrics.items()})
@@ -259,7 +269,7 @@ def callbacks(folder: Path, goal: float) -> list[Callback]:
     ]
 
 
-def train(run: Run, root: str, folder: Path) -> None:
+def train(run: Run, root: str, folder: Path, precision: Any) -> None:
     """Train on two forked gloo ranks."""
     seed_everything(0, verbose=False)
     images = Images(run, root)
@@ -269,7 +279,7 @@ def train(run: Run, root: str, folder: Path) -> None:
         accelerator="cpu",
         devices=RANKS,
         strategy=DDPStrategy(start_method="fork", process_group_backend="gloo"),
-        precision="bf16-mixed",
+        precision=precision,
         accumulate_grad_batches=FACTOR if run.how in (STOCK, OURS) else 1,
         callbacks=[*ours, *callbacks(folder, run.goal), Recorder(folder / "record.json", images)],
         logger=CSVLogger(folder, name="csv", version=""),
@@ -282,20 +292,18 @@ def train(run: Run, root: str, folder: Path) -> None:
 
 
 def draw(result: Result) -> Figure:
-    """Draw the monitored loss of each training."""
+    """Draw the monitored loss of each training, by precision and norm."""
+    panels: dict[str, list[Row]] = {}
+    for row in result.rows:
+        kind = next((prefix for prefix in (FP32, BATCH_NORM) if row.name.startswith(prefix)), "bf16: ")
+        panels.setdefault(kind, []).append(row)
     figure = Figure(figsize=(10, 4), layout="constrained")
-    rows = {
-        name: [row for row in result.rows if row.name.startswith(BATCH_NORM) == (name == "BatchNorm")] for name in NORMS
-    }
-    shown = [name for name in NORMS if rows[name]]
-    for place, norm in enumerate(shown):
-        axes = figure.add_subplot(1, len(shown), place + 1)
-        chosen = rows[norm]
-        for number, row in enumerate(chosen):
-            name = row.name.removeprefix(BATCH_NORM)
+    for axes, (kind, rows) in zip(figure.subplots(1, len(panels), sharey=True, squeeze=False)[0], panels.items()):
+        for number, row in enumerate(rows):
             style = {"linestyle": "--", "marker": "o"} if number else {"linestyle": "-", "linewidth": 4, "alpha": 0.3}
-            axes.plot(*zip(*row.curves["val"]), label=name, **style)
-        axes.set(title=norm, xlabel="epoch", ylabel="validation loss")
+            axes.plot(*zip(*row.curves["val"]), label=row.name.removeprefix(kind), **style)
+        axes.set(title=kind.rstrip(": "), xlabel="epoch", ylabel="validation loss")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(frameon=False, fontsize="small")
     return figure
@@ -306,7 +314,7 @@ def main(arguments: Sequence[str]) -> int:
     settings = json.loads(arguments[0])
     warnings.simplefilter("ignore")
     logging.disable(logging.INFO)
-    train(Run(**settings["run"]), settings["root"], Path(settings["folder"]))
+    train(Run(**settings["run"]), settings["root"], Path(settings["folder"]), settings.get("precision", MIXED))
     return 0
 
 
