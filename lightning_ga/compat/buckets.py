@@ -26,15 +26,29 @@ class Bucket:
     last: Parameter
     dtype: torch.dtype
 
-    def joined(self, scale: float) -> Tensor:
-        """Return all gradients in one new tensor, times ``scale``; behind them, which of them there are.
+    @property
+    def length(self) -> int:
+        """Entries of the tensor that is sent."""
+        return sum(parameter.numel() for parameter in self.parameters) + len(self.parameters)
+
+    def joined(self, scale: float, room: Tensor | None = None) -> Tensor:
+        """Return a copy of all gradients in one tensor, times ``scale``; behind them, which of them there are.
 
         Thus a rank that lacks one learns whether another has it, and no other rank has to ask.
+
+        Args:
+            scale: Factor of the gradients.
+            room: Where to copy them; ``None`` makes a new tensor.
         """
         there = [parameter.grad is not None for parameter in self.parameters]
         kind: dict[str, Any] = {"dtype": self.dtype, "device": self.last.device}
         marks = torch.ones(len(there), **kind) if all(there) else torch.tensor(there, **kind)
-        return torch.cat([*(_flat(parameter).to(self.dtype) for parameter in self.parameters), marks]).mul_(scale)
+        parts = [*(_flat(parameter).to(self.dtype) for parameter in self.parameters), marks]
+        if room is None:
+            return torch.cat(parts).mul_(scale)
+        for part, place in zip(parts, torch.split(room, [part.numel() for part in parts])):
+            torch.mul(part, scale, out=place)
+        return room
 
     def spread(self, averaged: Tensor) -> None:
         """Replace gradients by averages; one that no rank has stays missing."""

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_ga.compat.buckets import AnyBucket, make_buckets
+from lightning_ga.compat.buckets import AnyBucket, Bucket, make_buckets
 from lightning_ga.compat.collectives import collectives_run
 from lightning_ga.compat.gradient_dtype import dtype_of_sum
 from lightning_ga.errors import UserError
@@ -53,6 +53,8 @@ class GradientReducer:
         self._made_for: tuple[bool, list[bool]] | None = None  # what the buckets hold; None: to be made anew
         self._buckets: list[AnyBucket] = []
         self._collectives = 0
+        self._rooms: dict[tuple[int, torch.dtype], Tensor] = {}  # where copies are made on the CPU, by turns
+        self._turn = 0
         self.begin_epoch()
 
     @property
@@ -86,10 +88,21 @@ class GradientReducer:
 
     def _send(self, bucket: AnyBucket) -> "Sent":
         """Begin to average a copy of a bucket."""
-        copy, before = bucket.joined(1 / dist.get_world_size(self._group)), collectives_run()
+        scale, before = 1 / dist.get_world_size(self._group), collectives_run()
+        copy = bucket.joined(scale, self._room(bucket)) if isinstance(bucket, Bucket) else bucket.joined(scale)
         work = dist.all_reduce(copy, group=self._group, async_op=True)
         self._collectives += collectives_run() - before
+        self._turn = (self._turn + 1) % IN_FLIGHT
         return Sent(bucket, copy, work)
+
+    def _room(self, bucket: Bucket) -> Tensor | None:
+        """Return where a bucket is copied on the CPU, whose allocator would give it untouched pages every time."""
+        if bucket.last.device.type != "cpu":
+            return None
+        place, length = (self._turn, bucket.dtype), bucket.length
+        if place not in self._rooms or len(self._rooms[place]) < length:
+            self._rooms[place] = torch.empty(length, dtype=bucket.dtype)
+        return self._rooms[place][:length]
 
 
 @dataclass(frozen=True, slots=True)

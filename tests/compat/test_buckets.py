@@ -63,6 +63,7 @@ def test_averages_come_back_to_their_places(shape: tuple[int, ...]) -> None:
     wanted = [one.grad / 2, other.grad / 2]
     bucket = Bucket((one, other), one, one.dtype)
     copy = bucket.joined(0.5)
+    assert torch.equal(copy, bucket.joined(0.5, torch.empty(bucket.length)))
     one.grad.zero_()
     bucket.spread(copy)
     assert torch.equal(one.grad, wanted[0])
