@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,6 +30,11 @@ class Bucket:
         """Entries of the tensor that is sent."""
         return sum(parameter.numel() for parameter in self.parameters) + len(self.parameters)
 
+    @property
+    def size(self) -> int:
+        """Bytes of the tensor that is sent."""
+        return self.length * self.dtype.itemsize
+
     def joined(self, scale: float, room: Tensor | None = None) -> Tensor:
         """Return a copy of all gradients in one tensor, times ``scale``; behind them, which of them there are.
 
@@ -40,19 +44,26 @@ class Bucket:
             scale: Factor of the gradients.
             room: Where to copy them; ``None`` makes a new tensor.
         """
+        message = torch.empty(self.length, dtype=self.dtype, device=self.last.device) if room is None else room
+        *places, marks = self._parts_of(message)
+        for parameter, place in zip(self.parameters, places):
+            gradient = parameter.grad
+            if gradient is None:
+                place.zero_()
+            else:
+                dense = gradient.to_dense() if gradient.is_sparse else gradient
+                torch.mul(dense, scale, out=place.view(dense.shape))
         there = [parameter.grad is not None for parameter in self.parameters]
-        kind: dict[str, Any] = {"dtype": self.dtype, "device": self.last.device}
-        marks = torch.ones(len(there), **kind) if all(there) else torch.tensor(there, **kind)
-        parts = [*(_flat(parameter).to(self.dtype) for parameter in self.parameters), marks]
-        if room is None:
-            return torch.cat(parts).mul_(scale)
-        for part, place in zip(parts, torch.split(room, [part.numel() for part in parts])):
-            torch.mul(part, scale, out=place)
-        return room
+        marks.fill_(scale) if all(there) else marks.copy_(torch.tensor(there)).mul_(scale)
+        return message
+
+    def _parts_of(self, message: Tensor) -> tuple[Tensor, ...]:
+        """Cut a message into gradients, and marks."""
+        return torch.split(message, [*(parameter.numel() for parameter in self.parameters), len(self.parameters)])
 
     def spread(self, averaged: Tensor) -> None:
         """Replace gradients by averages; one that no rank has stays missing."""
-        parts = torch.split(averaged, [*(parameter.numel() for parameter in self.parameters), len(self.parameters)])
+        parts = self._parts_of(averaged)
         pairs = [(parameter, part.view(parameter.shape)) for parameter, part in zip(self.parameters, parts)]
         alike = [(p.grad, part) for p, part in pairs if p.grad is not None and self._is_alike(p.grad)]
         if len(alike) < len(pairs):
@@ -156,10 +167,3 @@ def _grouped(
         filling.setdefault(kind, []).append(parameter)
         sizes[kind] = sizes.get(kind, 0) + size
     return [*full, *filling.values()]
-
-
-def _flat(parameter: Parameter) -> Tensor:
-    gradient = parameter.grad
-    if gradient is None:
-        return parameter.new_zeros(parameter.numel())
-    return (gradient.to_dense() if gradient.is_sparse else gradient).flatten()

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from operator import attrgetter
 from threading import Lock
 from typing import Any
@@ -53,14 +54,19 @@ class GradientReducer:
         self._made_for: tuple[bool, list[bool]] | None = None  # what the buckets hold; None: to be made anew
         self._buckets: list[AnyBucket] = []
         self._collectives = 0
-        self._rooms: dict[tuple[int, torch.dtype], Tensor] = {}  # where copies are made on the CPU, by turns
+        self._rooms: dict[torch.device, list[Tensor]] = {}  # where copies are made, by turns
         self._turn = 0
         self.begin_epoch()
+        self._bucketed(summed=True)
 
     @property
     def collectives(self) -> int:
         """How many collectives it has run."""
         return self._collectives
+
+    def memory(self) -> Iterator[Tensor]:
+        """Yield where gradients are copied, which is kept: sending them takes no memory in a backward pass."""
+        return chain.from_iterable(self._rooms.values())
 
     def begin_epoch(self) -> None:
         """List the parameters anew: some may have been added."""
@@ -77,6 +83,10 @@ class GradientReducer:
             summed: Whether gradients are sums over several micro-batches, those of half-precision parameters in
                 float32. They are of one type on all ranks, some of which may run a micro-batch in pieces, or none.
         """
+        return WindowReduction(self._bucketed(summed=summed), self._send)
+
+    def _bucketed(self, *, summed: bool) -> list[AnyBucket]:
+        """Return the buckets for the parameters that are trained now, with room to copy them."""
         trained = [parameter.requires_grad for parameter in self._parameters]
         if (summed, trained) != self._made_for:
             self._made_for = summed, trained
@@ -84,25 +94,29 @@ class GradientReducer:
             dtype = dtype_of_sum if summed else attrgetter("dtype")
             settings: dict[str, Any] = {"most": self._most, "arrival": self._arrival, "dtype": dtype}
             self._buckets = make_buckets(wanted, self._list_sparse(), **settings)
-        return WindowReduction(self._buckets, self._send)
+            self._make_room()
+        return self._buckets
+
+    def _make_room(self) -> None:
+        for bucket in self._buckets:
+            if isinstance(bucket, Bucket):
+                device = bucket.last.device
+                rooms = self._rooms.setdefault(device, [])
+                if not rooms or len(rooms[0]) < bucket.size:
+                    rooms.clear()
+                    rooms += [torch.empty(bucket.size, dtype=torch.uint8, device=device) for _ in range(IN_FLIGHT)]
 
     def _send(self, bucket: AnyBucket) -> "Sent":
         """Begin to average a copy of a bucket."""
         scale, before = 1 / dist.get_world_size(self._group), collectives_run()
-        copy = bucket.joined(scale, self._room(bucket)) if isinstance(bucket, Bucket) else bucket.joined(scale)
+        copy = bucket.joined(scale, self._room_for(bucket)) if isinstance(bucket, Bucket) else bucket.joined(scale)
         work = dist.all_reduce(copy, group=self._group, async_op=True)
         self._collectives += collectives_run() - before
         self._turn = (self._turn + 1) % IN_FLIGHT
         return Sent(bucket, copy, work)
 
-    def _room(self, bucket: Bucket) -> Tensor | None:
-        """Return where a bucket is copied on the CPU, whose allocator would give it untouched pages every time."""
-        if bucket.last.device.type != "cpu":
-            return None
-        place, length = (self._turn, bucket.dtype), bucket.length
-        if place not in self._rooms or len(self._rooms[place]) < length:
-            self._rooms[place] = torch.empty(length, dtype=bucket.dtype)
-        return self._rooms[place][:length]
+    def _room_for(self, bucket: Bucket) -> Tensor:
+        return self._rooms[bucket.last.device][self._turn][: bucket.size].view(bucket.dtype)
 
 
 @dataclass(frozen=True, slots=True)

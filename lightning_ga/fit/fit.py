@@ -182,7 +182,7 @@ class Fit:
         self._hold_to_budget()
         self.gradients.sum_in_float32()
         self._held.callback(self.gradients.release)
-        self.oom_handler.read_module()
+        self.oom_handler.read_module(cut_in_step=self.source.cut_in_step)
         with self.oom_handler.suspended():
             self._prepare_training(epoch)
         self._begin(epoch)

@@ -13,13 +13,14 @@ from torch.utils.data import IterableDataset
 
 from lightning_ga.batch.merge import merge_outputs
 from lightning_ga.compat import agreement, closures, dataloaders, evaluation, loops, ranks
+from lightning_ga.compat.reduction import GradientReducer
 from lightning_ga.fit.batch_task import BatchTask, Evaluation
 from lightning_ga.fit.closure import MakeClosure, MicroBatchClosures
 from lightning_ga.fit.lbfgs import LbfgsWindow, evaluates_again
 from lightning_ga.fit.messages import OomEvent
 from lightning_ga.fit.oom_retry import OomRetrier
 from lightning_ga.fit.optimizer_retry import OptimizerRetry
-from lightning_ga.fit.retry_policy import RankFacts, evaluation_policy, training_policy
+from lightning_ga.fit.retry_policy import RankFacts, RetryPolicy, evaluation_policy, training_policy
 from lightning_ga.fit.window_gradients import WindowGradients
 from lightning_ga.loading.batch_source import (
     BatchSource,
@@ -111,6 +112,7 @@ class OomHandler:
             verdict=self._verdict,
             samples_of_next=self._training.samples_of_next,
         )
+        self._reducer: GradientReducer | None = None  # where gradients are averaged over ranks by hand
         self._steps: MicroBatchClosures | None = None
         self._retries = RetryWatch(trainer.strategy.root_device)
         self._release_step: Callable[[], None] = lambda: None
@@ -135,11 +137,18 @@ class OomHandler:
 
     def memory(self) -> Iterator[torch.Tensor]:
         """Yield what is kept on the device while training runs."""
-        return self._retrier.memory()
+        yield from self._retrier.memory()
+        if self._reducer is not None:
+            yield from self._reducer.memory()
 
-    def read_module(self) -> None:
-        """Look at the module anew, as it has been moved."""
+    def read_module(self, *, cut_in_step: bool) -> None:
+        """Look at the module anew, as it has been moved, and make what training keeps.
+
+        Args:
+            cut_in_step: Whether batches are cut in the step even if nothing fails.
+        """
         self._retrier.attempts.read_module()
+        self._reducer = ranks.gradient_reducer(self._trainer) if self._policy(cut_in_step).by_hand else None
 
     def suspended(self) -> AbstractContextManager[None]:
         """Return a context in which nothing is caught: a probe wants to see its own errors."""
@@ -158,12 +167,11 @@ class OomHandler:
             changing: Names of what the step is known to change.
         """
         trainer, must_average = self._trainer, ranks.needs_averaging_by_hand(self._trainer)
-        policy = training_policy(
-            rank_facts(trainer), wanted=self._wanted, cut_in_step=cut_in_step, must_average=must_average
-        )
+        policy = self._policy(cut_in_step)
         if policy.by_hand:
             ranks.take_over(trainer)
-        reducer = ranks.gradient_reducer(trainer) if policy.by_hand else None
+            self._reducer = self._reducer or ranks.gradient_reducer(trainer)
+        reducer = self._reducer if policy.by_hand else None
         foreseen = partial(getattr, reducer, "collectives", 0)
         self._retrier.attempts.begin_training(policy, changing, foreseen)
         wrap: Callable[..., Any] | None = None
@@ -178,6 +186,12 @@ class OomHandler:
             self._release_step = closures.intercept_optimizer_step(trainer, repeatable, repeatable.gradients_are_ready)
         if wrap is not None:
             closures.intercept_closures(trainer, wrap)
+
+    def _policy(self, cut_in_step: bool) -> RetryPolicy:
+        must_average = ranks.needs_averaging_by_hand(self._trainer)
+        return training_policy(
+            rank_facts(self._trainer), wanted=self._wanted, cut_in_step=cut_in_step, must_average=must_average
+        )
 
     def begin_epoch(self) -> None:
         """Look through the module again: parts may have been added."""

@@ -285,7 +285,7 @@ def test_help_shows_examples_groups_and_keys(command):
     assert run.code == 0
     for part in (
         "accumulate.memory_budget=",
-        "model: mlp, resnet34d, timm",
+        "model: gpt, hashed_patches, mlp, resnet34d, timm",
         "ckpt_path=last|best|FOLDER|PATH",
         "--config-dir",
     ):

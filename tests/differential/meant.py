@@ -23,7 +23,7 @@ class Meant:
     where: str
     reason: str
     sentence: str
-    page: str = "lightning.md"
+    page: str = "concepts/lightning.md"
     ours: str = ""
 
     def covers(self, scenario: str, mode: str, where: str, ours: str) -> bool:

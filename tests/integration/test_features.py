@@ -32,7 +32,7 @@ from torch.utils.data import DataLoader
 from lightning_ga import AutoAccumulate, UserError, plan_accumulation
 
 pytestmark = pytest.mark.filterwarnings("ignore:Memory ran out in:UserWarning")
-TABLE = Path(__file__).parents[2] / "docs" / "lightning.md"
+TABLE = Path(__file__).parents[2] / "docs" / "concepts" / "lightning.md"
 BATCH, MICRO_BATCH, SIZE = 16, 5, 64
 STEPS = SIZE // BATCH  # of the optimizer, in an epoch
 ROWS: set[str] = set()
