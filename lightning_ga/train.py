@@ -9,7 +9,7 @@ when a job starts, so that all that needs no training answers at once.
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib.metadata import version
 from pathlib import Path
 from typing import NoReturn
@@ -24,7 +24,7 @@ from lightning_ga.app.composed import checked_composition
 from lightning_ga.app.errors import chain, explain, explain_null, is_expected
 from lightning_ga.app.interrupts import Interrupted, sigterm_ends
 from lightning_ga.app.sweep import Job, done_before, report_sweep
-from lightning_ga.app.terminal import printable_everywhere
+from lightning_ga.app.terminal import printable_everywhere, wrapped_output
 from lightning_ga.app.values import Config, check_values, resolved
 from lightning_ga.errors import RankError, UserError
 
@@ -78,7 +78,8 @@ def run_hydra(arguments: Sequence[str], show_traceback: bool) -> None:
     jobs = Jobs(arguments, show_traceback=show_traceback)
     given = [*arguments, *rank_overrides(arguments, os.environ)]
     program = hydra.main(version_base="1.3", config_path=str(config_folder()), config_name="train")
-    with process_state(given), checked_composition(known_keys=top_level_keys(), typed=given):
+    lines = wrapped_output() if "--help" in arguments else nullcontext()
+    with lines, process_state(given), checked_composition(known_keys=top_level_keys(), typed=given):
         try:
             program(jobs.run)()
         finally:

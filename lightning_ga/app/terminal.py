@@ -5,8 +5,9 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
-from io import TextIOBase
+from io import StringIO, TextIOBase
 from pathlib import Path
+from textwrap import wrap
 from typing import Any, TextIO
 
 ASCII_SIGNS = {"×": "x", "–": "-", "—": "-", "…": "...", "→": "->", "−": "-", "±": "+-", "µ": "u", "‖": "|", "≤": "<="}
@@ -27,6 +28,19 @@ def printable_everywhere(*streams: Any) -> None:
     for stream in streams:
         with suppress(AttributeError, ValueError, OSError):
             stream.reconfigure(errors="lightning_ga.ascii")
+
+
+@contextmanager
+def wrapped_output(width: int = 100) -> Iterator[None]:
+    """Return a context whose output is printed at its end, lists that are longer than a line broken at commas."""
+    text = StringIO()
+    try:
+        with redirect_stdout(text):
+            yield
+    finally:
+        for line in text.getvalue().splitlines():
+            listed = len(line) > width and ": " in line and "," in line
+            print("\n".join(wrap(line, width, subsequent_indent="  ", break_on_hyphens=False)) if listed else line)
 
 
 class Tee(TextIOBase):

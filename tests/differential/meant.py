@@ -47,7 +47,7 @@ MEANT = (
         modes="defaults|neutral-.*",
         where=r".*",
         reason="Samplers that draw random numbers do so from seed and epoch, so that a resume finds its place.",
-        sentence="draw them from seed and epoch as well.",
+        sentence="in samplers that draw random numbers | a function of seed and epoch",
     ),
     Meant(
         scenarios="own_optimizer_step",
@@ -90,7 +90,7 @@ MEANT = (
         modes=".*",
         where=r"\['warnings'\]",
         reason="Lightning names the callbacks whose state a checkpoint holds, and which are missing.",
-        sentence="so stock Lightning goes on from it as from its own.",
+        sentence="so that stock Lightning goes on from it as from its own.",
         ours=r"Please add the following callbacks: .*AutoAccumulate|nothing",
     ),
     Meant(
@@ -98,6 +98,6 @@ MEANT = (
         modes="cut-loader",
         where=r"\['messages'\].*",
         reason="The frequency counts steps, as the loop's batches are micro-batches.",
-        sentence="where these are cut by the loader it counts optimizer steps, and a line says so.",
+        sentence="`frequency` of a schedule by step, where the loader cuts | counts optimizer steps, and a line says so",
     ),
 )
