@@ -98,6 +98,6 @@ MEANT = (
         modes="cut-loader",
         where=r"\['messages'\].*",
         reason="The frequency counts steps, as the loop's batches are micro-batches.",
-        sentence="`frequency` of a schedule by step, where the loader cuts | counts optimizer steps, and a line says so",
+        sentence="where the loader cuts | counts optimizer steps, and a line says so",
     ),
 )
