@@ -150,9 +150,7 @@ def what_fits(training: Training, backward: Backward, config: Config, samples: i
 
     def reset() -> None:
         model.load_state_dict(weights)
-        optimizer.load_state_dict(
-            copy.deepcopy(untrained)
-        )  # an optimizer goes on with the very tensors that it is given
+        optimizer.load_state_dict(copy.deepcopy(untrained))  # it goes on with the tensors that it is given
 
     found = find_micro_batch(step, high=len(window), budget=config.memory_budget, device="cpu", reset=reset)
     optimizer.zero_grad()
