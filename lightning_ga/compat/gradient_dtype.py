@@ -4,7 +4,7 @@ A sum in bfloat16 loses what is below 1/256 of it, and with many micro-batches t
 adds. The first gradient of a window is exact as it is; it becomes float32 before the second is added, and
 the sum is rounded once, after clipping.
 
-torch 2.10 and later let a gradient have another type than its parameter (``Tensor.grad_dtype``). Before, the
+Newer torch lets a gradient have another type than its parameter (``Tensor.grad_dtype``, read in 2.15). Without it, the
 float32 sum is kept beside the gradient, which always holds it rounded.
 """
 
@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 _HALF = (torch.bfloat16, torch.float16)
-_SUMS: Any = WeakIdKeyDictionary()  # of each parameter, in torch before 2.10
+_SUMS: Any = WeakIdKeyDictionary()  # of each parameter, in torch without ``grad_dtype``
 
 
 def has_grad_dtype() -> bool:

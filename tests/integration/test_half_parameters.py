@@ -17,7 +17,7 @@ from lightning_ga.testing import limit_memory
 def way(request, monkeypatch):
     """Both ways of summing: torch's own gradients of another type, and sums that are kept beside the gradients."""
     if request.param == "grad_dtype" and not gradient_dtype.has_grad_dtype():
-        pytest.skip("torch before 2.10")
+        pytest.skip("torch without grad_dtype")
     monkeypatch.setattr(gradient_dtype, "has_grad_dtype", lambda: request.param == "grad_dtype")
     return request.param
 
@@ -111,7 +111,7 @@ def test_optimizers_get_gradients_of_the_type_of_their_weights(way, optimizer, m
 def test_clipping_sees_the_sum_in_float32():
     """Hooks before the step and clipping work on what has not been rounded."""
     if not gradient_dtype.has_grad_dtype():
-        pytest.skip("torch before 2.10")
+        pytest.skip("torch without grad_dtype")
 
     class Watched(Regressor):
         def configure_gradient_clipping(self, optimizer, *_, **__):
