@@ -12,7 +12,7 @@ from lightning_ga.plan.config import Normalize
 from lightning_ga.plan.weights import count_items
 from lightning_ga.plan.window_weights import KnownWindow, LateWindow, StockWindow, WindowWeights
 from lightning_ga.plan.windows import Chunk
-from lightning_ga.snapshot.gradients import sparse_parameters
+from lightning_ga.snapshot.gradients import AccumulationHooks, sparse_parameters, zeros
 
 
 class WindowGradients:
@@ -29,7 +29,7 @@ class WindowGradients:
         self._counts: Callable[[Any], Any] | None = normalize if callable(normalize) else None
         self._by_samples = normalize == "samples"
         self._weights: WindowWeights = StockWindow()
-        self._zeroing: list[Any] = []
+        self._zeroing: AccumulationHooks | None = None
         self._sparse: list[torch.nn.Parameter] | None = None
         self._half: list[torch.Tensor] = []  # parameters whose gradients are summed in float32
         self._handles: list[Any] = []
@@ -137,8 +137,7 @@ class WindowGradients:
             loss.register_hook(lambda gradient: gradient * weight)  # type: ignore[no-untyped-call]
         if weight == 0.0:
             # A mean over nothing is NaN, and 0 × NaN too: gradients are made zero as they come, before ranks reduce.
-            parameters = (p for p in self._trainer.lightning_module.parameters() if p.requires_grad)
-            self._zeroing = [parameter.register_hook(torch.zeros_like) for parameter in parameters]
+            self._zeroing = AccumulationHooks(self._trainer.lightning_module.parameters(), zeros)
 
     def settle(self) -> None:
         """Keep sparse gradients from growing with the factor, after a backward pass."""
@@ -163,9 +162,9 @@ class WindowGradients:
         return scale
 
     def _stop_zeroing(self) -> None:
-        for hook in self._zeroing:
-            hook.remove()
-        self._zeroing = []
+        if self._zeroing is not None:
+            self._zeroing.remove()
+        self._zeroing = None
 
 
 @torch.no_grad()
