@@ -19,7 +19,11 @@ from lightning_ga.compat import patching
 
 
 def intercept_closures(trainer: Any, wrap: Callable[..., Any]) -> None:
-    """Let the loop take its closures from ``wrap(make, kwargs, optimizer, batch_idx)`` (``automatic.py:163``)."""
+    """Let the loop take its closures from ``wrap(make, kwargs, optimizer, batch_idx)`` (``automatic.py:163``).
+
+    What that returns has a method ``closure`` as Lightning's own has: it runs the micro-batch, and returns its
+    result with the ``loss`` for the optimizer and the output as ``asdict()``.
+    """
     loop = trainer.fit_loop.epoch_loop.automatic_optimization
     make = type(loop)._make_closure
 
@@ -31,24 +35,23 @@ def intercept_closures(trainer: Any, wrap: Callable[..., Any]) -> None:
         def make_again(kwargs: Any, *others: Any) -> Any:
             return prepared.pop() if prepared and kwargs is given[0] else make(loop, kwargs, *others)
 
-        ours, closure = wrap(make_again, *given), object.__new__(type(whole))
-        vars(closure).update(vars(whole))
-        patching.shadow(closure, "closure", lambda *arguments, **_: _Ran(ours(*arguments), ours.consume_result()))
+        closure = object.__new__(type(whole))
+        vars(closure).update(vars(whole), closure=wrap(make_again, *given).closure)
         return closure
 
     patching.shadow(loop, "_make_closure", make_ours)
 
 
 @dataclass(frozen=True, slots=True)
-class _Ran:
+class ClosureOutput:
     """The result of a closure: the loss that the optimizer gets, and the output of the micro-batch."""
 
     loss: Any
-    result: Any
+    output: dict[str, Any]
 
     def asdict(self) -> dict[str, Any]:
-        """Return the output in the form of the loop's own closure results."""
-        return dict(self.result.asdict())
+        """Return the output."""
+        return self.output
 
 
 def release_closures(trainer: Any) -> None:

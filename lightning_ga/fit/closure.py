@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -177,22 +176,15 @@ class MicroBatchClosure:
 
     def __init__(self, steps: MicroBatchClosures, make: Callable[[Any], Any], batch: Any) -> None:
         self._steps, self._make, self._batch = steps, make, batch
-        self._result = _Result(None)
         self._evaluated = False
 
-    def __call__(self, *_: Any) -> Tensor | None:
-        """Run the micro-batch; its loss as the loop divides it."""
+    def closure(self, *_: Any) -> Any:
+        """Run the micro-batch; its result, Lightning's own where it ran whole."""
         again, self._evaluated = self._evaluated, True
         if again:
             self._steps.evaluated_again()
-        passes = _Passes(self._steps, self._make, self._batch)
-        self._result = _as_result(self._steps.run(passes, anew=again))
-        return self._result.loss
-
-    def consume_result(self) -> "_Result":
-        """Return what came of the micro-batch; it is let go of here."""
-        result, self._result = self._result, _Result(None)
-        return result
+        done = self._steps.run(_Passes(self._steps, self._make, self._batch), anew=again)
+        return _merged(done) if done.sizes else done.results[0]
 
 
 class _Passes:
@@ -244,8 +236,8 @@ class _Pass:
         self._reduction = passes.reduction if completes else None
         self._starts_window = False
 
-    def __call__(self, part: Any) -> dict[str, Any] | None:
-        """Run it; what ``training_step`` returned, the loss without its graph."""
+    def __call__(self, part: Any) -> Any:
+        """Run it; Lightning's result, of a piece what ``training_step`` returned, the loss without its graph."""
         passes, steps = self._passes, self._passes.steps
         closure = passes.closure(part)
         self._starts_window = closures.zeroes_gradients(closure)
@@ -255,16 +247,17 @@ class _Pass:
         elif self._reduction is None:
             self._take_gradients()
         if steps.runs_as_stock and self._piece is None:
-            closure()
+            result = closure.closure()
             steps.went_through(None)
         else:
             counted = steps.accumulations()
             with self._context(part), nullcontext() if counted is None else counted.counted():
-                closure()
+                result = closure.closure()
             steps.went_through(counted)
         passes.have_zeroed()
-        result = closure.consume_result()
-        return None if result.loss is None else dict(result.asdict())
+        if self._piece is None:
+            return result
+        return None if result.loss is None else result.asdict()
 
     def undo(self) -> str | None:
         """Undo a pass that failed: gradients it touched are complete, unless they are zeroed anew.
@@ -310,24 +303,8 @@ class _Pass:
         return stack
 
 
-@dataclass(slots=True)
-class _Result:
-    """What the loop reports of a micro-batch."""
-
-    loss: Tensor | None
-    extra: dict[str, Any] = field(default_factory=dict)
-
-    def asdict(self) -> dict[str, Any]:
-        return {"loss": self.loss, **self.extra}
-
-
-def _as_result(done: BatchResult) -> _Result:
-    """One result for the micro-batch; pieces for which ``training_step`` returned nothing are passed over."""
-    if done.sizes:
-        ran = [part for part in zip(done.results, done.sizes, done.weights) if part[0] is not None]
-        output = merge_outputs(*zip(*ran)) if ran else None
-    else:
-        output = done.results[0]
-    if output is None:
-        return _Result(None)
-    return _Result(output["loss"], {key: value for key, value in output.items() if key != "loss"})
+def _merged(done: BatchResult) -> closures.ClosureOutput:
+    """Make one result of the pieces of a micro-batch; those for which ``training_step`` returned nothing are skipped."""
+    ran = [part for part in zip(done.results, done.sizes, done.weights) if part[0] is not None]
+    output = merge_outputs(*zip(*ran)) if ran else {"loss": None}
+    return closures.ClosureOutput(output["loss"], output)

@@ -51,24 +51,24 @@ class LbfgsWindow:
         if batch_idx % self._trainer.accumulate_grad_batches == 0:
             self._parts, self._losses = [], []
         self._parts.append(_Part(kwargs, batch_idx, self._gradients.weights))
-        closure = make(kwargs, optimizer, batch_idx)
+        closure = _NotingClosure(self, make(kwargs, optimizer, batch_idx))
         if loops.window_is_over(self._trainer):
             return _WindowClosure(self, closure, lambda part: make(part.kwargs, optimizer, part.batch_idx))
-        return _NotingClosure(self, closure)
+        return closure
 
     def note(self, loss: torch.Tensor | None) -> None:
         """Keep the loss of the next micro-batch."""
         self._losses.append(0.0 if loss is None else float(loss))
 
     def run_again(self, make: Callable[[_Part], Any]) -> Any:
-        """Run every micro-batch anew, the first one zeroing the gradients; return the last closure."""
+        """Run every micro-batch anew, the first one zeroing the gradients; return the last result."""
         self._losses, counted = [], self._gradients.weights
         for part in self._parts[:-1]:
             with closures.accumulating(self._trainer):
                 self._run_part(make, part)
-        closure = self._run_part(make, self._parts[-1])
+        result = self._run_part(make, self._parts[-1])
         self._gradients.put_back(counted)  # what the window holds has been counted before
-        return closure
+        return result
 
     def loss(self) -> torch.Tensor:
         """Return the loss of the whole window."""
@@ -79,9 +79,7 @@ class LbfgsWindow:
     def _run_part(self, make: Callable[[_Part], Any], part: _Part) -> Any:
         self._gradients.put_back(part.weights)
         self._trainer._logger_connector.on_batch_start(part.kwargs["batch"])  # whose size means are weighed by
-        closure = make(part)
-        self.note(closure())
-        return closure
+        return _NotingClosure(self, make(part)).closure()
 
 
 class _NotingClosure:
@@ -89,29 +87,23 @@ class _NotingClosure:
 
     def __init__(self, window: LbfgsWindow, closure: Any) -> None:
         self._window, self._closure = window, closure
-        self.consume_result = closure.consume_result
 
-    def __call__(self, *arguments: Any) -> torch.Tensor | None:
-        loss: torch.Tensor | None = self._closure(*arguments)
-        self._window.note(loss)
-        return loss
+    def closure(self, *arguments: Any) -> Any:
+        """Run the micro-batch."""
+        result = self._closure.closure(*arguments)
+        self._window.note(result.loss)
+        return result
 
 
 class _WindowClosure:
     """The closure of a window's last micro-batch."""
 
-    def __init__(self, window: LbfgsWindow, closure: Any, make: Callable[[_Part], Any]) -> None:
-        self._window, self._closure, self._make = window, closure, make
+    def __init__(self, window: LbfgsWindow, first: _NotingClosure, make: Callable[[_Part], Any]) -> None:
+        self._window, self._first, self._make = window, first, make
         self._evaluated = False
 
-    def __call__(self, *arguments: Any) -> torch.Tensor:
-        if self._evaluated:
-            self._closure = self._window.run_again(self._make)
-        else:
-            self._evaluated = True
-            self._window.note(self._closure(*arguments))
-        return self._window.loss()
-
-    def consume_result(self) -> Any:
-        """Return what the loop reports of the last micro-batch."""
-        return self._closure.consume_result()
+    def closure(self, *arguments: Any) -> closures.ClosureOutput:
+        """Run the micro-batch, or the whole window again; the loss is that of the window."""
+        again, self._evaluated = self._evaluated, True
+        result = self._window.run_again(self._make) if again else self._first.closure(*arguments)
+        return closures.ClosureOutput(self._window.loss(), result.asdict())
