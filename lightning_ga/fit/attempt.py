@@ -49,7 +49,7 @@ class AttemptRunner:
         self._lockstep: set[str] = set()
         self._undecided: set[str] = set()
         self._last_failures: dict[str, Exception] = {}  # by stage
-        self._state: AttemptSnapshot | None = None
+        self._state: AttemptSnapshot | None = None  # made where it is first needed
         self._noting: RemovableHandle | None = None  # the steps of optimizers within attempts
 
     @property
@@ -131,8 +131,8 @@ class AttemptRunner:
 
     def learn(self) -> None:
         """Note that an attempt went through: what changes in one shows."""
-        if self._policy.retries:
-            self.state.learn()
+        if self._state is not None and self._state.is_learning and self._policy.retries:
+            self._state.learn()
 
     def undo(self, stage: str, also: Callable[[], str | None], failure: Exception | None) -> None:
         """Put back what an attempt changed.

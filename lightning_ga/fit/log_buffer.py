@@ -51,7 +51,7 @@ class LogBuffer:
     def __init__(self) -> None:
         self._pieces: list[_Piece] = []
         self._open: list[Entry] = []
-        self._noted = False
+        self.noted = False  # whether anything was logged
 
     def note(self, fx: str, name: str, value: Any, **settings: Any) -> None:
         """Record one entry, in place of the trainer's ``log``.
@@ -62,7 +62,7 @@ class LogBuffer:
             value: The value.
             **settings: All other arguments of ``log``.
         """
-        self._noted = True
+        self.noted = True
         self._open.append(Entry(fx, name, _detached(value), settings))
 
     def keep(self, weight: float, samples: int = 0) -> None:
@@ -86,8 +86,6 @@ class LogBuffer:
             log: Takes entries; if it fails, nothing must have been logged.
             run: Calls the function that logs one entry.
         """
-        if not self._noted:
-            return
         groups: dict[tuple[str, str, int], list[_Part]] = {}
         for piece in self._pieces:
             times: dict[tuple[str, str], int] = {}

@@ -102,13 +102,18 @@ class OomRetrier:
         """
         ledger = LogBuffer()
         with log_capture.HeldBackLogs(self._trainer, task.stage, ledger.note) as log:
-            pieces = self._pieces_of_all_ranks(task)
-            result, failure = self._whole(task, ledger) if self._may_fit(task, pieces) else (None, self._not_moved)
+            limit, pieces, fits = self._limits.get(task.stage), None, True
+            if limit is not None:
+                pieces = self._pieces_of_all_ranks(task, limit)
+                fits = self._samples(task) <= limit if pieces is None else pieces == 1
+            whole = fits and self._move is None
+            result, failure = self._whole(task, ledger) if whole else (None, self._not_moved)
             if result is None:
                 made = PiecewiseRun(self._attempts, self._readers, task, ledger, move=self._move, failure=failure)
-                result = made.run(self._limits.get(task.stage), pieces)
+                result = made.run(limit, pieces)
                 self._learn_limit(task.stage, result)
-            ledger.replay(log, self._attempts.again_if_memory_runs_out)
+            if ledger.noted:
+                ledger.replay(log, self._attempts.again_if_memory_runs_out)
         self._attempts.ran(task.stage)
         self._move = self._not_moved = None
         return result
@@ -123,7 +128,7 @@ class OomRetrier:
         if not self._attempts.is_active:
             return move(batch)
         stage = loops.stage(self._trainer)
-        if self._stays_on_host(batch, stage, loader):
+        if self._limits and self._stays_on_host(batch, stage, loader):
             self._move = move
             return batch
         before = RandomState() if self._hooks_move_batches and self.policy.retries else None
@@ -151,10 +156,9 @@ class OomRetrier:
     def _samples(self, task: BatchTask) -> int:
         return self._readers.count(task.batch, task.stage, task.expected, task.loader, on_host=self.on_host)
 
-    def _pieces_of_all_ranks(self, task: BatchTask) -> int | None:
+    def _pieces_of_all_ranks(self, task: BatchTask, limit: int) -> int | None:
         """Return how many pieces every rank runs, where they wait for each other; ``None``: each as it likes."""
-        limit = self._limits.get(task.stage)
-        if limit is None or not self._attempts.may_wait_for_others(task.stage):
+        if not self._attempts.may_wait_for_others(task.stage):
             return None
         samples = self._samples(task)
         pieces = agreement.largest_over_ranks(self._trainer, -(-samples // limit))
@@ -164,12 +168,6 @@ class OomRetrier:
             return None
         raise self._attempts.told(fewer_samples_than_ranks(pieces, samples))
 
-    def _may_fit(self, task: BatchTask, pieces: int | None) -> bool:
-        if pieces is not None:
-            return pieces == 1
-        limit = self._limits.get(task.stage)
-        return not self.on_host and (limit is None or self._samples(task) <= limit)
-
     def _whole(self, task: BatchTask, ledger: LogBuffer) -> tuple[BatchResult | None, Exception | None]:
         """Run the batch as it is; the result, or the error that ended it."""
         self._attempts.take(task.batch, anew=not task.within_window)
@@ -177,7 +175,8 @@ class OomRetrier:
         ran = self._attempts.attempt(task.stage, partial(tried, task.batch))
         if ran.failure is None:
             self._attempts.learn()
-            ledger.keep(1.0)
+            if ledger.noted:
+                ledger.keep(1.0)
             return BatchResult((ran.result,)), None
         ledger.drop()
         self._attempts.undo(task.stage, tried.undo, ran.failure)

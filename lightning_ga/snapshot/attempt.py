@@ -35,7 +35,7 @@ class AttemptSnapshot:
         self._attributes = AttributeSnapshot(module)
         self._batch = BatchSnapshot(None)
         self._writes_batch = False  # without raising versions
-        self._learns = True
+        self.is_learning = True  # whether the attempts are still to come that show what changes
         self._random = RandomState()
         self._states: list[MetricState] = []
 
@@ -57,16 +57,15 @@ class AttemptSnapshot:
         self.buffers.take(anew=anew)
         self.weights.take(anew=anew)
         self._attributes.take(anew=anew)
-        self._states = [metric_state(metric) for metric in self.metrics]
+        if self.metrics:
+            self._states = [metric_state(metric) for metric in self.metrics]
 
     def learn(self) -> None:
         """Note that an attempt went through: what changes in one shows."""
-        if not self._learns:
-            return
         self._writes_batch = self._writes_batch or self._batch.changes_unseen()
         self.buffers.learn()
         self.weights.learn()
-        self._learns = self.weights.is_learning or self._writes_batch or self.buffers.is_learning
+        self.is_learning = self.weights.is_learning or self._writes_batch or self.buffers.is_learning
 
     def draws_numbers(self) -> bool:
         """Return whether random numbers were drawn since."""

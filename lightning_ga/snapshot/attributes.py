@@ -4,7 +4,7 @@ import copy
 from collections import deque
 from collections.abc import Iterator
 from functools import cache
-from operator import itemgetter
+from operator import is_, itemgetter
 from typing import Any
 
 import numpy as np
@@ -71,10 +71,11 @@ class AttributeSnapshot:
         self._kept, self._copied, self._watched, self._generators = [], [], [], []
         self._containers, self._tails = [], []
         self._look(everywhere=anew or self._looks > 0)
-        if len(self._copied) != len(before) or any(new is not old for new, old in zip(self._copied, before)):
+        if len(self._copied) != len(before) or not all(map(is_, self._copied, before)):
             self._copies = SmallCopies()  # the old ones go first
             self._copies = SmallCopies(self._copied)
-        self._copies.take()
+        if self._copied:
+            self._copies.take()
 
     def restore(self) -> None:
         """Give attributes their values back, and containers their contents."""

@@ -42,10 +42,13 @@ class BufferSnapshot:
 
     def take(self, *, anew: bool = True) -> None:
         """Copy what may have changed since the last time; modules without buffers are looked at ``anew`` only."""
-        if self._are_others(self._tables if anew else self._occupied):
+        tables = self._tables if anew else self._occupied
+        if tables and self._are_others(tables):
             self._watch()
             anew = True
         self._anew = anew
+        if not self._buffers:
+            return
         self._small.take()
         for large in self._large:
             large.take()

@@ -34,12 +34,14 @@ class GradientSnapshot:
     def __init__(
         self,
         parameters: Iterable[Tensor],
-        repeated: Iterable[Tensor] = (),
+        repeated: Sequence[Tensor] = (),
         known: Sequence[Tensor | None] | None = None,
     ) -> None:
-        self._repeated = [(p, None if p.grad is None else p.grad.clone()) for p in repeated]
-        apart = {id(parameter) for parameter, _ in self._repeated}
-        self._parameters = [p for p in parameters if id(p) not in apart] if apart else [*parameters]
+        self._parameters, self._repeated = [*parameters], [*repeated]
+        if repeated:
+            apart = set(map(id, repeated))
+            self._parameters = [parameter for parameter in self._parameters if id(parameter) not in apart]
+        self._copies = [None if p.grad is None else p.grad.clone() for p in repeated] if repeated else []
         self._gradients = known or [parameter.grad for parameter in self._parameters]
         self._is_known = known is not None
         self._versions = [-1 if gradient is None else gradient._version for gradient in self._gradients]
@@ -67,7 +69,7 @@ class GradientSnapshot:
     def restore(self) -> list[Tensor]:
         """Undo what can be half done; return parameters that have the whole contribution of the attempt's samples."""
         with torch.no_grad():
-            for parameter, gradient in self._repeated:
+            for parameter, gradient in zip(self._repeated, self._copies):
                 if gradient is None or parameter.grad is None:
                     parameter.grad = gradient
                 else:

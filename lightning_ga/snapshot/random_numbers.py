@@ -72,8 +72,9 @@ class RandomState:
 
     def __init__(self) -> None:
         self._torch = torch.default_generator.get_state()
-        cuda = torch.cuda.default_generators if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
-        self._cuda = [generator.get_state() for generator in cuda]
+        self._cuda: list[torch.Tensor] = []
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            self._cuda = [generator.get_state() for generator in torch.cuda.default_generators]
         self._numpy = _numpy.state()
         self._python = _python.state()
 

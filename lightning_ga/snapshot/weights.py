@@ -73,7 +73,8 @@ class WeightSnapshot:
 
     def take(self, *, anew: bool = True) -> None:
         """Copy what changes, before an attempt; ``anew`` where a window begins: its optimizer has stepped."""
-        self._copies.take()
+        if self._changing:
+            self._copies.take()
         if anew or self._looks_within:
             before, self._versions = self._versions, [parameter._version for parameter in self._parameters]
             if not anew:
