@@ -21,8 +21,6 @@ def step_schedulers_when_due(trainer: Any, frequencies: dict[int, int], window: 
         frequencies: What the user wrote, by position among the trainer's schedules.
         window: The window in its epoch that the micro-batch belongs to.
     """
-    if not frequencies:
-        return
     count = loops.micro_batch_index(trainer) + 1
     for position, frequency in frequencies.items():
         due = (window + 1) % frequency == 0

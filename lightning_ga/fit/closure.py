@@ -31,6 +31,7 @@ class MicroBatchClosures:
         trainer: The Trainer.
         retrier: Runs batches in pieces.
         gradients: The weights of the window.
+        samples: Says how many samples the micro-batch should hold, where that is known.
         samples_again: Fetches the samples of the micro-batch again, where they are at hand.
         reducer: Averages gradients over ranks, where that is done by hand.
     """
@@ -41,17 +42,18 @@ class MicroBatchClosures:
         retrier: OomRetrier,
         gradients: WindowGradients,
         *,
+        samples: Callable[[], int | None],
         samples_again: Callable[[], CollatedAgain | None],
         reducer: GradientReducer | None,
     ) -> None:
         self.trainer, self.retrier, self.gradients = trainer, retrier, gradients
-        self._samples_again, self._reducer = samples_again, reducer
+        self._samples, self._samples_again, self._reducer = samples, samples_again, reducer
         self._evaluates_again = evaluates_again(trainer.optimizers[0])
-        self._expected: int | None = None
         self._warned = False
         self._trained = closures.TrainedTensors(trainer)
         self._parameters = self._trained.now()
         self._repeated: list[Tensor] | None = None
+        self.runs_as_stock = False  # whether nothing is to be done around the pass over a whole micro-batch
         self._marks = WindowGradientMarks()
 
     @property
@@ -84,10 +86,6 @@ class MicroBatchClosures:
             category=ExactnessWarning,
         )
 
-    def expect(self, samples: int | None) -> None:
-        """Say how many samples the next micro-batch should hold, if that is known."""
-        self._expected = samples
-
     def run(self, passes: "_Passes", *, anew: bool) -> BatchResult:
         """Run the passes of one micro-batch, and share buffers after the last of a window.
 
@@ -100,7 +98,7 @@ class MicroBatchClosures:
             passes.batch,
             "training",
             passes.attempt,
-            self._expected,
+            self._samples(),
             weigh=passes.share,
             again=self._samples_again,
             within_window=not (anew or self._evaluates_again or loops.begins_window(self.trainer)),
@@ -137,11 +135,6 @@ class MicroBatchClosures:
         """Return the gradients before a backward pass."""
         return self._marks.take(self._parameters, self._repeated or ())
 
-    @property
-    def runs_as_stock(self) -> bool:
-        """Whether nothing is to be done around the pass over a whole micro-batch."""
-        return self._reducer is None and self._repeated is not None
-
     def accumulations(self) -> Accumulations | None:
         """Return what counts the accumulations of the first pass that goes through."""
         return Accumulations(self._parameters) if self._repeated is None else None
@@ -159,6 +152,7 @@ class MicroBatchClosures:
         """
         if counted is not None:
             self._repeated = counted.repeated()
+            self.runs_as_stock = self._reducer is None
             if self._reducer is not None:
                 self._reducer.expect(counted.order())
         if loops.window_is_over(self.trainer):
@@ -304,7 +298,7 @@ class _Pass:
 
 
 def _merged(done: BatchResult) -> closures.ClosureOutput:
-    """Make one result of the pieces of a micro-batch; those for which ``training_step`` returned nothing are skipped."""
+    """Make one result of the pieces of a micro-batch, but for those where ``training_step`` returned nothing."""
     ran = [part for part in zip(done.results, done.sizes, done.weights) if part[0] is not None]
     output = merge_outputs(*zip(*ran)) if ran else {"loss": None}
     return closures.ClosureOutput(output["loss"], output)

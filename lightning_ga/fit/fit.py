@@ -71,6 +71,7 @@ class Fit:
         self._momenta: Momenta | None = None
         self._begun: tuple[TrainingSource, int] | None = None  # what the loops were told of last
         self._frequencies: dict[int, int] = {}
+        self._samples: int | None = None  # that the batch which is trained on should hold
         self._as_planned = False  # whether every batch holds the samples that were fetched for it
         self._progress = Progress(trainer)
         self._loader_states: list[Any] = []
@@ -81,6 +82,7 @@ class Fit:
         batches = TrainingBatches(
             source=lambda: self.source.batch_source,
             verdict=self._splitting_sentence,
+            samples=lambda: self._samples,
             samples_again=lambda: self.source.samples_at(loops.micro_batch_index(trainer)),
             samples_of_next=self._samples_of_next,
         )
@@ -211,14 +213,16 @@ class Fit:
         """Weigh the next micro-batch, and say whether schedules of the learning rate are due after it."""
         if self._exactness is not None and self._watch.is_looking:
             self._tell_of_changes(self._watch.changed())
-        chunk = self.source.chunk(loops.micro_batch_index(self.trainer))
+        source, index = self.source, loops.micro_batch_index(self.trainer)
+        chunk = source.chunk(index)
         if self.gradients.counts_samples:
             samples = self._count(batch, chunk, on_host=self.oom_handler.on_host)
-            self.gradients.weigh(batch, chunk, sharded_ranks=self.source.sharded_ranks, samples=samples)
-            self.oom_handler.expect(samples)
+            self.gradients.weigh(batch, chunk, index, sharded_ranks=source.sharded_ranks, samples=samples)
+            self._samples = samples
         else:
-            self.oom_handler.expect(self.source.expected(chunk))
-        intervals.step_schedulers_when_due(self.trainer, self._frequencies, chunk.window)
+            self._samples = source.expected(chunk)
+        if self._frequencies:
+            intervals.step_schedulers_when_due(self.trainer, self._frequencies, chunk.window)
 
     def advance(self) -> None:
         """Keep the place after a micro-batch, and lower the limit where the allocator struggles."""

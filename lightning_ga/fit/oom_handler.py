@@ -71,12 +71,14 @@ class TrainingBatches:
     Attributes:
         source: How they are made.
         verdict: Says in a sentence whether a batch in parts has the gradient of the whole.
-        samples_again: Fetches the samples of the batch that is trained on again, where they are at hand.
+        samples: Says how many samples the batch that is trained on should hold, where that is known.
+        samples_again: Fetches its samples again, where they are at hand.
         samples_of_next: Says how many samples the next batch should hold, where that is known.
     """
 
     source: Callable[[], BatchSource] = NoBatches
     verdict: Callable[[], str] = str
+    samples: Callable[[], int | None] = lambda: None
     samples_again: Callable[[], CollatedAgain | None] = lambda: None
     samples_of_next: Callable[[Any], int | None] = lambda _: None
 
@@ -176,8 +178,14 @@ class OomHandler:
         self._retrier.attempts.begin_training(policy, changing, foreseen)
         wrap: Callable[..., Any] | None = None
         if self._wanted or cut_in_step or must_average:
-            again = self._training.samples_again
-            self._steps = MicroBatchClosures(trainer, self._retrier, gradients, samples_again=again, reducer=reducer)
+            self._steps = MicroBatchClosures(
+                trainer,
+                self._retrier,
+                gradients,
+                samples=self._training.samples,
+                samples_again=self._training.samples_again,
+                reducer=reducer,
+            )
             wrap = self._steps.closure
         if evaluates_again(trainer.optimizers[0]):
             wrap = _chained(LbfgsWindow(trainer, gradients).closure, wrap)
@@ -201,11 +209,6 @@ class OomHandler:
     def weights_that_passes_change(self) -> tuple[str, ...]:
         """Return the names of weights that passes were seen to change, be it by a callback."""
         return self._retrier.attempts.state.weights.changing if self._retrier.policy.retries else ()
-
-    def expect(self, samples: int | None) -> None:
-        """Say how many samples the next micro-batch should hold, if that is known."""
-        if self._steps is not None:
-            self._steps.expect(samples)
 
     def after_window(self, micro_batch: int) -> None:
         """Plan smaller passes between two windows where the allocator struggles with passes of this size."""

@@ -55,22 +55,17 @@ class OomRetrier:
     ) -> None:
         self._trainer = trainer
         self._report, self._verdict, self._samples_of_next = report, verdict, samples_of_next
-        self._attempts = AttemptRunner(trainer, policy)
-        self._readers = BatchReaders(trainer, self._attempts, source)
+        self.attempts = AttemptRunner(trainer, policy)  # runs and undoes attempts
+        self._readers = BatchReaders(trainer, self.attempts, source)
         self._limits: dict[str, int] = {}  # most samples of a piece, by stage
         self._unmovable: set[str] = set()  # stages in which there was no memory for the hooks of a transfer
         self._move: Callable[[Any], Any] | None = None  # of pieces, while the current batch stays on the host
         self._not_moved: Exception | None = None  # why it does, if memory ran out
 
     @property
-    def attempts(self) -> AttemptRunner:
-        """What runs and undoes attempts."""
-        return self._attempts
-
-    @property
     def policy(self) -> RetryPolicy:
         """What an out-of-memory error leads to."""
-        return self._attempts.policy
+        return self.attempts.policy
 
     @property
     def on_host(self) -> bool:
@@ -92,7 +87,7 @@ class OomRetrier:
     def memory(self) -> Iterator[Tensor]:
         """Yield what is kept on the device while batches run."""
         if self.policy.retries:
-            yield from self._attempts.state.tensors()
+            yield from self.attempts.state.tensors()
 
     def run(self, task: BatchTask) -> BatchResult:
         """Run a batch, whole if that is not known to be too much.
@@ -109,12 +104,12 @@ class OomRetrier:
             whole = fits and self._move is None
             result, failure = self._whole(task, ledger) if whole else (None, self._not_moved)
             if result is None:
-                made = PiecewiseRun(self._attempts, self._readers, task, ledger, move=self._move, failure=failure)
+                made = PiecewiseRun(self.attempts, self._readers, task, ledger, move=self._move, failure=failure)
                 result = made.run(limit, pieces)
                 self._learn_limit(task.stage, result)
             if ledger.noted:
-                ledger.replay(log, self._attempts.again_if_memory_runs_out)
-        self._attempts.ran(task.stage)
+                ledger.replay(log, self.attempts.again_if_memory_runs_out)
+        self.attempts.ran(task.stage)
         self._move = self._not_moved = None
         return result
 
@@ -125,14 +120,14 @@ class OomRetrier:
         as there is memory for that: so callbacks and the step find what they expect.
         """
         self._move = self._not_moved = None
-        if not self._attempts.is_active:
+        if not self.attempts.is_active:
             return move(batch)
         stage = loops.stage(self._trainer)
         if self._limits and self._stays_on_host(batch, stage, loader):
             self._move = move
             return batch
         before = RandomState() if self._hooks_move_batches and self.policy.retries else None
-        moved = self._attempts.attempt(stage, partial(move, batch))
+        moved = self.attempts.attempt(stage, partial(move, batch))
         if moved.failure is None:
             return moved.result
         if before is not None:  # they may draw numbers
@@ -158,35 +153,35 @@ class OomRetrier:
 
     def _pieces_of_all_ranks(self, task: BatchTask, limit: int) -> int | None:
         """Return how many pieces every rank runs, where they wait for each other; ``None``: each as it likes."""
-        if not self._attempts.may_wait_for_others(task.stage):
+        if not self.attempts.may_wait_for_others(task.stage):
             return None
         samples = self._samples(task)
         pieces = agreement.largest_over_ranks(self._trainer, -(-samples // limit))
         if pieces <= samples:
             return pieces
-        if not self._attempts.waits_for_others(task.stage):
+        if not self.attempts.waits_for_others(task.stage):
             return None
-        raise self._attempts.told(fewer_samples_than_ranks(pieces, samples))
+        raise self.attempts.told(fewer_samples_than_ranks(pieces, samples))
 
     def _whole(self, task: BatchTask, ledger: LogBuffer) -> tuple[BatchResult | None, Exception | None]:
         """Run the batch as it is; the result, or the error that ended it."""
-        self._attempts.take(task.batch, anew=not task.within_window)
+        self.attempts.take(task.batch, anew=not task.within_window)
         tried = task.attempt(None)
-        ran = self._attempts.attempt(task.stage, partial(tried, task.batch))
+        ran = self.attempts.attempt(task.stage, partial(tried, task.batch))
         if ran.failure is None:
-            self._attempts.learn()
+            self.attempts.learn()
             if ledger.noted:
                 ledger.keep(1.0)
             return BatchResult((ran.result,)), None
         ledger.drop()
-        self._attempts.undo(task.stage, tried.undo, ran.failure)
+        self.attempts.undo(task.stage, tried.undo, ran.failure)
         return None, ran.failure
 
     def _learn_limit(self, stage: str, result: BatchResult) -> None:
         """Where memory ran out, the largest piece that fits is the limit from now on."""
         if not result.refused:
             return
-        fits, attempts = result.largest_that_fits(), self._attempts
+        fits, attempts = result.largest_that_fits(), self.attempts
         self.lower(stage, fits)
         verdict = self._result_of(stage, result)
         step = self._trainer.global_step

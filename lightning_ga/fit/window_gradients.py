@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from lightning_ga.compat import agreement, gradient_dtype, loops, ranks
+from lightning_ga.compat import agreement, gradient_dtype, ranks
 from lightning_ga.plan.config import Normalize
 from lightning_ga.plan.weights import count_items
 from lightning_ga.plan.window_weights import KnownWindow, LateWindow, StockWindow, WindowWeights
@@ -29,6 +29,7 @@ class WindowGradients:
         self._counts: Callable[[Any], Any] | None = normalize if callable(normalize) else None
         self._by_samples = normalize == "samples"
         self._weights: WindowWeights = StockWindow()
+        self.counts_samples = False  # whether the samples of each micro-batch have to be known
         self._zeroing: AccumulationHooks | None = None
         self._sparse: list[torch.nn.Parameter] | None = None
         self._half: list[torch.Tensor] = []  # parameters whose gradients are summed in float32
@@ -59,11 +60,6 @@ class WindowGradients:
         """Where the weights of the window are."""
         return self._weights
 
-    @property
-    def counts_samples(self) -> bool:
-        """Whether the samples of each micro-batch have to be known."""
-        return not isinstance(self._weights, StockWindow)
-
     def begin_epoch(self, micro_batch: int, *, known: bool) -> None:
         """Begin an epoch.
 
@@ -79,13 +75,15 @@ class WindowGradients:
             self._weights = LateWindow(world_size, sum_over_ranks, reference=micro_batch, fixed=True)
         elif self._counts is not None and isinstance(self._weights, StockWindow):
             self._weights = LateWindow(world_size, sum_over_ranks)
+        self.counts_samples = not isinstance(self._weights, StockWindow)
 
-    def weigh(self, batch: Any, chunk: Chunk, *, sharded_ranks: int, samples: int) -> None:
+    def weigh(self, batch: Any, chunk: Chunk, index: int, *, sharded_ranks: int, samples: int) -> None:
         """Weigh the next micro-batch.
 
         Args:
             batch: The micro-batch.
             chunk: What was planned for it.
+            index: Its place in the epoch.
             sharded_ranks: Ranks with an order of their own.
             samples: Samples that it holds.
         """
@@ -98,7 +96,7 @@ class WindowGradients:
             planned=chunk.count,
             window=chunk.window_samples * sharded_ranks,
             factor=factor,
-            first=loops.micro_batch_index(self._trainer) % factor == 0,
+            first=index % factor == 0,
         )
 
     def share_of(self, part: Any, batch: Any, *, samples: int, whole: int) -> float:
