@@ -2,7 +2,6 @@
 
 import ctypes
 import random
-import struct
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -71,7 +70,7 @@ class RandomState:
     """Random numbers of torch (the host and every device in use), NumPy and Python, as they are now."""
 
     def __init__(self) -> None:
-        self._torch = torch.default_generator.get_state()
+        self._torch = _torch.state()
         self._cuda: list[torch.Tensor] = []
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             self._cuda = [generator.get_state() for generator in torch.cuda.default_generators]
@@ -94,94 +93,101 @@ class RandomState:
         random.setstate(self._python)
 
 
-class _GlobalGenerator:
-    """A global Mersenne Twister, whose state is read in full only where its memory shows another one.
+Memory = tuple[int, int]
+"""Address and size in bytes, a multiple of eight."""
 
-    Reading in full takes up to a tenth of a millisecond, as each of 624 words becomes an object. Each
-    draw moves the position; where that has gone round, all words have changed.
+
+class _WatchedGenerator:
+    """A global generator whose state is read only where its memory has changed.
+
+    To read it takes up to a tenth of a millisecond, as each of 624 words becomes an object, or memory is allocated.
 
     Args:
-        read: Returns the full state.
-        look: Returns the position, some words, and the second value of a pair of normal ones, if one is kept.
-        expected: Returns what this should be in a full state, to compare it with.
+        read: Returns the state.
+        lies_in: Returns the memory that all of the state lies in; nothing where that is not known.
+        besides: Returns what else belongs to the state.
     """
 
-    def __init__(self, read: Callable[[], Any], look: Callable[[], Any], expected: Callable[[Any], Any]) -> None:
-        self._read, self._look = read, look
-        self._state, self._seen = read(), None
-        self._known = _is_as_expected(look, expected(self._state))
+    def __init__(
+        self,
+        read: Callable[[], Any],
+        lies_in: Callable[[], tuple[Memory, ...]],
+        besides: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._read, self._lies_in, self._besides = read, lies_in, besides
+        self._places: tuple[Memory, ...] = ()
+        self._views: list[tuple[memoryview, memoryview]] = []  # the memory, and a copy of it
+        self._beside: object = None
+        self._state: Any = None
 
     def state(self) -> Any:
-        """Return the full state."""
-        if not self._known:
-            return self._read()
-        seen = self._look()
-        if seen != self._seen:
-            self._state, self._seen = self._read(), seen
+        """Return the state; it belongs to all that have asked for it."""
+        places, beside = self._lies_in(), self._besides()
+        if places != self._places:
+            self._places, self._views = places, [_view_and_copy(*place) for place in places]
+        elif self._views and beside == self._beside and all(now == before for now, before in self._views):
+            return self._state
+        for now, before in self._views:
+            before[:] = now
+        self._beside, self._state = beside, self._read()
         return self._state
 
 
-def _is_as_expected(look: Callable[[], Any], expected: Any) -> bool:
-    """Return whether the memory is laid out as it is here."""
-    try:
-        return bool(look() == expected)
-    except Exception:
-        return False
+def _view_and_copy(address: int, size: int) -> tuple[memoryview, memoryview]:
+    words = memoryview((ctypes.c_uint64 * (size // 8)).from_address(address)).cast("B").cast("Q")
+    return words, memoryview(bytearray(size)).cast("Q")
 
 
-_WORDS, _SOME = 624, 16
+def _within(value: object) -> Memory:
+    """Return the memory of an object, but for its head, which counts references."""
+    head = object.__basicsize__
+    return id(value) + head, (type(value).__basicsize__ - head) // 8 * 8
+
+
+def _lies_in_torch(generator: torch.Generator) -> tuple[Memory, ...]:
+    """Find the state within ``CPUGeneratorImpl``: 20 bytes, 624 words, and what is left of pairs of normal numbers.
+
+    In ``aten/src/ATen/core/MT19937RNGEngine.h`` of torch 2.15; the words begin at byte 24 of the state as it is read.
+    """
+    words = generator.get_state()[24:].view(torch.int64)[:8].to(torch.int32).numpy().tobytes()
+    address: int = generator._cdata  # type: ignore[attr-defined]
+    place = ctypes.string_at(address, 512).find(words)
+    return () if place < 20 else ((address + place - 20, 20 + 4 * 624 + 28),)
+
+
+def _lies_in_numpy(generator: Any, bits: object) -> tuple[Memory, ...]:
+    """NumPy's bits may come from another generator than the Mersenne Twister, whose state lies elsewhere."""
+    return (_within(generator), _within(bits)) if type(bits) is np.random.MT19937 else ()
+
+
+def _shows(places: tuple[Memory, ...], draw: Callable[[], object]) -> bool:
+    """Return whether memory shows each of two draws, of which the second may be what is left of a pair."""
+    seen = []
+    for _ in range(3):
+        seen.append([ctypes.string_at(*place) for place in places])
+        draw()
+    return seen[0] != seen[1] != seen[2]
+
+
+def _can_be_watched() -> tuple[bool, bool, bool]:
+    """Return whether the memory of new generators shows their draws: torch's, NumPy's and Python's."""
+    of_torch, of_numpy, of_python = torch.Generator(), np.random.RandomState(0), random.Random(0)
+    bits = of_numpy._bit_generator
+    return (
+        _shows(_lies_in_torch(of_torch), lambda: torch.randn((), generator=of_torch, dtype=torch.float64)),
+        _shows(_lies_in_numpy(of_numpy, bits), of_numpy.randn),
+        _shows((_within(of_python),), of_python.random),
+    )
+
+
 _PYTHON: Any = random.random.__self__  # type: ignore[attr-defined]
 _NUMPY: Any = np.random.get_state.__self__  # type: ignore[attr-defined]
-
-
-def _look_at_python() -> tuple[bytes, float | None]:
-    """Look at position and first words (``Modules/_randommodule.c`` of CPython 3.11 to 3.13)."""
-    return _PYTHON_WORDS.raw, _PYTHON.gauss_next
-
-
-def _view(address: int, size: int) -> Any:
-    """Return memory as it is whenever it is read."""
-    return (ctypes.c_char * size).from_address(address)
-
-
-def _place_of_gauss() -> int:
-    """Find where NumPy's ``RandomState`` keeps the second value of a pair, which is 0 once that has been drawn."""
-    generator = np.random.RandomState(0)
-    generator.randn()
-    state: Any = generator.get_state()
-    kept = struct.pack("d", state[4])
-    place = ctypes.string_at(id(generator), np.random.RandomState.__basicsize__).find(kept)
-    generator.randn()
-    return place if place > 0 and ctypes.string_at(id(generator) + place, 8) == bytes(8) else 0
-
-
-class _NumpyMemory:
-    """The memory of NumPy's generator (``numpy/random/src/mt19937/mt19937.h`` of NumPy 1.26 and 2)."""
-
-    def __init__(self) -> None:
-        self._generator: object = None
-        self._words: Any = None
-        self._gauss = _view(id(_NUMPY) + _place_of_gauss(), 8)
-
-    def look(self) -> object:
-        """Look at last words and position."""
-        generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
-        if generator is not self._generator:
-            if type(generator) is not np.random.MT19937:  # by ``set_bit_generator``: another layout, as none seen
-                return object()
-            self._generator = generator
-            self._words = _view(generator.ctypes.state_address + 4 * (_WORDS - _SOME), 4 * (_SOME + 1))
-        return self._words.raw, self._gauss.raw
-
-
-_PYTHON_WORDS: Any = _view(id(_PYTHON) + object.__basicsize__, 4 * (_SOME + 1))
-_python = _GlobalGenerator(
-    random.getstate,
-    _look_at_python,
-    lambda state: (struct.pack(f"{_SOME + 1}I", state[1][-1], *state[1][:_SOME]), state[2]),
-)
-_numpy = _GlobalGenerator(
+_WATCHES = _can_be_watched()
+_TORCHS_MEMORY = _lies_in_torch(torch.default_generator) if _WATCHES[0] else ()
+_PYTHONS_MEMORY = (_within(_PYTHON),) if _WATCHES[2] else ()
+_torch = _WatchedGenerator(torch.default_generator.get_state, lambda: _TORCHS_MEMORY)
+_numpy = _WatchedGenerator(
     np.random.get_state,
-    _NumpyMemory().look,
-    lambda state: (struct.pack(f"{_SOME + 1}I", *state[1][-_SOME:], state[2]), struct.pack("d", state[4])),
+    lambda: _lies_in_numpy(_NUMPY, np.random.get_bit_generator()) if _WATCHES[1] else (),  # type: ignore[attr-defined]
 )
+_python = _WatchedGenerator(random.getstate, lambda: _PYTHONS_MEMORY, lambda: _PYTHON.gauss_next)

@@ -22,13 +22,24 @@ DRAWS: dict[str, Callable[[], object]] = {
     "numpy, all words": lambda: np.random.bytes(4 * 624),
     "numpy, seeded": lambda: np.random.seed(7),
     "torch": lambda: torch.rand(3),
+    "torch, one of a pair": lambda: torch.randn(()),
+    "torch, one of a pair, double": lambda: torch.randn((), dtype=torch.float64),
+    "torch, all words": lambda: torch.rand(624),
+    "torch, seeded": lambda: torch.default_generator.manual_seed(7),
 }
 
 
 def drawn() -> list[float]:
     """What comes next."""
     numbers = [random.random(), random.gauss(0, 1), random.gauss(0, 1)]
-    return [*numbers, *np.random.rand(2), np.random.randn(), np.random.randn(), *torch.rand(2).tolist()]
+    return [
+        *numbers,
+        *np.random.rand(2),
+        np.random.randn(),
+        np.random.randn(),
+        *torch.randn(2).tolist(),
+        *torch.rand(2).tolist(),
+    ]
 
 
 @settings(deadline=None, max_examples=200)
@@ -49,14 +60,26 @@ def test_what_was_drawn_is_drawn_again(before: list[str], attempt: list[str]) ->
 
 def test_the_memory_of_generators_is_laid_out_as_expected() -> None:
     """On CPython and NumPy as they are tested here; elsewhere states are read in full."""
-    assert random_numbers._python._known
-    assert random_numbers._numpy._known
+    assert random_numbers._WATCHES == (True, True, True)
 
 
-@pytest.mark.parametrize("name", ["_python", "_numpy"])
+def test_states_are_read_only_where_something_was_drawn() -> None:
+    """To read them takes long; what was not drawn from is the state that was read before."""
+    before, states = RandomState(), ("_torch", "_numpy", "_python")
+    assert all(getattr(RandomState(), name) is getattr(before, name) for name in states)
+    for draw, name in ((lambda: torch.rand(1), "_torch"), (np.random.rand, "_numpy"), (random.random, "_python")):
+        draw()
+        now = RandomState()
+        assert [key for key in ("_torch", "_numpy", "_python") if getattr(now, key) is not getattr(before, key)] == [
+            name
+        ]
+        before = now
+
+
+@pytest.mark.parametrize("name", ["_python", "_numpy", "_torch"])
 def test_generators_whose_memory_is_not_known_are_read_in_full(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """So it is on another Python, or with another generator in NumPy."""
-    monkeypatch.setattr(getattr(random_numbers, name), "_known", False)
+    monkeypatch.setattr(getattr(random_numbers, name), "_lies_in", tuple)
     state, first = RandomState(), drawn()
     state.restore()
     assert drawn() == first
