@@ -95,6 +95,7 @@ class RandomState:
 
 Memory = tuple[int, int]
 """Address and size in bytes, a multiple of eight."""
+_END = 128
 
 
 class _WatchedGenerator:
@@ -124,13 +125,18 @@ class _WatchedGenerator:
         """Return the state; it belongs to all that have asked for it."""
         places, beside = self._lies_in(), self._besides()
         if places != self._places:
-            self._places, self._views = places, [_view_and_copy(*place) for place in places]
+            self._places, self._views = places, [_view_and_copy(*end) for place in places for end in _ends(*place)]
         elif self._views and beside == self._beside and all(now == before for now, before in self._views):
             return self._state
         for now, before in self._views:
             before[:] = now
         self._beside, self._state = beside, self._read()
         return self._state
+
+
+def _ends(address: int, size: int) -> tuple[Memory, ...]:
+    """Return the ends of some memory: a draw moves the position, at one of them, or renews all words."""
+    return ((address, size),) if size <= 2 * _END else ((address, _END), (address + size - _END, _END))
 
 
 def _view_and_copy(address: int, size: int) -> tuple[memoryview, memoryview]:
@@ -164,7 +170,7 @@ def _shows(places: tuple[Memory, ...], draw: Callable[[], object]) -> bool:
     """Return whether memory shows each of two draws, of which the second may be what is left of a pair."""
     seen = []
     for _ in range(3):
-        seen.append([ctypes.string_at(*place) for place in places])
+        seen.append([ctypes.string_at(*end) for place in places for end in _ends(*place)])
         draw()
     return seen[0] != seen[1] != seen[2]
 
