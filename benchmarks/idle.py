@@ -33,6 +33,11 @@ WARM_UP = 4  # windows of each bout that are not counted
 ALLOWED_SECONDS, ALLOWED_SHARE = 60e-6, 0.02
 STOCK = "stock Lightning"
 AGAIN, EMPTY = "stock Lightning again", "an empty callback"
+KINDS = {
+    "LayerNorm, SGD": {"batch_norm": False},
+    "BatchNorm, SGD": {"batch_norm": True},
+    "LayerNorm, AdamW": {"batch_norm": False, "adam": True},
+}
 MODES = {"loader mode": "loader", "step mode": "step"}
 PROGRAMS = (STOCK, AGAIN, EMPTY, *MODES)
 
@@ -43,10 +48,12 @@ class Layers(pl.LightningModule):
     Args:
         modules: How many layers.
         batch_norm: Whether every second one is BatchNorm.
+        adam: Whether AdamW trains it, which keeps a state of each weight; otherwise SGD, the cheapest step.
     """
 
-    def __init__(self, modules: int, *, batch_norm: bool) -> None:
+    def __init__(self, modules: int, *, batch_norm: bool, adam: bool) -> None:
         super().__init__()
+        self.adam = adam
         other = (lambda: nn.BatchNorm1d(WIDTH)) if batch_norm else (lambda: nn.LayerNorm(WIDTH))
         self.net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) if i % 2 == 0 else other() for i in range(modules)))
 
@@ -55,11 +62,20 @@ class Layers(pl.LightningModule):
         return self.net(batch[0]).square().mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """SGD: the cheapest step."""
-        return torch.optim.SGD(self.parameters(), lr=1e-3)
+        """AdamW or SGD."""
+        return torch.optim.AdamW(self.parameters()) if self.adam else torch.optim.SGD(self.parameters(), lr=1e-3)
 
 
-def fit(watch: Stopwatch, *, name: str, modules: int, batch_norm: bool, windows: int, settings: dict[str, Any]) -> None:
+def fit(
+    watch: Stopwatch,
+    *,
+    name: str,
+    modules: int,
+    batch_norm: bool,
+    windows: int,
+    settings: dict[str, Any],
+    adam: bool = False,
+) -> None:
     """Train a fresh model for some windows."""
     data = TensorDataset(torch.randn(MICRO * FACTOR * windows, WIDTH))
     batch, program = MICRO, {"callbacks": [watch], "accumulate_grad_batches": FACTOR}
@@ -81,12 +97,12 @@ def fit(watch: Stopwatch, *, name: str, modules: int, batch_norm: bool, windows:
         **{"devices": 1, **settings},
         **program,
     )
-    trainer.fit(Layers(modules, batch_norm=batch_norm), DataLoader(data, batch_size=batch))
+    trainer.fit(Layers(modules, batch_norm=batch_norm, adam=adam), DataLoader(data, batch_size=batch))
 
 
-def bout(modules: int, *, batch_norm: bool, windows: int, order: Sequence[str]) -> dict[str, list[float]]:
+def bout(modules: int, kind: str, *, windows: int, order: Sequence[str]) -> dict[str, list[float]]:
     """Processor seconds of each window of each program."""
-    given = {"modules": modules, "batch_norm": batch_norm, "windows": windows + WARM_UP, "settings": {}}
+    given: dict[str, Any] = {"modules": modules, "windows": windows + WARM_UP, "settings": {}, **KINDS[kind]}
     watches = take_turns([partial(fit, name=name, **given) for name in order], [_batches(name) for name in order])
     return {name: watch.cpu[WARM_UP:] for name, watch in sorted(zip(order, watches), key=lambda pair: pair[0])}
 
@@ -117,7 +133,7 @@ def summarize(bouts: Sequence[Mapping[str, Sequence[float]]]) -> list[dict[str, 
 def table(cells: Sequence[dict[str, Any]]) -> Table:
     """Cells as they are shown."""
     shown = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for title in ("modules", "norm"):
+    for title in ("modules", "of"):
         shown.add_column(title, no_wrap=True)
     for title in ("stock", "again", "empty", *MODES, "allowed"):
         shown.add_column(title, justify="right", no_wrap=True)
@@ -126,7 +142,7 @@ def table(cells: Sequence[dict[str, Any]]) -> Table:
         added = [f"{1e6 * row['added_seconds']:+.0f}{' NO' if row['met'] is False else ''}" for row in rows]
         shown.add_row(
             str(cell["modules"]),
-            "batch" if cell["batch_norm"] else "layer",
+            cell["kind"],
             f"{1e6 * cell['stock_seconds']:,.0f}",
             *added,
             f"{1e6 * rows[0]['allowed_seconds']:.0f}",
@@ -145,14 +161,14 @@ def text(record: Mapping[str, Any]) -> str:
     )
 
 
-def measure(modules: int, *, batch_norm: bool, bouts: int, windows: int, rng: random.Random) -> dict[str, Any]:
+def measure(modules: int, kind: str, *, bouts: int, windows: int, rng: random.Random) -> dict[str, Any]:
     """One cell of the table."""
     order, found = list(PROGRAMS), []
     for _ in range(bouts):
         rng.shuffle(order)
-        found.append(bout(modules, batch_norm=batch_norm, windows=windows, order=order))
+        found.append(bout(modules, kind, windows=windows, order=order))
     stock = statistics.median(second for one in found for second in one[STOCK]) / FACTOR
-    return {"modules": modules, "batch_norm": batch_norm, "stock_seconds": stock, "rows": summarize(found)}
+    return {"modules": modules, "kind": kind, "stock_seconds": stock, "rows": summarize(found)}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -165,9 +181,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     quiet()
     start, rng = time.perf_counter(), random.Random(0)
     cells = [
-        measure(modules, batch_norm=batch_norm, bouts=settings.bouts, windows=settings.windows, rng=rng)
+        measure(modules, kind, bouts=settings.bouts, windows=settings.windows, rng=rng)
         for modules in settings.modules
-        for batch_norm in (False, True)
+        for kind in KINDS
     ]
     record = {
         "cells": cells,

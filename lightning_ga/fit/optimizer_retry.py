@@ -24,7 +24,8 @@ class OptimizerRetry:
         self._trainer = trainer
         self._report = report
         self._prepare = prepare
-        self._before: UpdateSnapshot | None = None
+        self._before = UpdateSnapshot(trainer.optimizers[0])
+        self._is_update = False  # whether backward, hooks and clipping are done
         self._tells: bool | None = None  # whether versions tell what a step changes; known once one went through
 
     def __call__(
@@ -41,7 +42,7 @@ class OptimizerRetry:
             try:
                 result = step(*(() if closure is None else (once,)), *given, **settings)
             except Exception as error:
-                if self._before is None or not is_out_of_memory(error):
+                if not self._is_update or not is_out_of_memory(error):
                     raise
                 failure = error
             else:
@@ -50,13 +51,14 @@ class OptimizerRetry:
             self._run_again(lambda: step(*(() if closure is None else (None,)), *given, **settings), failure)
             return losses[0] if losses else None
         finally:
-            self._before = None
+            self._is_update = False
+            self._before.forget()
 
     def _run_again(self, update: Callable[[], Any], failure: Exception) -> None:
         """Free what the failed update pins, undo what it began, and run it once more."""
         release(failure)
         memory = describe_memory(self._trainer.strategy.root_device)
-        if self._before is None or not self._can_tell() or self._before.have_changed():
+        if not self._can_tell() or self._before.have_changed():
             raise of_rank(optimizer_step_failed(memory), self._trainer.world_size) from failure
         self._before.restore()
         try:
@@ -70,7 +72,8 @@ class OptimizerRetry:
     def gradients_are_ready(self) -> None:
         """Backward, hooks and clipping are done: all that is left is the update."""
         self._prepare()
-        self._before = UpdateSnapshot(self._trainer.optimizers[0])
+        self._before.take()
+        self._is_update = True
 
     def _can_tell(self) -> bool:
         """Whether versions can be relied on; in a first step, those of PyTorch's own optimizers.
@@ -81,13 +84,13 @@ class OptimizerRetry:
         optimizer = self._trainer.optimizers[0]
         if _get_current_dispatch_mode() is not None and any(map(_is_by_lists, optimizer.param_groups)):
             return False
-        if self._tells is not None or self._before is None:
-            return bool(self._tells)
+        if self._tells is not None:
+            return self._tells
         return is_own(optimizer) and self._before.counts_fused_steps()
 
     def _learn(self) -> None:
         """Weights that a step changes without raising a version (by ``.data``) cannot be watched."""
-        if self._tells is None and self._before is not None:
+        if self._tells is None and self._is_update:
             self._tells = self._before.all_have_changed()
 
 

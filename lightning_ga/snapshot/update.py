@@ -1,7 +1,8 @@
 """Tell what a failed update of an optimizer has changed, and remove what it had begun to make."""
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 from torch import Tensor
@@ -9,83 +10,145 @@ from torch.optim import Optimizer
 
 
 class UpdateSnapshot:
-    """An optimizer's tensors by their versions, and its numbers: nothing is copied.
+    """An optimizer's tensors by their versions, and its numbers, before an update: nothing is copied.
 
-    Nor is anything kept alive, but the gradients of PyTorch's own optimizers, which do not replace them.
+    Nor is anything kept alive, but what PyTorch's own optimizers do not replace.
 
     Fused kernels raise no version of what they write; PyTorch's own optimizers count the step of each
     weight, in a tensor, before such a kernel runs (``torch/optim/adam.py``, ``_fused_adam``).
 
+    An optimizer of a thousand weights keeps thousands of values: where they lie is looked for only when their
+    names or types are others.
+
     Args:
-        optimizer: The optimizer, with gradients.
+        optimizer: The optimizer.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        groups = optimizer.param_groups
-        states = [state for state in optimizer.state.values() if state and isinstance(state, dict)]
+        self._own = is_own(optimizer)
+        self._layout = _Layout([], [], [])
+        self._owners: list[dict[Any, Any]] = []
+        self._numbers: list[float] = []
+        self._state: _Kept = []
+        self._state_versions: list[int] = []
+        self._weights: list[Tensor] = []
+        self._versions: list[int] = []
+        self._gradients: _Kept = []
+        self._gradient_versions: list[int] = []
+
+    def take(self) -> None:
+        """Look at everything, before an update."""
+        groups = self._optimizer.param_groups
+        self._owners = [*groups, *(state for state in self._optimizer.state.values() if isinstance(state, dict))]
+        names = [*chain.from_iterable(self._owners)]
+        values = [*chain.from_iterable(map(dict.values, self._owners))]
+        lengths, types = [*map(len, self._owners)], [*map(type, values)]
+        if not self._layout.fits(lengths, names, types):
+            self._layout = _Layout(lengths, names, types)
+        self._numbers = [values[place] for place in self._layout.numbers]
+        held = [values[place] for place in self._layout.tensors]
+        held += _tensors(values[place] for place in self._layout.containers)
+        self._state = self._kept(held)
+        self._state_versions = [tensor._version for tensor in held]
         weights = [weight for group in groups for weight in group["params"]]
         found = [weight.grad for weight in weights]
         gradients = [gradient for gradient in found if gradient is not None]
         every = len(gradients) == len(weights)
         self._weights = weights if every else [w for w, gradient in zip(weights, found) if gradient is not None]
         self._versions = [weight._version for weight in self._weights]
-        self._gradients: list[Any] = gradients if is_own(optimizer) else [*map(weakref.ref, gradients)]
+        self._gradients = self._kept(gradients)
         self._gradient_versions = [gradient._version for gradient in gradients]
-        self._names = [(owner, [*owner]) for owner in (*groups, *states)]
-        self._numbers = [(o, name, v) for o, _ in self._names for name, v in o.items() if isinstance(v, (int, float))]
-        settings = ({name: value for name, value in group.items() if name != "params"} for group in groups)
-        held = [tensor for owner in (*settings, *states) for tensor in _tensors(owner)]
-        apart = set(map(id, weights)) if held else set()
-        self._others = [(weakref.ref(tensor), tensor._version) for tensor in held if id(tensor) not in apart]
-        fused = [group for group in groups if group.get("fused")] if is_own(optimizer) else []
-        self._fused = [weight for group in fused for weight in group["params"] if weight.grad is not None]
-        self._steps = {id(weight): [step._version for step in self._steps_of(weight)] for weight in self._fused}
+
+    def forget(self) -> None:
+        """Let go of all tensors, after the update."""
+        self._owners, self._state, self._weights, self._gradients = [], [], [], []
 
     def have_changed(self) -> bool:
         """Return whether a weight, its gradient, or a tensor of the state is another now."""
         if any(weight._version != version for weight, version in zip(self._weights, self._versions)):
             return True
-        gradients = [kept if isinstance(kept, Tensor) else kept() for kept in self._gradients]
+        gradients = _alive(self._gradients)
         if any(gradient is not weight.grad for weight, gradient in zip(self._weights, gradients)):
             return True
         if any(g is None or g._version != version for g, version in zip(gradients, self._gradient_versions)):
             return True
-        others = ((tensor(), version) for tensor, version in self._others)
-        return any(t is None or t._version != version for t, version in others) or any(map(self._stepped, self._fused))
+        state = zip(_alive(self._state), self._state_versions)
+        return any(t is None or t._version != version for t, version in state) or bool(self._stepped())
 
     def all_have_changed(self) -> bool | None:
         """Return whether that can be seen of all weights with a gradient now; ``None`` where none has one."""
-        stepped = {id(weight) for weight in self._fused if self._stepped(weight)}
-        marks = zip(self._weights, self._versions)
+        stepped, marks = self._stepped(), zip(self._weights, self._versions)
         seen = [weight._version != version or id(weight) in stepped for weight, version in marks]
         return all(seen) if seen else None
 
     def counts_fused_steps(self) -> bool:
         """Return whether no weight is updated by a fused kernel, or some of these have their steps counted."""
-        return not self._fused or any(self._steps_of(weight) for weight in self._fused)
+        fused = self._fused()
+        return not fused or any(self._step_of(weight) is not None for weight in fused)
 
     def restore(self) -> None:
         """Remove what the failed step had begun to make, and set numbers back."""
-        known = {id(owner) for owner, _ in self._names}
-        states = self._optimizer.state
+        known, states = set(map(id, self._owners)), self._optimizer.state
         for key in [key for key, state in states.items() if id(state) not in known or not state]:
             del states[key]
-        for owner, names in self._names:
-            for name in owner.keys() - set(names):
+        ends = [0, *self._layout.ends]
+        for owner, (start, end) in zip(self._owners, pairwise(ends)):
+            for name in owner.keys() - set(self._layout.names[start:end]):
                 del owner[name]
-        for owner, name, number in self._numbers:
-            owner[name] = number
+        numbers = dict(zip(self._layout.numbers, self._numbers))
+        for owner, (start, end) in zip(self._owners, pairwise(ends)):
+            for place in range(start, end):
+                if place in numbers:
+                    owner[self._layout.names[place]] = numbers[place]
 
-    def _stepped(self, weight: Tensor) -> bool:
-        """Return whether a fused kernel may have updated a weight: a count made in this step begins at version 0."""
-        before = self._steps[id(weight)] or [0]
-        return any(step._version > version for step, version in zip(self._steps_of(weight), before))
+    def _kept(self, tensors: list[Tensor]) -> "_Kept":
+        return tensors if self._own else [*map(weakref.ref, tensors)]
 
-    def _steps_of(self, weight: Tensor) -> list[Tensor]:
+    def _fused(self) -> list[Tensor]:
+        """Return weights with a gradient that a fused kernel of PyTorch's updates."""
+        groups = [group for group in self._optimizer.param_groups if group.get("fused")] if self._own else []
+        return [weight for group in groups for weight in group["params"] if weight.grad is not None]
+
+    def _stepped(self) -> set[int]:
+        """Return weights that a fused kernel may have updated: a count made in this step begins at version 0."""
+        known = {id(tensor): version for tensor, version in zip(_alive(self._state), self._state_versions)}
+        steps = [(weight, self._step_of(weight)) for weight in self._fused()]
+        return {id(weight) for weight, step in steps if step is not None and step._version > known.get(id(step), 0)}
+
+    def _step_of(self, weight: Tensor) -> Tensor | None:
         """Return the tensor that counts the steps of a weight, if there is one."""
         step = self._optimizer.state.get(weight, {}).get("step")
-        return [step] if isinstance(step, Tensor) else []
+        return step if isinstance(step, Tensor) else None
+
+
+_Kept = Sequence[Tensor | weakref.ref[Tensor]]
+
+
+def _alive(kept: _Kept) -> list[Tensor | None]:
+    return [each if isinstance(each, Tensor) else each() for each in kept]
+
+
+class _Layout:
+    """Where the numbers and tensors lie among the values of an optimizer's groups and states, in order.
+
+    Args:
+        lengths: How many values each group and state has.
+        names: The names of all of them.
+        types: Their types.
+    """
+
+    def __init__(self, lengths: list[int], names: list[Any], types: list[type]) -> None:
+        self._lengths, self.names, self._types = lengths, names, types
+        self.ends = [*accumulate(lengths)]
+        places = [place for place, name in enumerate(names) if name != "params"]
+        self.numbers = [place for place in places if issubclass(types[place], (int, float))]
+        self.tensors = [place for place in places if issubclass(types[place], Tensor)]
+        self.containers = [place for place in places if issubclass(types[place], (dict, list, tuple))]
+
+    def fits(self, lengths: list[int], names: list[Any], types: list[type]) -> bool:
+        """Return whether these are the same."""
+        return types == self._types and names == self.names and lengths == self._lengths
 
 
 def is_own(optimizer: Optimizer) -> bool:
@@ -93,10 +156,10 @@ def is_own(optimizer: Optimizer) -> bool:
     return type(optimizer).__module__.startswith("torch.optim.")
 
 
-def _tensors(state: Any) -> Iterator[Tensor]:
-    """Yield the tensors of a state, in whatever it keeps them."""
-    for value in state.values() if isinstance(state, dict) else state:
+def _tensors(values: Any) -> Iterator[Tensor]:
+    """Yield the tensors among values, in whatever they lie."""
+    for value in values:
         if isinstance(value, Tensor):
             yield value
         elif isinstance(value, (dict, list, tuple)):
-            yield from _tensors(value)
+            yield from _tensors(value.values() if isinstance(value, dict) else value)

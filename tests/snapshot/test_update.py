@@ -1,0 +1,109 @@
+"""What a failed update has changed is seen, and what it had begun to make is removed."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_ga.snapshot.update import UpdateSnapshot
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "SGD": lambda weights: torch.optim.SGD(weights, lr=0.1, momentum=0.9),
+    "AdamW": torch.optim.AdamW,
+    "AdamW by lists": lambda weights: torch.optim.AdamW(weights, foreach=True),
+    "AdamW fused": lambda weights: torch.optim.AdamW(weights, fused=True),
+    "LBFGS": torch.optim.LBFGS,
+}
+
+
+class Counting(torch.optim.Optimizer):
+    """Keeps numbers, lists and tensors in its states, and replaces tensors."""
+
+    def __init__(self, weights: Any) -> None:
+        super().__init__(weights, {"lr": 0.1, "seen": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["seen"] += 1
+            for weight in group["params"]:
+                state = self.state[weight]
+                state["count"] = state.get("count", 0) + 1
+                state.setdefault("kept", []).append(weight.grad.clone())
+                state["mean"] = state.get("mean", 0.0) + weight.grad
+                if state["count"] > 1:
+                    state["late"] = weight.grad.clone()
+                weight -= group["lr"] * weight.grad
+
+
+def trained(make: Callable[[Any], torch.optim.Optimizer], steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A small model after some steps, with gradients for the next."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 1))
+    optimizer = make(net.parameters())
+    for number in range(steps + 1):
+        optimizer.zero_grad()
+        net(torch.ones(2, 3)).square().mean().backward()
+        if number < steps:
+            optimizer.step(None if not isinstance(optimizer, torch.optim.LBFGS) else lambda: torch.tensor(1.0))
+    return net, optimizer
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2])
+@pytest.mark.parametrize("name", [*OPTIMIZERS, "Counting"])
+def test_each_single_change_is_seen(name: str, steps: int) -> None:
+    """A weight, a gradient, or a tensor of the state that was written to, whatever has happened before."""
+    net, optimizer = trained(OPTIMIZERS.get(name, Counting), steps)
+    snapshot = UpdateSnapshot(optimizer)
+    weights = [*net.parameters()]
+    states = [
+        value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)
+    ]
+    gradients = [weight.grad for weight in weights if weight.grad is not None]
+    assert len(gradients) == len(weights)
+    for tensor in [*weights, *gradients, *states]:
+        snapshot.take()
+        assert not snapshot.have_changed()
+        with torch.no_grad():
+            tensor.add_(0)
+        assert snapshot.have_changed()
+
+
+def test_what_a_step_had_begun_is_removed_and_numbers_are_set_back() -> None:
+    """In every state of an optimizer's life: before its first step, and where a step adds names to its states."""
+    for steps in (0, 1, 3):
+        net, optimizer = trained(Counting, steps)
+        before = {key: {**state, "kept": [*state["kept"]]} for key, state in optimizer.state.items()}
+        snapshot = UpdateSnapshot(optimizer)
+        snapshot.take()
+        snapshot.take()  # its second look knows where all lies
+        optimizer.step()
+        snapshot.restore()
+        assert [group["seen"] for group in optimizer.param_groups] == [steps]
+        assert {key: [*state] for key, state in optimizer.state.items()} == {k: [*s] for k, s in before.items()}
+        assert all(optimizer.state[key]["count"] == state["count"] for key, state in before.items())
+
+
+@pytest.mark.parametrize("name", ["AdamW", "AdamW by lists", "AdamW fused", "Counting"])
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_whole_step_is_seen_on_all_weights(name: str, steps: int) -> None:
+    """Fused kernels raise no version of weights, but of the steps that are counted before they run."""
+    _, optimizer = trained(OPTIMIZERS.get(name, Counting), steps)
+    snapshot = UpdateSnapshot(optimizer)
+    snapshot.take()
+    assert snapshot.all_have_changed() is False
+    optimizer.step()
+    assert snapshot.all_have_changed() is True
+    assert snapshot.counts_fused_steps()
+
+
+def test_nothing_is_kept_alive_after_an_update() -> None:
+    """Gradients and states are the optimizer's."""
+    net, optimizer = trained(torch.optim.AdamW, 1)
+    snapshot = UpdateSnapshot(optimizer)
+    snapshot.take()
+    snapshot.forget()
+    held = [value for value in vars(snapshot).values() if isinstance(value, list)]
+    assert not any(isinstance(thing, torch.Tensor) for value in held for thing in value)
