@@ -1,6 +1,6 @@
 """The arguments of ``AutoAccumulate`` as records, checked before anything runs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -67,19 +67,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The arguments of ``AutoAccumulate`` other than sizes.
-
-    Attributes:
-        budget: ``memory_budget`` as the user wrote it.
-        normalize: Weights of micro-batches: ``"samples"``, a callable that counts the items of a batch, or
-            ``None`` for Lightning's division by the nominal factor.
-        batch_norm: Treatment of BatchNorm layers: ``"warn"``, ``"rescale"`` or ``"ignore"``.
-        verify: Whether exactness is measured.
-        objective: What a micro-batch is chosen for: ``"memory"`` or ``"throughput"``.
-        cache: Whether limits are remembered between runs.
-        on_oom: What happens when memory runs out: ``"split"`` or ``"raise"``.
-        micro_batching: Where batches are cut: in the ``"loader"`` or in the ``"step"``.
-    """
+    """The arguments of ``AutoAccumulate`` other than sizes; ``budget`` is its ``memory_budget``."""
 
     budget: Budget = None
     normalize: Normalize = "samples"
@@ -138,16 +126,7 @@ def _micro_batch(name: str, value: Any) -> int:
     return require_count(name, value)
 
 
-@dataclass(frozen=True, slots=True)
-class _FromOne:
-    """A schedule of factors, 1 before the first epoch of a mapping, as in Lightning's scheduler."""
-
-    schedule: Schedule
-
-    def __call__(self, epoch: int) -> int:
-        return self.schedule(epoch) or 1
-
-
 def _factors(accumulate: ScheduleLike | None) -> Schedule:
-    schedule = as_schedule(accumulate, name="accumulate")
-    return schedule if accumulate is None else _FromOne(schedule)
+    """Return a schedule of factors, 1 before the first epoch of a mapping, as in Lightning's scheduler."""
+    from_one = {0: 1, **accumulate} if isinstance(accumulate, Mapping) and accumulate else accumulate
+    return as_schedule(from_one, name="accumulate")
