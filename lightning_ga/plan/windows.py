@@ -4,22 +4,6 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Protocol
-
-
-class Windows(Protocol):
-    """The windows of an epoch: where each starts and how many samples it holds."""
-
-    @property
-    def done(self) -> int:
-        """Windows that an earlier run has already trained on."""
-
-    @property
-    def count(self) -> int | None:
-        """Windows of the epoch, those already done included; ``None`` for a stream of unknown length."""
-
-    def span(self, window: int) -> tuple[int, int]:
-        """Return start and number of samples of one window, counted in the epoch's order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,19 +24,19 @@ class RegularWindows:
 
     @property
     def done(self) -> int:
-        """Windows already trained on, the last perhaps of another size."""
+        """Windows that an earlier run has already trained on, the last perhaps of another size."""
         return -(-self.samples_done // self.size)
 
     @property
     def count(self) -> int | None:
-        """Windows of the epoch."""
+        """Windows of the epoch, those already done included; ``None`` for a stream of unknown length."""
         if self.total is None:
             return None
         left = max(0, self.total - self.samples_done)
         return self.done + (left // self.size if self.drop_last else -(-left // self.size))
 
     def span(self, window: int) -> tuple[int, int]:
-        """Return start and number of samples of one window.
+        """Return start and number of samples of one window, counted in the epoch's order.
 
         Examples:
             >>> RegularWindows(total=10, size=4).span(2)
@@ -103,11 +87,11 @@ class GivenWindows:
 
     @property
     def count(self) -> int:
-        """Windows of the epoch."""
+        """Windows of the epoch, those already done included."""
         return len(self.starts) - 1
 
     def span(self, window: int) -> tuple[int, int]:
-        """Return start and number of samples of one window."""
+        """Return start and number of samples of one window, counted in the epoch's order."""
         return self.starts[window], self.starts[window + 1] - self.starts[window]
 
     def batches(self, ends: Sequence[int]) -> list[list[int]]:
@@ -132,6 +116,9 @@ class GivenWindows:
     def largest(self) -> int:
         """Samples of the largest window."""
         return max((self.span(window)[1] for window in range(self.count)), default=0)
+
+
+Windows = RegularWindows | GivenWindows
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,52 +198,15 @@ class EpochPlan:
         return max(1, min(self.factor, -(-share // self.micro_batch)))
 
     def window(self, number: int) -> "Window":
-        """Return one window, for whoever asks for several of its micro-batches."""
-        start, samples = self.windows.span(number)
-        return Window(self, number, start, samples, self.factor_of(number))
-
-    def samples_after(self, index: int) -> int:
-        """Return the samples of the epoch that are done once each rank has done this micro-batch.
-
-        Examples:
-            >>> EpochPlan(RegularWindows(total=10, size=8), 4, factor=2, world_size=1).samples_after(0)
-            4
-        """
-        window, position = divmod(index, self.factor)
-        return self.window(window).samples_after(position)
-
-    def chunk(self, index: int, rank: int) -> Chunk:
-        """Return the ``index``-th micro-batch of the epoch on one rank.
+        """Return one window and its micro-batches.
 
         Examples:
             >>> plan = EpochPlan(RegularWindows(total=10, size=8), micro_batch=3, factor=3, world_size=1)
-            >>> [plan.chunk(index, rank=0).count for index in range(plan.length)]
-            [3, 3, 2, 2]
-            >>> plan = EpochPlan(RegularWindows(total=29, size=16), 8, factor=2, world_size=1, batches=())
-            >>> [plan.chunk(index, rank=0).count for index in range(plan.length)]
-            [8, 8, 8, 5]
-            >>> plan = EpochPlan(GivenWindows((0, 10, 15)), 3, factor=4, world_size=1, batches=(0, 5, 10, 15), pieces=2)
-            >>> [plan.chunk(index, rank=0).count for index in range(plan.length)]
-            [3, 2, 3, 2, 3, 2]
+            >>> [plan.window(0).chunk(position, rank=0).count for position in range(plan.factor_of(0))]
+            [3, 3, 2]
         """
-        window, position = divmod(index, self.factor)
-        return self.window(window).chunk(position, rank)
-
-    def batch(self, start: int, samples: int, position: int) -> tuple[int, int]:
-        """Return start and end of a recipe batch of a window; a resumed window may start in the middle of one.
-
-        Args:
-            start: The window's first sample.
-            samples: Its samples.
-            position: Which of its batches.
-        """
-        end = start + samples
-        if not self.batches:
-            first = min(start + position * self.micro_batch, end)
-            return first, min(first + self.micro_batch, end)
-        after = bisect_right(self.batches, start) + position
-        first = self.batches[after - 1] if position else start
-        return min(first, end), min(self.batches[min(after, len(self.batches) - 1)], end)
+        start, samples = self.windows.span(number)
+        return Window(self, number, start, samples, self.factor_of(number))
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,7 +231,7 @@ class Window:
         """Return one of its micro-batches on one rank."""
         plan, end = self.plan, self.start + self.samples
         if plan.batches is not None:
-            first, stop = plan.batch(self.start, self.samples, position // plan.pieces)
+            first, stop = self._batch(position // plan.pieces)
             inner, count = part(stop - first, plan.pieces, position % plan.pieces)
             return Chunk(self.number, first + inner, count, self.samples, end)
         first, share = part(self.samples, plan.world_size, rank)
@@ -289,13 +239,28 @@ class Window:
         return Chunk(self.number, self.start + first + inner, count, self.samples, end)
 
     def samples_after(self, position: int) -> int:
-        """Return the samples of the epoch that are done once each rank has done this micro-batch."""
+        """Return the samples of the epoch that are done once each rank has done this micro-batch.
+
+        Examples:
+            >>> EpochPlan(RegularWindows(total=10, size=8), 4, factor=2, world_size=1).window(0).samples_after(0)
+            4
+        """
         if self.plan.batches is not None:
             chunk = self.chunk(position, rank=0)
             return chunk.start + chunk.count
         share, larger = divmod(self.samples, self.plan.world_size)
         done = self.start + (self.plan.world_size - larger) * part(share, self.factor, position + 1)[0]
         return done + larger * part(share + 1, self.factor, position + 1)[0] if larger else done
+
+    def _batch(self, position: int) -> tuple[int, int]:
+        """Return start and end of one of its recipe batches; a resumed window may start in the middle of one."""
+        plan, end = self.plan, self.start + self.samples
+        if not plan.batches:
+            first = min(self.start + position * plan.micro_batch, end)
+            return first, min(first + plan.micro_batch, end)
+        after = bisect_right(plan.batches, self.start) + position
+        first = plan.batches[after - 1] if position else self.start
+        return min(first, end), min(plan.batches[min(after, len(plan.batches) - 1)], end)
 
 
 def part(total: int, parts: int, index: int) -> tuple[int, int]:
