@@ -67,7 +67,18 @@ def validate_when_due(trainer: Any, before: int, after: int, epoch_batches: int 
 
 
 def set_validation_interval(trainer: Any, epoch_batches: int | None) -> None:
-    """Let validation run as ``setup_data`` has it where nothing is cut (``fit_loop.py:289``)."""
+    """Check and set the interval of validation as ``setup_data`` does, in batches of the recipe (``fit_loop.py:289``).
+
+    Raises:
+        UserError: If it is longer than an epoch.
+    """
+    interval: Any = getattr(trainer, "val_check_interval", None)
+    is_fixed = isinstance(interval, int) and trainer.check_val_every_n_epoch is not None
+    if is_fixed and epoch_batches is not None and interval > epoch_batches and trainer.limit_val_batches > 0:
+        raise UserError(
+            f"val_check_interval={interval} is more than the {epoch_batches} training batches of an epoch: use at "
+            "most that, or check_val_every_n_epoch=None to count batches over epochs."
+        )
     if getattr(trainer, "_val_check_time_interval", None) is None:
         interval = _validation_interval(trainer, epoch_batches)
         trainer.val_check_batch = float("inf") if interval is None else interval
@@ -116,20 +127,3 @@ def stop_only_unless(trainer: Any, holds: Callable[[], bool]) -> Callable[[], No
         loop.__class__ = cls
 
     return undo
-
-
-def check_validation_interval(trainer: Any, epoch_batches: int | None) -> None:
-    """Check ``val_check_interval`` as ``setup_data`` does, in batches of the recipe."""
-    interval = getattr(trainer, "val_check_interval", None)
-    if epoch_batches is None or not isinstance(interval, int) or trainer.check_val_every_n_epoch is None:
-        return
-    if interval > epoch_batches and trainer.limit_val_batches > 0:
-        raise UserError(
-            f"val_check_interval={interval} is more than the {epoch_batches} training batches of an epoch: use at "
-            "most that, or check_val_every_n_epoch=None to count batches over epochs."
-        )
-
-
-def schedules_by_step(trainer: Any) -> list[Any]:
-    """Return the learning-rate schedules that step with every optimizer step."""
-    return [c.scheduler for c in trainer.lr_scheduler_configs if c.interval == "step" and c.frequency == 1]
