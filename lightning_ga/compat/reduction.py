@@ -121,17 +121,11 @@ class GradientReducer:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """A bucket on its way.
-
-    Attributes:
-        bucket: What it holds.
-        copy: What is averaged.
-        work: What is to be waited for.
-    """
+    """A bucket on its way."""
 
     bucket: AnyBucket
-    copy: Tensor
-    work: Any
+    copy: Tensor  # what is averaged
+    work: Any  # what is to be waited for
 
 
 class WindowReduction:

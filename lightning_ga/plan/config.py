@@ -14,19 +14,12 @@ Normalize = Literal["samples"] | Callable[[Any], Any] | None
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The sizes that the user asked for, as functions of the epoch where they may change over training.
+    """The sizes that the user asked for, as functions of the epoch where they may change over training."""
 
-    Attributes:
-        effective: Effective batch size by epoch; ``None`` keeps the recipe's.
-        factor: Accumulation factor by epoch; ``None`` where the effective batch decides.
-        micro_batch: A micro-batch that the user fixed; ``None`` to probe for it.
-        most: Upper bound of the micro-batch; ``None`` for none.
-    """
-
-    effective: Schedule
-    factor: Schedule
-    micro_batch: int | None
-    most: int | None
+    effective: Schedule  # ``None`` keeps the recipe's
+    factor: Schedule  # ``None`` where the effective batch decides
+    micro_batch: int | None  # ``None`` to probe for it
+    most: int | None  # upper bound of the micro-batch
 
     def effective_batch(self, epoch: int, micro_batch: int, world_size: int) -> int | None:
         """Return the effective batch size of an epoch; ``None`` keeps the recipe's windows.

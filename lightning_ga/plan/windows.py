@@ -8,19 +8,12 @@ from itertools import accumulate, pairwise
 
 @dataclass(frozen=True, slots=True)
 class RegularWindows:
-    """Windows of one size; the last may hold fewer samples, or is dropped.
+    """Windows of one size; the last may hold fewer samples, or is dropped."""
 
-    Attributes:
-        total: Samples of the epoch; ``None`` for a stream of unknown length.
-        size: Samples of a full window.
-        drop_last: Whether a ragged window is left out.
-        samples_done: Samples that an earlier run has already trained on.
-    """
-
-    total: int | None
-    size: int
+    total: int | None  # samples of the epoch; ``None`` for a stream of unknown length
+    size: int  # samples of a full window
     drop_last: bool = False
-    samples_done: int = 0
+    samples_done: int = 0  # that an earlier run has already trained on
 
     @property
     def done(self) -> int:
@@ -51,15 +44,10 @@ class RegularWindows:
 
 @dataclass(frozen=True, slots=True)
 class GivenWindows:
-    """Windows given by the user's own batch sampler, each of its own size.
+    """Windows given by the user's own batch sampler, each of its own size."""
 
-    Attributes:
-        starts: Start of each window, and the end of the last.
-        done: Windows that an earlier run has already trained on.
-    """
-
-    starts: tuple[int, ...]
-    done: int = 0
+    starts: tuple[int, ...]  # of all windows, and the end of the last
+    done: int = 0  # windows that an earlier run has already trained on
 
     @classmethod
     def of(cls, sizes: Sequence[int], *, per_window: int, samples_done: int = 0) -> "GivenWindows":
@@ -95,10 +83,7 @@ class GivenWindows:
         return self.starts[window], self.starts[window + 1] - self.starts[window]
 
     def batches(self, ends: Sequence[int]) -> list[list[int]]:
-        """Return the sizes of the batches in each window that is still to come.
-
-        Args:
-            ends: Samples before each batch of the epoch, and after the last.
+        """Return the sizes of the batches between ``ends`` in each window that is still to come.
 
         Examples:
             >>> GivenWindows((0, 8, 10)).batches([0, 3, 8, 10])
@@ -123,21 +108,13 @@ Windows = RegularWindows | GivenWindows
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """One micro-batch of one rank.
+    """One micro-batch of one rank."""
 
-    Attributes:
-        window: Its window, counted from the start of the epoch.
-        start: Its first sample in the epoch's order.
-        count: Its samples; zero where a ragged window leaves the rank without one.
-        window_samples: Samples of the window, over all ranks that share the order.
-        window_end: The epoch's samples done once the window is.
-    """
-
-    window: int
-    start: int
-    count: int
-    window_samples: int
-    window_end: int
+    window: int  # counted from the start of the epoch
+    start: int  # its first sample in the epoch's order
+    count: int  # its samples; zero where a ragged window leaves the rank without one
+    window_samples: int  # over all ranks that share the order
+    window_end: int  # samples of the epoch that are done once the window is
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,21 +188,13 @@ class EpochPlan:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """One window of an epoch and its micro-batches.
-
-    Attributes:
-        plan: How its epoch is cut.
-        number: Its place in the epoch.
-        start: Its first sample in the epoch's order.
-        samples: Its samples, over all ranks that share the order.
-        factor: Its chunks per rank.
-    """
+    """One window of an epoch and its micro-batches."""
 
     plan: EpochPlan
     number: int
-    start: int
-    samples: int
-    factor: int
+    start: int  # its first sample in the epoch's order
+    samples: int  # over all ranks that share the order
+    factor: int  # its chunks per rank
 
     def chunk(self, position: int, rank: int) -> Chunk:
         """Return one of its micro-batches on one rank."""
