@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from lightning_ga.errors import UserError
 from lightning_ga.plan.accumulation import require_count
-from lightning_ga.plan.schedule import Schedule, ScheduleLike, as_schedule, largest
+from lightning_ga.plan.schedule import Schedule, ScheduleLike, as_schedule
 
 Budget = int | float | str | None
 Normalize = Literal["samples"] | Callable[[Any], Any] | None
@@ -49,9 +49,9 @@ class Request:
             total: Samples of an epoch; ``None`` for a stream of unknown length.
             world_size: Data-parallel ranks.
         """
-        factor = largest(self.factor, epochs)
+        factor = max(self.factor(epoch) or 0 for epoch in epochs)
         share = -(-max(self.effective(epoch) or recipe for epoch in epochs) // world_size)
-        if factor is not None:
+        if factor:
             share = recipe if total is None else max(1, total // (factor * world_size))
         elif total is not None:
             share = min(share, max(1, -(-total // world_size)))
@@ -97,7 +97,7 @@ def read_request(
     return Request(
         effective=as_schedule(effective_batch_size, name="effective_batch_size"),
         factor=_factors(accumulate),
-        micro_batch=None if micro_batch_size == "auto" else _micro_batch("micro_batch_size", micro_batch_size),
+        micro_batch=None if micro_batch_size == "auto" else _micro_batch(micro_batch_size),
         most=None if max_micro_batch_size is None else require_count("max_micro_batch_size", max_micro_batch_size),
     )
 
@@ -113,10 +113,10 @@ def require_choice(**given: tuple[Any, tuple[Any, ...]]) -> None:
             raise UserError(f"{name}={value!r} must be one of {', '.join(map(repr, choices))}.")
 
 
-def _micro_batch(name: str, value: Any) -> int:
+def _micro_batch(value: Any) -> int:
     if isinstance(value, str):
-        raise UserError(f'{name}={value!r} must be a whole number of at least 1, or "auto".')
-    return require_count(name, value)
+        raise UserError(f'micro_batch_size={value!r} must be a whole number of at least 1, or "auto".')
+    return require_count("micro_batch_size", value)
 
 
 def _factors(accumulate: ScheduleLike | None) -> Schedule:

@@ -37,18 +37,6 @@ def as_schedule(value: ScheduleLike | None, *, name: str) -> Schedule:
     return _Steps(((0, require_count(name, value)),))
 
 
-def largest(schedule: Schedule, epochs: range) -> int | None:
-    """Return the largest count of a schedule over some epochs; ``None`` where it leaves one open.
-
-    Examples:
-        >>> largest(as_schedule({0: 32, 2: 64}, name="effective_batch_size"), range(3))
-        64
-    """
-    counts = [schedule(epoch) for epoch in epochs]
-    known = [count for count in counts if count is not None]
-    return max(known) if len(known) == len(counts) and known else None
-
-
 @dataclass(frozen=True, slots=True)
 class _Steps:
     """Counts that hold from their epochs on, in rising order; none before the first."""
