@@ -79,7 +79,7 @@ RESCALE_IS_DEPRECATED = "ignore:batch_norm=.rescale. is deprecated:FutureWarning
 
 def test_rescaling_is_deprecated_with_what_to_do_instead() -> None:
     """The sentence says what was measured."""
-    with pytest.warns(FutureWarning, match=r"gained nothing .*update_bn after training, or GroupNorm"):
+    with pytest.warns(FutureWarning, match=r"evaluation is worse .*update_bn after training.* or GroupNorm"):
         AutoAccumulate(batch_norm="rescale")
 
 
