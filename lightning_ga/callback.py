@@ -11,6 +11,7 @@ from lightning_ga.compat import dataloaders, loops, trainer_settings
 from lightning_ga.compat.namespaces import Callback
 from lightning_ga.errors import ExactnessWarning, UserError
 from lightning_ga.fit import checks
+from lightning_ga.fit.batch_norm import RESCALE_IS_DEPRECATED
 from lightning_ga.fit.fit import Fit
 from lightning_ga.fit.oom_handler import OomHandler, OomReporter
 from lightning_ga.memory.oom import is_out_of_memory
@@ -50,8 +51,8 @@ class AutoAccumulate(Callback):
         on_oom: What an out-of-memory error in training, validation, test or prediction does: ``"split"``
             runs the batch again in parts, with the same result; ``"raise"`` ends the run.
         batch_norm: What is done about BatchNorm layers, whose gradients are those of the micro-batch:
-            ``"warn"`` says so, with the measured difference; ``"rescale"`` lets their running
-            statistics move per window as they would in one pass; ``"ignore"`` does neither.
+            ``"warn"`` says so, with the measured difference; ``"ignore"`` does not. ``"rescale"``, which lets
+            running statistics move per window as they would in one pass, is deprecated: it gained nothing.
         verify: Whether exactness is measured once at the start, on four samples.
         cache: Whether the limit is remembered between runs, for the same model, data shape, precision,
             optimizer, device and budget; one step verifies a remembered one.
@@ -94,6 +95,8 @@ class AutoAccumulate(Callback):
         if normalize not in ("samples", None) and not callable(normalize):
             raise UserError(f'{normalize=} must be "samples", None or a callable that counts the items of a batch.')
         checks.check_budget(memory_budget)
+        if batch_norm == "rescale":
+            rank_zero_warn(RESCALE_IS_DEPRECATED, category=FutureWarning)
         self._request = read_request(effective_batch_size, accumulate, micro_batch_size, max_micro_batch_size)
         self._options = Options(memory_budget, normalize, batch_norm, verify, objective, cache, on_oom, micro_batching)
         self._fit: Fit | None = None

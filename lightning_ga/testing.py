@@ -59,15 +59,12 @@ def limit_memory(
         LiveTensorMeter.active.remove(meter)
 
 
-@contextmanager
-def out_of_memory_at(operation: int) -> Iterator["OperationCounter"]:
-    """A context in which the ``operation``-th operation of PyTorch raises ``torch.OutOfMemoryError``, once.
+def out_of_memory_at(operation: int) -> "OperationCounter":
+    """Return a context in which the ``operation``-th operation of PyTorch raises ``torch.OutOfMemoryError``, once.
 
     Operations count from 1, in forward, backward and optimizer alike, in the order in which they
-    run: to try how a training survives at every single place.
-
-    Yields:
-        The counter: ``operations`` that ran so far.
+    run: to try how a training survives at every single place. Entered, it gives the counter: ``operations`` that
+    ran so far.
 
     Examples:
         >>> with out_of_memory_at(2):
@@ -79,8 +76,7 @@ def out_of_memory_at(operation: int) -> Iterator["OperationCounter"]:
         >>> counter.operations
         2
     """
-    with OperationCounter(operation) as counter:
-        yield counter
+    return OperationCounter(operation)
 
 
 class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -13,10 +13,7 @@ def shared_seed(trainer: Any) -> int:
 
 def largest_over_ranks(trainer: Any, value: int) -> int:
     """Return the largest of one number over all ranks."""
-    if not is_distributed(trainer):
-        return value
-    largest = torch.tensor(value, device=trainer.strategy.root_device)
-    return int(trainer.strategy.reduce(largest, reduce_op="max"))
+    return int(_reduced(trainer, torch.tensor(value), "max"))
 
 
 def smallest_over_ranks(trainer: Any, value: int) -> int:
@@ -36,7 +33,11 @@ def is_sharded(trainer: Any) -> bool:
 
 def sum_over_ranks(trainer: Any, value: float) -> float:
     """Return one number summed over all ranks."""
+    return float(_reduced(trainer, torch.tensor(value, dtype=torch.float64), "sum"))
+
+
+def _reduced(trainer: Any, value: torch.Tensor, operation: str) -> torch.Tensor:
     if not is_distributed(trainer):
         return value
-    total = torch.tensor(value, dtype=torch.float64, device=trainer.strategy.root_device)
-    return float(trainer.strategy.reduce(total, reduce_op="sum"))
+    reduced: torch.Tensor = trainer.strategy.reduce(value.to(trainer.strategy.root_device), reduce_op=operation)
+    return reduced

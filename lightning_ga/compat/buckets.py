@@ -13,17 +13,11 @@ FIRST_BUCKET = 2**20  # bytes: sent early, as in DistributedDataParallel
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Gradients that are sent together.
+    """Gradients that are sent together."""
 
-    Attributes:
-        parameters: Their parameters, on one device.
-        last: The one whose gradient is expected last.
-        dtype: What gradients are sent as, and are afterwards.
-    """
-
-    parameters: tuple[Parameter, ...]
-    last: Parameter
-    dtype: torch.dtype
+    parameters: tuple[Parameter, ...]  # on one device
+    last: Parameter  # the one whose gradient is expected last
+    dtype: torch.dtype  # what gradients are sent as, and are afterwards
 
     @property
     def length(self) -> int:
@@ -38,11 +32,8 @@ class Bucket:
     def joined(self, scale: float, room: Tensor | None = None) -> Tensor:
         """Return a copy of all gradients in one tensor, times ``scale``; behind them, which of them there are.
 
-        Thus a rank that lacks one learns whether another has it, and no other rank has to ask.
-
-        Args:
-            scale: Factor of the gradients.
-            room: Where to copy them; ``None`` makes a new tensor.
+        Thus a rank that lacks one learns whether another has it, and no other rank has to ask. They are copied to
+        ``room`` if there is one.
         """
         message = torch.empty(self.length, dtype=self.dtype, device=self.last.device) if room is None else room
         *places, marks = self._parts_of(message)
@@ -84,12 +75,7 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class SparseBucket:
-    """A gradient that is sparse on every rank.
-
-    Attributes:
-        parameters: Its parameter.
-        dtype: What it is sent as, and is afterwards.
-    """
+    """A gradient that is sparse on every rank."""
 
     parameters: tuple[Parameter]
     dtype: torch.dtype

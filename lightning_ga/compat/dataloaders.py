@@ -5,12 +5,15 @@ Lightning's ``loops/fit_loop.py``, ``trainer/connectors/data_connector.py`` and 
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
+from lightning.fabric.utilities.data import sized_len
 from torch.utils._pytree import tree_unflatten
 
 from lightning_ga.compat import loops, patching
 from lightning_ga.errors import UserError
+from lightning_ga.loading.prebatched import Batches
 
 
 def intercept_loaders(trainer: Any, cut: Callable[[Any], Any], around: Callable[[Callable[[], None]], None]) -> None:
@@ -35,17 +38,11 @@ def forget_loaders(trainer: Any) -> None:
     trainer.fit_loop._combined_loader = None
 
 
-def batches_of(
-    trainer: Any, loader: Any
-) -> tuple[list[Any], Callable[[list[Any]], Any], Callable[[], Iterator[Any]], int | None]:
+def batches_of(trainer: Any, loader: Any) -> Batches:
     """Read any training data as the fit loop would.
 
     As in ``fit_loop.setup_data`` (:235 to :257), collections of loaders are combined, each loader is
     prepared for the ranks, and samplers are given the epoch (:445).
-
-    Returns:
-        The loaders, a function that combines one batch of each, a function that starts them anew and yields
-        batches, and the number of batches (``None`` if it is not known).
     """
     module = patching.sibling(trainer, "utilities.combined_loader")
     connector = patching.sibling(trainer, "trainer.connectors.data_connector")
@@ -62,12 +59,9 @@ def batches_of(
                 getattr(sampler, "set_epoch", int)(loops.training_epoch(trainer))
         return _batches(iter(combined))
 
-    lengths = [length_of(part) for part in combined.flattened]
-    known = [length for length in lengths if length is not None]
-    total = None
-    if known and len(known) == len(lengths):
-        total = {"min_size": min(known), "sequential": sum(known)}.get(combined._mode, max(known))
-    return combined.flattened, combine_batches(combined), batches, total
+    lengths = [sized_len(part) for part in combined.flattened]
+    total = None if None in lengths else module._SUPPORTED_MODES[combined._mode]["fn"](lengths)
+    return Batches(combined.flattened, partial(tree_unflatten, treespec=combined._spec), batches, total)
 
 
 def _batches(iterator: Iterator[Any]) -> Iterator[Any]:
@@ -78,14 +72,6 @@ def _batches(iterator: Iterator[Any]) -> Iterator[Any]:
         except StopIteration:
             return
         yield batch
-
-
-def length_of(loader: Any) -> int | None:
-    """Return the number of batches of any loader; ``None`` if it has no length."""
-    try:
-        return len(loader)
-    except (TypeError, NotImplementedError):
-        return None
 
 
 def load_later(trainer: Any, states: list[Any]) -> None:
@@ -163,17 +149,12 @@ def warn_of_overfitting(trainer: Any, loader: Any) -> None:
         patching.sibling(trainer, "trainer.connectors.data_connector")._resolve_overfit_batches(combined, mode=stage)
 
 
-def combine_batches(combined: Any) -> Callable[[list[Any]], Any]:
-    """Return a function that combines batches of a CombinedLoader's loaders (``utilities/combined_loader.py``)."""
-    return lambda batches: tree_unflatten(batches, combined._spec)
-
-
 def evaluation_loaders(trainer: Any, loader: int) -> tuple[list[Any], Callable[[list[Any]], Any]]:
     """Return the loaders of the running evaluation's batches, and a function that combines one batch of each."""
     combined = trainer._active_loop._combined_loader
     if combined._mode == "sequential":
         return [combined.flattened[loader]], lambda batches: batches[0]
-    return combined.flattened, combine_batches(combined)
+    return combined.flattened, partial(tree_unflatten, treespec=combined._spec)
 
 
 def show_loaders(trainer: Any, loader: Any) -> None:

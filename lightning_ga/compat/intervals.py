@@ -4,6 +4,7 @@ Lightning's ``loops/training_epoch_loop.py``.
 """
 
 from collections.abc import Callable
+from math import inf, isinf
 from typing import Any
 
 from lightning_ga.compat import loops
@@ -57,26 +58,36 @@ def validate_when_due(trainer: Any, before: int, after: int, epoch_batches: int 
     loop = trainer.fit_loop.epoch_loop
     index = loop.total_batch_idx if trainer.check_val_every_n_epoch is None else loop.batch_idx
     if before == index and after == index + 1:  # nothing is cut
-        trainer.val_check_batch = float("inf") if interval is None else interval
+        trainer.val_check_batch = interval
         return
     over = bool(loop.batch_progress.is_last_batch)
-    due = over if interval is None else after // interval > before // interval  # a stream is validated when it is over
+    due = over if isinf(interval) else after // interval > before // interval  # a stream is validated when it is over
     trainer.val_check_batch = index + 1 if due else index + 2
 
 
 def set_validation_interval(trainer: Any, epoch_batches: int | None) -> None:
-    """Let validation run as ``setup_data`` has it where nothing is cut (``fit_loop.py:289``)."""
+    """Check and set the interval of validation as ``setup_data`` does, in batches of the recipe (``fit_loop.py:289``).
+
+    Raises:
+        UserError: If it is longer than an epoch.
+    """
+    interval: Any = getattr(trainer, "val_check_interval", None)
+    is_fixed = isinstance(interval, int) and trainer.check_val_every_n_epoch is not None
+    if is_fixed and epoch_batches is not None and interval > epoch_batches and trainer.limit_val_batches > 0:
+        raise UserError(
+            f"val_check_interval={interval} is more than the {epoch_batches} training batches of an epoch: use at "
+            "most that, or check_val_every_n_epoch=None to count batches over epochs."
+        )
     if getattr(trainer, "_val_check_time_interval", None) is None:
-        interval = _validation_interval(trainer, epoch_batches)
-        trainer.val_check_batch = float("inf") if interval is None else interval
+        trainer.val_check_batch = _validation_interval(trainer, epoch_batches)
 
 
-def _validation_interval(trainer: Any, epoch_batches: int | None) -> int | None:
-    """Return ``val_check_interval`` in batches of the recipe; ``None`` where that is not known."""
+def _validation_interval(trainer: Any, epoch_batches: int | None) -> int | float:
+    """Return ``val_check_interval`` in batches of the recipe; infinite where that is not known."""
     interval: int | float = trainer.val_check_interval
     if not isinstance(interval, float):
         return interval
-    return None if epoch_batches is None else max(1, int(epoch_batches * interval))
+    return inf if epoch_batches is None else max(1, int(epoch_batches * interval))
 
 
 def stop_only_unless(trainer: Any, holds: Callable[[], bool]) -> Callable[[], None]:
@@ -114,20 +125,3 @@ def stop_only_unless(trainer: Any, holds: Callable[[], bool]) -> Callable[[], No
         loop.__class__ = cls
 
     return undo
-
-
-def check_validation_interval(trainer: Any, epoch_batches: int | None) -> None:
-    """Check ``val_check_interval`` as ``setup_data`` does, in batches of the recipe."""
-    interval = getattr(trainer, "val_check_interval", None)
-    if epoch_batches is None or not isinstance(interval, int) or trainer.check_val_every_n_epoch is None:
-        return
-    if interval > epoch_batches and trainer.limit_val_batches > 0:
-        raise UserError(
-            f"val_check_interval={interval} is more than the {epoch_batches} training batches of an epoch: use at "
-            "most that, or check_val_every_n_epoch=None to count batches over epochs."
-        )
-
-
-def schedules_by_step(trainer: Any) -> list[Any]:
-    """Return the learning-rate schedules that step with every optimizer step."""
-    return [c.scheduler for c in trainer.lr_scheduler_configs if c.interval == "step" and c.frequency == 1]

@@ -3,7 +3,6 @@
 Lightning's ``loops/fit_loop.py``, ``loops/training_epoch_loop.py`` and ``loops/progress.py``.
 """
 
-import re
 import warnings
 from typing import Any
 
@@ -131,8 +130,7 @@ def expect_positions_to_be_kept() -> None:
 
 def expect_nothing_of_positions() -> None:
     """Undo ``expect_positions_to_be_kept``."""
-    ours = [entry for entry in warnings.filters if isinstance(entry[1], re.Pattern) and entry[1].pattern == _REPEATS]
-    for entry in ours:
+    for entry in [entry for entry in warnings.filters if getattr(entry[1], "pattern", None) == _REPEATS]:
         warnings.filters.remove(entry)  # type: ignore[attr-defined]
 
 

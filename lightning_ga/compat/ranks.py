@@ -80,11 +80,6 @@ def sparse_weights(module: DistributedDataParallel) -> list[torch.Tensor]:
     return [part.weight for part in module.modules() if isinstance(part, kinds) and part.sparse]
 
 
-def share_buffers_after_window(trainer: Any) -> None:
-    """Share buffers, as the first forward pass of the next window would."""
-    share_buffers(distributed_module(trainer))
-
-
 def share_buffers(module: DistributedDataParallel) -> None:
     """Copy rank 0's buffers to all ranks, as the module does in the first forward pass after each reduction.
 

@@ -53,16 +53,11 @@ class GradientReducer:
         self._arrival: dict[int, int] = {}
         self._made_for: tuple[bool, list[bool]] | None = None  # what the buckets hold; None: to be made anew
         self._buckets: list[AnyBucket] = []
-        self._collectives = 0
+        self.collectives = 0  # that it has run
         self._rooms: dict[torch.device, list[Tensor]] = {}  # where copies are made, by turns
         self._turn = 0
         self.begin_epoch()
         self._bucketed(summed=True)
-
-    @property
-    def collectives(self) -> int:
-        """How many collectives it has run."""
-        return self._collectives
 
     def memory(self) -> Iterator[Tensor]:
         """Yield where gradients are copied, which is kept: sending them takes no memory in a backward pass."""
@@ -111,7 +106,7 @@ class GradientReducer:
         scale, before = 1 / dist.get_world_size(self._group), collectives_run()
         copy = bucket.joined(scale, self._room_for(bucket)) if isinstance(bucket, Bucket) else bucket.joined(scale)
         work = dist.all_reduce(copy, group=self._group, async_op=True)
-        self._collectives += collectives_run() - before
+        self.collectives += collectives_run() - before
         self._turn = (self._turn + 1) % IN_FLIGHT
         return Sent(bucket, copy, work)
 
@@ -121,17 +116,11 @@ class GradientReducer:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """A bucket on its way.
-
-    Attributes:
-        bucket: What it holds.
-        copy: What is averaged.
-        work: What is to be waited for.
-    """
+    """A bucket on its way."""
 
     bucket: AnyBucket
-    copy: Tensor
-    work: Any
+    copy: Tensor  # what is averaged
+    work: Any  # what is to be waited for
 
 
 class WindowReduction:
@@ -145,18 +134,9 @@ class WindowReduction:
     def __init__(self, buckets: Iterable[AnyBucket], send: Callable[[AnyBucket], Sent]) -> None:
         self._waiting, self._sent, self._send = deque(buckets), deque[Sent](), send
         self._marks: dict[Parameter, Mark] = {}  # of gradients that the pass sent, and should add to no more
-        self._has_sent = self._is_closing = False
+        self.has_sent = False  # so that complete gradients have to be kept
+        self.is_closing = False  # gradients were sent that were not known to be complete before all passes had run
         self._lock = Lock()  # a model on several devices has several threads of backward passes
-
-    @property
-    def has_sent(self) -> bool:
-        """Whether something has been sent, so that complete gradients have to be kept."""
-        return self._has_sent
-
-    @property
-    def is_closing(self) -> bool:
-        """Whether gradients have been sent that were not known to be complete before all passes had run."""
-        return self._is_closing
 
     @contextmanager
     def overlapping(self, are_complete: Callable[[Iterable[Parameter]], bool]) -> Iterator[None]:
@@ -189,7 +169,7 @@ class WindowReduction:
         self._marks = {}
         while self._waiting:
             self._send_next()
-            self._is_closing = True
+            self.is_closing = True
         self.receive()
 
     @torch.no_grad()
@@ -202,7 +182,7 @@ class WindowReduction:
         while len(self._sent) >= IN_FLIGHT:
             self._receive_next()
         self._sent.append(self._send(self._waiting[0]))
-        self._has_sent = True
+        self.has_sent = True
         self._waiting.popleft()
 
     def _receive_next(self) -> None:

@@ -26,17 +26,10 @@ def optimizer_steps(trainer: Any) -> int | float:
     return estimate
 
 
-def wrong_horizons(schedulers: list[Any], steps: int | float) -> list[tuple[str, int]]:
-    """Return name and horizon of schedules by step whose horizon is not the number of optimizer steps.
-
-    Examples:
-        >>> import torch
-        >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
-        >>> schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=24)
-        >>> wrong_horizons([schedule], 6)
-        [('OneCycleLR', 24)]
-    """
-    found = [(type(scheduler).__name__, horizon(scheduler)) for scheduler in schedulers]
+def wrong_horizons(trainer: Any, steps: int) -> list[tuple[str, int]]:
+    """Return name and horizon of schedules whose horizon is not the number of optimizer steps, which they step with."""
+    configs = [config for config in trainer.lr_scheduler_configs if config.interval == "step" and config.frequency == 1]
+    found = [(type(config.scheduler).__name__, horizon(config.scheduler)) for config in configs]
     return [(name, length) for name, length in found if length is not None and length != steps]
 
 

@@ -16,10 +16,9 @@ def take_factor_back(trainer: Any) -> None:
 
 
 def run_first(trainer: Any, callback: Any) -> int:
-    """Move a callback before all others, as Lightning moves its tuners, so that the others see its gradients.
+    """Move a callback before all others, which then see its gradients; return its position before, for ``run_at``.
 
-    Returns:
-        Its position before, for ``run_at``.
+    Lightning moves its tuners likewise.
     """
     place: int = trainer.callbacks.index(callback)
     run_at(trainer, callback, 0)

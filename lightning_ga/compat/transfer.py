@@ -9,47 +9,12 @@ from typing import Any
 from lightning_ga.compat import patching
 
 
-def to_device(trainer: Any, batch: Any) -> Any:
-    """Return a batch as ``training_step`` gets it (``loops/training_epoch_loop.py:320``)."""
-    return transferred(trainer, before_transfer(trainer, batch))
-
-
-def before_transfer(trainer: Any, batch: Any, *, loader: int = 0) -> Any:
-    """Run the part of ``to_device`` that precedes the transfer, on the host.
-
-    Args:
-        trainer: The Trainer.
-        batch: The batch.
-        loader: Index of its loader among those of the stage.
-    """
-    batch = trainer.precision_plugin.convert_input(batch)
-    return trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=loader)
-
-
-def transferred(trainer: Any, batch: Any, *, loader: int = 0) -> Any:
-    """Run the rest of ``to_device``: the transfer, and the hook that follows it on the device.
-
-    Args:
-        trainer: The Trainer.
-        batch: The batch, after ``before_transfer``.
-        loader: Index of its loader among those of the stage.
-    """
-    return patching.sibling(trainer, "trainer.call")._call_strategy_hook(
-        trainer, "batch_to_device", batch, dataloader_idx=loader
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class BatchTransfer:
-    """Moves the batches of one loader from the host to the step.
-
-    Attributes:
-        trainer: The Trainer.
-        loader: Index of the loader among those of its stage.
-    """
+    """Moves the batches of one loader from the host to the step (``loops/training_epoch_loop.py:320``)."""
 
     trainer: Any
-    loader: int = 0
+    loader: int = 0  # among those of its stage
 
     @property
     def has_hooks(self) -> bool:
@@ -63,11 +28,32 @@ class BatchTransfer:
 
     def on_host(self, batch: Any) -> Any:
         """Run the part that precedes the transfer."""
-        return before_transfer(self.trainer, batch, loader=self.loader)
+        batch = self.trainer.precision_plugin.convert_input(batch)
+        return self.trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=self.loader)
+
+    def moved(self, batch: Any) -> Any:
+        """Run the rest: the transfer, and the hook that follows it on the device."""
+        call = patching.sibling(self.trainer, "trainer.call")
+        return call._call_strategy_hook(self.trainer, "batch_to_device", batch, dataloader_idx=self.loader)
 
     def to_device(self, batch: Any) -> Any:
-        """Run that part, and move the batch."""
-        return transferred(self.trainer, self.on_host(batch), loader=self.loader)
+        """Run both."""
+        return self.moved(self.on_host(batch))
+
+
+def to_device(trainer: Any, batch: Any) -> Any:
+    """Return a batch as ``training_step`` gets it."""
+    return BatchTransfer(trainer).to_device(batch)
+
+
+def before_transfer(trainer: Any, batch: Any) -> Any:
+    """Run the part of ``to_device`` that precedes the transfer, on the host."""
+    return BatchTransfer(trainer).on_host(batch)
+
+
+def transferred(trainer: Any, batch: Any) -> Any:
+    """Run the rest of ``to_device``."""
+    return BatchTransfer(trainer).moved(batch)
 
 
 def hooks_move_batches(trainer: Any) -> bool:

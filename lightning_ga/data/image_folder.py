@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from lightning_ga.data.images import ImageData, Labelled, Splits
-from lightning_ga.data.pictures import class_folders, left_out_folders, pictures_in, refuse_unreadable, unreadable
+from lightning_ga.data.pictures import class_folders, pictures_in, refuse_unreadable, unreadable
 from lightning_ga.errors import UserError
 
 
@@ -54,7 +54,7 @@ class ImageFolder(ImageData):
         folder = Path(self.root) / part
         if not folder.is_dir():
             return None
-        unknown = sorted(set(class_folders(folder)) - set(self.class_names))
+        unknown = [name for name in class_folders(folder)[0] if name not in self.class_names]
         if unknown:
             raise UserError(
                 f"{str(folder)!r} has classes that are not in train/: {', '.join(unknown)}. Add them there, or remove "
@@ -82,7 +82,7 @@ class ImageFolder(ImageData):
 
     def _classes(self) -> list[str]:
         train = Path(self.root) / "train"
-        names = class_folders(train)
+        names, left_out = class_folders(train)
         if not names:
             raise UserError(
                 f"{str(train)!r} needs one folder of pictures per class: set data.root=FOLDER so that "
@@ -94,7 +94,6 @@ class ImageFolder(ImageData):
                 f"{str(train)!r} has classes without a picture: {', '.join(empty)}. Remove these folders, or "
                 "put pictures into them."
             )
-        hidden = left_out_folders(train)
-        if hidden:
-            print(f"Warning: no classes, and left out, are {', '.join(hidden)} in {train}.", file=sys.stderr)
+        if left_out:
+            print(f"Warning: no classes, and left out, are {', '.join(left_out)} in {train}.", file=sys.stderr)
         return names

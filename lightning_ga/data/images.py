@@ -120,9 +120,6 @@ class ImageData(LightningDataModule):
         split_seed: int = 0,
     ) -> None:
         super().__init__()
-        for key, value in (("batch_size", batch_size), ("eval_batch_size", eval_batch_size)):
-            if value < 1:
-                raise UserError(f"data.{key}={value} must be at least 1.")
         self.root, self.download = root, download
         self.batch_size, self.eval_batch_size, self.num_workers = batch_size, eval_batch_size, num_workers
         self.image_size, self.channels, self.num_classes = image_size, channels, num_classes

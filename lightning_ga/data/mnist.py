@@ -1,13 +1,12 @@
 """MNIST and Fashion-MNIST, in the idx files in which both are published."""
 
-import gzip
-import shutil
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torchvision
 from torch import Tensor
 from torchvision.datasets.mnist import read_sn3_pascalvincent_tensor
+from torchvision.datasets.utils import extract_archive
 
 from lightning_ga.data.download import fetch, missing
 from lightning_ga.data.images import ImageData, Labelled, Splits
@@ -75,13 +74,9 @@ def read_idx(path: Path) -> Tensor:
         UserError: If it is not an idx file, or is cut short.
     """
     with TemporaryDirectory() as folder:
-        plain = path
         try:
-            if path.suffix == ".gz":
-                plain = Path(folder) / path.stem
-                with gzip.open(path) as packed, plain.open("wb") as file:
-                    shutil.copyfileobj(packed, file)
-            values: Tensor = read_sn3_pascalvincent_tensor(str(plain))
+            plain = extract_archive(str(path), folder) if path.suffix == ".gz" else str(path)
+            values: Tensor = read_sn3_pascalvincent_tensor(plain)
         except (AssertionError, KeyError, ValueError, IndexError, EOFError, OSError, RuntimeError) as error:
             raise UserError(f"{str(path)!r} is no whole idx file: download it again.") from error
     return values

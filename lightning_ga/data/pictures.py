@@ -14,16 +14,10 @@ MOST_LISTED = 5
 SMALL = (64, 64)  # pixels: JPEG files are decoded at a smaller scale for the check
 
 
-def class_folders(folder: Path) -> list[str]:
-    """Names of the folders in a folder, without hidden ones and those that archives of macOS bring."""
-    if not folder.is_dir():
-        return []
-    return sorted(path.name for path in folder.iterdir() if path.is_dir() and not is_left_out(path.name))
-
-
-def left_out_folders(folder: Path) -> list[str]:
-    """Names of the folders that :func:`class_folders` does not take."""
-    return sorted(path.name for path in folder.iterdir() if path.is_dir() and is_left_out(path.name))
+def class_folders(folder: Path) -> tuple[list[str], list[str]]:
+    """Names of the folders in a folder, and of those left out: hidden ones and those that archives of macOS bring."""
+    names = sorted(path.name for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
+    return [name for name in names if not is_left_out(name)], [name for name in names if is_left_out(name)]
 
 
 def is_left_out(name: str) -> bool:

@@ -106,7 +106,7 @@ class MicroBatchClosures:
         done = self.retrier.run(task)
         if reduction is not None:
             attempts.again_if_memory_runs_out(reduction.finish)  # no backward pass has done it
-            ranks.share_buffers_after_window(self.trainer)
+            ranks.share_buffers(ranks.distributed_module(self.trainer))
         return done
 
     def reduction(self) -> WindowReduction | None:

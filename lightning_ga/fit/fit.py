@@ -23,7 +23,7 @@ from lightning_ga.fit.progress import Progress
 from lightning_ga.fit.verify import SAMPLES, measure_exactness
 from lightning_ga.fit.window_gradients import WindowGradients
 from lightning_ga.fit.window_watch import WindowWatch
-from lightning_ga.loading.prebatched import Batches, PrebatchedSource
+from lightning_ga.loading.prebatched import PrebatchedSource
 from lightning_ga.loading.reader import CollatedAgain, length_of_first
 from lightning_ga.loading.source import MicroBatchSource
 from lightning_ga.loading.stateful import load_states, states_of
@@ -139,7 +139,6 @@ class Fit:
         if self._source is not None and self._source is not known:
             dataloaders.show_loaders(trainer, self._given)
             batches = self._source.epoch_batches
-            intervals.check_validation_interval(trainer, batches)
             intervals.set_validation_interval(trainer, batches)
             dataloaders.resize_epoch(trainer, self._source.length, at_most=self._source.at_most)
 
@@ -165,7 +164,7 @@ class Fit:
         return source
 
     def _make_prebatched(self, loader: Any, settings: SourceSettings) -> PrebatchedSource:
-        batches = Batches(*dataloaders.batches_of(self.trainer, loader))
+        batches = dataloaders.batches_of(self.trainer, loader)
         if self._loader_states:
             load_states(batches.loaders, self._loader_states)
         source = PrebatchedSource(batches, settings, hook=getattr(self.trainer.lightning_module, "split_batch", None))
@@ -449,7 +448,7 @@ class Fit:
                 "Several data workers read an iterable dataset in turn, a micro-batch each, so windows hold other "
                 "samples than batches of the whole size would: use num_workers=1 for the same windows."
             )
-        for name, length in wrong_horizons(intervals.schedules_by_step(self.trainer), steps) if steps else []:
+        for name, length in wrong_horizons(self.trainer, steps) if steps else []:
             found.append(
                 f"{name} ends after {length} steps and training takes {steps}: make it with "
                 "lightning_ga.optimizer_steps(self.trainer)."

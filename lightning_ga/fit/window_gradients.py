@@ -72,9 +72,9 @@ class WindowGradients:
         if self._by_samples and known:
             self._weights = KnownWindow(world_size)
         elif self._by_samples:
-            self._weights = LateWindow(world_size, sum_over_ranks, reference=micro_batch, fixed=True)
+            self._weights = LateWindow(world_size, sum_over_ranks=sum_over_ranks, reference=micro_batch, fixed=True)
         elif self._counts is not None and isinstance(self._weights, StockWindow):
-            self._weights = LateWindow(world_size, sum_over_ranks)
+            self._weights = LateWindow(world_size, sum_over_ranks=sum_over_ranks)
         self.counts_samples = not isinstance(self._weights, StockWindow)
 
     def weigh(self, batch: Any, chunk: Chunk, index: int, *, sharded_ranks: int, samples: int) -> None:

@@ -120,12 +120,7 @@ class Decoder(nn.Module):
 
 
 class Block(nn.Module):
-    """Causal attention and a perceptron, each normalized before and added to what came in.
-
-    Args:
-        width: Channels.
-        heads: Attention heads; they divide the width.
-    """
+    """Causal attention and a perceptron, each normalized before and added to what came in."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()

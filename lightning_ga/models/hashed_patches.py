@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from lightning_ga.models.classifier import Classifier
 from lightning_ga.models.reference import MakeOptimizer, MakeScheduler
 
+LEVELS, PATCH, STRIDE = 4, 3, 2  # grey levels; pixels of a patch, and from one patch to the next
 SPREAD = 2_654_435_761, 40_503  # odd numbers without a factor in common with usual sizes of tables
 
 
@@ -14,29 +15,23 @@ class HashedPatches(nn.Module):
     """Give each patch of a picture, at its place, a number of a table by the hashing trick.
 
     Pixels are rounded to a few grey levels, so that patches that look alike are the same patch. Different patches
-    may share a row.
-
-    Args:
-        rows: Numbers that there are.
-        levels: Grey levels that are told apart.
-        patch: Height and width of a patch, in pixels.
-        stride: Pixels from one patch to the next.
+    may share one of the ``rows``.
 
     Examples:
         >>> HashedPatches(1000)(torch.zeros(2, 1, 5, 5)).shape  # two rows of two patches
         torch.Size([2, 4])
     """
 
-    def __init__(self, rows: int, *, levels: int = 4, patch: int = 3, stride: int = 2) -> None:
+    def __init__(self, rows: int) -> None:
         super().__init__()
-        self.rows, self.levels, self.patch, self.stride = rows, levels, patch, stride
+        self.rows = rows
 
     def forward(self, images: Tensor) -> Tensor:
         """Return row numbers ``(batch, patches)`` of images ``(batch, channels, height, width)`` from 0 to 1."""
         grey = images.detach().float().mean(dim=1, keepdim=True)
-        level = (grey * self.levels).floor().clamp(0, self.levels - 1)
-        patches = F.unfold(level, self.patch, stride=self.stride).long()  # (batch, pixels of a patch, patches)
-        digits = self.levels ** torch.arange(self.patch**2, device=images.device)
+        level = (grey * LEVELS).floor().clamp(0, LEVELS - 1)
+        patches = F.unfold(level, PATCH, stride=STRIDE).long()  # (batch, pixels of a patch, patches)
+        digits = LEVELS ** torch.arange(PATCH**2, device=images.device)
         looks = (patches * digits[:, None]).sum(dim=1)
         places = torch.arange(looks.shape[1], device=images.device)
         return (looks * SPREAD[0] + places * SPREAD[1]) % self.rows

@@ -13,9 +13,6 @@ class SampleMean(Metric):
     ``torchmetrics.MeanMetric`` leaves NaN out, so that a training that diverged looks well; told not to, it
     forgets the weights (1.9).
 
-    Args:
-        **arguments: See ``torchmetrics.Metric``.
-
     Examples:
         >>> mean = SampleMean()
         >>> mean.update(torch.tensor(1.0), 3)

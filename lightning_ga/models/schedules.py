@@ -16,20 +16,14 @@ def warmup_cosine(optimizer: Optimizer, total_steps: int, *, warmup: float = 0.0
         warmup: Share of the steps that rise, 0 to 1.
         final: Share of the rate that is left at the end, 0 to 1.
     """
-    return LambdaLR(optimizer, partial(cosine_factor, total_steps=total_steps, warmup=warmup, final=final))
+    return LambdaLR(optimizer, partial(_cosine_factor, total_steps=total_steps, warmup=warmup, final=final))
 
 
-def cosine_factor(step: int, *, total_steps: int, warmup: float = 0.0, final: float = 0.0) -> float:
-    """Return the factor of the learning rate at a step; past the end it stays at ``final``.
-
-    Args:
-        step: Optimizer steps taken.
-        total_steps: Optimizer steps of the whole run.
-        warmup: Share of the steps that rise, 0 to 1.
-        final: Share of the rate that is left at the end, 0 to 1.
+def _cosine_factor(step: int, *, total_steps: int, warmup: float, final: float) -> float:
+    """Return the factor of the learning rate after so many steps; past the end it stays at ``final``.
 
     Examples:
-        >>> [round(cosine_factor(step, total_steps=4), 2) for step in range(6)]
+        >>> [round(_cosine_factor(step, total_steps=4, warmup=0.0, final=0.0), 2) for step in range(6)]
         [1.0, 0.85, 0.5, 0.15, 0.0, 0.0]
     """
     rising = round(warmup * total_steps)

@@ -10,38 +10,23 @@ from lightning_ga.plan.records import Method, ProbeResult, Source, Timing, Trial
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Position of a run in its data.
+    """Position of a run in its data."""
 
-    Attributes:
-        seed: Seed of the epochs' orders.
-        epoch: The epoch being trained on.
-        samples_done: Its samples that optimizer steps have used, over all ranks.
-        batches_before: Batches of the recipe in earlier epochs, on one rank.
-    """
-
-    seed: int
+    seed: int  # of the epochs' orders
     epoch: int
-    samples_done: int
-    batches_before: int
+    samples_done: int  # of the epoch, by optimizer steps of all ranks
+    batches_before: int  # of the recipe, in earlier epochs, on one rank
 
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """The state of a run in a checkpoint.
-
-    Attributes:
-        position: Position in the data.
-        hardware: The hardware that the limit was found on; on any other it is searched for again.
-        probe: Result of the probe, if one ran.
-        limit: Most samples of a pass since memory ran out; ``None`` if it never did.
-        oom_events: Out-of-memory errors that were survived.
-    """
+    """The state of a run in a checkpoint."""
 
     position: Position
-    hardware: str
+    hardware: str  # that the limit was found on; on any other it is searched for again
     probe: ProbeResult | None
-    limit: int | None = None
-    oom_events: int = 0
+    limit: int | None = None  # most samples of a pass since memory ran out
+    oom_events: int = 0  # out-of-memory errors that were survived
 
     def to_dict(self) -> dict[str, Any]:
         """Return numbers, strings, lists and dictionaries only."""

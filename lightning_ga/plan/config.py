@@ -1,12 +1,12 @@
 """The arguments of ``AutoAccumulate`` as records, checked before anything runs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from lightning_ga.errors import UserError
 from lightning_ga.plan.accumulation import require_count
-from lightning_ga.plan.schedule import Schedule, ScheduleLike, as_schedule, largest
+from lightning_ga.plan.schedule import Schedule, ScheduleLike, as_schedule
 
 Budget = int | float | str | None
 Normalize = Literal["samples"] | Callable[[Any], Any] | None
@@ -14,19 +14,12 @@ Normalize = Literal["samples"] | Callable[[Any], Any] | None
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The sizes that the user asked for, as functions of the epoch where they may change over training.
+    """The sizes that the user asked for, as functions of the epoch where they may change over training."""
 
-    Attributes:
-        effective: Effective batch size by epoch; ``None`` keeps the recipe's.
-        factor: Accumulation factor by epoch; ``None`` where the effective batch decides.
-        micro_batch: A micro-batch that the user fixed; ``None`` to probe for it.
-        most: Upper bound of the micro-batch; ``None`` for none.
-    """
-
-    effective: Schedule
-    factor: Schedule
-    micro_batch: int | None
-    most: int | None
+    effective: Schedule  # ``None`` keeps the recipe's
+    factor: Schedule  # ``None`` where the effective batch decides
+    micro_batch: int | None  # ``None`` to probe for it
+    most: int | None  # upper bound of the micro-batch
 
     def effective_batch(self, epoch: int, micro_batch: int, world_size: int) -> int | None:
         """Return the effective batch size of an epoch; ``None`` keeps the recipe's windows.
@@ -56,9 +49,9 @@ class Request:
             total: Samples of an epoch; ``None`` for a stream of unknown length.
             world_size: Data-parallel ranks.
         """
-        factor = largest(self.factor, epochs)
+        factor = max(self.factor(epoch) or 0 for epoch in epochs)
         share = -(-max(self.effective(epoch) or recipe for epoch in epochs) // world_size)
-        if factor is not None:
+        if factor:
             share = recipe if total is None else max(1, total // (factor * world_size))
         elif total is not None:
             share = min(share, max(1, -(-total // world_size)))
@@ -67,19 +60,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The arguments of ``AutoAccumulate`` other than sizes.
-
-    Attributes:
-        budget: ``memory_budget`` as the user wrote it.
-        normalize: Weights of micro-batches: ``"samples"``, a callable that counts the items of a batch, or
-            ``None`` for Lightning's division by the nominal factor.
-        batch_norm: Treatment of BatchNorm layers: ``"warn"``, ``"rescale"`` or ``"ignore"``.
-        verify: Whether exactness is measured.
-        objective: What a micro-batch is chosen for: ``"memory"`` or ``"throughput"``.
-        cache: Whether limits are remembered between runs.
-        on_oom: What happens when memory runs out: ``"split"`` or ``"raise"``.
-        micro_batching: Where batches are cut: in the ``"loader"`` or in the ``"step"``.
-    """
+    """The arguments of ``AutoAccumulate`` other than sizes; ``budget`` is its ``memory_budget``."""
 
     budget: Budget = None
     normalize: Normalize = "samples"
@@ -116,7 +97,7 @@ def read_request(
     return Request(
         effective=as_schedule(effective_batch_size, name="effective_batch_size"),
         factor=_factors(accumulate),
-        micro_batch=None if micro_batch_size == "auto" else _micro_batch("micro_batch_size", micro_batch_size),
+        micro_batch=None if micro_batch_size == "auto" else _micro_batch(micro_batch_size),
         most=None if max_micro_batch_size is None else require_count("max_micro_batch_size", max_micro_batch_size),
     )
 
@@ -132,22 +113,13 @@ def require_choice(**given: tuple[Any, tuple[Any, ...]]) -> None:
             raise UserError(f"{name}={value!r} must be one of {', '.join(map(repr, choices))}.")
 
 
-def _micro_batch(name: str, value: Any) -> int:
+def _micro_batch(value: Any) -> int:
     if isinstance(value, str):
-        raise UserError(f'{name}={value!r} must be a whole number of at least 1, or "auto".')
-    return require_count(name, value)
-
-
-@dataclass(frozen=True, slots=True)
-class _FromOne:
-    """A schedule of factors, 1 before the first epoch of a mapping, as in Lightning's scheduler."""
-
-    schedule: Schedule
-
-    def __call__(self, epoch: int) -> int:
-        return self.schedule(epoch) or 1
+        raise UserError(f'micro_batch_size={value!r} must be a whole number of at least 1, or "auto".')
+    return require_count("micro_batch_size", value)
 
 
 def _factors(accumulate: ScheduleLike | None) -> Schedule:
-    schedule = as_schedule(accumulate, name="accumulate")
-    return schedule if accumulate is None else _FromOne(schedule)
+    """Return a schedule of factors, 1 before the first epoch of a mapping, as in Lightning's scheduler."""
+    from_one = {0: 1, **accumulate} if isinstance(accumulate, Mapping) and accumulate else accumulate
+    return as_schedule(from_one, name="accumulate")

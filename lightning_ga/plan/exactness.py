@@ -68,23 +68,14 @@ class Exactness:
 
 
 def found_to_change(found: Exactness | None, tensors: tuple[str, ...]) -> Exactness | None:
-    """Return the verdict after training has shown that something outside the step changes the model.
-
-    Args:
-        found: The verdict of the check; ``None`` if there is none.
-        tensors: Names of the tensors that change between two passes of a window, if any.
-    """
+    """Return the verdict after training has shown that these tensors change between two passes of a window."""
     if found is None or not tensors or found.cause in INEXACT:
         return found
     return replace(found, relative_error=None, cause="stateful", tensors=tensors)
 
 
 def splitting_sentence(found: Exactness | None) -> str:
-    """Return a sentence on whether a batch that is cut in the step has the same gradient.
-
-    Args:
-        found: The verdict on such batches; ``None`` if there is none.
-    """
+    """Return a sentence on whether a batch that is cut in the step has the same gradient, by the verdict on such."""
     if found is None:
         return "Whether its gradient is that of the batch in one pass was not measured (verify=False)."
     if found.cause == "exact":

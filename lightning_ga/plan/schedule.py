@@ -29,42 +29,23 @@ def as_schedule(value: ScheduleLike | None, *, name: str) -> Schedule:
         [32, 32, 64, 64]
     """
     if value is None:
-        return _Constant(None)
+        return _Steps(())
     if isinstance(value, Mapping):
         return _from_mapping(value, name)
     if callable(value):
         return _Checked(name, value)
-    return _Constant(require_count(name, value))
-
-
-def largest(schedule: Schedule, epochs: range) -> int | None:
-    """Return the largest count of a schedule over some epochs; ``None`` where it leaves one open.
-
-    Examples:
-        >>> largest(as_schedule({0: 32, 2: 64}, name="effective_batch_size"), range(3))
-        64
-    """
-    counts = [schedule(epoch) for epoch in epochs]
-    known = [count for count in counts if count is not None]
-    return max(known) if len(known) == len(counts) and known else None
-
-
-@dataclass(frozen=True, slots=True)
-class _Constant:
-    count: int | None
-
-    def __call__(self, _epoch: int) -> int | None:
-        return self.count
+    return _Steps(((0, require_count(name, value)),))
 
 
 @dataclass(frozen=True, slots=True)
 class _Steps:
-    """A count that holds from its epoch on, for several epochs; none before the first."""
+    """Counts that hold from their epochs on, in rising order; none before the first."""
 
     counts: tuple[tuple[int, int], ...]
 
     def __call__(self, epoch: int) -> int | None:
-        return max(((start, count) for start, count in self.counts if start <= epoch), default=(0, None))[1]
+        begun = [count for start, count in self.counts if start <= epoch]
+        return begun[-1] if begun else None
 
 
 @dataclass(frozen=True, slots=True)

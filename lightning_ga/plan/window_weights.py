@@ -5,110 +5,106 @@ Records are frozen: to undo a failed attempt, go on with the record from before 
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Self
 
 from lightning_ga.errors import UserError
 from lightning_ga.plan.weights import known_weight, window_scale
 
 
 @dataclass(frozen=True, slots=True)
-class StockWindow:
-    """Weights as in stock Lightning: every micro-batch counts as one of the nominal factor.
-
-    Attributes:
-        weight: Weight of the micro-batch.
-        share: Share of the micro-batch in the next backward pass.
-    """
-
-    weight: float = 1.0
-    share: float = 1.0
-
-    def part(self, share: float) -> "StockWindow":
-        """Set the share of the micro-batch in the next backward pass."""
-        return replace(self, share=share)
-
-    def whole(self) -> "StockWindow":
-        """Let the next backward pass cover the whole micro-batch."""
-        return replace(self, share=1.0)
-
-    def trained(self) -> "StockWindow":
-        """Note that the backward pass has been reached."""
-        return self
-
-    def close(self, factor: int) -> tuple[float, "StockWindow"]:
-        """Return the scale of the window's gradients, and the record for the next window."""
-        return 1.0, self
-
-
-@dataclass(frozen=True, slots=True)
-class KnownWindow:
-    """Weights of windows whose samples are known in advance.
+class WindowWeights:
+    """What the weights of all kinds of windows keep.
 
     Attributes:
         world_size: Ranks over which gradients are averaged.
         weight: Weight of the micro-batch.
         share: Share of the micro-batch in the next backward pass.
+        count: Samples or tokens of the micro-batch.
+        pending: The part of them that has not reached a backward pass.
+        reached: The count that has reached its backward passes in this window.
+    """
+
+    world_size: int = 1
+    weight: float = 1.0
+    share: float = 1.0
+    count: float = 0.0
+    pending: float = 0.0
+    reached: float = 0.0
+
+    def weigh(self, count: float, *, window: float, factor: int, first: bool, planned: float | None = None) -> Self:
+        """Weigh the next micro-batch of this rank.
+
+        Args:
+            count: Its samples or tokens.
+            window: Samples of the window as planned, over all ranks.
+            factor: The accumulation factor.
+            first: Whether it begins the window.
+            planned: Its samples as planned, where a collate_fn has dropped some.
+        """
+        raise NotImplementedError
+
+    def part(self, share: float) -> Self:
+        """Set the share of the micro-batch in the next backward pass."""
+        return replace(self, share=share, pending=share * self.count)
+
+    def whole(self) -> Self:
+        """Let the next backward pass cover the whole micro-batch."""
+        return replace(self, share=1.0)
+
+    def trained(self) -> Self:
+        """Note that the backward pass has been reached; steps that return ``None`` do not reach it."""
+        return replace(self, reached=self.reached + self.pending, pending=0.0)
+
+    def close(self, factor: int) -> tuple[float, Self]:
+        """Return the scale of the window's gradients, and the record for the next window; ranks call it together."""
+        return 1.0, self
+
+
+@dataclass(frozen=True, slots=True)
+class StockWindow(WindowWeights):
+    """Weights as in stock Lightning: every micro-batch counts as one of the nominal factor."""
+
+
+@dataclass(frozen=True, slots=True)
+class KnownWindow(WindowWeights):
+    """Weights of windows whose samples are known in advance.
+
+    Attributes:
         window: Samples of the window as planned, over all ranks.
         seen: Samples of this rank's micro-batches so far, as planned.
-        reached: Those that have reached their backward passes.
-        count: Samples of the micro-batch.
-        pending: Those that have not reached a backward pass.
 
     Examples:
         >>> KnownWindow(world_size=1).weigh(43, window=128, factor=3, first=True).weight
         1.0078125
     """
 
-    world_size: int
-    weight: float = 1.0
-    share: float = 1.0
     window: float = 0.0
     seen: float = 0.0
-    reached: float = 0.0
-    count: float = 0.0
-    pending: float = 0.0
 
-    def weigh(
-        self, count: float, *, window: float, factor: int, first: bool, planned: float | None = None
-    ) -> "KnownWindow":
-        """Weigh the next micro-batch of this rank.
-
-        Args:
-            count: Its samples.
-            window: Samples of the window as planned, over all ranks.
-            factor: The accumulation factor.
-            first: Whether it begins the window.
-            planned: Its samples as planned, where a collate_fn has dropped some.
-        """
-        seen, reached = (0.0, 0.0) if first else (self.seen, self.reached)
+    def weigh(self, count: float, *, window: float, factor: int, first: bool, planned: float | None = None) -> Self:
+        """Weigh the next micro-batch by its samples of those planned."""
         weight = known_weight(count, window, factor=factor, world_size=self.world_size)
+        reached, seen = (0.0, 0.0) if first else (self.reached, self.seen)
         seen += count if planned is None else planned
-        return KnownWindow(self.world_size, weight, 1.0, window, seen, reached, count, count)
+        # ``replace`` takes twice as long, and this is done for each micro-batch.
+        return type(self)(self.world_size, weight, 1.0, count, count, reached, window, seen)
 
-    def part(self, share: float) -> "KnownWindow":
-        """Set the share of the micro-batch in the next backward pass."""
-        return replace(self, share=share, pending=share * self.count)
-
-    def whole(self) -> "KnownWindow":
-        """Let the next backward pass cover the whole micro-batch."""
-        return replace(self, share=1.0)
-
-    def trained(self) -> "KnownWindow":
-        """Note that the backward pass has been reached; steps that return ``None`` do not reach it."""
+    def trained(self) -> Self:
+        """Note that the backward pass has been reached."""
         reached = self.reached + self.pending
-        return KnownWindow(self.world_size, self.weight, self.share, self.window, self.seen, reached, self.count)
+        return type(self)(self.world_size, self.weight, self.share, self.count, 0.0, reached, self.window, self.seen)
 
-    def close(self, factor: int) -> tuple[float, "KnownWindow"]:
-        """Return the scale of the window's gradients, and the record for the next window.
+    def close(self, factor: int) -> tuple[float, Self]:
+        """Return a scale above one where micro-batches were skipped or samples dropped.
 
-        The scale is above one where micro-batches were skipped or samples dropped. It is computed without the other
-        ranks, as Lightning allows a step to be skipped on one rank only.
+        It is computed without the other ranks, as Lightning allows a step to be skipped on one rank only.
         """
         skipped = self.seen - self.reached
         return self.window / (self.window - skipped) if 0 < skipped < self.window else 1.0, self
 
 
 @dataclass(frozen=True, slots=True)
-class LateWindow:
+class LateWindow(WindowWeights):
     """Weights of windows whose samples or tokens are counted during the window.
 
     A micro-batch weighs its count ÷ a reference near the mean count, and the window's gradients are
@@ -116,16 +112,10 @@ class LateWindow:
     hardly any weight is then above one, and half precision overflows no more often than without.
 
     Attributes:
-        world_size: Ranks over which gradients are averaged.
         sum_over_ranks: Adds up one number over all ranks.
         reference: The first reference; ``None`` takes it from the first micro-batch with a count above zero.
         fixed: Whether the reference stays.
-        weight: Weight of the micro-batch.
-        share: Share of the micro-batch in the next backward pass.
         largest_mean: The largest mean count of a window so far.
-        reached: The count that has reached its backward passes in this window.
-        count: Count of the micro-batch.
-        pending: The part of it that has not reached a backward pass.
         any_reached: Whether a backward pass of the window has been reached.
 
     Examples:
@@ -138,56 +128,31 @@ class LateWindow:
         2.6666666666666665
     """
 
-    world_size: int
     sum_over_ranks: Callable[[float], float] = float
     reference: float | None = None
     fixed: bool = False
-    weight: float = 1.0
-    share: float = 1.0
     largest_mean: float = 0.0
-    reached: float = 0.0
-    count: float = 0.0
-    pending: float = 0.0
     any_reached: bool = False
 
-    def weigh(
-        self, count: float, *, window: float, factor: int, first: bool, planned: float | None = None
-    ) -> "LateWindow":
-        """Weigh the next micro-batch of this rank.
-
-        Args:
-            count: Its samples or tokens.
-            window: Unused.
-            factor: The accumulation factor.
-            first: Whether it begins the window.
-            planned: Unused.
+    def weigh(self, count: float, *, window: float, factor: int, first: bool, planned: float | None = None) -> Self:
+        """Weigh the next micro-batch by its count; the window's samples are not needed.
 
         Raises:
             UserError: If the count is no finite number of at least 0.
         """
         if not 0 <= count < float("inf"):
             raise UserError(f"normalize counted {count} in a micro-batch: a count is a finite number of at least 0.")
+        reference = self._reference_for(count, factor=factor, first=first)
         begun = replace(self, reached=0.0, any_reached=False) if first else self
-        reference = begun._reference_for(count, factor=factor, first=first)
         weight = 0.0 if reference is None else count / reference
         return replace(begun, reference=reference, weight=weight, share=1.0, count=count, pending=count)
 
-    def part(self, share: float) -> "LateWindow":
-        """Set the share of the micro-batch in the next backward pass."""
-        return replace(self, share=share, pending=share * self.count)
-
-    def whole(self) -> "LateWindow":
-        """Let the next backward pass cover the whole micro-batch."""
-        return replace(self, share=1.0)
-
-    def trained(self) -> "LateWindow":
-        """Note that the backward pass has been reached; steps that return ``None`` do not reach it."""
+    def trained(self) -> Self:
+        """Note that the backward pass has been reached."""
         return replace(self, reached=self.reached + self.pending, pending=0.0, any_reached=True)
 
-    def close(self, factor: int) -> tuple[float, "LateWindow"]:
-        """Return the scale of the window's gradients, and the record for the next window.
-
-        All ranks must call it together.
+    def close(self, factor: int) -> tuple[float, Self]:
+        """Return the scale that makes the weighted sum of all ranks the mean over what was counted.
 
         Raises:
             UserError: If the whole window counts nothing.
@@ -212,6 +177,3 @@ class LateWindow:
         if self.reference is None:
             return 2.0 * self.sum_over_ranks(count) / self.world_size or None
         return max(self.reference, 2.0 * self.largest_mean) if first and not self.fixed else self.reference
-
-
-WindowWeights = StockWindow | KnownWindow | LateWindow

@@ -4,55 +4,32 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Protocol
-
-
-class Windows(Protocol):
-    """The windows of an epoch: where each starts and how many samples it holds."""
-
-    @property
-    def done(self) -> int:
-        """Windows that an earlier run has already trained on."""
-
-    @property
-    def count(self) -> int | None:
-        """Windows of the epoch, those already done included; ``None`` for a stream of unknown length."""
-
-    def span(self, window: int) -> tuple[int, int]:
-        """Return start and number of samples of one window, counted in the epoch's order."""
 
 
 @dataclass(frozen=True, slots=True)
 class RegularWindows:
-    """Windows of one size; the last may hold fewer samples, or is dropped.
+    """Windows of one size; the last may hold fewer samples, or is dropped."""
 
-    Attributes:
-        total: Samples of the epoch; ``None`` for a stream of unknown length.
-        size: Samples of a full window.
-        drop_last: Whether a ragged window is left out.
-        samples_done: Samples that an earlier run has already trained on.
-    """
-
-    total: int | None
-    size: int
+    total: int | None  # samples of the epoch; ``None`` for a stream of unknown length
+    size: int  # samples of a full window
     drop_last: bool = False
-    samples_done: int = 0
+    samples_done: int = 0  # that an earlier run has already trained on
 
     @property
     def done(self) -> int:
-        """Windows already trained on, the last perhaps of another size."""
+        """Windows that an earlier run has already trained on, the last perhaps of another size."""
         return -(-self.samples_done // self.size)
 
     @property
     def count(self) -> int | None:
-        """Windows of the epoch."""
+        """Windows of the epoch, those already done included; ``None`` for a stream of unknown length."""
         if self.total is None:
             return None
         left = max(0, self.total - self.samples_done)
         return self.done + (left // self.size if self.drop_last else -(-left // self.size))
 
     def span(self, window: int) -> tuple[int, int]:
-        """Return start and number of samples of one window.
+        """Return start and number of samples of one window, counted in the epoch's order.
 
         Examples:
             >>> RegularWindows(total=10, size=4).span(2)
@@ -67,15 +44,10 @@ class RegularWindows:
 
 @dataclass(frozen=True, slots=True)
 class GivenWindows:
-    """Windows given by the user's own batch sampler, each of its own size.
+    """Windows given by the user's own batch sampler, each of its own size."""
 
-    Attributes:
-        starts: Start of each window, and the end of the last.
-        done: Windows that an earlier run has already trained on.
-    """
-
-    starts: tuple[int, ...]
-    done: int = 0
+    starts: tuple[int, ...]  # of all windows, and the end of the last
+    done: int = 0  # windows that an earlier run has already trained on
 
     @classmethod
     def of(cls, sizes: Sequence[int], *, per_window: int, samples_done: int = 0) -> "GivenWindows":
@@ -103,18 +75,15 @@ class GivenWindows:
 
     @property
     def count(self) -> int:
-        """Windows of the epoch."""
+        """Windows of the epoch, those already done included."""
         return len(self.starts) - 1
 
     def span(self, window: int) -> tuple[int, int]:
-        """Return start and number of samples of one window."""
+        """Return start and number of samples of one window, counted in the epoch's order."""
         return self.starts[window], self.starts[window + 1] - self.starts[window]
 
     def batches(self, ends: Sequence[int]) -> list[list[int]]:
-        """Return the sizes of the batches in each window that is still to come.
-
-        Args:
-            ends: Samples before each batch of the epoch, and after the last.
+        """Return the sizes of the batches between ``ends`` in each window that is still to come.
 
         Examples:
             >>> GivenWindows((0, 8, 10)).batches([0, 3, 8, 10])
@@ -134,23 +103,18 @@ class GivenWindows:
         return max((self.span(window)[1] for window in range(self.count)), default=0)
 
 
+Windows = RegularWindows | GivenWindows
+
+
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """One micro-batch of one rank.
+    """One micro-batch of one rank."""
 
-    Attributes:
-        window: Its window, counted from the start of the epoch.
-        start: Its first sample in the epoch's order.
-        count: Its samples; zero where a ragged window leaves the rank without one.
-        window_samples: Samples of the window, over all ranks that share the order.
-        window_end: The epoch's samples done once the window is.
-    """
-
-    window: int
-    start: int
-    count: int
-    window_samples: int
-    window_end: int
+    window: int  # counted from the start of the epoch
+    start: int  # its first sample in the epoch's order
+    count: int  # its samples; zero where a ragged window leaves the rank without one
+    window_samples: int  # over all ranks that share the order
+    window_end: int  # samples of the epoch that are done once the window is
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,77 +175,32 @@ class EpochPlan:
         return max(1, min(self.factor, -(-share // self.micro_batch)))
 
     def window(self, number: int) -> "Window":
-        """Return one window, for whoever asks for several of its micro-batches."""
-        start, samples = self.windows.span(number)
-        return Window(self, number, start, samples, self.factor_of(number))
-
-    def samples_after(self, index: int) -> int:
-        """Return the samples of the epoch that are done once each rank has done this micro-batch.
-
-        Examples:
-            >>> EpochPlan(RegularWindows(total=10, size=8), 4, factor=2, world_size=1).samples_after(0)
-            4
-        """
-        window, position = divmod(index, self.factor)
-        return self.window(window).samples_after(position)
-
-    def chunk(self, index: int, rank: int) -> Chunk:
-        """Return the ``index``-th micro-batch of the epoch on one rank.
+        """Return one window and its micro-batches.
 
         Examples:
             >>> plan = EpochPlan(RegularWindows(total=10, size=8), micro_batch=3, factor=3, world_size=1)
-            >>> [plan.chunk(index, rank=0).count for index in range(plan.length)]
-            [3, 3, 2, 2]
-            >>> plan = EpochPlan(RegularWindows(total=29, size=16), 8, factor=2, world_size=1, batches=())
-            >>> [plan.chunk(index, rank=0).count for index in range(plan.length)]
-            [8, 8, 8, 5]
-            >>> plan = EpochPlan(GivenWindows((0, 10, 15)), 3, factor=4, world_size=1, batches=(0, 5, 10, 15), pieces=2)
-            >>> [plan.chunk(index, rank=0).count for index in range(plan.length)]
-            [3, 2, 3, 2, 3, 2]
+            >>> [plan.window(0).chunk(position, rank=0).count for position in range(plan.factor_of(0))]
+            [3, 3, 2]
         """
-        window, position = divmod(index, self.factor)
-        return self.window(window).chunk(position, rank)
-
-    def batch(self, start: int, samples: int, position: int) -> tuple[int, int]:
-        """Return start and end of a recipe batch of a window; a resumed window may start in the middle of one.
-
-        Args:
-            start: The window's first sample.
-            samples: Its samples.
-            position: Which of its batches.
-        """
-        end = start + samples
-        if not self.batches:
-            first = min(start + position * self.micro_batch, end)
-            return first, min(first + self.micro_batch, end)
-        after = bisect_right(self.batches, start) + position
-        first = self.batches[after - 1] if position else start
-        return min(first, end), min(self.batches[min(after, len(self.batches) - 1)], end)
+        start, samples = self.windows.span(number)
+        return Window(self, number, start, samples, self.factor_of(number))
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """One window of an epoch and its micro-batches.
-
-    Attributes:
-        plan: How its epoch is cut.
-        number: Its place in the epoch.
-        start: Its first sample in the epoch's order.
-        samples: Its samples, over all ranks that share the order.
-        factor: Its chunks per rank.
-    """
+    """One window of an epoch and its micro-batches."""
 
     plan: EpochPlan
     number: int
-    start: int
-    samples: int
-    factor: int
+    start: int  # its first sample in the epoch's order
+    samples: int  # over all ranks that share the order
+    factor: int  # its chunks per rank
 
     def chunk(self, position: int, rank: int) -> Chunk:
         """Return one of its micro-batches on one rank."""
         plan, end = self.plan, self.start + self.samples
         if plan.batches is not None:
-            first, stop = plan.batch(self.start, self.samples, position // plan.pieces)
+            first, stop = self._batch(position // plan.pieces)
             inner, count = part(stop - first, plan.pieces, position % plan.pieces)
             return Chunk(self.number, first + inner, count, self.samples, end)
         first, share = part(self.samples, plan.world_size, rank)
@@ -289,13 +208,28 @@ class Window:
         return Chunk(self.number, self.start + first + inner, count, self.samples, end)
 
     def samples_after(self, position: int) -> int:
-        """Return the samples of the epoch that are done once each rank has done this micro-batch."""
+        """Return the samples of the epoch that are done once each rank has done this micro-batch.
+
+        Examples:
+            >>> EpochPlan(RegularWindows(total=10, size=8), 4, factor=2, world_size=1).window(0).samples_after(0)
+            4
+        """
         if self.plan.batches is not None:
             chunk = self.chunk(position, rank=0)
             return chunk.start + chunk.count
         share, larger = divmod(self.samples, self.plan.world_size)
         done = self.start + (self.plan.world_size - larger) * part(share, self.factor, position + 1)[0]
         return done + larger * part(share + 1, self.factor, position + 1)[0] if larger else done
+
+    def _batch(self, position: int) -> tuple[int, int]:
+        """Return start and end of one of its recipe batches; a resumed window may start in the middle of one."""
+        plan, end = self.plan, self.start + self.samples
+        if not plan.batches:
+            first = min(self.start + position * plan.micro_batch, end)
+            return first, min(first + plan.micro_batch, end)
+        after = bisect_right(plan.batches, self.start) + position
+        first = plan.batches[after - 1] if position else self.start
+        return min(first, end), min(plan.batches[min(after, len(plan.batches) - 1)], end)
 
 
 def part(total: int, parts: int, index: int) -> tuple[int, int]:

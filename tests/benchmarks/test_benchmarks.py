@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT))  # benchmarks are not installed
 
-from benchmarks import cuda_dispatch, fidelity, output, overhead, planning, quote, training, turns  # noqa: E402
+from benchmarks import batch_norm, cuda_dispatch, fidelity, output, overhead, planning, quote, training, turns  # noqa: E402
 from benchmarks.cases import CASES, Case  # noqa: E402
 from benchmarks.measure import Measured, measure  # noqa: E402
 
@@ -21,7 +21,7 @@ from benchmarks.measure import Measured, measure  # noqa: E402
 def _quiet_and_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Results go to a folder of the test's own, and logging and warnings stay as pytest has them."""
     monkeypatch.setattr(output, "RESULTS", tmp_path)
-    for program in (fidelity, overhead, planning, training):
+    for program in (batch_norm, fidelity, overhead, planning, training):
         monkeypatch.setattr(program, "quiet", lambda: None)
     for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):  # seed_everything leaves them behind
         monkeypatch.setenv(name, "0")
@@ -104,6 +104,20 @@ def test_training_compares_with_the_whole_batch(
     whole, stock, ours = json.loads((tmp_path / "training.json").read_text())["groups"][0]
     assert whole["weights"] == [0.0]
     assert ours["weights"][0] < 1e-4 < stock["weights"][0]
+
+
+@pytest.mark.filterwarnings("ignore:batch_norm=.rescale. is deprecated:FutureWarning")
+def test_rescaling_is_compared_under_the_same_weights(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Running statistics differ, and nothing else."""
+    monkeypatch.setattr(batch_norm, "MICRO_BATCHES", (32,))
+    assert batch_norm.main(["--epochs", "1", "--seeds", "1"]) == 0
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= output.WIDTH
+    record = json.loads((tmp_path / "batch_norm.json").read_text())
+    assert record["same_weights"]
+    (plain,), (rescaled,) = (record["groups"]["constant"][name] for name in ("2×32", "2×32, rescaled"))
+    assert plain["loss"] != rescaled["loss"]
 
 
 @pytest.mark.parametrize(("slower", "code"), [(1.0, 0), (1.015, 1), (1.03, 1)])

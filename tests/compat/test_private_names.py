@@ -61,6 +61,16 @@ def test_the_loop_asks_the_source_before_it_reads_the_limits() -> None:
     assert asked < source.index("trainer.limit_train_batches)") < source.index("isinstance(trainer.val_check_interval")
 
 
+def test_combined_loaders_have_a_function_for_their_length() -> None:
+    """``batches_of`` asks for the number of batches before there is an iterator."""
+    modes = pl.utilities.combined_loader._SUPPORTED_MODES
+    assert {mode: way["fn"]([2, 3]) for mode, way in modes.items() if mode != "sequential"} == {
+        "min_size": 2,
+        "max_size_cycle": 3,
+        "max_size": 3,
+    }
+
+
 def test_windows_end_where_the_weights_expect_it() -> None:
     """The loss is divided by the factor, and a window ends at a multiple of it or with the epoch."""
     loop = pl.loops._TrainingEpochLoop

@@ -128,6 +128,7 @@ def test_stochastic_weight_averaging(mode: str, oom: bool, kind: Any) -> None:
 
 
 @MODES
+@pytest.mark.filterwarnings("ignore:batch_norm=.rescale. is deprecated:FutureWarning")
 def test_momenta_are_the_users_again_after_weight_averaging(mode: str) -> None:
     """Which keeps those of the moment for its last pass, and gives them back after ours were."""
     module = Normalized()

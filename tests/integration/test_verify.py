@@ -74,6 +74,16 @@ def test_the_cause_of_a_difference_is_named(net: Any, loss: Any, cause: str, say
     assert callback.exactness.layers == (("net.1",) if cause == "batch_norm" else ())
 
 
+RESCALE_IS_DEPRECATED = "ignore:batch_norm=.rescale. is deprecated:FutureWarning"
+
+
+def test_rescaling_is_deprecated_with_what_to_do_instead() -> None:
+    """The sentence says what was measured."""
+    with pytest.warns(FutureWarning, match=r"evaluation is worse .*update_bn after training.* or GroupNorm"):
+        AutoAccumulate(batch_norm="rescale")
+
+
+@pytest.mark.filterwarnings(RESCALE_IS_DEPRECATED)
 @pytest.mark.parametrize("batch_norm", ["ignore", "rescale"])
 def test_batch_norm_may_be_known_about(batch_norm: str) -> None:
     """Without a warning then, but measured all the same."""
@@ -131,6 +141,7 @@ class Momenta(pl.Callback):
         self.momentum = module.net[1].momentum
 
 
+@pytest.mark.filterwarnings(RESCALE_IS_DEPRECATED)
 def test_momentum_is_rescaled_during_training_and_put_back() -> None:
     """1 − (1 − m)^(1/factor); the user's own afterwards, after an error too."""
     net, seen = normalized(), Momenta()

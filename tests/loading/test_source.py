@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from epoch_chunks import samples_after
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
@@ -187,10 +188,10 @@ def test_batches_of_the_recipe_are_counted_while_training(
     if not batches or (drop_last and total < effective):
         return
     feed.arrange(0, effective, limit)
-    counts = [feed.recipe_batches(feed.epoch_plan.samples_after(index)) for index in range(feed.length or 0)]
+    counts = [feed.recipe_batches(samples_after(feed.epoch_plan, index)) for index in range(feed.length or 0)]
     ends = list(accumulate([batch * world_size] * batches))
     for index, count in enumerate(counts[:-1]):
-        assert count == sum(end <= feed.epoch_plan.samples_after(index) for end in ends)
+        assert count == sum(end <= samples_after(feed.epoch_plan, index) for end in ends)
     assert counts[-1] == batches == feed.recipe_batches(feed.total(0) or 0)
 
 
@@ -226,10 +227,10 @@ def test_batches_of_a_custom_batch_sampler_are_joined(
     assert trained_on(ranks) == windows
     assert_fit(ranks, limit)
     assert world_size > 1 or not mixed(ranks[0], batches)
-    counts = [feed.recipe_batches(feed.epoch_plan.samples_after(index)) for index in range(feed.length or 0)]
+    counts = [feed.recipe_batches(samples_after(feed.epoch_plan, index)) for index in range(feed.length or 0)]
     ends = list(accumulate(map(len, batches)))[world_size - 1 :: world_size]
     for index, count in enumerate(counts[:-1]):
-        assert count == sum(end <= feed.epoch_plan.samples_after(index) for end in ends)
+        assert count == sum(end <= samples_after(feed.epoch_plan, index) for end in ends)
     assert counts[-1] == used
 
 

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_ga.errors import UserError
-from lightning_ga.plan.schedule import as_schedule, largest
+from lightning_ga.plan.schedule import as_schedule
 
 COUNTS = st.integers(1, 10_000)
 STEPS = st.dictionaries(st.integers(0, 30), COUNTS, min_size=1)
@@ -51,17 +51,6 @@ def test_a_number_holds_for_every_epoch(count: int, epoch: int) -> None:
 def test_nothing_said_is_nothing_known() -> None:
     """``None`` leaves every epoch to the recipe."""
     assert as_schedule(None, name="n")(3) is None
-    assert largest(as_schedule(None, name="n"), range(3)) is None
-
-
-@settings(deadline=None)
-@given(STEPS, st.integers(0, 20), st.integers(0, 20))
-def test_the_largest_count_is_that_of_a_loop_over_the_epochs(steps: dict[int, int], first: int, epochs: int) -> None:
-    """It is not known where one epoch is left open, or where there is none."""
-    schedule = as_schedule(steps, name="n")
-    counts = [schedule(epoch) for epoch in range(first, first + epochs)]
-    expected = None if None in counts or not counts else max(c for c in counts if c is not None)
-    assert largest(schedule, range(first, first + epochs)) == expected
 
 
 @pytest.mark.parametrize(

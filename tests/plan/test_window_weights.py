@@ -57,7 +57,7 @@ def test_late_weights_give_the_mean_once_the_window_is_over(
             asked.append(value)
             return float(sum(map(sum, counts)))
 
-        window = LateWindow(world_size, sum_over_ranks, reference=reference, fixed=True)
+        window = LateWindow(world_size, sum_over_ranks=sum_over_ranks, reference=reference, fixed=True)
         weights.append([])
         for i, n in enumerate(row):
             window = window.weigh(n, window=-1, factor=factor, first=i == 0).trained()

@@ -3,6 +3,7 @@
 from itertools import accumulate, pairwise
 
 import pytest
+from epoch_chunks import chunk_of, samples_after
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,7 +23,7 @@ def epoch_plan(windows: Windows, largest: int, limit: int, world_size: int) -> E
 def chunks_of(plan: EpochPlan) -> list[list[Chunk]]:
     """The chunks of all ranks, one list for each step that the ranks take together."""
     assert plan.length is not None
-    return [[plan.chunk(index, rank) for rank in range(plan.world_size)] for index in range(plan.done, plan.length)]
+    return [[chunk_of(plan, index, rank) for rank in range(plan.world_size)] for index in range(plan.done, plan.length)]
 
 
 def windows_of(plan: EpochPlan) -> list[list[int]]:
@@ -31,7 +32,7 @@ def windows_of(plan: EpochPlan) -> list[list[int]]:
     assert plan.length is not None
     for index in range(plan.done, plan.length):
         for rank in range(plan.world_size):
-            chunk = plan.chunk(index, rank)
+            chunk = chunk_of(plan, index, rank)
             windows.setdefault(index // plan.factor, []).extend(range(chunk.start, chunk.start + chunk.count))
     return [sorted(samples) for samples in windows.values()]
 
@@ -130,7 +131,7 @@ def test_a_window_is_cut_as_the_plan_says(total: int, size: int, limit: int, wor
             chunks = tuple(split_evenly(share, plan.factor) for share in shares)
         first = plan.starts_at(window)
         ours = [
-            [plan.chunk(first + i, rank).count for i in range(plan.factor_of(window))] for rank in range(world_size)
+            [chunk_of(plan, first + i, rank).count for i in range(plan.factor_of(window))] for rank in range(world_size)
         ]
         assert [tuple(rank) for rank in ours] == list(chunks)
 
@@ -165,7 +166,7 @@ def test_samples_are_counted_after_each_micro_batch(
     running = done
     for index, together in enumerate(chunks_of(plan), start=plan.done):
         running += sum(chunk.count for chunk in together)
-        assert plan.samples_after(index) == running
+        assert samples_after(plan, index) == running
 
 
 @settings(deadline=None)
@@ -179,12 +180,12 @@ def test_batches_that_are_not_to_be_mixed_are_cut_each_by_itself(
     windows = GivenWindows.of(sizes, per_window=per_window, samples_done=done)
     plan = EpochPlan(windows, 1, per_window * pieces, 1, batches=ends, pieces=pieces)
     assert plan.length is not None
-    chunks = [plan.chunk(index, 0) for index in range(plan.done, plan.length)]
+    chunks = [chunk_of(plan, index, 0) for index in range(plan.done, plan.length)]
     left = [size for size, end in zip(sizes, ends[1:]) if end > done]
     assert [chunk.count for chunk in chunks] == [count for size in left for count in split_evenly(size, pieces)]
     assert [i for chunk in chunks for i in range(chunk.start, chunk.start + chunk.count)] == list(range(done, ends[-1]))
     for index, chunk in enumerate(chunks, start=plan.done):
-        assert plan.samples_after(index) == chunk.start + chunk.count
+        assert samples_after(plan, index) == chunk.start + chunk.count
         assert windows.span(chunk.window)[0] <= chunk.start <= chunk.start + chunk.count <= chunk.window_end
 
 
@@ -194,11 +195,11 @@ def test_a_stream_has_full_windows_without_end(size: int, limit: int, world_size
     """Of a stream of unknown length nothing is known but that windows follow one another."""
     plan = epoch_plan(RegularWindows(None, size), size, limit, world_size)
     assert (plan.length, plan.windows.count) == (None, None)
-    counts = [plan.chunk(index, rank).count for rank in range(world_size)]
+    counts = [chunk_of(plan, index, rank).count for rank in range(world_size)]
     window, position = divmod(index, plan.factor)
     shares = split_evenly(max(size, 0), world_size)
     assert counts == [split_evenly(share, plan.factor)[position] for share in shares]
-    assert plan.chunk(index, 0).window_end == (window + 1) * size
+    assert chunk_of(plan, index, 0).window_end == (window + 1) * size
 
 
 @settings(deadline=None)

@@ -1,0 +1,211 @@
+"""Does a rescaled momentum of BatchNorm help? ``python -m benchmarks.batch_norm``.
+
+scikit-learn's digits, two convolutions with BatchNorm, SGD: the effective batch of 64 in one pass, as 16×4
+and as 32×2, with BatchNorm's momentum as it is and rescaled for the factor (``batch_norm="rescale"``), with a
+constant learning rate and with one that falls to zero. Gradients do not read running statistics, so both
+end with the same weights, bit for bit: what differs is evaluation alone, seed by seed. Beside it stands
+``torch.optim.swa_utils.update_bn``, one pass over the training set once training is over. Exits with 1 if
+weights differ.
+"""
+
+import argparse
+import copy
+import math
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import fmean, stdev
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+from rich import box
+from rich.table import Table
+from torch import Tensor, nn
+from torch.optim.swa_utils import update_bn
+from torch.utils.data import DataLoader, DistributedSampler
+
+from benchmarks.measure import quiet
+from benchmarks.output import as_text, write_json
+from benchmarks.training import EFFECTIVE, TRAINED_ON, digits
+from lightning_ga import AutoAccumulate
+
+MICRO_BATCHES = (4, 2)
+Schedule = Literal["constant", "cosine"]
+RATES = {"constant": "constant learning rate", "cosine": "learning rate that falls to 0"}
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """A trained network on the held-out digits.
+
+    Attributes:
+        loss: Its mean loss.
+        accuracy: Share that it gets right.
+        statistics: Relative distance of the running statistics to those of the whole training set.
+    """
+
+    loss: float
+    accuracy: float
+    statistics: float
+
+
+class Digits(pl.LightningModule):
+    """Two convolutions with BatchNorm.
+
+    Args:
+        schedule: How the learning rate goes.
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        super().__init__()
+        self.schedule = schedule
+        self.net = nn.Sequential(
+            nn.Conv2d(1, 16, 3, padding=1),
+            nn.BatchNorm2d(16),
+            nn.ReLU(),
+            nn.Conv2d(16, 32, 3, stride=2, padding=1),
+            nn.BatchNorm2d(32),
+            nn.ReLU(),
+            nn.Flatten(),
+            nn.Linear(32 * 4 * 4, 10),
+        )
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """Mean loss of a micro-batch."""
+        images, labels = batch
+        return nn.functional.cross_entropy(self.net(images), labels)
+
+    def configure_optimizers(self) -> Any:
+        """SGD with momentum, and the schedule by optimizer step."""
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+        if self.schedule == "constant":
+            return optimizer
+        steps = self.trainer.max_epochs * math.ceil(TRAINED_ON / EFFECTIVE)
+        cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": cosine, "interval": "step"}}
+
+
+def train(schedule: Schedule, micro: int, batch_norm: Literal["ignore", "rescale"], seed: int, epochs: int) -> Digits:
+    """Train from the seed's weights on the seed's order of samples."""
+    dataset, _, _ = digits(torch.float32)
+    pl.seed_everything(seed, verbose=False)
+    module = Digits(schedule)
+    order = DistributedSampler(dataset, num_replicas=1, rank=0, seed=seed)
+    callback = AutoAccumulate(EFFECTIVE, micro_batch_size=micro, batch_norm=batch_norm, verify=False)
+    trainer = pl.Trainer(
+        max_epochs=epochs,
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[callback],
+    )
+    trainer.fit(module, DataLoader(dataset, batch_size=micro, sampler=order))
+    return module
+
+
+def updated(module: Digits) -> nn.Module:
+    """The network with the statistics of the whole training set, under its last weights."""
+    net = copy.deepcopy(module.net)
+    update_bn(DataLoader(digits(torch.float32)[0], batch_size=TRAINED_ON), net)
+    return net
+
+
+@torch.no_grad()
+def evaluated(net: nn.Module, oracle: nn.Module) -> Evaluated:
+    """A network on the held-out digits, and its statistics beside those of the oracle."""
+    _, images, labels = digits(torch.float32)
+    logits, ours, whole = net.eval()(images), _statistics(net), _statistics(oracle)
+    loss = float(nn.functional.cross_entropy(logits, labels))
+    accuracy = float((logits.argmax(1) == labels).double().mean())
+    return Evaluated(loss, accuracy, float((ours - whole).norm() / whole.norm()))
+
+
+def _statistics(net: nn.Module) -> Tensor:
+    return torch.cat([buffer.flatten() for buffer in net.buffers() if buffer.is_floating_point()])
+
+
+def rows_of(schedule: Schedule, seed: int, epochs: int) -> tuple[dict[str, Evaluated], bool]:
+    """All programs from one seed, and whether those with equal passes ended with equal weights."""
+    whole, same = train(schedule, EFFECTIVE, "ignore", seed, epochs), True
+    oracle = updated(whole)
+    rows = {"64 whole": evaluated(whole.net, oracle), "64 whole, update_bn": evaluated(oracle, oracle)}
+    for micro in MICRO_BATCHES:
+        name = f"{EFFECTIVE // micro}×{micro}"
+        plain, rescaled = (train(schedule, micro, way, seed, epochs) for way in ("ignore", "rescale"))
+        oracle = updated(plain)
+        rows[name] = evaluated(plain.net, oracle)
+        rows[f"{name}, rescaled"] = evaluated(rescaled.net, oracle)
+        rows[f"{name}, update_bn"] = evaluated(oracle, oracle)
+        same &= all(torch.equal(a, b) for a, b in zip(plain.parameters(), rescaled.parameters()))
+    return rows, same
+
+
+def _legend(epochs: int, seeds: int) -> str:
+    return (
+        f"scikit-learn digits, {TRAINED_ON:,} to train on, {epochs} epochs, means of {seeds} seeds.\n"
+        "statistics: relative distance of the running statistics to those of the\n"
+        "training set under the last weights. gain: the loss without less this one, by\n"
+        "seed, ± the standard error; above 0 is better than doing nothing."
+    )
+
+
+def table(groups: Mapping[str, Mapping[str, Any]]) -> Table:
+    """Rows as they are shown."""
+    shown = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    shown.add_column("effective batch of 64 as", no_wrap=True)
+    for title in ("loss", "accuracy", "statistics", "gain"):
+        shown.add_column(title, justify="right", no_wrap=True)
+    for schedule, programs in groups.items():
+        shown.add_row(f"{RATES[schedule]}")
+        for name, seeds in programs.items():
+            loss, accuracy, away = (fmean(one[key] for one in seeds) for key in ("loss", "accuracy", "statistics"))
+            without = name.partition(",")[0]
+            gain = "–" if name == without else _gain(programs[without], seeds)
+            shown.add_row(f"  {name}", f"{loss:.4f}", f"{100 * accuracy:.2f} %", f"{100 * away:.1f} %", gain)
+        shown.add_section()
+    return shown
+
+
+def _gain(plain: Sequence[Mapping[str, float]], other: Sequence[Mapping[str, float]]) -> str:
+    gains = [a["loss"] - b["loss"] for a, b in zip(plain, other)]
+    spread = stdev(gains) / len(gains) ** 0.5 if len(gains) > 1 else math.nan
+    return f"{fmean(gains):+.4f} ± {spread:.4f}"
+
+
+def text(record: Mapping[str, Any]) -> str:
+    """Table and legend of a record."""
+    return as_text(table(record["groups"]), _legend(record["epochs"], len(record["seeds"])))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Train, show, write; 1 if rescaling changed a weight."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.batch_norm", description=__doc__)
+    parser.add_argument("--epochs", type=int, default=5, help="epochs of each training (default: 5)")
+    parser.add_argument("--seeds", type=int, default=8, help="seeds of each program (default: 8)")
+    settings = parser.parse_args(arguments)
+    quiet()
+    start, seeds = time.process_time(), range(settings.seeds)
+    groups: dict[str, dict[str, list[dict[str, float]]]] = {}
+    same_weights = True
+    for schedule in RATES:
+        by_seed = [rows_of(schedule, seed, settings.epochs) for seed in seeds]
+        same_weights &= all(same for _, same in by_seed)
+        groups[schedule] = {name: [asdict(rows[name]) for rows, _ in by_seed] for name in by_seed[0][0]}
+    record = {
+        "epochs": settings.epochs,
+        "seeds": list(seeds),
+        "same_weights": same_weights,
+        "cpu_seconds": round(time.process_time() - start, 1),
+        "groups": groups,
+    }
+    print(f"{text(record)}\n{write_json('batch_norm', record).name}, {record['cpu_seconds']} s of the processor")
+    return int(not same_weights)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
