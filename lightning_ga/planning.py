@@ -10,9 +10,10 @@ import torch
 
 from lightning_ga.callback import AutoAccumulate
 from lightning_ga.compat.namespaces import MODULES
+from lightning_ga.compat.planned_trainer import settings_on_this_host
 from lightning_ga.errors import UserError
 from lightning_ga.plan.accumulation import require_count
-from lightning_ga.probe.planned.device import DevicePlan, planned_device, settings_on_this_host
+from lightning_ga.plan.planned_device import DevicePlan, planned_device
 from lightning_ga.snapshot.random_numbers import RandomState
 
 _QUIET = {

@@ -27,8 +27,8 @@ from lightning_ga.app.plan_report import PlanReport
 from lightning_ga.app.progress import make_progress
 from lightning_ga.app.weights import load_initial_weights
 from lightning_ga.compat.atomic import AtomicCheckpointIO
+from lightning_ga.compat.planned_trainer import settings_on_this_host
 from lightning_ga.errors import UserError
-from lightning_ga.probe.planned.device import settings_on_this_host
 
 HALF_PRECISION = ("16-mixed", "16-true", "16")
 TRIAL_STEPS = 100  # of a schedule that is only tried

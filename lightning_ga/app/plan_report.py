@@ -11,8 +11,8 @@ from lightning_ga.app.plots import plot_probe
 from lightning_ga.app.terminal import warn
 from lightning_ga.plan.accumulation import AccumulationPlan
 from lightning_ga.plan.exactness import Exactness
+from lightning_ga.plan.planned_device import current_device
 from lightning_ga.plan.records import ProbeResult
-from lightning_ga.probe.planned.device import current_device
 
 
 class PlanReport(Callback):

@@ -13,9 +13,9 @@ from rich.table import Table
 
 from lightning_ga.plan.accumulation import AccumulationPlan
 from lightning_ga.plan.exactness import Exactness
+from lightning_ga.plan.planned_device import PlannedDevice
 from lightning_ga.plan.records import Method, ProbeResult
 from lightning_ga.plan.units import format_bytes
-from lightning_ga.probe.planned.device import PlannedDevice
 
 METHODS: dict[Method, str] = {  # what found a limit
     "replay": "predicted and verified",

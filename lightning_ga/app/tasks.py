@@ -32,7 +32,7 @@ from lightning_ga.app.scores import class_scores, save_scores, scores_text
 from lightning_ga.app.terminal import printed_to, warn
 from lightning_ga.app.values import Config
 from lightning_ga.errors import UserError
-from lightning_ga.probe.planned.device import planned_device
+from lightning_ga.plan.planned_device import planned_device
 
 Metrics = dict[str, float]
 MOST_CLASSES_SHOWN = 20

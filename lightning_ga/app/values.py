@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_ga.errors import UserError
+from lightning_ga.plan.budget import parse_device_memory
 
 KNOWN = ("lightning_ga.", "lightning.pytorch.", "torch.optim.")  # classes whose keys mean what the table says
 MODELS = "lightning_ga.models."
@@ -104,18 +105,6 @@ def one_of(*choices: Any) -> Rule:
     return Rule(f"one of {', '.join(map(str, choices))}", choices[0], lambda value: value in choices, choices)
 
 
-def is_memory(value: Any) -> bool:
-    """Whether a value is an amount of memory, or null."""
-    if value is None:
-        return True
-    from lightning_ga.probe.planned.device import read_device_memory
-
-    try:
-        return read_device_memory(value) > 0
-    except UserError:
-        return False
-
-
 def is_number(value: Any) -> bool:
     """Whether a value is a finite number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
@@ -155,7 +144,6 @@ RULES: Mapping[str, Rule] = {
     "task": one_of("fit", "validate", "test", "predict"),
     "seed": whole(0, 0, most=2**32 - 1, or_null="another run every time"),
     "dry_run": SWITCH,
-    "device_memory": Rule("bytes or a text such as 16GiB, or null for this device", "16GiB", lambda v: is_memory(v)),
     "test": SWITCH,
     "allow_targets": TEXTS,
     "progress": one_of("auto", "bar", "rich", "plain", "none"),
@@ -314,6 +302,7 @@ def check_planned_device(config: Config) -> None:
     memory = config["device_memory"]
     if memory is None:
         return
+    parse_device_memory(memory)
     if not config["dry_run"]:
         raise UserError(
             f"device_memory={memory} plans for a device that is not here, and nothing can be trained on it: "

@@ -24,7 +24,6 @@ def check(*overrides: str) -> None:
         "seed=abc", "seed=-1", "seed=1.5", "seed=true", "dry_run=maybe", "test=1", "accumulate.verify=maybe",
         "trainer.max_epochs=abc", "trainer.max_epochs=", "trainer.max_epochs=-2", "trainer.accumulate_grad_batches=0",
         "trainer.log_every_n_steps=abc",
-        "device_memory=much", "device_memory=0", "device_memory=0.5",
         "trainer.gradient_clip_val=-1", "data.num_workers=-1", "data.num_workers=abc", "data.num_workers=9999",
         "paths.data_dir=123", "paths.output_root=null",
         "data.batch_size=abc", "data.batch_size=null", "data.val_fraction=2", "data.val_fraction=0",
@@ -88,6 +87,7 @@ def test_every_example_obeys_its_rule(key: str):
     ("overrides", "words"),
     [
         (["dry_run=true", "task=test"], "task=test has none"),
+        (["device_memory=much"], "device_memory='much' must be a whole number of bytes"),
         (["device_memory=16GiB"], "nothing can be trained on it: add dry_run=true"),
         (["device_memory=16GiB", "dry_run=true", "accumulate=off"], "needs a callback that plans"),
         (["model.in_channels=3"], "model.in_channels=3 does not fit data.channels=1"),
