@@ -179,8 +179,9 @@ def events_section(run: RunFiles) -> str:
 def scores_section(run: RunFiles) -> str:
     """Precision, recall and F1 of every class."""
     rows = [
-        [score["name"], *(f"{score[name]:.4f}" for name in ("precision", "recall", "f1")), f"{score['support']:,}"]
-        for score in run.scores
+        [name, *(f"{score[kind]:.4f}" for kind in ("precision", "recall", "f1-score")), f"{score['support']:,.0f}"]
+        for name, score in run.scores.items()
+        if isinstance(score, dict)  # the accuracy is a number
     ]
     return table(["class", "precision", "recall", "F1", "samples"], rows, numbers=True)
 

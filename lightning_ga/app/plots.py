@@ -4,7 +4,6 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from io import StringIO
-from pathlib import Path
 from typing import Any
 
 from matplotlib import rc_context
@@ -21,18 +20,6 @@ INKS = ("#000000", "#696969")  # black and "dimgray", which a dark page would hi
 PREDICTED, FITS, REFUSED = "C0", "C2", "C3"
 SVG_WIDTH = 5.2  # inches: text is read on a narrow screen too
 WIDE = 2.5  # times all that is drawn: a budget above is told, not drawn
-
-
-def plot_losses(path: Path, curves: Mapping[str, Curve]) -> bool:
-    """Training and validation loss by optimizer step, as a PNG; nothing without either.
-
-    Returns:
-        Whether there was anything to draw.
-    """
-    figure = loss_figure(curves)
-    if figure is not None:
-        figure.savefig(path, dpi=150)
-    return figure is not None
 
 
 def loss_figure(curves: Mapping[str, Curve]) -> Figure | None:
@@ -97,11 +84,6 @@ def moving_mean(curve: Curve, share: float = 0.1) -> Curve:
         values = [value for _, value in curve[place - reach : place + reach + 1]]
         smooth.append((step, sum(values) / len(values)))
     return smooth
-
-
-def plot_probe(path: Path, probe: ProbeResult) -> None:
-    """What a probe found, as a PNG."""
-    probe_figure(probe).savefig(path, dpi=150)
 
 
 def probe_figure(probe: ProbeResult) -> Figure:

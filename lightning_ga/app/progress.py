@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 
 from lightning_ga.app.plan_report import current_plan
-from lightning_ga.app.plan_table import write_json
+from lightning_ga.app.run_files import write_json
 from lightning_ga.app.terminal import keep_in_log
 
 INFORMATION = (  # Lightning's loggers; which one it uses depends on the order of imports

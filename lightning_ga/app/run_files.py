@@ -1,7 +1,8 @@
-"""What a run has left in its folder, read back."""
+"""What a run leaves in its folder: how it is written, and read back."""
 
 import csv
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -43,7 +44,7 @@ class RunFiles:
     versions: Mapping[str, Any]
     epochs: list[dict[str, Any]]
     curves: Mapping[str, Curve]
-    scores: list[dict[str, Any]]
+    scores: Mapping[str, Any]
     confusion: Mapping[str, Any]
     events: list[str] = field(default_factory=list)
 
@@ -89,10 +90,25 @@ def read_run(folder: Path) -> RunFiles:
         versions=read_json(folder / "versions.json", {}),
         epochs=read_json(folder / "epochs.json", []),
         curves=read_curves(metrics) if metrics.is_file() else {},
-        scores=read_json(folder / "classification_report.json", []),
+        scores=read_json(folder / "classification_report.json", {}),
         confusion=read_json(folder / "confusion_matrix.json", {}),
         events=[line[line.index(OOM) :] for line in printed if OOM in line],
     )
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Indented JSON, with null for numbers that are not finite, which JSON lacks; the folder is made if needed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(finite(content), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def finite(content: Any) -> Any:
+    """The content with null for numbers that are not finite."""
+    if isinstance(content, dict):
+        return {key: finite(value) for key, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [finite(value) for value in content]
+    return None if isinstance(content, float) and not math.isfinite(content) else content
 
 
 def read_json(path: Path, default: Any) -> Any:

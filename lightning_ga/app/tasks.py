@@ -22,13 +22,13 @@ from lightning_ga.app import checkpoints
 from lightning_ga.app.build import Fit, build, make
 from lightning_ga.app.interrupts import interruptions_told
 from lightning_ga.app.page import write_page
-from lightning_ga.app.plan_report import survived_errors
-from lightning_ga.app.plan_table import counted, write_json
-from lightning_ga.app.plots import plot_losses
+from lightning_ga.app.plan_report import find_accumulate
+from lightning_ga.app.plan_table import counted
+from lightning_ga.app.plots import loss_figure
 from lightning_ga.app.predictions import save_predictions
 from lightning_ga.app.progress import quiet_lightning
-from lightning_ga.app.run_files import read_curves
-from lightning_ga.app.scores import class_scores, save_scores, scores_text
+from lightning_ga.app.run_files import read_curves, write_json
+from lightning_ga.app.scores import class_report
 from lightning_ga.app.terminal import printed_to, warn
 from lightning_ga.app.values import Config
 from lightning_ga.errors import UserError
@@ -145,13 +145,14 @@ def test(run: Fit, checkpoint: Path | None) -> Metrics:
     confusion = getattr(run.model, "confusion", None)
     if confusion:
         names = list(getattr(run.data, "class_names", ()))
-        scores = class_scores(confusion, names)
-        metrics["test/macro_f1"], metrics["test/weighted_f1"] = scores[-2].f1, scores[-1].f1
+        text, scores = class_report(confusion, names)
+        metrics |= {f"test/{kind}_f1": scores[f"{kind} avg"]["f1-score"] for kind in ("macro", "weighted")}
         if run.trainer.is_global_zero:
-            save_scores(run.folder, scores)
+            (run.folder / "classification_report.txt").write_text(text, encoding="utf-8")
+            write_json(run.folder / "classification_report.json", scores)
             write_json(run.folder / "confusion_matrix.json", {"classes": names, "counts": confusion})
             if len(confusion) <= MOST_CLASSES_SHOWN:
-                print(f"\n{scores_text(scores)}")
+                print(f"\n{text}", end="")
     return metrics
 
 
@@ -200,7 +201,9 @@ def save_curves(run: Fit) -> None:
             logger.save()
             path = Path(logger.log_dir) / "metrics.csv"
             if path.is_file():
-                plot_losses(run.folder / "loss_curves.png", read_curves(path))
+                figure = loss_figure(read_curves(path))
+                if figure is not None:
+                    figure.savefig(run.folder / "loss_curves.png", dpi=150)
 
 
 def outcome(run: Fit) -> str:
@@ -222,7 +225,7 @@ def command(overrides: list[str]) -> str:
 
 def summarize(run: Fit, metrics: Metrics, seconds: float) -> None:
     """The result, on the screen as the last lines and in ``result.json``."""
-    survived = survived_errors(run.trainer)
+    survived = getattr(find_accumulate(run.trainer), "oom_events", 0)
     events = {"oom_events": survived} if survived else {}
     write_json(run.folder / "result.json", {**metrics, **events, "seconds": round(seconds, 1)})
     shown = [f"{name} {value:.4f}" for name, value in sorted(metrics.items()) if not name.startswith("train/")]

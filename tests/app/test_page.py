@@ -32,7 +32,10 @@ def leave_run(folder: Path, **changes: object) -> Path:
         "result": {"test/acc": 0.75, "val/loss": None, "oom_events": 2, "seconds": 3.0},
         "versions": {"torch": "9.9"},
         "epochs": [{"epoch": 1, "steps": 5, "seconds": 2.0, "samples": 300, "process_bytes": 2**30, "train/loss": 0.5}],
-        "classification_report": [{"name": "cat", "precision": 1.0, "recall": 0.5, "f1": 0.6667, "support": 4}],
+        "classification_report": {
+            "cat": {"precision": 1.0, "recall": 0.5, "f1-score": 0.6667, "support": 4},
+            "accuracy": 0.5,
+        },
         "confusion_matrix": {"classes": ["cat", "dog"], "counts": [[2, 2], [0, 3]]},
     }
     for name, content in written.items():
