@@ -26,11 +26,11 @@ def check(*overrides: str) -> None:
         "trainer.log_every_n_steps=abc",
         "trainer.gradient_clip_val=-1", "data.num_workers=-1", "data.num_workers=abc", "data.num_workers=9999",
         "paths.data_dir=123", "paths.output_root=null",
-        "data.batch_size=abc", "data.batch_size=null", "data.val_fraction=2", "data.val_fraction=0",
+        "data.batch_size=abc", "data.batch_size=null", "data.val_fraction=2", "data.val_fraction=-1",
         "data.image_size=0", "data.channels=2", "data.mean=[]", "data.std=0", "data.split_seed=-1",
         "precision.float32_matmul=most", "lr_scheduler.warmup=2", "task=tset", "progress=maybe", "compile=null",
-        "trainer.val_check_interval=0", "trainer.val_check_interval=1.5", "trainer.limit_train_batches=-1",
-        "data.augment=abc", "data.augment=[abc]", "data.augment=null", "allow_targets=null", "allow_targets=os",
+        "trainer.val_check_interval=0", "trainer.limit_train_batches=-1",
+        "data.augment=abc", "data.augment=[abc]", "data.augment=null",
         "optimizer.lr=abc", "optimizer.lr=-1", "optimizer.lr=1e400", "model.hidden=-5", "model.hidden=[0]",
         "data.image_size=100000", "data.batch_size=1e-3", "trainer.max_steps=1.5e0",
     ],
@@ -70,10 +70,10 @@ def test_whole_numbers_may_be_written_in_powers_of_ten():
     assert config["data"]["batch_size"] == config["accumulate"]["effective_batch_size"] == 1000
     assert config["trainer"]["max_steps"] == config["accumulate"]["memory_budget"] == 10**9
     assert isinstance(config["trainer"]["limit_train_batches"], int)
-    config = composed("accumulate.memory_budget=1.0", "accumulate.accumulate={0:1e0,2:4e0}")
+    config = composed("accumulate.memory_budget=1.0", "accumulate.accumulate={0:2e0,2:4e0}")
     check_values(config)
     assert isinstance(config["accumulate"]["memory_budget"], float)
-    assert config["accumulate"]["accumulate"] == {0: 1, 2: 4}
+    assert config["accumulate"]["accumulate"] == {0: 2, 2: 4}
     assert isinstance(config["trainer"]["limit_val_batches"], float)
 
 
