@@ -13,16 +13,17 @@ import torch
 from omegaconf import OmegaConf
 from torch import Tensor
 
+from lightning_ga.app.walk import settings
 from lightning_ga.compat.atomic import PART
 from lightning_ga.errors import UserError
 
 BUILT_ELSEWHERE = ("optimizer", "lr_scheduler")  # they do not decide whether weights fit
 RECIPE = ("data", "model", "optimizer", "lr_scheduler", "accumulate", "precision")
-NOT_RECIPE = (  # keys of these sections that change no result
+NOT_RECIPE = {  # keys of these sections that change no result
     *("root", "download", "num_workers", "eval_batch_size", "check_pictures", "skip_broken"),
-    *("init_from", "pretrained", "micro_batch_size", "max_micro_batch_size", "memory_budget", "cache", "verify"),
+    *("micro_batch_size", "max_micro_batch_size", "memory_budget", "cache", "verify"),
     *("objective", "micro_batching", "on_oom"),
-)
+}
 TRAINED_WITH = ("optimizer", "lr_scheduler", "accumulate")  # sections that a test does not use
 MOST_TOLD = 6
 
@@ -231,8 +232,7 @@ def differences(path: Path, config: Mapping[str, Any], *, fit: bool) -> str | No
     saved = saved_config(path)
     if not saved:
         return None
-    sections = [name for name in RECIPE if fit or name not in TRAINED_WITH]
-    then, now = (dict(plain_keys({name: content.get(name) for name in sections})) for content in (saved, config))
+    then, now = recipe(saved, fit=fit), recipe(config, fit=fit)
     changed = [key for key in sorted({*then, *now}) if then.get(key) != now.get(key)]
     if not changed:
         return None
@@ -241,12 +241,9 @@ def differences(path: Path, config: Mapping[str, Any], *, fit: bool) -> str | No
     return f"This run is not as the one that wrote the checkpoint: {', '.join(told)}{more}."
 
 
-def plain_keys(content: Any, where: str = "") -> Iterator[tuple[str, Any]]:
-    """The plain values of a configuration by their full keys, without those that change no result."""
-    if not isinstance(content, Mapping):
-        yield where, content
-        return
-    for key, value in content.items():
-        nested = where == "model" and key in BUILT_ELSEWHERE
-        if key not in NOT_RECIPE and not nested:
-            yield from plain_keys(value, f"{where}.{key}".lstrip("."))
+def recipe(config: Mapping[str, Any], *, fit: bool) -> dict[str, Any]:
+    """The settings that change the result of a training, or of a test, by their full keys."""
+    sections = {name: config.get(name) for name in RECIPE if fit or name not in TRAINED_WITH}
+    if isinstance(sections["model"], Mapping):
+        sections["model"] = architecture(sections["model"])
+    return {key: value for key, value in settings(sections).items() if not {*key.split(".")} & NOT_RECIPE}

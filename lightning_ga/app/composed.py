@@ -13,6 +13,7 @@ from typing import Any
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from omegaconf import DictConfig, OmegaConf
 
+from lightning_ga.app.walk import walk
 from lightning_ga.errors import UserError
 
 LOGGING = (
@@ -84,7 +85,7 @@ def check_keys(content: Mapping[str, Any], known: Sequence[str]) -> None:
 
 def is_referred_to(key: str, content: Any) -> bool:
     """Whether an interpolation such as ``${key}`` or ``${key.part}`` reads a key."""
-    return any(re.search(rf"\$\{{{re.escape(key)}[.}}\[]", text) for text in leaves(content) if isinstance(text, str))
+    return any(re.search(rf"\$\{{{re.escape(key)}[.}}\[]", text) for _, text in walk(content) if isinstance(text, str))
 
 
 def check_hydra_section(section: Mapping[str, Any]) -> None:
@@ -118,7 +119,7 @@ def check_logging(key: str, section: Any, *, may_be_placed: bool) -> None:
         for factory in found_under(name, section):
             if factory not in LOGGING:
                 raise UserError(f"hydra.{key} names {factory}: only {', '.join(LOGGING)} are built.")
-    for text in leaves(section):
+    for _, text in walk(section):
         if not isinstance(text, str) or text in STREAMS:
             continue
         in_folder = may_be_placed and IN_FOLDER.fullmatch(text.replace("${hydra.job.name}", "name"))
@@ -128,23 +129,4 @@ def check_logging(key: str, section: Any, *, may_be_placed: bool) -> None:
 
 def found_under(name: str, content: Any) -> Iterator[Any]:
     """Every value of a key, however deep."""
-    if isinstance(content, Mapping):
-        for key, value in content.items():
-            if key == name:
-                yield value
-            yield from found_under(name, value)
-    elif isinstance(content, list | tuple):
-        for value in content:
-            yield from found_under(name, value)
-
-
-def leaves(content: Any) -> Iterator[Any]:
-    """Every plain value, however deep."""
-    if isinstance(content, Mapping):
-        for value in content.values():
-            yield from leaves(value)
-    elif isinstance(content, list | tuple):
-        for value in content:
-            yield from leaves(value)
-    else:
-        yield content
+    return (value for key, value in walk(content) if key.rpartition(".")[2] == name)

@@ -1,16 +1,19 @@
 """One page for a run, or for several side by side: tables and pictures in a single file, without scripts or network."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
 
 from lightning_ga.app.plots import as_svg, comparison_figure, loss_figure, probe_figure
 from lightning_ga.app.run_files import RunFiles, read_run
+from lightning_ga.app.values import shown
+from lightning_ga.app.walk import settings
 from lightning_ga.plan.units import format_bytes
 
 PAGE = "report.html"
 METRICS = ("test/acc", "test/loss", "test/perplexity", "val/acc", "val/loss", "train/loss")
+FOLDERS = ("output_dir", "default_root_dir", "dirpath", "save_dir")  # keys: every run has its own
 MOST_CLASSES = 40  # of a confusion matrix that can be read
 STYLE = """
 :root{color-scheme:light dark;--line:#8885;--soft:#8881;--accent:#1f77b4}
@@ -218,25 +221,11 @@ def versions_section(run: RunFiles) -> str:
 
 def differing(runs: Sequence[RunFiles]) -> str:
     """The keys of the configurations in which runs differ."""
-    flat = [dict(flattened(run.config)) for run in runs]
-    keys = dict.fromkeys(
-        key for content in flat for key in content if not key.startswith(("paths.", "trainer.default"))
-    )
-    rows = [
-        [key, *(str(content.get(key, "–")) for content in flat)]
-        for key in keys
-        if len({str(content.get(key, "–")) for content in flat}) > 1 and "output" not in str(flat[0].get(key, ""))
-    ]
-    return table(["key", *(run.name for run in runs)], rows) if rows else "<p>Nothing: the same configuration.</p>"
-
-
-def flattened(content: Any, where: str = "") -> Iterable[tuple[str, Any]]:
-    """Plain values by their full keys."""
-    if isinstance(content, Mapping) and content:
-        for key, value in content.items():
-            yield from flattened(value, f"{where}.{key}".lstrip("."))
-    else:
-        yield where, "null" if content is None else content
+    by_run = [settings(run.config) for run in runs]
+    keys = dict.fromkeys(key for content in by_run for key in content if not key.endswith(FOLDERS))
+    rows = [[key, *(shown(content.get(key, "–")) for content in by_run)] for key in keys]
+    different = [row for row in rows if len({*row[1:]}) > 1]
+    return table(["key", *(run.name for run in runs)], different) or "<p>Nothing: the same configuration.</p>"
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: bool = False) -> str:
