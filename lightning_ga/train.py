@@ -7,6 +7,7 @@ when a job starts, so that all that needs no training answers at once.
 """
 
 import os
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -59,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except ReportedError:
         raise SystemExit(1) from None
     except (KeyboardInterrupt, Interrupted) as end:
-        interrupted = end if isinstance(end, Interrupted) else Interrupted.by_keyboard()
+        interrupted = end if isinstance(end, Interrupted) else Interrupted(signal.SIGINT)
         print_error(str(interrupted))
         raise SystemExit(interrupted.code) from None
     except BrokenPipeError:  # whoever reads the output has read enough

@@ -5,7 +5,7 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
-from io import StringIO, TextIOBase
+from io import StringIO
 from pathlib import Path
 from textwrap import wrap
 from typing import Any, TextIO
@@ -43,8 +43,8 @@ def wrapped_output(width: int = 100) -> Iterator[None]:
             print("\n".join(wrap(line, width, subsequent_indent="  ", break_on_hyphens=False)) if listed else line)
 
 
-class Tee(TextIOBase):
-    """Prints on a stream and writes the same to a log, without what only moves a terminal's cursor.
+class Tee:
+    """A stream that writes what is printed to a log as well, without what only moves a terminal's cursor.
 
     Args:
         stream: What is printed on.
@@ -57,19 +57,6 @@ class Tee(TextIOBase):
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
-
-    @property
-    def encoding(self) -> str:  # type: ignore[override]
-        """The stream's."""
-        return self._stream.encoding
-
-    def isatty(self) -> bool:
-        """Whether a terminal shows it."""
-        return self._stream.isatty()
-
-    def fileno(self) -> int:
-        """The stream's."""
-        return self._stream.fileno()
 
     def write(self, text: str) -> int:
         """Print and keep."""
