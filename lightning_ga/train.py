@@ -24,7 +24,7 @@ from lightning_ga.app.arguments import is_first_rank, options_first, rank_overri
 from lightning_ga.app.composed import checked_composition
 from lightning_ga.app.errors import chain, explain, explain_null, is_expected
 from lightning_ga.app.interrupts import Interrupted, sigterm_ends
-from lightning_ga.app.sweep import Job, done_before, report_sweep
+from lightning_ga.app.sweep import Job, Outcome, done_before, report_sweep
 from lightning_ga.app.terminal import printable_everywhere, wrapped_output
 from lightning_ga.app.values import Config, check_values, resolved
 from lightning_ga.errors import RankError, UserError
@@ -39,10 +39,7 @@ class ReportedError(Exception):
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line.
-
-    Args:
-        argv: Overrides and options; those of the process if left out.
+    """Run the command line, by default that of the process.
 
     Raises:
         SystemExit: With code 1 after a user's mistake, told in one sentence; 130 after Ctrl-C, 143 after SIGTERM.
@@ -88,12 +85,7 @@ def run_hydra(arguments: Sequence[str], show_traceback: bool) -> None:
 
 
 class Jobs:
-    """What Hydra calls with each configuration, and what came of it.
-
-    Args:
-        arguments: The command line.
-        show_traceback: Whether errors are raised rather than told.
-    """
+    """What Hydra calls with each configuration, and what came of it."""
 
     def __init__(self, arguments: Sequence[str], *, show_traceback: bool) -> None:
         self._arguments = arguments
@@ -138,7 +130,7 @@ class Jobs:
         self._note(value, "done" if before is None else "done before")
         return value
 
-    def _note(self, value: float | None, outcome: str) -> None:
+    def _note(self, value: float | None, outcome: Outcome) -> None:
         config = HydraConfig.get()
         self._done.append(Job(config.job.num, tuple(config.overrides.task), value, outcome))
 

@@ -60,11 +60,7 @@ INSTEAD = {"timm.create_model": "it can unpickle files: use lightning_ga.models.
 
 
 def check_targets(config: Any, allow: Sequence[str] = ()) -> None:
-    """Refuse a resolved configuration with a target off the list, however deep it is.
-
-    Args:
-        config: Plain dicts, lists and values.
-        allow: Further packages or modules.
+    """Refuse a resolved configuration with a target off the list and outside the packages in ``allow``, however deep.
 
     Raises:
         UserError: For the first such target, or text that would be resolved once more when it is built.

@@ -35,15 +35,7 @@ TRIAL_STEPS = 100  # of a schedule that is only tried
 
 
 class Fit(NamedTuple):
-    """Everything that a task needs.
-
-    Attributes:
-        config: The configuration, resolved.
-        folder: Where the run's files go.
-        model: The LightningModule.
-        data: The datamodule.
-        trainer: The Trainer, with its callbacks and loggers.
-    """
+    """Everything that a task needs; the run's files go to the folder."""
 
     config: DictConfig
     folder: Path
@@ -53,11 +45,7 @@ class Fit(NamedTuple):
 
 
 def build(content: Mapping[str, Any], allow: Sequence[str] = ()) -> Fit:
-    """Check what may be built, seed, and build data, model and Trainer.
-
-    Args:
-        content: The resolved configuration; its values have been checked.
-        allow: Packages that the user trusts besides those of the list.
+    """Check what may be built (packages in ``allow`` too), seed, and build data, model and Trainer.
 
     Raises:
         UserError: If something cannot work: found before anything is trained.

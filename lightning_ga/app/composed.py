@@ -38,12 +38,7 @@ GLOBAL = ("experiment", "debug")  # groups whose files are written from the top 
 
 @contextmanager
 def checked_composition(*, known_keys: Sequence[str], typed: Sequence[str]) -> Iterator[None]:
-    """A context in which every configuration that Hydra composes is checked.
-
-    Args:
-        known_keys: The keys at the top of this application's configuration.
-        typed: The command line, whose ``+key=value`` adds keys on purpose.
-    """
+    """A context in which configurations that Hydra composes are checked; ``+key=value`` that was typed adds a key."""
     load = ConfigLoaderImpl.load_configuration
     added = [argument.lstrip("+").split("=")[0].split(".")[0] for argument in typed if argument.startswith("+")]
 

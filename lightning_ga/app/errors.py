@@ -22,19 +22,12 @@ from lightning_ga.errors import UserError
 EXPECTED = (UserError, HydraException, OmegaConfBaseException, MarkedYAMLError)
 NOTHING = re.compile(r"[\w/]+=(null|\[\]|\{\})?")  # no option of a group
 GROUP_IS_NULL = "Config group override must be a string or a list"
-PLACE_ERRORS = {  # of a file or folder that the user named
-    errno.ENOSPC: "the disk is full: free some space, or choose another folder",
-    errno.EDQUOT: "the disk quota is used up: free some space, or choose another folder",
-    errno.EFBIG: "the file would be larger than is allowed here: choose another folder",
-    errno.EACCES: "it may not be read or written: choose another folder",
-    errno.EPERM: "it may not be written: choose another folder",
-    errno.EROFS: "its disk can only be read: choose another folder",
-    errno.ENOENT: "it cannot be made or found there: choose another folder",
-    errno.ENOTDIR: "a file is where a folder is needed: choose another folder",
-    errno.EEXIST: "a file is where a folder is needed: choose another folder",
-    errno.EISDIR: "a folder is where a file is needed: remove it, or choose another folder",
-    errno.ENAMETOOLONG: "its name is too long: choose a shorter one",
-}
+FULL = (errno.ENOSPC, errno.EFBIG)  # the system does not always name the file
+PLACE_ERRORS = (  # of a file or folder that the user named
+    *FULL,
+    *(errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.EISDIR),
+    errno.ENAMETOOLONG,
+)
 PLUGINS = {"optuna": "'lightning_ga[sweep]'", "joblib": "hydra-joblib-launcher"}
 LOGGERS = {  # packages whose errors are about accounts, servers and networks, and what does without them
     "wandb": "logger.wandb.offline=true logs into the output folder, without an account or a network",
@@ -212,16 +205,13 @@ def explain_out_of_memory(error: BaseException) -> str:
 def explain_place(error: OSError) -> str:
     """A file or folder that cannot be written: why, and which keys choose another."""
     name = f"{str(error.filename)!r}" if error.filename else "A file of this run"
-    return f"{name} cannot be written: {PLACE_ERRORS[error.errno or 0]} ({FOLDER_KEYS})."
+    return f"{name} cannot be written: {error.strerror}. Choose another folder: {FOLDER_KEYS}."
 
 
 def place_error(error: BaseException) -> OSError | None:
     """The error of a disk or folder behind an error, if there is one."""
     for cause in chain(error):
-        named = isinstance(cause, OSError) and (
-            cause.filename is not None or cause.errno in (errno.ENOSPC, errno.EFBIG)
-        )
-        if named and isinstance(cause, OSError) and cause.errno in PLACE_ERRORS:
+        if isinstance(cause, OSError) and cause.errno in (FULL if cause.filename is None else PLACE_ERRORS):
             return cause
     return None
 

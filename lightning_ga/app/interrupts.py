@@ -46,9 +46,6 @@ def interruptions_told(outcome: Callable[[], str]) -> Iterator[None]:
     """A context that turns the end by a signal into an ``Interrupted`` that says what became of the run.
 
     Lightning turns Ctrl-C into ``SystemExit(1)`` and SIGTERM, once a batch is done, into one without a code.
-
-    Args:
-        outcome: Called after the end: what was saved, and how to go on.
     """
 
     def interrupt(*_: Any) -> None:

@@ -65,12 +65,7 @@ class RichTrainingBar(PlanBar, RichProgressBar):
 
 
 class EpochLog(Callback):
-    """One line an epoch, in the log of what was printed and, where there is no bar, on the screen; and its record.
-
-    Args:
-        folder: Where ``epochs.json`` goes.
-        shown: Whether the line is printed too.
-    """
+    """One line an epoch, in the log and, if it is ``shown``, on the screen; and its record in ``epochs.json``."""
 
     def __init__(self, folder: Path, *, shown: bool = True) -> None:
         self.folder = folder
@@ -132,12 +127,7 @@ def memory_used(device: torch.device) -> tuple[str, int]:
 
 
 def make_progress(kind: str, folder: Path) -> list[Callback]:
-    """What shows the progress of a training.
-
-    Args:
-        kind: ``bar``, ``rich``, ``plain``, ``none``, or ``auto`` for a bar on a terminal and plain lines elsewhere.
-        folder: The run's folder.
-    """
+    """What shows the progress of a training; ``auto`` is a bar on a terminal and plain lines elsewhere."""
     if kind == "auto":
         kind = "bar" if sys.stdout.isatty() else "plain"
     bars: dict[str, Callable[[], Callback]] = {"bar": partial(TrainingBar, refresh_rate=5), "rich": RichTrainingBar}

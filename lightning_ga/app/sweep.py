@@ -6,40 +6,29 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from omegaconf import OmegaConf
 
 from lightning_ga.app.values import direction
 
+Outcome = Literal["done", "done before", "failed"]
 WIDTH = 80
 TABLE = "sweep.csv"
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One job of a sweep.
-
-    Attributes:
-        number: Its number, as its folder is named.
-        overrides: What it was given.
-        value: The optimized metric; nothing where the job failed or does not measure it.
-        outcome: ``"done"``, ``"done before"`` or ``"failed"``.
-    """
+    """One job of a sweep; its value is the optimized metric, where it measured one."""
 
     number: int
     overrides: tuple[str, ...]
     value: float | None
-    outcome: str
+    outcome: Outcome
 
 
 def done_before(folder: Path, config: Mapping[str, Any]) -> float | None:
-    """The optimized metric of a job that an earlier start of the same sweep has completed; nothing if none has.
-
-    Args:
-        folder: The job's folder.
-        config: Its resolved configuration.
-    """
+    """The optimized metric of a job that an earlier start of the same sweep has completed; nothing if none has."""
     result, saved = folder / "result.json", folder / "config.yaml"
     if not (result.is_file() and saved.is_file()):
         return None

@@ -40,11 +40,7 @@ LOG = "train.log"
 
 
 def run_task(content: Config, allow: tuple[str, ...] = ()) -> float | None:
-    """Build and do what ``task`` says.
-
-    Args:
-        content: The resolved configuration; its values have been checked.
-        allow: Packages that the user trusts besides those of the list.
+    """Build what a checked configuration names, with packages in ``allow`` too, and do what ``task`` says.
 
     Returns:
         The optimized metric, for sweepers; nothing if the task does not measure it.
@@ -190,7 +186,7 @@ def measured(run: Fit) -> Metrics:
 
 def best_checkpoint(run: Fit) -> ModelCheckpoint | None:
     """The callback that keeps the best weights, if the run has one."""
-    kept = [callback for callback in run.trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
+    kept = (callback for callback in run.trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint))
     return next((callback for callback in kept if callback.monitor is not None), None)
 
 

@@ -13,13 +13,9 @@ PREFIXES = ("module.", "model.", "net.", "_orig_mod.")  # what wrappers put befo
 
 
 def load_initial_weights(model: nn.Module, name: str) -> str:
-    """Load the weights of a file whose names and shapes are those of a model.
+    """Load the weights of a file (of ``torch.save`` or safetensors) that fit a model, or its ``net`` where it has one.
 
     A classifier's last layer for other classes is left as it was drawn.
-
-    Args:
-        model: The LightningModule; its ``net`` where it has one.
-        name: Path of a file of ``torch.save`` or of safetensors: weights alone, or a checkpoint.
 
     Returns:
         What was loaded, in one sentence.

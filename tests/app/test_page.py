@@ -14,7 +14,7 @@ from lightning_ga.report import main
 PROBE = {
     "limit": 30, "budget_bytes": 90 * 2**20, "peak_bytes": 85 * 2**20, "steps": 4, "seconds": 0.5, "method": "bracket",
     "trials": [{"micro_batch_size": 4, "peak_bytes": 2**24, "fits": True, "seconds": 0.1}],
-    "curve": [[1, 2**24], [30, 85 * 2**20]], "timings": [], "fastest": None, "of_a_later_version": 1,
+    "curve": [[1, 2**24], [30, 85 * 2**20]], "timings": [], "fastest": None,
 }  # fmt: skip
 PLAN = {"effective_batch_size": 64, "micro_batch_size": 22, "factor": 3, "world_size": 1, "chunks": [[22, 21, 21]]}
 
@@ -83,6 +83,16 @@ def test_the_page_needs_nothing_but_itself(tmp_path):
     assert not re.search(r"url\((?!#)|@import", page)
     assert "color-scheme:light dark" in page
     assert "#000000" not in page.split("</style>")[1]
+
+
+def test_a_probe_of_another_version_is_left_out(tmp_path):
+    """All else of its run is shown."""
+    folder = leave_run(tmp_path / "run")
+    plan = {"plan": PLAN, "probe": PROBE | {"of_a_later_version": 1}, "told": {}}
+    (folder / "plan.json").write_text(json.dumps(plan))
+    page = run_page(read_run(folder))
+    assert "Limit of the micro-batch" not in page
+    assert "22 × 3" in page
 
 
 def test_a_run_that_left_little_has_a_page_too(tmp_path):
