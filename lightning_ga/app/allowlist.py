@@ -60,11 +60,7 @@ INSTEAD = {"timm.create_model": "it can unpickle files: use lightning_ga.models.
 
 
 def check_targets(config: Any, allow: Sequence[str] = ()) -> None:
-    """Refuse a resolved configuration with a target off the list and outside the packages in ``allow``, however deep.
-
-    Raises:
-        UserError: For the first such target, or text that would be resolved once more when it is built.
-    """
+    """Refuse targets off the list and outside of ``allow``, however deep, and text that would be resolved once more."""
     for key, value in walk(config):
         if key.rpartition(".")[2] == "_target_":
             check_target(value, allow, key)
@@ -79,9 +75,6 @@ def check_target(target: Any, allow: Sequence[str] = (), where: str = "_target_"
         target: What ``_target_`` is.
         allow: Further packages or modules, of which anything may be built.
         where: The path of the target, for the message.
-
-    Raises:
-        UserError: If it is not on the list, or does not exist.
 
     Examples:
         >>> check_target("torch.optim.Adam")

@@ -104,11 +104,7 @@ def architecture(model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def require_whole(path: Path, roots: Sequence[Path] = ()) -> None:
-    """Refuse a checkpoint whose writing was cut off; another is named, and none is taken in its place.
-
-    Raises:
-        UserError: If its end is missing.
-    """
+    """Refuse a checkpoint whose writing was cut off; another is named, and none is taken in its place."""
     if not begins_as_archive(path) or zipfile.is_zipfile(path):
         return
     others = (other for other in of_model("*.ckpt", saved_config(path).get("model") or {}, roots) if other != path)
@@ -150,11 +146,7 @@ def unsafe_part(error: Exception) -> str:
 
 
 def require_checkpoint(path: Path, content: Any) -> None:
-    """Refuse what is no checkpoint of a Lightning run.
-
-    Raises:
-        UserError: With the key that takes bare weights, if that is what it is.
-    """
+    """Refuse what is no checkpoint of a Lightning run."""
     if isinstance(content, Mapping) and "state_dict" in content and "global_step" in content:
         return
     tensors = content.values() if isinstance(content, Mapping) else ()
@@ -175,9 +167,6 @@ def require_same_model(path: Path, saved: Mapping[str, Tensor], model: Mapping[s
         path: The checkpoint.
         saved: Its weights by name.
         model: The weights of the model of this run.
-
-    Raises:
-        UserError: With what differs.
     """
     shapes = [name for name in saved if name in model and saved[name].shape != model[name].shape]
     counts = {
@@ -200,9 +189,6 @@ def require_same_optimizer(path: Path, content: Mapping[str, Any], optimizer: to
         path: The checkpoint.
         content: What it holds.
         optimizer: One of the kind that this run uses.
-
-    Raises:
-        UserError: If its settings are those of another optimizer.
     """
     for state in content.get("optimizer_states", ()):
         for group in state.get("param_groups", ()):

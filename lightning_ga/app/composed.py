@@ -57,11 +57,7 @@ def checked_composition(*, known_keys: Sequence[str], typed: Sequence[str]) -> I
 
 
 def check_keys(content: Mapping[str, Any], known: Sequence[str]) -> None:
-    """Refuse files of the user's own that would be merged to where nothing reads them.
-
-    Raises:
-        UserError: If an experiment is not written from the top, or a section has a name that nothing reads.
-    """
+    """Refuse files of the user's own that would be merged to where nothing reads them."""
     for group in GLOBAL:
         if isinstance(content.get(group), Mapping):
             raise UserError(
@@ -84,11 +80,7 @@ def is_referred_to(key: str, content: Any) -> bool:
 
 
 def check_hydra_section(section: Mapping[str, Any]) -> None:
-    """Refuse what Hydra would run or hand on before the job is checked.
-
-    Raises:
-        UserError: For callbacks, environment variables, plugins from elsewhere, and log handlers of other libraries.
-    """
+    """Refuse what Hydra would use before the job is checked: callbacks, variables, plugins and log handlers."""
     if section["callbacks"]:
         raise UserError("hydra.callbacks would run before anything is checked: use callbacks of the Trainer instead.")
     if section["job"]["env_set"]:

@@ -204,9 +204,6 @@ def check_values(config: Config) -> None:
     """Refuse the first value of a resolved configuration that breaks its rule, and keys that contradict each other.
 
     Whole numbers that were written as ``1e3`` become whole numbers.
-
-    Raises:
-        UserError: With the key, the value, the rule and an example.
     """
     for section in (*config.values(), config):
         if isinstance(section, dict) and is_known(section):
