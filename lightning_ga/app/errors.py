@@ -20,7 +20,6 @@ from yaml import MarkedYAMLError  # type: ignore[import-untyped] # it ships no t
 from lightning_ga.errors import UserError
 
 EXPECTED = (UserError, HydraException, OmegaConfBaseException, MarkedYAMLError)
-NOTHING = re.compile(r"[\w/]+=(null|\[\]|\{\})?")  # no option of a group
 GROUP_IS_NULL = "Config group override must be a string or a list"
 FULL = (errno.ENOSPC, errno.EFBIG)  # the system does not always name the file
 PLACE_ERRORS = (  # of a file or folder that the user named
@@ -57,14 +56,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     return oom.is_out_of_memory(error)
 
 
-def explain(error: BaseException, keys: Sequence[str] = (), arguments: Sequence[str] = ()) -> str:
-    """One sentence for an error that ``is_expected``.
-
-    Args:
-        error: What was raised.
-        keys: The groups and keys that exist at the top of the configuration.
-        arguments: What was typed.
-    """
+def explain(error: BaseException, keys: Sequence[str] = ()) -> str:
+    """One sentence for an error that ``is_expected``; the keys are those at the top of the configuration."""
     for cause in chain(error):
         if isinstance(cause, UserError):
             return " ".join([one_line(cause), *getattr(cause, "__notes__", ())])
@@ -80,7 +73,7 @@ def explain(error: BaseException, keys: Sequence[str] = (), arguments: Sequence[
     if isinstance(error, MissingConfigException) and error.options:
         return explain_option(error)
     if GROUP_IS_NULL in str(error):
-        return explain_null(arguments)
+        return "A group is chosen by the name of an option, and not by null; --help lists the options."
     if str(error).startswith("Error merging override ") and error.__cause__ is not None:
         return f"{str(error).removeprefix('Error merging override ')}: {one_line(error.__cause__)}."
     unknown = re.match(r"Could not override '([^']+)'", str(error))
@@ -101,21 +94,6 @@ def explain_option(error: MissingConfigException) -> str:
     if group.startswith("hydra/") and option in PLUGINS:
         return f"{group}={option} needs a package that is not installed: pip install {PLUGINS[option]}"
     return f"{group}={option} does not exist{did_you_mean(option, error.options or ())} The options: {options}."
-
-
-def explain_null(arguments: Sequence[str]) -> str:
-    """``model=null``: a group is chosen by the name of an option."""
-    nameless = [argument for argument in arguments if argument.startswith("=")]
-    if nameless:
-        return f"{nameless[0]} is neither an option nor KEY=VALUE; --help shows both."
-    typed = [argument for argument in arguments if NOTHING.fullmatch(argument)]
-    group = typed[-1].partition("=")[0] if typed else "GROUP"
-    if group in ("experiment", "debug", "search"):
-        way_out = "none is chosen where it is left out"
-    else:
-        nothing = {"accumulate": "off", "logger": "none", "callbacks": "none", "lr_scheduler": "none"}.get(group)
-        way_out = f"write {group}={nothing} to do without" if nothing else f"a run needs one: leave {group}=null out"
-    return f"{typed[-1] if typed else 'null'} chooses no option of {group}: {way_out}; --help lists the options."
 
 
 def explain_grammar(error: OverrideParseException) -> str:

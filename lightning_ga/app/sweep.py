@@ -47,19 +47,14 @@ def agrees(saved: Any, now: Any) -> bool:
     return now is None or saved == now
 
 
-def table(jobs: Sequence[Job], metric: str, *, largest: bool) -> list[str]:
+def table(jobs: Sequence[Job], metric: str) -> list[str]:
     """The jobs in lines of 80 columns, the best first.
-
-    Args:
-        jobs: In the order in which they ran.
-        metric: The optimized metric.
-        largest: Whether a larger value is a better one.
 
     Examples:
         >>> given = (("model=mlp", f"seed={seed}") for seed in (1, 2, 3))
         >>> values = (0.5, "done"), (0.75, "done"), (None, "failed")
         >>> jobs = [Job(number, overrides, *value) for number, (overrides, value) in enumerate(zip(given, values))]
-        >>> for line in table(jobs, "val/acc", largest=True):
+        >>> for line in table(jobs, "val/acc"):
         ...     print(line)
         job  val/acc      overrides
           1  0.7500       seed=2
@@ -68,7 +63,7 @@ def table(jobs: Sequence[Job], metric: str, *, largest: bool) -> list[str]:
     """
     shared = set.intersection(*(set(job.overrides) for job in jobs)) if len(jobs) > 1 else set()
     lines = [f"job  {metric:12} overrides"]
-    for job in ranked(jobs, largest=largest):
+    for job in ranked(jobs, metric):
         value = "failed" if job.outcome == "failed" else "-" if job.value is None else f"{job.value:.4f}"
         given = " ".join(override for override in job.overrides if override not in shared)
         line = f"{job.number:3}  {value:12} {given}"
@@ -76,12 +71,12 @@ def table(jobs: Sequence[Job], metric: str, *, largest: bool) -> list[str]:
     return lines
 
 
-def ranked(jobs: Sequence[Job], *, largest: bool) -> list[Job]:
+def ranked(jobs: Sequence[Job], metric: str) -> list[Job]:
     """The best first, then those without a value."""
+    sign = -1 if direction(metric) == "max" else 1
 
-    def place(job: Job) -> tuple[bool, float]:
-        unknown = job.value is None or math.isnan(job.value)
-        return unknown, 0.0 if unknown or job.value is None else -job.value if largest else job.value
+    def place(job: Job) -> float:
+        return math.inf if job.value is None or math.isnan(job.value) else sign * job.value
 
     return sorted(jobs, key=place)
 
@@ -94,12 +89,11 @@ def report_sweep(jobs: Sequence[Job], folder: Path, metric: str) -> None:
         folder: The sweep's folder.
         metric: The optimized metric.
     """
-    largest = direction(metric) == "max"
-    print("\n" + "\n".join(table(jobs, metric, largest=largest)))
+    print("\n" + "\n".join(table(jobs, metric)))
     with (folder / TABLE).open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(["job", metric, "outcome", "overrides"])
-        for job in ranked(jobs, largest=largest):
+        for job in ranked(jobs, metric):
             writer.writerow([job.number, job.value, job.outcome, *job.overrides])
     print(f"Files: {folder}")
     if any(job.outcome == "failed" for job in jobs):
