@@ -6,6 +6,7 @@ saves its resolved configuration beside its ``checkpoints`` folder, and that is 
 
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,26 +29,50 @@ TRAINED_WITH = ("optimizer", "lr_scheduler", "accumulate")  # sections that a te
 MOST_TOLD = 6
 
 
-def find_checkpoint(wanted: str, model: Mapping[str, Any], roots: Sequence[Path], *, kind: str = "last") -> Path:
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """Earlier runs of a model: its resolved section, and the folders below which they are looked for."""
+
+    model: Mapping[str, Any]
+    roots: Sequence[Path]
+
+    def files(self, name: str) -> Iterator[Path]:
+        """Checkpoints of a name or pattern, the latest first."""
+        files = [path for root in self.roots for path in root.glob(f"**/checkpoints/{name}")]
+        for path in sorted(files, key=lambda path: path.stat().st_mtime, reverse=True):
+            if architecture(saved_config(path).get("model") or {}) == architecture(self.model):
+                yield path
+
+    def latest(self, kind: str) -> Path:
+        """The latest ``last`` or ``best`` checkpoint."""
+        path = next(self.files(f"{kind}.ckpt"), None)
+        if path is not None:
+            return path
+        folders = " or ".join(f"{str(root)!r}" for root in self.roots)
+        torn = next(self.files(f"{kind}.ckpt{PART}"), None)
+        begun = f" ({str(torn)!r} was being written when its run was killed, and is not whole)" if torn else ""
+        raise UserError(f"ckpt_path={kind}: no run of this model below {folders} has left one{begun}; train it first.")
+
+
+def find_checkpoint(wanted: str, runs: Runs, *, kind: str = "last") -> Path:
     """The file that ``ckpt_path`` means.
 
     Args:
         wanted: ``last``, ``best``, the folder of a run, or a path.
-        model: The resolved ``model`` section of this run.
-        roots: Folders below which earlier runs are looked for.
+        runs: Earlier runs of the same model.
         kind: Which checkpoint of a run's folder is meant: ``last`` or ``best``.
 
     Raises:
         UserError: If there is no such file, or it is not whole.
     """
-    path = latest(wanted, model, roots) if wanted in ("last", "best") else Path(wanted)
+    path = runs.latest(wanted) if wanted in ("last", "best") else Path(wanted)
     if path.is_dir():
         path = of_run(path, kind)
     if not path.is_file():
         raise UserError(
             f"ckpt_path={wanted} is not a file; give last, best, the folder of a run or the path of a .ckpt file."
         )
-    require_whole(path, roots)
+    require_whole(path, runs.roots)
     return path
 
 
@@ -58,37 +83,6 @@ def of_run(folder: Path, kind: str) -> Path:
             if (place / f"{name}.ckpt").is_file():
                 return place / f"{name}.ckpt"
     raise UserError(f"ckpt_path={folder} is a folder without checkpoints/last.ckpt and best.ckpt: give that of a run.")
-
-
-def latest(kind: str, model: Mapping[str, Any], roots: Sequence[Path]) -> Path:
-    """``checkpoints/<kind>.ckpt`` of the latest run of the same model.
-
-    Args:
-        kind: ``last`` or ``best``.
-        model: The resolved ``model`` section of this run.
-        roots: Folders below which earlier runs are looked for.
-    """
-    path = next(of_model(f"{kind}.ckpt", model, roots), None)
-    if path is not None:
-        return path
-    folders = " or ".join(f"{str(root)!r}" for root in roots)
-    torn = next(of_model(f"{kind}.ckpt{PART}", model, roots), None)
-    begun = f" ({str(torn)!r} was being written when its run was killed, and is not whole)" if torn else ""
-    raise UserError(f"ckpt_path={kind}: no run of this model below {folders} has left one{begun}; train it first.")
-
-
-def of_model(name: str, model: Mapping[str, Any], roots: Sequence[Path]) -> Iterator[Path]:
-    """Files of a name or pattern that runs of the same model have left, the latest first.
-
-    Args:
-        name: The name or pattern.
-        model: A resolved ``model`` section.
-        roots: Folders below which runs are looked for.
-    """
-    files = [path for root in roots for path in root.glob(f"**/checkpoints/{name}")]
-    for path in sorted(files, key=lambda path: path.stat().st_mtime, reverse=True):
-        if architecture(saved_config(path).get("model") or {}) == architecture(model):
-            yield path
 
 
 def saved_config(checkpoint: Path) -> dict[str, Any]:
@@ -103,16 +97,15 @@ def architecture(model: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in model.items() if key not in (*BUILT_ELSEWHERE, "pretrained", "init_from")}
 
 
-def require_whole(path: Path, roots: Sequence[Path] = ()) -> None:
+def require_whole(path: Path, roots: Sequence[Path]) -> None:
     """Refuse a checkpoint whose writing was cut off; another is named, and none is taken in its place."""
     if not begins_as_archive(path) or zipfile.is_zipfile(path):
         return
-    others = (other for other in of_model("*.ckpt", saved_config(path).get("model") or {}, roots) if other != path)
+    others = Runs(saved_config(path).get("model") or {}, roots).files("*.ckpt")
     whole = next((other for other in others if zipfile.is_zipfile(other)), None)
-    hint = "give the path of another one" if whole is None else f"give the path of another one, such as {str(whole)!r}"
     raise UserError(
         f"{str(path)!r} is a torn checkpoint: its end is missing, as when writing or copying it was cut off. "
-        f"Nothing was loaded in its place: {hint}."
+        f"Nothing was loaded in its place: give the path of another one{f', such as {str(whole)!r}' if whole else ''}."
     )
 
 
@@ -161,13 +154,7 @@ def require_checkpoint(path: Path, content: Any) -> None:
 
 
 def require_same_model(path: Path, saved: Mapping[str, Tensor], model: Mapping[str, Tensor]) -> None:
-    """Refuse a checkpoint of another model.
-
-    Args:
-        path: The checkpoint.
-        saved: Its weights by name.
-        model: The weights of the model of this run.
-    """
+    """Refuse a checkpoint whose weights are those of another model."""
     shapes = [name for name in saved if name in model and saved[name].shape != model[name].shape]
     counts = {
         "are missing": sorted(model.keys() - saved.keys()),
@@ -183,13 +170,7 @@ def require_same_model(path: Path, saved: Mapping[str, Tensor], model: Mapping[s
 
 
 def require_same_optimizer(path: Path, content: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:
-    """Refuse to go on with the state of another optimizer.
-
-    Args:
-        path: The checkpoint.
-        content: What it holds.
-        optimizer: One of the kind that this run uses.
-    """
+    """Refuse to go on with a checkpoint that holds the state of another kind of optimizer."""
     for state in content.get("optimizer_states", ()):
         for group in state.get("param_groups", ()):
             missing = optimizer.defaults.keys() - group.keys()

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from hydra.core.hydra_config import HydraConfig
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger
 from omegaconf import OmegaConf
 
 from lightning_ga.app import checkpoints
@@ -27,7 +26,7 @@ from lightning_ga.app.plan_table import counted
 from lightning_ga.app.plots import loss_figure
 from lightning_ga.app.predictions import save_predictions
 from lightning_ga.app.progress import quiet_lightning
-from lightning_ga.app.run_files import read_curves, write_json
+from lightning_ga.app.run_files import read_run, write_json
 from lightning_ga.app.scores import class_report
 from lightning_ga.app.terminal import printed_to, warn
 from lightning_ga.app.values import Config
@@ -71,9 +70,9 @@ def wanted_checkpoint(run: Fit) -> Path | None:
             raise UserError(f"task={config.task} needs trained weights: give ckpt_path=best, ckpt_path=last or a path.")
         return None
     model: Any = OmegaConf.to_container(config.model)
-    roots = [Path(config.paths[key]) for key in ("output_root", "sweep_root")]
+    runs = checkpoints.Runs(model, [Path(config.paths[key]) for key in ("output_root", "sweep_root")])
     kind = "last" if config.task == "fit" else "best"
-    path = checkpoints.find_checkpoint(str(config.ckpt_path), model, roots, kind=kind)
+    path = checkpoints.find_checkpoint(str(config.ckpt_path), runs, kind=kind)
     take_checkpoint(run, path)
     return path
 
@@ -192,14 +191,9 @@ def best_checkpoint(run: Fit) -> ModelCheckpoint | None:
 
 def save_curves(run: Fit) -> None:
     """Draw the loss curves from the CSV log."""
-    for logger in run.trainer.loggers:
-        if isinstance(logger, CSVLogger) and run.trainer.is_global_zero:
-            logger.save()
-            path = Path(logger.log_dir) / "metrics.csv"
-            if path.is_file():
-                figure = loss_figure(read_curves(path))
-                if figure is not None:
-                    figure.savefig(run.folder / "loss_curves.png", dpi=150)
+    figure = loss_figure(read_run(run.folder).curves) if run.trainer.is_global_zero else None
+    if figure is not None:
+        figure.savefig(run.folder / "loss_curves.png", dpi=150)
 
 
 def outcome(run: Fit) -> str:
