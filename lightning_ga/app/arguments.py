@@ -16,19 +16,20 @@ WITHOUT = {"accumulate": "off", "logger": "none", "callbacks": "none", "lr_sched
 
 def check_arguments(arguments: Sequence[str], groups: Sequence[str]) -> None:
     """Refuse ``model=null`` and ``~model``, which leave out what a run needs, and what Hydra reads as nothing."""
-    for argument in arguments:
-        key, sign, value = argument.partition("=")
-        if key.startswith("--experimental-rerun"):
-            raise UserError(f"{key} unpickles a file, which can run any code: give the overrides again.")
-        if sign and not key:
-            raise UserError(f"{argument} is neither an option nor KEY=VALUE; --help shows both.")
+    options, overrides = split_options(arguments)
+    if any(option.startswith("--experimental-rerun") for option in options):
+        raise UserError("--experimental-rerun unpickles a file, which can run any code: give the overrides again.")
+    for override in overrides:
+        key, sign, value = override.partition("=")
         group = key.removeprefix("~")
-        if key.startswith("~") and group in NEEDED:
+        if group == key and not (key and sign):
+            raise UserError(f"{override} is neither an option nor KEY=VALUE; --help shows both.")
+        if group != key and group in NEEDED:
             raise UserError(
-                f"{argument} leaves a run without {group}, which it needs; --help lists the options of {group}."
+                f"{override} leaves a run without {group}, which it needs; --help lists the options of {group}."
             )
-        if key in groups and sign and value in ("", "null", "[]", "{}"):
-            raise UserError(f"{argument} chooses no option of {key}: {way_without(key)}; --help lists the options.")
+        if key in groups and value in ("", "null", "[]", "{}"):
+            raise UserError(f"{override} chooses no option of {key}: {way_without(key)}; --help lists the options.")
 
 
 def way_without(group: str) -> str:

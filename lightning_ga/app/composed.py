@@ -7,12 +7,12 @@ is merged without a word, whatever its keys are.
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from difflib import get_close_matches
 from typing import Any
 
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from omegaconf import DictConfig, OmegaConf
 
+from lightning_ga.app.errors import did_you_mean
 from lightning_ga.app.walk import walk
 from lightning_ga.errors import UserError
 
@@ -69,9 +69,8 @@ def check_keys(content: Mapping[str, Any], known: Sequence[str]) -> None:
             raise UserError(f"A configuration file sets {section}.{name}, which nothing reads: {', '.join(names)} are.")
     for key in content.keys() - set(known):
         if not is_referred_to(key, content):
-            nearest = get_close_matches(key, known, n=1)
-            hint = f"did you mean {nearest[0]}?" if nearest else f"the keys are {', '.join(known)}."
-            raise UserError(f"A configuration file sets {key}, which nothing reads; {hint}")
+            hint = did_you_mean(key, known)
+            raise UserError(f"A configuration file sets {key}, which nothing reads{hint} The keys: {', '.join(known)}.")
 
 
 def is_referred_to(key: str, content: Any) -> bool:

@@ -98,9 +98,7 @@ def explain_option(error: MissingConfigException) -> str:
 
 def explain_grammar(error: OverrideParseException) -> str:
     """``ckpt_path=epoch=1.ckpt``: how to quote what Hydra would read as something else."""
-    key, sign, value = str(error.override).partition("=")
-    if not sign:
-        return f"{error.override} is neither an option nor KEY=VALUE; --help shows both."
+    key, _, value = str(error.override).partition("=")
     quoted = value.replace("'", "").replace('"', "")
     return (
         f"{error.override} cannot be read: a value with signs such as = , : {{ }} [ ] ( ) or a blank is quoted twice, "

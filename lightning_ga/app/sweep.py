@@ -33,7 +33,7 @@ def done_before(folder: Path, config: Mapping[str, Any]) -> float | None:
     if not (result.is_file() and saved.is_file()):
         return None
     before = OmegaConf.to_container(OmegaConf.load(saved))
-    if not agrees(before, json.loads(json.dumps(config))):
+    if not agrees(before, config):
         return None
     value = json.loads(result.read_text(encoding="utf-8")).get(config["optimized_metric"])
     return math.nan if value is None else float(value)
@@ -42,7 +42,7 @@ def done_before(folder: Path, config: Mapping[str, Any]) -> float | None:
 def agrees(saved: Any, now: Any) -> bool:
     """Whether a saved configuration is that of now, in which what is counted in the data may be null still."""
     if isinstance(saved, dict) and isinstance(now, dict):
-        saved = {str(key): value for key, value in saved.items()}
+        saved, now = ({str(key): value for key, value in content.items()} for content in (saved, now))
         return saved.keys() == now.keys() and all(agrees(saved[key], now[key]) for key in now)
     return now is None or saved == now
 
