@@ -112,10 +112,10 @@ def facts(run: RunFiles) -> dict[str, str]:
 
 def cards(run: RunFiles) -> str:
     """The facts as cards."""
-    shown = "".join(
+    made = "".join(
         f'<div class="card"><b>{escape(text)}</b><span>{escape(name)}</span></div>' for name, text in facts(run).items()
     )
-    return f'<div class="cards">{shown}</div>'
+    return f'<div class="cards">{made}</div>'
 
 
 def pictures_section(run: RunFiles) -> str:

@@ -14,20 +14,12 @@ from lightning_ga.plan.planned_device import current_device
 
 
 class PlanReport(Callback):
-    """Prints the plan and saves it as JSON and as a picture once training is set up, before the first step.
-
-    Args:
-        folder: Where ``plan.json`` and ``probe.png`` go.
-        dry_run: End the fit right there, without a single training step.
-
-    Attributes:
-        started: Whether there was anything to train.
-    """
+    """Prints the plan and saves ``plan.json`` and ``probe.png`` before the first step; a dry run ends there."""
 
     def __init__(self, folder: Path, *, dry_run: bool = False) -> None:
         self.folder = folder
         self.dry_run = dry_run
-        self.started = False
+        self.started = False  # until it is known that there is anything to train
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """AutoAccumulate, which comes first among the callbacks, has its plan by now."""

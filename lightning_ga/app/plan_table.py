@@ -26,15 +26,7 @@ METHODS: dict[Method, str] = {  # what found a limit
 
 @dataclass(frozen=True, slots=True)
 class PlanRecords:
-    """What is known before the first step; ``None`` for what did not run.
-
-    Attributes:
-        plan: How a window is cut; ``None`` where no effective batch is known.
-        probe: What the probe found, or worked out for another device.
-        exactness: What the exactness check measured.
-        device: The device that is planned for, where it is not this one.
-        setting: One line on what is trained.
-    """
+    """What is known before the first step; ``None`` for what did not run. The setting is a line on what is trained."""
 
     plan: AccumulationPlan | None = None
     probe: ProbeResult | None = None

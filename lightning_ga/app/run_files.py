@@ -20,12 +20,7 @@ OOM = "Memory ran out in"
 
 @dataclass(frozen=True, slots=True)
 class RunFiles:
-    """A run by the files that it has left; what is not there is empty.
-
-    Attributes:
-        curves: Logged values by optimizer step.
-        events: What was printed of out-of-memory errors.
-    """
+    """A run by the files that it has left; what is not there is empty. Events are out-of-memory errors."""
 
     folder: Path
     config: Mapping[str, Any]

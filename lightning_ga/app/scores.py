@@ -11,11 +11,8 @@ from sklearn.metrics import classification_report
 def class_report(confusion: Sequence[Sequence[int]], names: Sequence[str] = ()) -> tuple[str, dict[str, Any]]:
     """Scores of every class, their macro average (plain) and weighted average (by support), as text and as numbers.
 
-    A ratio without a denominator (a class that was never predicted, or has no samples) counts as 0.
-
-    Args:
-        confusion: Counts of samples, ``confusion[target][prediction]``.
-        names: A name for each class; their numbers where there are none.
+    Samples are counted in ``confusion[target][prediction]``. Classes without names have numbers. A ratio without a
+    denominator (a class that was never predicted, or has no samples) is 0.
 
     Examples:
         >>> class_report([[2, 0], [1, 1]], ["cat", "dog"])[1]["dog"]["recall"]

@@ -33,12 +33,7 @@ def wrapped_output(width: int = 100) -> Iterator[None]:
 
 
 class Tee:
-    """A stream that writes what is printed to a log as well, without what only moves a terminal's cursor.
-
-    Args:
-        stream: What is printed on.
-        log: The file that keeps it.
-    """
+    """A stream that writes what is printed to a log as well, without what only moves a terminal's cursor."""
 
     def __init__(self, stream: TextIO, log: TextIO) -> None:
         self._stream = stream

@@ -28,14 +28,7 @@ Config = dict[str, Any]
 
 
 class Rule(NamedTuple):
-    """What a value must be.
-
-    Attributes:
-        words: The rule, as in "must be ...".
-        example: A value that obeys it.
-        holds: Whether a value does.
-        choices: The values that there are, where they can be listed.
-    """
+    """What a value must be, in words that follow "must be", with an example and, if they can be listed, all choices."""
 
     words: str
     example: Any
