@@ -27,7 +27,7 @@ from benchmarks.measure import quiet
 from benchmarks.output import as_text, error, write_json
 from benchmarks.planning_cases import CASES, CLASSES, Case
 from lightning_ga import AutoAccumulate, ProbeResult
-from lightning_ga.probe.planned.device import planned_device
+from lightning_ga.plan.planned_device import planned_device
 
 MOST = 96  # samples of the effective batch
 AMPLE = 2**36  # bytes: any step fits

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from lightning_ga.memory.oom import is_out_of_memory
     from lightning_ga.plan.accumulation import AccumulationPlan, plan_accumulation
     from lightning_ga.plan.exactness import Exactness
+    from lightning_ga.plan.planned_device import DevicePlan
     from lightning_ga.plan.records import ProbeResult, Trial
     from lightning_ga.planning import plan_for_device
     from lightning_ga.probe.finder import find_micro_batch
-    from lightning_ga.probe.planned.device import DevicePlan
 
 __version__ = version("lightning_ga")
 
@@ -45,7 +45,7 @@ _HOMES = {
     "AccumulationPlan": "plan.accumulation",
     "AtomicCheckpointIO": "compat.atomic",
     "AutoAccumulate": "callback",
-    "DevicePlan": "probe.planned.device",
+    "DevicePlan": "plan.planned_device",
     "Exactness": "plan.exactness",
     "ExactnessWarning": "errors",
     "ProbeResult": "plan.records",

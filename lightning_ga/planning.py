@@ -10,9 +10,10 @@ import torch
 
 from lightning_ga.callback import AutoAccumulate
 from lightning_ga.compat.namespaces import MODULES
+from lightning_ga.compat.planned_trainer import settings_on_this_host
 from lightning_ga.errors import UserError
 from lightning_ga.plan.accumulation import require_count
-from lightning_ga.probe.planned.device import DevicePlan, planned_device, settings_on_this_host
+from lightning_ga.plan.planned_device import DevicePlan, planned_device
 from lightning_ga.snapshot.random_numbers import RandomState
 
 _QUIET = {
@@ -89,7 +90,7 @@ def plan_for_device(
     with planned_device(device_memory) as device, _unchanged(module):
         made = import_module(root).Trainer(**{**_QUIET, **trainer, **changed}, callbacks=[callback, *others])
         made.strategy.world_size = ranks
-        made.fit(module, **_given(data))
+        made.fit(module, **{"datamodule" if hasattr(data, "train_dataloader") else "train_dataloaders": data})
     plan, probe = callback.plan, callback.probe
     assert plan is not None, "the start of training plans"
     assert probe is not None, "and estimates"
@@ -101,11 +102,6 @@ def _split(callbacks: Any) -> tuple[list[AutoAccumulate], list[Any]]:
     given = list(callbacks) if isinstance(callbacks, (list, tuple)) else [] if callbacks is None else [callbacks]
     ours = [callback for callback in given if isinstance(callback, AutoAccumulate)]
     return ours, [callback for callback in given if callback not in ours]
-
-
-def _given(data: Any) -> dict[str, Any]:
-    """The argument of ``fit`` that takes these data."""
-    return {"datamodule" if hasattr(data, "train_dataloader") else "train_dataloaders": data}
 
 
 @contextmanager

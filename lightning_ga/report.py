@@ -9,11 +9,7 @@ from lightning_ga.errors import UserError
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command.
-
-    Args:
-        argv: Its arguments; those of the process if left out.
-    """
+    """Run the command, by default with the arguments of the process."""
     parser = argparse.ArgumentParser(prog="python -m lightning_ga.report", description=__doc__.split(":")[0] + ".")
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, such as outputs/DATE/TIME")
     parser.add_argument("--output", type=Path, metavar="FILE", help="the page; report.html if left out")

@@ -7,6 +7,7 @@ when a job starts, so that all that needs no training answers at once.
 """
 
 import os
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -19,18 +20,17 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_ga.app.arguments import is_first_rank, options_first, rank_overrides, typed_targets
+from lightning_ga.app.arguments import check_arguments, is_first_rank, options_first, rank_overrides, typed_targets
 from lightning_ga.app.composed import checked_composition
-from lightning_ga.app.errors import chain, explain, explain_null, is_expected
+from lightning_ga.app.errors import chain, explain, is_expected
 from lightning_ga.app.interrupts import Interrupted, sigterm_ends
-from lightning_ga.app.sweep import Job, done_before, report_sweep
+from lightning_ga.app.sweep import Job, Outcome, done_before, report_sweep
 from lightning_ga.app.terminal import printable_everywhere, wrapped_output
 from lightning_ga.app.values import Config, check_values, resolved
-from lightning_ga.errors import RankError, UserError
+from lightning_ga.errors import RankError
 
 FULL_ERROR = "HYDRA_FULL_ERROR"  # set: Hydra raises errors instead of printing them
 TRACEBACK = "--traceback"
-NEEDED = ("model", "data", "optimizer", "trainer", "precision", "paths")  # groups without which there is no run
 
 
 class ReportedError(Exception):
@@ -38,10 +38,7 @@ class ReportedError(Exception):
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line.
-
-    Args:
-        argv: Overrides and options; those of the process if left out.
+    """Run the command line, by default that of the process.
 
     Raises:
         SystemExit: With code 1 after a user's mistake, told in one sentence; 130 after Ctrl-C, 143 after SIGTERM.
@@ -59,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except ReportedError:
         raise SystemExit(1) from None
     except (KeyboardInterrupt, Interrupted) as end:
-        interrupted = end if isinstance(end, Interrupted) else Interrupted.by_keyboard()
+        interrupted = end if isinstance(end, Interrupted) else Interrupted(signal.SIGINT)
         print_error(str(interrupted))
         raise SystemExit(interrupted.code) from None
     except BrokenPipeError:  # whoever reads the output has read enough
@@ -68,13 +65,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     except Exception as error:
         if show_traceback or not is_expected(error):
             raise
-        fail(error, arguments)
+        fail(error)
 
 
 def run_hydra(arguments: Sequence[str], show_traceback: bool) -> None:
     """Let Hydra compose the configuration and call the job with it, once for each combination of a sweep."""
-    refuse_rerun(arguments)
-    refuse_no_option(arguments)
+    check_arguments(arguments, groups())
     jobs = Jobs(arguments, show_traceback=show_traceback)
     given = [*arguments, *rank_overrides(arguments, os.environ)]
     program = hydra.main(version_base="1.3", config_path=str(config_folder()), config_name="train")
@@ -87,15 +83,9 @@ def run_hydra(arguments: Sequence[str], show_traceback: bool) -> None:
 
 
 class Jobs:
-    """What Hydra calls with each configuration, and what came of it.
-
-    Args:
-        arguments: The command line.
-        show_traceback: Whether errors are raised rather than told.
-    """
+    """What Hydra calls with each configuration, and what came of it."""
 
     def __init__(self, arguments: Sequence[str], *, show_traceback: bool) -> None:
-        self._arguments = arguments
         self._allow = typed_targets(arguments)
         self._show_traceback = show_traceback
         self._done: list[Job] = []
@@ -117,7 +107,7 @@ class Jobs:
             if self._show_traceback or not is_expected(error):
                 raise
             if HydraConfig.get().mode != RunMode.MULTIRUN:
-                fail(error, self._arguments)  # within the job: Hydra would add a line of its own
+                fail(error)  # within the job: Hydra would add a line of its own
             hydra_job = HydraConfig.get().job
             print_error(f"job {hydra_job.num} ({hydra_job.override_dirname}): {explain(error)}")
             self._note(None, "failed")
@@ -137,7 +127,7 @@ class Jobs:
         self._note(value, "done" if before is None else "done before")
         return value
 
-    def _note(self, value: float | None, outcome: str) -> None:
+    def _note(self, value: float | None, outcome: Outcome) -> None:
         config = HydraConfig.get()
         self._done.append(Job(config.job.num, tuple(config.overrides.task), value, outcome))
 
@@ -154,30 +144,15 @@ def config_folder() -> Path:
     return inside if inside.is_dir() else package.parent / "conf"
 
 
+def groups() -> list[str]:
+    """Groups of options."""
+    return sorted(path.name for path in config_folder().iterdir() if path.is_dir())
+
+
 def top_level_keys() -> list[str]:
     """Groups and keys that ``train.yaml`` knows."""
-    folder = config_folder()
-    groups = sorted(path.name for path in folder.iterdir() if path.is_dir())
-    return [*groups, *(str(key) for key in OmegaConf.load(folder / "train.yaml") if key != "defaults")]
-
-
-def refuse_rerun(arguments: Sequence[str]) -> None:
-    """``--experimental-rerun`` unpickles a file: nothing here does."""
-    if any(argument.startswith("--experimental-rerun") for argument in arguments):
-        raise UserError("--experimental-rerun unpickles a file, which can run any code: give the overrides again.")
-
-
-def refuse_no_option(arguments: Sequence[str]) -> None:
-    """Refuse ``model=[]``, ``model={}`` and ``~model``, which leave out what a run needs or are read as nothing."""
-    groups = {path.name for path in config_folder().iterdir() if path.is_dir()}
-    for argument in arguments:
-        if argument.partition("=")[0] in groups and argument.endswith(("=[]", "={}")):
-            raise UserError(explain_null([argument]))
-        name = argument.removeprefix("~").partition("=")[0]
-        if argument.startswith("~") and name in NEEDED:
-            raise UserError(
-                f"{argument} leaves a run without {name}, which it needs; --help lists the options of {name}."
-            )
+    keys = OmegaConf.load(config_folder() / "train.yaml")
+    return [*groups(), *(str(key) for key in keys if key != "defaults")]
 
 
 @contextmanager
@@ -195,10 +170,10 @@ def process_state(arguments: Sequence[str]) -> Iterator[None]:
             os.environ[FULL_ERROR] = full_error
 
 
-def fail(error: BaseException, arguments: Sequence[str] = ()) -> NoReturn:
+def fail(error: BaseException) -> NoReturn:
     """One sentence on stderr, and exit code 1."""
     alone = any(isinstance(link, RankError) for link in chain(error))
-    print_error(explain(error, top_level_keys(), arguments), alone=alone)
+    print_error(explain(error, top_level_keys()), alone=alone)
     raise SystemExit(1) from None
 
 

@@ -73,6 +73,12 @@ def test_arithmetic_needs_the_standard_library_alone() -> None:
     assert not any(found.values()), found
 
 
+def test_the_command_line_needs_few_rooms() -> None:
+    """Errors and records; what it sets up of Lightning; and which errors mean that memory ran out."""
+    for module in [module for module in modules() if room(module) == "app"]:
+        assert {room(name) for name in own(module)} <= {"app", "errors", "plan", "compat", "memory"}, module
+
+
 def test_the_command_line_does_not_know_the_callback() -> None:
     """Models, data and train work with any callbacks."""
     for module in [module for module in modules() if room(module) in BESIDE]:

@@ -111,8 +111,8 @@ def rows(setup: Setup) -> list[Task]:
 def training(folder: Path, overrides: Sequence[str]) -> Measured:
     """Train with the command line, and read its classification report."""
     run = trained(folder, overrides)
-    scores = {score["name"]: score["f1"] for score in run.scores}
-    macro, weighted = scores.pop("macro average"), scores.pop("weighted average")
+    scores = {name: score["f1-score"] for name, score in run.scores.items() if name != "accuracy"}
+    macro, weighted = scores.pop("macro avg"), scores.pop("weighted avg")
     values = {"accuracy": run.result["test/acc"], "macro": macro, "weighted": weighted}
     return Measured(values, {"train": curve(run, "train/loss"), "f1": list(enumerate(scores.values()))})
 

@@ -13,6 +13,7 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
+from lightning_ga.app.walk import walk
 from lightning_ga.errors import UserError
 
 MODULE, TRANSFORM = "torch.nn.Module", "object"
@@ -58,27 +59,13 @@ LOADERS = tuple(f"torchmetrics.{part}" for part in ("audio", "functional", "imag
 INSTEAD = {"timm.create_model": "it can unpickle files: use lightning_ga.models.build_timm, with the same arguments"}
 
 
-def check_targets(config: Any, allow: Sequence[str] = (), where: str = "") -> None:
-    """Refuse a resolved configuration with a target off the list, however deep it is.
-
-    Args:
-        config: Plain dicts, lists and values.
-        allow: Further packages or modules.
-        where: The path of ``config``, for the message.
-
-    Raises:
-        UserError: For the first such target, or text that would be resolved once more when it is built.
-    """
-    if isinstance(config, Mapping):
-        if "_target_" in config:
-            check_target(config["_target_"], allow, f"{where}._target_".lstrip("."))
-        for key, value in config.items():
-            check_targets(value, allow, f"{where}.{key}".lstrip("."))
-    elif isinstance(config, list | tuple):
-        for index, value in enumerate(config):
-            check_targets(value, allow, f"{where}[{index}]")
-    elif isinstance(config, str) and "${" in config:
-        raise UserError(f"{where}={config} is an interpolation that is left after resolving: write the value itself.")
+def check_targets(config: Any, allow: Sequence[str] = ()) -> None:
+    """Refuse targets off the list and outside of ``allow``, however deep, and text that would be resolved once more."""
+    for key, value in walk(config):
+        if key.rpartition(".")[2] == "_target_":
+            check_target(value, allow, key)
+        if isinstance(value, str) and "${" in value:
+            raise UserError(f"{key}={value} is an interpolation that is left after resolving: write the value itself.")
 
 
 def check_target(target: Any, allow: Sequence[str] = (), where: str = "_target_") -> None:
@@ -88,9 +75,6 @@ def check_target(target: Any, allow: Sequence[str] = (), where: str = "_target_"
         target: What ``_target_`` is.
         allow: Further packages or modules, of which anything may be built.
         where: The path of the target, for the message.
-
-    Raises:
-        UserError: If it is not on the list, or does not exist.
 
     Examples:
         >>> check_target("torch.optim.Adam")

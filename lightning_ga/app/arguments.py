@@ -10,6 +10,35 @@ from lightning_ga.errors import UserError
 WITH_VALUE = ("--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd")
 
 
+NEEDED = ("model", "data", "optimizer", "trainer", "precision", "paths")  # groups without which there is no run
+WITHOUT = {"accumulate": "off", "logger": "none", "callbacks": "none", "lr_scheduler": "none"}
+
+
+def check_arguments(arguments: Sequence[str], groups: Sequence[str]) -> None:
+    """Refuse ``model=null`` and ``~model``, which leave out what a run needs, and what Hydra reads as nothing."""
+    options, overrides = split_options(arguments)
+    if any(option.startswith("--experimental-rerun") for option in options):
+        raise UserError("--experimental-rerun unpickles a file, which can run any code: give the overrides again.")
+    for override in overrides:
+        key, sign, value = override.partition("=")
+        group = key.removeprefix("~")
+        if group == key and not (key and sign):
+            raise UserError(f"{override} is neither an option nor KEY=VALUE; --help shows both.")
+        if group != key and group in NEEDED:
+            raise UserError(
+                f"{override} leaves a run without {group}, which it needs; --help lists the options of {group}."
+            )
+        if key in groups and value in ("", "null", "[]", "{}"):
+            raise UserError(f"{override} chooses no option of {key}: {way_without(key)}; --help lists the options.")
+
+
+def way_without(group: str) -> str:
+    """What to write instead of no option."""
+    if group in WITHOUT:
+        return f"write {group}={WITHOUT[group]} to do without"
+    return "a run needs one: leave this out" if group in NEEDED else "none is chosen where it is left out"
+
+
 def options_first(arguments: Sequence[str]) -> list[str]:
     """Options before overrides: Hydra takes overrides in one piece only, and Lightning appends some for its ranks.
 

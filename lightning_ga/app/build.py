@@ -27,23 +27,15 @@ from lightning_ga.app.plan_report import PlanReport
 from lightning_ga.app.progress import make_progress
 from lightning_ga.app.weights import load_initial_weights
 from lightning_ga.compat.atomic import AtomicCheckpointIO
+from lightning_ga.compat.planned_trainer import settings_on_this_host
 from lightning_ga.errors import UserError
-from lightning_ga.probe.planned.device import settings_on_this_host
 
 HALF_PRECISION = ("16-mixed", "16-true", "16")
 TRIAL_STEPS = 100  # of a schedule that is only tried
 
 
 class Fit(NamedTuple):
-    """Everything that a task needs.
-
-    Attributes:
-        config: The configuration, resolved.
-        folder: Where the run's files go.
-        model: The LightningModule.
-        data: The datamodule.
-        trainer: The Trainer, with its callbacks and loggers.
-    """
+    """Everything that a task needs; the run's files go to the folder."""
 
     config: DictConfig
     folder: Path
@@ -53,11 +45,7 @@ class Fit(NamedTuple):
 
 
 def build(content: Mapping[str, Any], allow: Sequence[str] = ()) -> Fit:
-    """Check what may be built, seed, and build data, model and Trainer.
-
-    Args:
-        content: The resolved configuration; its values have been checked.
-        allow: Packages that the user trusts besides those of the list.
+    """Check what may be built (packages in ``allow`` too), seed, and build data, model and Trainer.
 
     Raises:
         UserError: If something cannot work: found before anything is trained.

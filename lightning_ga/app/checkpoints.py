@@ -6,6 +6,7 @@ saves its resolved configuration beside its ``checkpoints`` folder, and that is 
 
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,40 +14,65 @@ import torch
 from omegaconf import OmegaConf
 from torch import Tensor
 
+from lightning_ga.app.walk import settings
 from lightning_ga.compat.atomic import PART
 from lightning_ga.errors import UserError
 
 BUILT_ELSEWHERE = ("optimizer", "lr_scheduler")  # they do not decide whether weights fit
 RECIPE = ("data", "model", "optimizer", "lr_scheduler", "accumulate", "precision")
-NOT_RECIPE = (  # keys of these sections that change no result
+NOT_RECIPE = {  # keys of these sections that change no result
     *("root", "download", "num_workers", "eval_batch_size", "check_pictures", "skip_broken"),
-    *("init_from", "pretrained", "micro_batch_size", "max_micro_batch_size", "memory_budget", "cache", "verify"),
+    *("micro_batch_size", "max_micro_batch_size", "memory_budget", "cache", "verify"),
     *("objective", "micro_batching", "on_oom"),
-)
+}
 TRAINED_WITH = ("optimizer", "lr_scheduler", "accumulate")  # sections that a test does not use
 MOST_TOLD = 6
 
 
-def find_checkpoint(wanted: str, model: Mapping[str, Any], roots: Sequence[Path], *, kind: str = "last") -> Path:
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """Earlier runs of a model: its resolved section, and the folders below which they are looked for."""
+
+    model: Mapping[str, Any]
+    roots: Sequence[Path]
+
+    def files(self, name: str) -> Iterator[Path]:
+        """Checkpoints of a name or pattern, the latest first."""
+        files = [path for root in self.roots for path in root.glob(f"**/checkpoints/{name}")]
+        for path in sorted(files, key=lambda path: path.stat().st_mtime, reverse=True):
+            if architecture(saved_config(path).get("model") or {}) == architecture(self.model):
+                yield path
+
+    def latest(self, kind: str) -> Path:
+        """The latest ``last`` or ``best`` checkpoint."""
+        path = next(self.files(f"{kind}.ckpt"), None)
+        if path is not None:
+            return path
+        folders = " or ".join(f"{str(root)!r}" for root in self.roots)
+        torn = next(self.files(f"{kind}.ckpt{PART}"), None)
+        begun = f" ({str(torn)!r} was being written when its run was killed, and is not whole)" if torn else ""
+        raise UserError(f"ckpt_path={kind}: no run of this model below {folders} has left one{begun}; train it first.")
+
+
+def find_checkpoint(wanted: str, runs: Runs, *, kind: str = "last") -> Path:
     """The file that ``ckpt_path`` means.
 
     Args:
         wanted: ``last``, ``best``, the folder of a run, or a path.
-        model: The resolved ``model`` section of this run.
-        roots: Folders below which earlier runs are looked for.
+        runs: Earlier runs of the same model.
         kind: Which checkpoint of a run's folder is meant: ``last`` or ``best``.
 
     Raises:
         UserError: If there is no such file, or it is not whole.
     """
-    path = latest(wanted, model, roots) if wanted in ("last", "best") else Path(wanted)
+    path = runs.latest(wanted) if wanted in ("last", "best") else Path(wanted)
     if path.is_dir():
         path = of_run(path, kind)
     if not path.is_file():
         raise UserError(
             f"ckpt_path={wanted} is not a file; give last, best, the folder of a run or the path of a .ckpt file."
         )
-    require_whole(path, roots)
+    require_whole(path, runs.roots)
     return path
 
 
@@ -57,37 +83,6 @@ def of_run(folder: Path, kind: str) -> Path:
             if (place / f"{name}.ckpt").is_file():
                 return place / f"{name}.ckpt"
     raise UserError(f"ckpt_path={folder} is a folder without checkpoints/last.ckpt and best.ckpt: give that of a run.")
-
-
-def latest(kind: str, model: Mapping[str, Any], roots: Sequence[Path]) -> Path:
-    """``checkpoints/<kind>.ckpt`` of the latest run of the same model.
-
-    Args:
-        kind: ``last`` or ``best``.
-        model: The resolved ``model`` section of this run.
-        roots: Folders below which earlier runs are looked for.
-    """
-    path = next(of_model(f"{kind}.ckpt", model, roots), None)
-    if path is not None:
-        return path
-    folders = " or ".join(f"{str(root)!r}" for root in roots)
-    torn = next(of_model(f"{kind}.ckpt{PART}", model, roots), None)
-    begun = f" ({str(torn)!r} was being written when its run was killed, and is not whole)" if torn else ""
-    raise UserError(f"ckpt_path={kind}: no run of this model below {folders} has left one{begun}; train it first.")
-
-
-def of_model(name: str, model: Mapping[str, Any], roots: Sequence[Path]) -> Iterator[Path]:
-    """Files of a name or pattern that runs of the same model have left, the latest first.
-
-    Args:
-        name: The name or pattern.
-        model: A resolved ``model`` section.
-        roots: Folders below which runs are looked for.
-    """
-    files = [path for root in roots for path in root.glob(f"**/checkpoints/{name}")]
-    for path in sorted(files, key=lambda path: path.stat().st_mtime, reverse=True):
-        if architecture(saved_config(path).get("model") or {}) == architecture(model):
-            yield path
 
 
 def saved_config(checkpoint: Path) -> dict[str, Any]:
@@ -102,20 +97,15 @@ def architecture(model: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in model.items() if key not in (*BUILT_ELSEWHERE, "pretrained", "init_from")}
 
 
-def require_whole(path: Path, roots: Sequence[Path] = ()) -> None:
-    """Refuse a checkpoint whose writing was cut off; another is named, and none is taken in its place.
-
-    Raises:
-        UserError: If its end is missing.
-    """
+def require_whole(path: Path, roots: Sequence[Path]) -> None:
+    """Refuse a checkpoint whose writing was cut off; another is named, and none is taken in its place."""
     if not begins_as_archive(path) or zipfile.is_zipfile(path):
         return
-    others = (other for other in of_model("*.ckpt", saved_config(path).get("model") or {}, roots) if other != path)
+    others = Runs(saved_config(path).get("model") or {}, roots).files("*.ckpt")
     whole = next((other for other in others if zipfile.is_zipfile(other)), None)
-    hint = "give the path of another one" if whole is None else f"give the path of another one, such as {str(whole)!r}"
     raise UserError(
         f"{str(path)!r} is a torn checkpoint: its end is missing, as when writing or copying it was cut off. "
-        f"Nothing was loaded in its place: {hint}."
+        f"Nothing was loaded in its place: give the path of another one{f', such as {str(whole)!r}' if whole else ''}."
     )
 
 
@@ -149,11 +139,7 @@ def unsafe_part(error: Exception) -> str:
 
 
 def require_checkpoint(path: Path, content: Any) -> None:
-    """Refuse what is no checkpoint of a Lightning run.
-
-    Raises:
-        UserError: With the key that takes bare weights, if that is what it is.
-    """
+    """Refuse what is no checkpoint of a Lightning run."""
     if isinstance(content, Mapping) and "state_dict" in content and "global_step" in content:
         return
     tensors = content.values() if isinstance(content, Mapping) else ()
@@ -168,16 +154,7 @@ def require_checkpoint(path: Path, content: Any) -> None:
 
 
 def require_same_model(path: Path, saved: Mapping[str, Tensor], model: Mapping[str, Tensor]) -> None:
-    """Refuse a checkpoint of another model.
-
-    Args:
-        path: The checkpoint.
-        saved: Its weights by name.
-        model: The weights of the model of this run.
-
-    Raises:
-        UserError: With what differs.
-    """
+    """Refuse a checkpoint whose weights are those of another model."""
     shapes = [name for name in saved if name in model and saved[name].shape != model[name].shape]
     counts = {
         "are missing": sorted(model.keys() - saved.keys()),
@@ -193,16 +170,7 @@ def require_same_model(path: Path, saved: Mapping[str, Tensor], model: Mapping[s
 
 
 def require_same_optimizer(path: Path, content: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:
-    """Refuse to go on with the state of another optimizer.
-
-    Args:
-        path: The checkpoint.
-        content: What it holds.
-        optimizer: One of the kind that this run uses.
-
-    Raises:
-        UserError: If its settings are those of another optimizer.
-    """
+    """Refuse to go on with a checkpoint that holds the state of another kind of optimizer."""
     for state in content.get("optimizer_states", ()):
         for group in state.get("param_groups", ()):
             missing = optimizer.defaults.keys() - group.keys()
@@ -231,8 +199,7 @@ def differences(path: Path, config: Mapping[str, Any], *, fit: bool) -> str | No
     saved = saved_config(path)
     if not saved:
         return None
-    sections = [name for name in RECIPE if fit or name not in TRAINED_WITH]
-    then, now = (dict(plain_keys({name: content.get(name) for name in sections})) for content in (saved, config))
+    then, now = recipe(saved, fit=fit), recipe(config, fit=fit)
     changed = [key for key in sorted({*then, *now}) if then.get(key) != now.get(key)]
     if not changed:
         return None
@@ -241,12 +208,9 @@ def differences(path: Path, config: Mapping[str, Any], *, fit: bool) -> str | No
     return f"This run is not as the one that wrote the checkpoint: {', '.join(told)}{more}."
 
 
-def plain_keys(content: Any, where: str = "") -> Iterator[tuple[str, Any]]:
-    """The plain values of a configuration by their full keys, without those that change no result."""
-    if not isinstance(content, Mapping):
-        yield where, content
-        return
-    for key, value in content.items():
-        nested = where == "model" and key in BUILT_ELSEWHERE
-        if key not in NOT_RECIPE and not nested:
-            yield from plain_keys(value, f"{where}.{key}".lstrip("."))
+def recipe(config: Mapping[str, Any], *, fit: bool) -> dict[str, Any]:
+    """The settings that change the result of a training, or of a test, by their full keys."""
+    sections = {name: config.get(name) for name in RECIPE if fit or name not in TRAINED_WITH}
+    if isinstance(sections["model"], Mapping):
+        sections["model"] = architecture(sections["model"])
+    return {key: value for key, value in settings(sections).items() if not {*key.split(".")} & NOT_RECIPE}

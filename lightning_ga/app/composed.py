@@ -7,12 +7,13 @@ is merged without a word, whatever its keys are.
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from difflib import get_close_matches
 from typing import Any
 
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from omegaconf import DictConfig, OmegaConf
 
+from lightning_ga.app.errors import did_you_mean
+from lightning_ga.app.walk import walk
 from lightning_ga.errors import UserError
 
 LOGGING = (
@@ -37,12 +38,7 @@ GLOBAL = ("experiment", "debug")  # groups whose files are written from the top 
 
 @contextmanager
 def checked_composition(*, known_keys: Sequence[str], typed: Sequence[str]) -> Iterator[None]:
-    """A context in which every configuration that Hydra composes is checked.
-
-    Args:
-        known_keys: The keys at the top of this application's configuration.
-        typed: The command line, whose ``+key=value`` adds keys on purpose.
-    """
+    """A context in which configurations that Hydra composes are checked; ``+key=value`` that was typed adds a key."""
     load = ConfigLoaderImpl.load_configuration
     added = [argument.lstrip("+").split("=")[0].split(".")[0] for argument in typed if argument.startswith("+")]
 
@@ -61,11 +57,7 @@ def checked_composition(*, known_keys: Sequence[str], typed: Sequence[str]) -> I
 
 
 def check_keys(content: Mapping[str, Any], known: Sequence[str]) -> None:
-    """Refuse files of the user's own that would be merged to where nothing reads them.
-
-    Raises:
-        UserError: If an experiment is not written from the top, or a section has a name that nothing reads.
-    """
+    """Refuse files of the user's own that would be merged to where nothing reads them."""
     for group in GLOBAL:
         if isinstance(content.get(group), Mapping):
             raise UserError(
@@ -77,22 +69,17 @@ def check_keys(content: Mapping[str, Any], known: Sequence[str]) -> None:
             raise UserError(f"A configuration file sets {section}.{name}, which nothing reads: {', '.join(names)} are.")
     for key in content.keys() - set(known):
         if not is_referred_to(key, content):
-            nearest = get_close_matches(key, known, n=1)
-            hint = f"did you mean {nearest[0]}?" if nearest else f"the keys are {', '.join(known)}."
-            raise UserError(f"A configuration file sets {key}, which nothing reads; {hint}")
+            hint = did_you_mean(key, known)
+            raise UserError(f"A configuration file sets {key}, which nothing reads{hint} The keys: {', '.join(known)}.")
 
 
 def is_referred_to(key: str, content: Any) -> bool:
     """Whether an interpolation such as ``${key}`` or ``${key.part}`` reads a key."""
-    return any(re.search(rf"\$\{{{re.escape(key)}[.}}\[]", text) for text in leaves(content) if isinstance(text, str))
+    return any(re.search(rf"\$\{{{re.escape(key)}[.}}\[]", text) for _, text in walk(content) if isinstance(text, str))
 
 
 def check_hydra_section(section: Mapping[str, Any]) -> None:
-    """Refuse what Hydra would run or hand on before the job is checked.
-
-    Raises:
-        UserError: For callbacks, environment variables, plugins from elsewhere, and log handlers of other libraries.
-    """
+    """Refuse what Hydra would use before the job is checked: callbacks, variables, plugins and log handlers."""
     if section["callbacks"]:
         raise UserError("hydra.callbacks would run before anything is checked: use callbacks of the Trainer instead.")
     if section["job"]["env_set"]:
@@ -118,7 +105,7 @@ def check_logging(key: str, section: Any, *, may_be_placed: bool) -> None:
         for factory in found_under(name, section):
             if factory not in LOGGING:
                 raise UserError(f"hydra.{key} names {factory}: only {', '.join(LOGGING)} are built.")
-    for text in leaves(section):
+    for _, text in walk(section):
         if not isinstance(text, str) or text in STREAMS:
             continue
         in_folder = may_be_placed and IN_FOLDER.fullmatch(text.replace("${hydra.job.name}", "name"))
@@ -128,23 +115,4 @@ def check_logging(key: str, section: Any, *, may_be_placed: bool) -> None:
 
 def found_under(name: str, content: Any) -> Iterator[Any]:
     """Every value of a key, however deep."""
-    if isinstance(content, Mapping):
-        for key, value in content.items():
-            if key == name:
-                yield value
-            yield from found_under(name, value)
-    elif isinstance(content, list | tuple):
-        for value in content:
-            yield from found_under(name, value)
-
-
-def leaves(content: Any) -> Iterator[Any]:
-    """Every plain value, however deep."""
-    if isinstance(content, Mapping):
-        for value in content.values():
-            yield from leaves(value)
-    elif isinstance(content, list | tuple):
-        for value in content:
-            yield from leaves(value)
-    else:
-        yield content
+    return (value for key, value in walk(content) if key.rpartition(".")[2] == name)

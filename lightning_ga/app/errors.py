@@ -20,21 +20,13 @@ from yaml import MarkedYAMLError  # type: ignore[import-untyped] # it ships no t
 from lightning_ga.errors import UserError
 
 EXPECTED = (UserError, HydraException, OmegaConfBaseException, MarkedYAMLError)
-NOTHING = re.compile(r"[\w/]+=(null|\[\]|\{\})?")  # no option of a group
 GROUP_IS_NULL = "Config group override must be a string or a list"
-PLACE_ERRORS = {  # of a file or folder that the user named
-    errno.ENOSPC: "the disk is full: free some space, or choose another folder",
-    errno.EDQUOT: "the disk quota is used up: free some space, or choose another folder",
-    errno.EFBIG: "the file would be larger than is allowed here: choose another folder",
-    errno.EACCES: "it may not be read or written: choose another folder",
-    errno.EPERM: "it may not be written: choose another folder",
-    errno.EROFS: "its disk can only be read: choose another folder",
-    errno.ENOENT: "it cannot be made or found there: choose another folder",
-    errno.ENOTDIR: "a file is where a folder is needed: choose another folder",
-    errno.EEXIST: "a file is where a folder is needed: choose another folder",
-    errno.EISDIR: "a folder is where a file is needed: remove it, or choose another folder",
-    errno.ENAMETOOLONG: "its name is too long: choose a shorter one",
-}
+FULL = (errno.ENOSPC, errno.EFBIG)  # the system does not always name the file
+PLACE_ERRORS = (  # of a file or folder that the user named
+    *FULL,
+    *(errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.EISDIR),
+    errno.ENAMETOOLONG,
+)
 PLUGINS = {"optuna": "'lightning_ga[sweep]'", "joblib": "hydra-joblib-launcher"}
 LOGGERS = {  # packages whose errors are about accounts, servers and networks, and what does without them
     "wandb": "logger.wandb.offline=true logs into the output folder, without an account or a network",
@@ -64,14 +56,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     return oom.is_out_of_memory(error)
 
 
-def explain(error: BaseException, keys: Sequence[str] = (), arguments: Sequence[str] = ()) -> str:
-    """One sentence for an error that ``is_expected``.
-
-    Args:
-        error: What was raised.
-        keys: The groups and keys that exist at the top of the configuration.
-        arguments: What was typed.
-    """
+def explain(error: BaseException, keys: Sequence[str] = ()) -> str:
+    """One sentence for an error that ``is_expected``; the keys are those at the top of the configuration."""
     for cause in chain(error):
         if isinstance(cause, UserError):
             return " ".join([one_line(cause), *getattr(cause, "__notes__", ())])
@@ -87,7 +73,7 @@ def explain(error: BaseException, keys: Sequence[str] = (), arguments: Sequence[
     if isinstance(error, MissingConfigException) and error.options:
         return explain_option(error)
     if GROUP_IS_NULL in str(error):
-        return explain_null(arguments)
+        return "A group is chosen by the name of an option, and not by null; --help lists the options."
     if str(error).startswith("Error merging override ") and error.__cause__ is not None:
         return f"{str(error).removeprefix('Error merging override ')}: {one_line(error.__cause__)}."
     unknown = re.match(r"Could not override '([^']+)'", str(error))
@@ -110,26 +96,9 @@ def explain_option(error: MissingConfigException) -> str:
     return f"{group}={option} does not exist{did_you_mean(option, error.options or ())} The options: {options}."
 
 
-def explain_null(arguments: Sequence[str]) -> str:
-    """``model=null``: a group is chosen by the name of an option."""
-    nameless = [argument for argument in arguments if argument.startswith("=")]
-    if nameless:
-        return f"{nameless[0]} is neither an option nor KEY=VALUE; --help shows both."
-    typed = [argument for argument in arguments if NOTHING.fullmatch(argument)]
-    group = typed[-1].partition("=")[0] if typed else "GROUP"
-    if group in ("experiment", "debug", "search"):
-        way_out = "none is chosen where it is left out"
-    else:
-        nothing = {"accumulate": "off", "logger": "none", "callbacks": "none", "lr_scheduler": "none"}.get(group)
-        way_out = f"write {group}={nothing} to do without" if nothing else f"a run needs one: leave {group}=null out"
-    return f"{typed[-1] if typed else 'null'} chooses no option of {group}: {way_out}; --help lists the options."
-
-
 def explain_grammar(error: OverrideParseException) -> str:
     """``ckpt_path=epoch=1.ckpt``: how to quote what Hydra would read as something else."""
-    key, sign, value = str(error.override).partition("=")
-    if not sign:
-        return f"{error.override} is neither an option nor KEY=VALUE; --help shows both."
+    key, _, value = str(error.override).partition("=")
     quoted = value.replace("'", "").replace('"', "")
     return (
         f"{error.override} cannot be read: a value with signs such as = , : {{ }} [ ] ( ) or a blank is quoted twice, "
@@ -212,16 +181,13 @@ def explain_out_of_memory(error: BaseException) -> str:
 def explain_place(error: OSError) -> str:
     """A file or folder that cannot be written: why, and which keys choose another."""
     name = f"{str(error.filename)!r}" if error.filename else "A file of this run"
-    return f"{name} cannot be written: {PLACE_ERRORS[error.errno or 0]} ({FOLDER_KEYS})."
+    return f"{name} cannot be written: {error.strerror}. Choose another folder: {FOLDER_KEYS}."
 
 
 def place_error(error: BaseException) -> OSError | None:
     """The error of a disk or folder behind an error, if there is one."""
     for cause in chain(error):
-        named = isinstance(cause, OSError) and (
-            cause.filename is not None or cause.errno in (errno.ENOSPC, errno.EFBIG)
-        )
-        if named and isinstance(cause, OSError) and cause.errno in PLACE_ERRORS:
+        if isinstance(cause, OSError) and cause.errno in (FULL if cause.filename is None else PLACE_ERRORS):
             return cause
     return None
 

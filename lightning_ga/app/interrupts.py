@@ -8,13 +8,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from lightning_ga.app.errors import chain
+
 
 class Interrupted(BaseException):
-    """A signal that ended the run; its text is told to the user.
-
-    Attributes:
-        signum: The signal.
-    """
+    """A signal that ended the run; its text is told to the user."""
 
     def __init__(self, signum: signal.Signals, outcome: str = "nothing had been trained or saved.") -> None:
         name = "Ctrl-C" if signum == signal.SIGINT else signum.name
@@ -25,11 +23,6 @@ class Interrupted(BaseException):
     def code(self) -> int:
         """128 + the number of the signal, as shells count: 130 for Ctrl-C, 143 for SIGTERM."""
         return 128 + self.signum
-
-    @classmethod
-    def by_keyboard(cls) -> "Interrupted":
-        """Ctrl-C before there was anything to tell."""
-        return cls(signal.SIGINT)
 
 
 @contextmanager
@@ -53,9 +46,6 @@ def interruptions_told(outcome: Callable[[], str]) -> Iterator[None]:
     """A context that turns the end by a signal into an ``Interrupted`` that says what became of the run.
 
     Lightning turns Ctrl-C into ``SystemExit(1)`` and SIGTERM, once a batch is done, into one without a code.
-
-    Args:
-        outcome: Called after the end: what was saved, and how to go on.
     """
 
     def interrupt(*_: Any) -> None:
@@ -86,13 +76,11 @@ def sigterm_handled(handler: Callable[..., None]) -> Iterator[None]:
 
 def signal_behind(end: BaseException) -> signal.Signals | None:
     """Which signal an exception comes from, if one."""
-    link: BaseException | None = end
-    while link is not None:
+    for link in chain(end):
         if isinstance(link, Interrupted):
             return link.signum
         if isinstance(link, KeyboardInterrupt):
             return signal.SIGINT
         if type(link).__name__ == "SIGTERMException":
             return signal.SIGTERM
-        link = link.__context__
     return None

@@ -1,16 +1,18 @@
 """One page for a run, or for several side by side: tables and pictures in a single file, without scripts or network."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
-from typing import Any
 
 from lightning_ga.app.plots import as_svg, comparison_figure, loss_figure, probe_figure
 from lightning_ga.app.run_files import RunFiles, read_run
+from lightning_ga.app.values import shown
+from lightning_ga.app.walk import settings
 from lightning_ga.plan.units import format_bytes
 
 PAGE = "report.html"
 METRICS = ("test/acc", "test/loss", "test/perplexity", "val/acc", "val/loss", "train/loss")
+FOLDERS = ("output_dir", "default_root_dir", "dirpath", "save_dir")  # keys: every run has its own
 MOST_CLASSES = 40  # of a confusion matrix that can be read
 STYLE = """
 :root{color-scheme:light dark;--line:#8885;--soft:#8881;--accent:#1f77b4}
@@ -36,11 +38,7 @@ summary{cursor:pointer}
 
 
 def write_page(folders: Sequence[Path], path: Path | None = None) -> Path:
-    """Write the page of one run into its folder, or of several beside each other.
-
-    Args:
-        folders: Folders of runs.
-        path: The page; ``report.html`` in the run's folder, or in the current one for several, if left out.
+    """Write the page of one run, by default into its folder, or of several, by default into the current one.
 
     Raises:
         UserError: If a folder holds no run.
@@ -53,28 +51,25 @@ def write_page(folders: Sequence[Path], path: Path | None = None) -> Path:
 
 def run_page(run: RunFiles) -> str:
     """The page of one run."""
-    sections: Iterable[tuple[str, Callable[[RunFiles], str]]] = (
-        ("Plan", plan_section),
-        ("What holds the memory", holders_section),
-        ("Pictures", pictures_section),
-        ("Epochs", epochs_section),
-        ("Out-of-memory errors", events_section),
-        ("Classes", scores_section),
-        ("Confusion matrix", confusion_section),
-        ("Configuration", config_section),
-        ("Versions", versions_section),
-    )
-    made = ((title, make(run)) for title, make in sections)
-    body = "".join(f"<section><h2>{title}</h2>{content}</section>" for title, content in made if content)
+    sections = {
+        "Plan": names_and_values(run.plan.get("told") or {}),
+        "What holds the memory": paragraphs(run.plan.get("memory") or []),
+        "Pictures": pictures_section(run),
+        "Epochs": epochs_section(run),
+        "Out-of-memory errors": paragraphs(run.events),
+        "Classes": scores_section(run),
+        "Confusion matrix": confusion_section(run),
+        "Configuration": f"<details><summary>config.yaml</summary><pre>{escape(run.config_text)}</pre></details>",
+        "Versions": names_and_values(run.versions),
+    }
+    body = "".join(f"<section><h2>{title}</h2>{made}</section>" for title, made in sections.items() if made)
     return document(f"{described(run)}: {run.name}", cards(run) + body)
 
 
 def comparison_page(runs: Sequence[RunFiles]) -> str:
     """Several runs side by side: a table of what differs and what came of it, and their curves."""
-    columns = [facts(run) for run in runs]
-    rows = [[name, *(column[place][1] for column in columns)] for place, (name, _) in enumerate(columns[0])]
-    known = [row for row in rows if any(text != "–" for text in row[1:])]
-    content = f"<h2>Results</h2>{table(['', *(run.name for run in runs)], known, numbers=True)}"
+    results = beside_each_other([facts(run) for run in runs])
+    content = f"<h2>Results</h2>{table(['', *(run.name for run in runs)], results, numbers=True)}"
     content += f"<h2>What differs</h2>{differing(runs)}"
     figure = comparison_figure({run.name: run.curves for run in runs})
     if figure is not None:
@@ -98,49 +93,29 @@ def described(run: RunFiles) -> str:
     return f"{name} on {str(data.get('_target_', 'data')).rpartition('.')[2]}"
 
 
-def facts(run: RunFiles) -> list[tuple[str, str]]:
-    """What one looks at first: results, the plan, memory, speed; a dash where it is not known."""
-    plan, probe = run.plan.get("plan") or {}, run.probe
-    metrics = [
-        (name, f"{value:.4f}" if value is not None else "not finite")
-        for name in METRICS
-        if name in run.result
-        for value in [run.result[name]]
-    ]
-    named = dict(metrics)
-    speed = run.samples_per_second
-    memory = f"{format_bytes(probe.peak_bytes)} of {format_bytes(probe.budget_bytes)}" if probe else "–"
-    return [
-        *((name, named.get(name, "–")) for name in METRICS),
-        ("effective batch", str(plan.get("effective_batch_size", "–"))),
-        ("micro-batch × factor", f"{plan['micro_batch_size']} × {plan['factor']}" if plan else "–"),
-        ("ranks", str(plan.get("world_size", "–"))),
-        ("peak of the budget", memory),
-        ("samples a second", f"{speed:,.0f}" if speed else "–"),
-        ("seconds", f"{run.result['seconds']:,.0f}" if "seconds" in run.result else "–"),
-        ("out-of-memory errors", str(run.result.get("oom_events", 0))),
-    ]
+def facts(run: RunFiles) -> dict[str, str]:
+    """What one looks at first, as far as it is known: results, the plan, memory, speed."""
+    plan, probe, speed = run.plan.get("plan"), run.probe, run.samples_per_second
+    found = {name: number(run.result[name], "not finite") for name in METRICS if name in run.result}
+    if plan:
+        found["effective batch"] = str(plan["effective_batch_size"])
+        found["micro-batch × factor"] = f"{plan['micro_batch_size']} × {plan['factor']}"
+        found["ranks"] = str(plan["world_size"])
+    if probe is not None:
+        found["peak of the budget"] = f"{format_bytes(probe.peak_bytes)} of {format_bytes(probe.budget_bytes)}"
+    if speed is not None:
+        found["samples a second"] = f"{speed:,.0f}"
+    if "seconds" in run.result:
+        found["seconds"] = f"{run.result['seconds']:,.0f}"
+    return {**found, "out-of-memory errors": str(run.result.get("oom_events", 0))}
 
 
 def cards(run: RunFiles) -> str:
     """The facts as cards."""
-    shown = "".join(
-        f'<div class="card"><b>{escape(text)}</b><span>{escape(name)}</span></div>'
-        for name, text in facts(run)
-        if text != "–"
+    made = "".join(
+        f'<div class="card"><b>{escape(text)}</b><span>{escape(name)}</span></div>' for name, text in facts(run).items()
     )
-    return f'<div class="cards">{shown}</div>'
-
-
-def plan_section(run: RunFiles) -> str:
-    """The plan's table, as it was printed before the first step."""
-    return table([], [[name, text] for name, text in (run.plan.get("told") or {}).items()])
-
-
-def holders_section(run: RunFiles) -> str:
-    """What holds the memory at the peak, where the probe has recorded it."""
-    lines = run.plan.get("memory") or []
-    return "".join(f"<p>{escape(line)}</p>" for line in lines)
+    return f'<div class="cards">{made}</div>'
 
 
 def pictures_section(run: RunFiles) -> str:
@@ -171,16 +146,12 @@ def epochs_section(run: RunFiles) -> str:
     return table(["epoch", "steps", *names, "seconds", "samples a second", memory], rows, numbers=True)
 
 
-def events_section(run: RunFiles) -> str:
-    """What was told of out-of-memory errors."""
-    return "".join(f"<p>{escape(line)}</p>" for line in run.events)
-
-
 def scores_section(run: RunFiles) -> str:
     """Precision, recall and F1 of every class."""
     rows = [
-        [score["name"], *(f"{score[name]:.4f}" for name in ("precision", "recall", "f1")), f"{score['support']:,}"]
-        for score in run.scores
+        [name, *(f"{score[kind]:.4f}" for kind in ("precision", "recall", "f1-score")), f"{score['support']:,.0f}"]
+        for name, score in run.scores.items()
+        if isinstance(score, dict)  # the accuracy is a number
     ]
     return table(["class", "precision", "recall", "F1", "samples"], rows, numbers=True)
 
@@ -205,37 +176,19 @@ def confusion_section(run: RunFiles) -> str:
     )
 
 
-def config_section(run: RunFiles) -> str:
-    """The resolved configuration, folded."""
-    return f"<details><summary>config.yaml</summary><pre>{escape(run.config_text)}</pre></details>"
-
-
-def versions_section(run: RunFiles) -> str:
-    """What it ran with."""
-    return table([], [[name, str(version)] for name, version in run.versions.items()])
-
-
 def differing(runs: Sequence[RunFiles]) -> str:
     """The keys of the configurations in which runs differ."""
-    flat = [dict(flattened(run.config)) for run in runs]
-    keys = dict.fromkeys(
-        key for content in flat for key in content if not key.startswith(("paths.", "trainer.default"))
-    )
-    rows = [
-        [key, *(str(content.get(key, "–")) for content in flat)]
-        for key in keys
-        if len({str(content.get(key, "–")) for content in flat}) > 1 and "output" not in str(flat[0].get(key, ""))
+    columns = [
+        {key: shown(value) for key, value in settings(run.config).items() if not key.endswith(FOLDERS)} for run in runs
     ]
-    return table(["key", *(run.name for run in runs)], rows) if rows else "<p>Nothing: the same configuration.</p>"
+    rows = [row for row in beside_each_other(columns) if len({*row[1:]}) > 1]
+    return table(["key", *(run.name for run in runs)], rows) or "<p>Nothing: the same configuration.</p>"
 
 
-def flattened(content: Any, where: str = "") -> Iterable[tuple[str, Any]]:
-    """Plain values by their full keys."""
-    if isinstance(content, Mapping) and content:
-        for key, value in content.items():
-            yield from flattened(value, f"{where}.{key}".lstrip("."))
-    else:
-        yield where, "null" if content is None else content
+def beside_each_other(columns: Sequence[Mapping[str, str]]) -> list[list[str]]:
+    """Rows of a name and its text in every column; a dash where a column lacks it."""
+    names = dict.fromkeys(name for column in columns for name in column)
+    return [[name, *(column.get(name, "–") for column in columns)] for name in names]
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: bool = False) -> str:
@@ -256,6 +209,16 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: bool 
     return f'<div class="wide"><table>{f"<tr>{top}</tr>" if top else ""}{body}</table></div>'
 
 
-def number(value: Any) -> str:
-    """A metric with four digits, or a dash."""
-    return "–" if value is None else f"{value:.4f}"
+def names_and_values(pairs: Mapping[str, str]) -> str:
+    """A table of two columns."""
+    return table([], list(pairs.items()))
+
+
+def paragraphs(lines: Sequence[str]) -> str:
+    """A paragraph a line."""
+    return "".join(f"<p>{escape(line)}</p>" for line in lines)
+
+
+def number(value: float | None, missing: str = "–") -> str:
+    """A metric with four digits."""
+    return missing if value is None else f"{value:.4f}"

@@ -6,45 +6,34 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from rich.console import Console
 
-from lightning_ga.app.plan_table import holder_lines, plan_table, save_plan
-from lightning_ga.app.plots import plot_probe
+from lightning_ga.app.plan_table import PlanRecords, plan_table, save_plan
+from lightning_ga.app.plots import probe_figure
 from lightning_ga.app.terminal import warn
 from lightning_ga.plan.accumulation import AccumulationPlan
-from lightning_ga.plan.exactness import Exactness
-from lightning_ga.plan.records import ProbeResult
-from lightning_ga.probe.planned.device import current_device
+from lightning_ga.plan.planned_device import current_device
 
 
 class PlanReport(Callback):
-    """Prints the plan and saves it as JSON and as a picture once training is set up, before the first step.
-
-    Args:
-        folder: Where ``plan.json`` and ``probe.png`` go.
-        dry_run: End the fit right there, without a single training step.
-
-    Attributes:
-        started: Whether there was anything to train.
-    """
+    """Prints the plan and saves ``plan.json`` and ``probe.png`` before the first step; a dry run ends there."""
 
     def __init__(self, folder: Path, *, dry_run: bool = False) -> None:
         self.folder = folder
         self.dry_run = dry_run
-        self.started = False
+        self.started = False  # until it is known that there is anything to train
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """AutoAccumulate, which comes first among the callbacks, has its plan by now."""
         self.started = True
         if trainer.is_global_zero:
-            records = current_plan(trainer), current_probe(trainer), current_exactness(trainer), current_device()
-            setting = describe_setting(trainer, pl_module)
-            save_plan(self.folder / "plan.json", *records, setting=setting)
-            if records[1] is not None:
-                plot_probe(self.folder / "probe.png", records[1])
+            records = read_records(trainer, pl_module)
+            save_plan(self.folder / "plan.json", records)
+            if records.probe is not None:
+                probe_figure(records.probe).savefig(self.folder / "probe.png", dpi=150)
             console = Console(width=80, highlight=False)
-            console.print(plan_table(*records, setting=setting))
-            for line in holder_lines(records[1]):
+            console.print(plan_table(records))
+            for line in records.memory:
                 console.print(line, markup=False)
-            warn(beyond_the_data(records[0], training_samples(trainer)))
+            warn(beyond_the_data(records.plan, training_samples(trainer)))
         if self.dry_run:
             trainer.fit_loop.epoch_loop.max_steps = trainer.global_step
 
@@ -81,31 +70,26 @@ def describe_setting(trainer: Trainer, module: LightningModule) -> str:
 
 def find_accumulate(trainer: Trainer) -> Any:
     """The callback that plans, known by what it offers: ``plan`` and ``probe``."""
-    plans = [callback for callback in _callbacks(trainer) if hasattr(callback, "plan") and hasattr(callback, "probe")]
-    return plans[0] if plans else None
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    return next((one for one in callbacks if hasattr(one, "plan") and hasattr(one, "probe")), None)
+
+
+def read_records(trainer: Trainer, module: LightningModule) -> PlanRecords:
+    """What the callback that plans has found by now."""
+    found = find_accumulate(trainer)
+    return PlanRecords(
+        plan=current_plan(trainer),
+        probe=getattr(found, "probe", None),
+        exactness=getattr(found, "exactness", None),
+        device=current_device(),
+        setting=describe_setting(trainer, module),
+    )
 
 
 def current_plan(trainer: Trainer) -> AccumulationPlan | None:
     """The plan of the epoch, or the recipe as it is where nothing plans."""
     plan: AccumulationPlan | None = getattr(find_accumulate(trainer), "plan", None)
     return plan or recipe_plan(trainer)
-
-
-def current_probe(trainer: Trainer) -> ProbeResult | None:
-    """What the probe found, if one ran."""
-    probe: ProbeResult | None = getattr(find_accumulate(trainer), "probe", None)
-    return probe
-
-
-def survived_errors(trainer: Trainer) -> int:
-    """Out-of-memory errors that cost a retry each, not the run."""
-    return getattr(find_accumulate(trainer), "oom_events", 0)
-
-
-def current_exactness(trainer: Trainer) -> Exactness | None:
-    """What the exactness check measured, if it ran."""
-    exactness: Exactness | None = getattr(find_accumulate(trainer), "exactness", None)
-    return exactness
 
 
 def recipe_plan(trainer: Trainer) -> AccumulationPlan | None:
@@ -115,7 +99,3 @@ def recipe_plan(trainer: Trainer) -> AccumulationPlan | None:
         return None
     factor, ranks = trainer.accumulate_grad_batches, trainer.world_size
     return AccumulationPlan(batch * factor * ranks, ranks, batch, factor, ((batch,) * factor,) * ranks)
-
-
-def _callbacks(trainer: Trainer) -> list[Callback]:
-    return trainer.callbacks  # type: ignore[attr-defined, no-any-return]

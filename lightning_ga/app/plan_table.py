@@ -1,21 +1,19 @@
 """The plan in words: its table before the first step, and its JSON. Made from frozen records alone."""
 
-import json
-import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from lightning_ga.app.run_files import write_json
 from lightning_ga.plan.accumulation import AccumulationPlan
 from lightning_ga.plan.exactness import Exactness
+from lightning_ga.plan.planned_device import PlannedDevice
 from lightning_ga.plan.records import Method, ProbeResult
 from lightning_ga.plan.units import format_bytes
-from lightning_ga.probe.planned.device import PlannedDevice
 
 METHODS: dict[Method, str] = {  # what found a limit
     "replay": "predicted and verified",
@@ -26,81 +24,76 @@ METHODS: dict[Method, str] = {  # what found a limit
 }
 
 
-def plan_table(
-    plan: AccumulationPlan | None,
-    probe: ProbeResult | None = None,
-    exactness: Exactness | None = None,
-    device: PlannedDevice | None = None,
-    *,
-    setting: str = "",
-) -> Table:
-    """The plan before the first step, in at most 80 columns.
+@dataclass(frozen=True, slots=True)
+class PlanRecords:
+    """What is known before the first step; ``None`` for what did not run. The setting is a line on what is trained."""
 
-    Args:
-        plan: How a window is cut; nothing where no effective batch is known.
-        probe: What the probe found, if one ran.
-        exactness: What the exactness check measured, if it ran.
-        device: The device that is planned for, where it is not this one.
-        setting: One line on what is trained.
-    """
+    plan: AccumulationPlan | None = None
+    probe: ProbeResult | None = None
+    exactness: Exactness | None = None
+    device: PlannedDevice | None = None
+    setting: str = ""
+
+    @property
+    def memory(self) -> list[str]:
+        """What holds the memory at the peak, in three lines; none where no step was recorded."""
+        return list(self.probe.holders.lines()) if self.probe is not None and self.probe.holders is not None else []
+
+
+def plan_table(records: PlanRecords) -> Table:
+    """The plan before the first step, in at most 80 columns."""
     table = Table(title="Plan", title_justify="left", title_style="bold", show_header=False, box=SIMPLE_HEAD, width=80)
     table.add_column(style="cyan", no_wrap=True)
     table.add_column(overflow="fold")
-    if setting:
-        table.add_row("training", setting)
-    for name, value in plan_rows(plan, probe, exactness, device):
+    for name, value in plan_rows(records):
         table.add_row(name, value)
     return table
 
 
-def holder_lines(probe: ProbeResult | None) -> list[str]:
-    """What holds the memory at the peak, in three lines; none where no step was recorded."""
-    return list(probe.holders.lines()) if probe is not None and probe.holders is not None else []
+def save_plan(path: Path, records: PlanRecords) -> None:
+    """Save the records as JSON, with what is told of them."""
+    write_json(path, {**asdict(records), "memory": records.memory, "told": dict(plan_rows(records))})
 
 
-def plan_rows(
-    plan: AccumulationPlan | None,
-    probe: ProbeResult | None,
-    exactness: Exactness | None = None,
-    device: PlannedDevice | None = None,
-) -> list[tuple[str, str]]:
+def plan_rows(records: PlanRecords) -> list[tuple[str, str]]:
     """The rows of the plan's table, as pairs of a name and a text."""
+    plan, probe, exactness = records.plan, records.probe, records.exactness
     rows = []
     if plan is not None:
         rows.append(("effective batch", describe_window(plan)))
     if probe is not None:
-        rows += probe_rows(probe, device, plan)
+        rows += probe_rows(probe, plan) if records.device is None else estimate_rows(probe, plan, records.device)
     if exactness is not None:
         whole = plan is not None and plan.factor == 1
         rows.append(("exactness", "whole windows: nothing is accumulated" if whole else str(exactness)))
-    return rows or [("effective batch", "set by the loader")]
+    setting = [("training", records.setting)] if records.setting else []
+    return [*setting, *(rows or [("effective batch", "set by the loader")])]
 
 
-def probe_rows(
-    probe: ProbeResult, device: PlannedDevice | None = None, plan: AccumulationPlan | None = None
-) -> list[tuple[str, str]]:
-    """The rows of what a probe found, or worked out for another device."""
+def probe_rows(probe: ProbeResult, plan: AccumulationPlan | None) -> list[tuple[str, str]]:
+    """The rows of what a probe found."""
     peak, budget = format_bytes(probe.peak_bytes), format_bytes(probe.budget_bytes)
     more = " or more" if plan is not None and plan.factor == 1 and plan.micro_batch_size == probe.limit else ""
-    rows = [
+    fastest = [] if probe.fastest is None else [("fastest", describe_fastest(probe, probe.fastest))]
+    return [
         ("memory", f"peak {peak} at the limit, of a budget of {budget}"),
         ("limit", f"{counted(probe.limit, 'sample')} per micro-batch{more}"),
+        *fastest,
+        ("probe", describe_search(probe)),
     ]
-    if probe.fastest is not None:
-        rows.append(("fastest", describe_fastest(probe)))
-    rows.append(("probe", describe_search(probe)))
-    return rows if device is None else estimate_rows(rows, device, 1 if plan is None else plan.world_size)
 
 
-def estimate_rows(rows: list[tuple[str, str]], device: PlannedDevice, ranks: int) -> list[tuple[str, str]]:
-    """The rows of a probe with those that say what device it was worked out for."""
+def estimate_rows(probe: ProbeResult, plan: AccumulationPlan | None, device: PlannedDevice) -> list[tuple[str, str]]:
+    """The rows of what was worked out for another device, with those that say which."""
     total, reserved = format_bytes(device.total_bytes), format_bytes(device.reserved_bytes)
+    ranks = 1 if plan is None else plan.world_size
     buckets = ", buckets" if ranks > 1 else ""
+    memory, *others = probe_rows(probe, plan)
     return [
         ("estimate", f"for {f'{ranks} devices' if ranks > 1 else 'a device'} of {total}; nothing was run"),
-        rows[0],
+        memory,
         ("set aside", f"{reserved} for context, workspaces, fragmentation{buckets}"),
-        *rows[1:],
+        *others,
         *(("unreliable", reason) for reason in device.unreliable),
     ]
 
@@ -123,23 +116,22 @@ def describe_search(probe: ProbeResult) -> str:
     return f"{tried}, {seconds} ({probe.method}: {METHODS[probe.method]})"
 
 
-def describe_fastest(probe: ProbeResult) -> str:
+def describe_fastest(probe: ProbeResult, fastest: int) -> str:
     """The micro-batch that was chosen for speed, beside the largest that was timed.
 
     Examples:
         >>> from lightning_ga.plan.records import Timing
         >>> timings = (Timing(4, 16, 1.5), Timing(8, 8, 1.0), Timing(16, 4, 1.25))
-        >>> describe_fastest(ProbeResult(16, 1000, 900, (), 4, 0.4, "replay", timings=timings, fastest=8))
+        >>> describe_fastest(ProbeResult(16, 1000, 900, (), 4, 0.4, "replay", timings=timings, fastest=8), 8)
         '8 samples, 1.00 s a window (with 16: 1.25 s)'
     """
-    assert probe.fastest is not None
     seconds = {timing.micro_batch_size: timing.seconds for timing in probe.timings}
-    text = counted(probe.fastest, "sample")
-    if probe.fastest not in seconds:
+    text = counted(fastest, "sample")
+    if fastest not in seconds:
         return text
     largest = max(seconds)
-    beside = f" (with {largest}: {format_seconds(seconds[largest])})" if largest != probe.fastest else ""
-    return f"{text}, {format_seconds(seconds[probe.fastest])} a window{beside}"
+    beside = f" (with {largest}: {format_seconds(seconds[largest])})" if largest != fastest else ""
+    return f"{text}, {format_seconds(seconds[fastest])} a window{beside}"
 
 
 def counted(count: int, thing: str) -> str:
@@ -194,45 +186,3 @@ def format_seconds(seconds: float) -> str:
         ('1.23 s', '42 ms')
     """
     return f"{seconds:.2f} s" if seconds >= 0.1 else f"{1000 * seconds:.{0 if seconds >= 0.01 else 1}f} ms"
-
-
-def save_plan(
-    path: Path,
-    plan: AccumulationPlan | None,
-    probe: ProbeResult | None,
-    exactness: Exactness | None = None,
-    device: PlannedDevice | None = None,
-    *,
-    setting: str = "",
-) -> None:
-    """Save the records as JSON, ``null`` for one that is not there, and what is told of them.
-
-    Args:
-        path: The file.
-        plan: How a window is cut; nothing where no effective batch is known.
-        probe: What the probe found, if one ran.
-        exactness: What the exactness check measured, if it ran.
-        device: The device that is planned for, where it is not this one.
-        setting: One line on what is trained.
-    """
-    records: dict[str, Any] = {"plan": plan, "probe": probe, "exactness": exactness}
-    if device is not None:
-        records["device"] = device
-    content = {name: asdict(record) if record else None for name, record in records.items()}
-    told = dict([*([("training", setting)] if setting else []), *plan_rows(plan, probe, exactness, device)])
-    write_json(path, {**content, "memory": holder_lines(probe), "told": told})
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Indented JSON, with null for numbers that are not finite, which JSON lacks; the folder is made if needed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(finite(content), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def finite(content: Any) -> Any:
-    """The content with null for numbers that are not finite."""
-    if isinstance(content, dict):
-        return {key: finite(value) for key, value in content.items()}
-    if isinstance(content, list | tuple):
-        return [finite(value) for value in content]
-    return None if isinstance(content, float) and not math.isfinite(content) else content

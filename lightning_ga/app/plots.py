@@ -4,7 +4,6 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from io import StringIO
-from pathlib import Path
 from typing import Any
 
 from matplotlib import rc_context
@@ -23,18 +22,6 @@ SVG_WIDTH = 5.2  # inches: text is read on a narrow screen too
 WIDE = 2.5  # times all that is drawn: a budget above is told, not drawn
 
 
-def plot_losses(path: Path, curves: Mapping[str, Curve]) -> bool:
-    """Training and validation loss by optimizer step, as a PNG; nothing without either.
-
-    Returns:
-        Whether there was anything to draw.
-    """
-    figure = loss_figure(curves)
-    if figure is not None:
-        figure.savefig(path, dpi=150)
-    return figure is not None
-
-
 def loss_figure(curves: Mapping[str, Curve]) -> Figure | None:
     """Training and validation loss by optimizer step; nothing without either."""
     train, validation = curves.get("train/loss", []), curves.get("val/loss", [])
@@ -42,11 +29,9 @@ def loss_figure(curves: Mapping[str, Curve]) -> Figure | None:
         return None
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
-    if train:
-        axes.plot(*zip(*train), color="C0", linewidth=1, alpha=0.35, label="training, each window")
-        axes.plot(*zip(*moving_mean(train)), color="C0", linewidth=2, label="training, moving mean")
-    if validation:
-        axes.plot(*zip(*validation), color="C1", linewidth=2, marker="o", label="validation")
+    draw_curve(axes, train, color="C0", linewidth=1, alpha=0.35, label="training, each window")
+    draw_curve(axes, moving_mean(train), color="C0", linewidth=2, label="training, moving mean")
+    draw_curve(axes, validation, color="C1", linewidth=2, marker="o", label="validation")
     label_losses(axes, [*train, *validation])
     return figure
 
@@ -59,15 +44,18 @@ def comparison_figure(runs: Mapping[str, Mapping[str, Curve]]) -> Figure | None:
     for number, (name, curves) in enumerate(runs.items()):
         train, validation = moving_mean(curves.get("train/loss", [])), curves.get("val/loss", [])
         drawn += [*train, *validation]
-        if train:
-            axes.plot(*zip(*train), color=f"C{number % 10}", linewidth=2, label=f"{name}, training")
-        if validation:
-            axes.plot(
-                *zip(*validation), color=f"C{number % 10}", linewidth=1.5, linestyle="--", marker="o", markersize=4
-            )
+        colour = f"C{number % 10}"
+        draw_curve(axes, train, color=colour, linewidth=2, label=f"{name}, training")
+        draw_curve(axes, validation, color=colour, linewidth=1.5, linestyle="--", marker="o", markersize=4)
     label_losses(axes, drawn)
     axes.set_title("Loss: training (moving mean) and validation (dashed)")
     return figure if drawn else None
+
+
+def draw_curve(axes: Axes, curve: Curve, **style: Any) -> None:
+    """A curve; nothing where it has no points."""
+    if curve:
+        axes.plot(*zip(*curve), **style)
 
 
 def label_losses(axes: Axes, points: Curve) -> None:
@@ -80,11 +68,7 @@ def label_losses(axes: Axes, points: Curve) -> None:
 
 
 def moving_mean(curve: Curve, share: float = 0.1) -> Curve:
-    """Mean over as many points before as after each one, so that it does not lag behind.
-
-    Args:
-        curve: Points in order.
-        share: Part of the curve that a mean is over.
+    """Mean over a share of the curve, as many points before as after each one, so that it does not lag behind.
 
     Examples:
         >>> moving_mean([(0, 1.0), (1, 2.0), (2, 3.0), (3, 10.0)], share=0.75)
@@ -97,11 +81,6 @@ def moving_mean(curve: Curve, share: float = 0.1) -> Curve:
         values = [value for _, value in curve[place - reach : place + reach + 1]]
         smooth.append((step, sum(values) / len(values)))
     return smooth
-
-
-def plot_probe(path: Path, probe: ProbeResult) -> None:
-    """What a probe found, as a PNG."""
-    probe_figure(probe).savefig(path, dpi=150)
 
 
 def probe_figure(probe: ProbeResult) -> Figure:
@@ -119,12 +98,7 @@ def probe_figure(probe: ProbeResult) -> Figure:
 
 
 def as_svg(figure: Figure, title: str) -> str:
-    """A figure as SVG for a page, as wide as its place, with black and grey in the colour of the page's text.
-
-    Args:
-        figure: What is drawn.
-        title: What it shows, for those who cannot see it.
-    """
+    """A figure as SVG for a page, as wide as its place, with black and grey in the colour of the page's text."""
     width, height = figure.get_size_inches()
     figure.set_size_inches(SVG_WIDTH, SVG_WIDTH * height / width)
     file = StringIO()

@@ -4,19 +4,20 @@ import logging
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
+from lightning.pytorch.callbacks import ProgressBar, RichProgressBar, TQDMProgressBar
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 
 from lightning_ga.app.plan_report import current_plan
-from lightning_ga.app.plan_table import write_json
+from lightning_ga.app.run_files import write_json
 from lightning_ga.app.terminal import keep_in_log
 
 INFORMATION = (  # Lightning's loggers; which one it uses depends on the order of imports
@@ -35,42 +36,36 @@ NOISE = (  # warnings about choices that this application makes on purpose
 )
 
 
-class TrainingBar(TQDMProgressBar):
-    """Lightning's bar with the epoch's mean loss and accuracy, effective batch size and factor, in 80 columns.
+class PlanBar(ProgressBar):
+    """Beside a bar: what the model logs for it, means of the epoch, effective batch size and factor."""
 
-    Args:
-        refresh_rate: Micro-batches between two updates.
-    """
+    def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
+        """The values beside the bar."""
+        logged = super().get_metrics(trainer, pl_module)
+        metrics: dict[str, Any] = {name.removeprefix("train/"): logged[name] for name in logged if name != "v_num"}
+        metrics |= {name: f"{float(value):.3f}" for name, value in epoch_means(pl_module).items()}
+        plan = current_plan(trainer)
+        if plan is not None:
+            metrics["effective"] = str(plan.effective_batch_size)
+        return {**metrics, "factor": str(trainer.accumulate_grad_batches)}
+
+
+class TrainingBar(PlanBar, TQDMProgressBar):
+    """Lightning's bar in 80 columns."""
 
     BAR_FORMAT = "{desc} |{bar:5}| {n_fmt}/{total_fmt} {remaining}{postfix}"
-
-    def __init__(self, refresh_rate: int = 5) -> None:
-        super().__init__(refresh_rate=refresh_rate)
 
     def init_validation_tqdm(self) -> Tqdm:
         """Validation has no bar: it is a small part of an epoch."""
         return Tqdm(disable=True)
 
-    def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
-        """The values beside the bar."""
-        return beside_bar(trainer, pl_module, super().get_metrics(trainer, pl_module))
 
-
-class RichTrainingBar(RichProgressBar):
-    """Lightning's bar in colour, with the same values."""
-
-    def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
-        """The values beside the bar."""
-        return beside_bar(trainer, pl_module, super().get_metrics(trainer, pl_module))
+class RichTrainingBar(PlanBar, RichProgressBar):
+    """Lightning's bar in colour."""
 
 
 class EpochLog(Callback):
-    """One line an epoch, in the log of what was printed and, where there is no bar, on the screen; and its record.
-
-    Args:
-        folder: Where ``epochs.json`` goes.
-        shown: Whether the line is printed too.
-    """
+    """One line an epoch, in the log and, if it is ``shown``, on the screen; and its record in ``epochs.json``."""
 
     def __init__(self, folder: Path, *, shown: bool = True) -> None:
         self.folder = folder
@@ -132,15 +127,10 @@ def memory_used(device: torch.device) -> tuple[str, int]:
 
 
 def make_progress(kind: str, folder: Path) -> list[Callback]:
-    """What shows the progress of a training.
-
-    Args:
-        kind: ``bar``, ``rich``, ``plain``, ``none``, or ``auto`` for a bar on a terminal and plain lines elsewhere.
-        folder: The run's folder.
-    """
+    """What shows the progress of a training; ``auto`` is a bar on a terminal and plain lines elsewhere."""
     if kind == "auto":
         kind = "bar" if sys.stdout.isatty() else "plain"
-    bars = {"bar": TrainingBar, "rich": RichTrainingBar}
+    bars: dict[str, Callable[[], Callback]] = {"bar": partial(TrainingBar, refresh_rate=5), "rich": RichTrainingBar}
     return [*([bars[kind]()] if kind in bars else []), EpochLog(folder, shown=kind == "plain")]
 
 
@@ -164,17 +154,6 @@ def epoch_line(epoch: int, epochs: int | None, metrics: Mapping[str, float], sec
     told = [f"{stage} {', '.join(values)}".strip() for stage, values in stages.items() if values]
     of = f"/{epochs}" if epochs is not None and epochs > 0 else ""
     return f"Epoch {epoch}{of}: {'; '.join([*told, f'{seconds:.1f} s'])}"
-
-
-def beside_bar(trainer: Trainer, module: LightningModule, shown: Mapping[str, Any]) -> dict[str, Any]:
-    """The values beside a bar: what the model logs for it, means of the epoch, and the plan."""
-    metrics: dict[str, Any] = {name.removeprefix("train/"): value for name, value in shown.items() if name != "v_num"}
-    metrics |= {name: f"{float(value):.3f}" for name, value in epoch_means(module).items()}
-    plan = current_plan(trainer)
-    if plan is not None:
-        metrics["effective"] = str(plan.effective_batch_size)
-    metrics["factor"] = str(trainer.accumulate_grad_batches)
-    return metrics
 
 
 def epoch_means(module: LightningModule) -> Mapping[str, Any]:

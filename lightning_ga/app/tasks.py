@@ -15,24 +15,23 @@ from typing import Any
 import torch
 from hydra.core.hydra_config import HydraConfig
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger
 from omegaconf import OmegaConf
 
 from lightning_ga.app import checkpoints
 from lightning_ga.app.build import Fit, build, make
 from lightning_ga.app.interrupts import interruptions_told
 from lightning_ga.app.page import write_page
-from lightning_ga.app.plan_report import survived_errors
-from lightning_ga.app.plan_table import counted, write_json
-from lightning_ga.app.plots import plot_losses
+from lightning_ga.app.plan_report import find_accumulate
+from lightning_ga.app.plan_table import counted
+from lightning_ga.app.plots import loss_figure
 from lightning_ga.app.predictions import save_predictions
 from lightning_ga.app.progress import quiet_lightning
-from lightning_ga.app.run_files import read_curves
-from lightning_ga.app.scores import class_scores, save_scores, scores_text
+from lightning_ga.app.run_files import read_run, write_json
+from lightning_ga.app.scores import class_report
 from lightning_ga.app.terminal import printed_to, warn
 from lightning_ga.app.values import Config
 from lightning_ga.errors import UserError
-from lightning_ga.probe.planned.device import planned_device
+from lightning_ga.plan.planned_device import planned_device
 
 Metrics = dict[str, float]
 MOST_CLASSES_SHOWN = 20
@@ -40,11 +39,7 @@ LOG = "train.log"
 
 
 def run_task(content: Config, allow: tuple[str, ...] = ()) -> float | None:
-    """Build and do what ``task`` says.
-
-    Args:
-        content: The resolved configuration; its values have been checked.
-        allow: Packages that the user trusts besides those of the list.
+    """Build what a checked configuration names, with packages in ``allow`` too, and do what ``task`` says.
 
     Returns:
         The optimized metric, for sweepers; nothing if the task does not measure it.
@@ -75,9 +70,9 @@ def wanted_checkpoint(run: Fit) -> Path | None:
             raise UserError(f"task={config.task} needs trained weights: give ckpt_path=best, ckpt_path=last or a path.")
         return None
     model: Any = OmegaConf.to_container(config.model)
-    roots = [Path(config.paths[key]) for key in ("output_root", "sweep_root")]
+    runs = checkpoints.Runs(model, [Path(config.paths[key]) for key in ("output_root", "sweep_root")])
     kind = "last" if config.task == "fit" else "best"
-    path = checkpoints.find_checkpoint(str(config.ckpt_path), model, roots, kind=kind)
+    path = checkpoints.find_checkpoint(str(config.ckpt_path), runs, kind=kind)
     take_checkpoint(run, path)
     return path
 
@@ -145,13 +140,14 @@ def test(run: Fit, checkpoint: Path | None) -> Metrics:
     confusion = getattr(run.model, "confusion", None)
     if confusion:
         names = list(getattr(run.data, "class_names", ()))
-        scores = class_scores(confusion, names)
-        metrics["test/macro_f1"], metrics["test/weighted_f1"] = scores[-2].f1, scores[-1].f1
+        text, scores = class_report(confusion, names)
+        metrics |= {f"test/{kind}_f1": scores[f"{kind} avg"]["f1-score"] for kind in ("macro", "weighted")}
         if run.trainer.is_global_zero:
-            save_scores(run.folder, scores)
+            (run.folder / "classification_report.txt").write_text(text, encoding="utf-8")
+            write_json(run.folder / "classification_report.json", scores)
             write_json(run.folder / "confusion_matrix.json", {"classes": names, "counts": confusion})
             if len(confusion) <= MOST_CLASSES_SHOWN:
-                print(f"\n{scores_text(scores)}")
+                print(f"\n{text}", end="")
     return metrics
 
 
@@ -189,18 +185,15 @@ def measured(run: Fit) -> Metrics:
 
 def best_checkpoint(run: Fit) -> ModelCheckpoint | None:
     """The callback that keeps the best weights, if the run has one."""
-    kept = [callback for callback in run.trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
+    kept = (callback for callback in run.trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint))
     return next((callback for callback in kept if callback.monitor is not None), None)
 
 
 def save_curves(run: Fit) -> None:
     """Draw the loss curves from the CSV log."""
-    for logger in run.trainer.loggers:
-        if isinstance(logger, CSVLogger) and run.trainer.is_global_zero:
-            logger.save()
-            path = Path(logger.log_dir) / "metrics.csv"
-            if path.is_file():
-                plot_losses(run.folder / "loss_curves.png", read_curves(path))
+    figure = loss_figure(read_run(run.folder).curves) if run.trainer.is_global_zero else None
+    if figure is not None:
+        figure.savefig(run.folder / "loss_curves.png", dpi=150)
 
 
 def outcome(run: Fit) -> str:
@@ -222,7 +215,7 @@ def command(overrides: list[str]) -> str:
 
 def summarize(run: Fit, metrics: Metrics, seconds: float) -> None:
     """The result, on the screen as the last lines and in ``result.json``."""
-    survived = survived_errors(run.trainer)
+    survived = getattr(find_accumulate(run.trainer), "oom_events", 0)
     events = {"oom_events": survived} if survived else {}
     write_json(run.folder / "result.json", {**metrics, **events, "seconds": round(seconds, 1)})
     shown = [f"{name} {value:.4f}" for name, value in sorted(metrics.items()) if not name.startswith("train/")]

@@ -1,33 +1,22 @@
 """Print on any terminal, and keep what was printed."""
 
-import codecs
 import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
-from io import StringIO, TextIOBase
+from io import StringIO
 from pathlib import Path
 from textwrap import wrap
 from typing import Any, TextIO
 
-ASCII_SIGNS = {"×": "x", "–": "-", "—": "-", "…": "...", "→": "->", "−": "-", "±": "+-", "µ": "u", "‖": "|", "≤": "<="}
 MOVES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")  # colours and movements of a terminal's cursor
 
 
-def _in_ascii(error: UnicodeError) -> tuple[str, int]:
-    assert isinstance(error, UnicodeEncodeError)
-    signs = error.object[error.start : error.end]
-    return "".join(ASCII_SIGNS.get(sign, "-" if "\u2500" <= sign <= "\u257f" else "?") for sign in signs), error.end
-
-
-codecs.register_error("lightning_ga.ascii", _in_ascii)
-
-
 def printable_everywhere(*streams: Any) -> None:
-    """Have signs that a terminal's encoding lacks replaced by those of ASCII, where printing them would fail."""
+    """Have signs that a terminal's encoding lacks replaced, where printing them would fail."""
     for stream in streams:
         with suppress(AttributeError, ValueError, OSError):
-            stream.reconfigure(errors="lightning_ga.ascii")
+            stream.reconfigure(errors="replace")
 
 
 @contextmanager
@@ -43,13 +32,8 @@ def wrapped_output(width: int = 100) -> Iterator[None]:
             print("\n".join(wrap(line, width, subsequent_indent="  ", break_on_hyphens=False)) if listed else line)
 
 
-class Tee(TextIOBase):
-    """Prints on a stream and writes the same to a log, without what only moves a terminal's cursor.
-
-    Args:
-        stream: What is printed on.
-        log: The file that keeps it.
-    """
+class Tee:
+    """A stream that writes what is printed to a log as well, without what only moves a terminal's cursor."""
 
     def __init__(self, stream: TextIO, log: TextIO) -> None:
         self._stream = stream
@@ -57,19 +41,6 @@ class Tee(TextIOBase):
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
-
-    @property
-    def encoding(self) -> str:  # type: ignore[override]
-        """The stream's."""
-        return self._stream.encoding
-
-    def isatty(self) -> bool:
-        """Whether a terminal shows it."""
-        return self._stream.isatty()
-
-    def fileno(self) -> int:
-        """The stream's."""
-        return self._stream.fileno()
 
     def write(self, text: str) -> int:
         """Print and keep."""

@@ -1,7 +1,7 @@
 """Which values the keys of a configuration may have: one table, looked at before anything is built.
 
-Hydra takes any value for any key, and a wrong one would come to light deep inside a library, or
-never. A key that is not in the table is left to whoever is given it.
+Hydra takes any value for any key. Most wrong ones would come to light deep inside a library, or never; those that
+a constructor refuses in a sentence are left to it, and so are keys that are not in the table.
 """
 
 import math
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_ga.errors import UserError
+from lightning_ga.plan.budget import parse_device_memory
 
 KNOWN = ("lightning_ga.", "lightning.pytorch.", "torch.optim.")  # classes whose keys mean what the table says
 MODELS = "lightning_ga.models."
@@ -27,14 +28,7 @@ Config = dict[str, Any]
 
 
 class Rule(NamedTuple):
-    """What a value must be.
-
-    Attributes:
-        words: The rule, as in "must be ...".
-        example: A value that obeys it.
-        holds: Whether a value does.
-        choices: The values that there are, where they can be listed.
-    """
+    """What a value must be, in words that follow "must be", with an example and, if they can be listed, all choices."""
 
     words: str
     example: Any
@@ -48,87 +42,51 @@ class Rule(NamedTuple):
         return f"{key}={shown(value)} must be {self.words}; for example {key}={example}."
 
 
-def whole(least: int, example: int, *, most: float = math.inf, or_null: str = "", endless: bool = False) -> Rule:
-    """A whole number.
+def number(
+    example: float,
+    least: float = -math.inf,
+    most: float = math.inf,
+    *,
+    whole: bool = False,
+    besides: tuple[Any, ...] = (),
+) -> Rule:
+    """A finite number in a range.
 
     Args:
-        least: The smallest that may be.
         example: One that may be.
+        least: The smallest that may be.
         most: The largest that may be.
-        or_null: What null means; null may not be where this is left out.
-        endless: Whether -1 may be, for no limit.
+        whole: Whether it must be a whole number.
+        besides: What may be as well: null, or -1 for no limit.
     """
-    words = f"a whole number of at least {least}" if most == math.inf else f"a whole number from {least} to {most}"
-    words += ", or -1 for no limit" if endless else ""
-    words += f", or null for {or_null}" if or_null else ""
+    words = "a whole number" if whole else "a number"
+    if most < math.inf:
+        words += f" from {least} to {most}"
+    elif least > -math.inf:
+        words += f" of at least {least}"
 
     def holds(value: Any) -> bool:
-        if value is None:
-            return bool(or_null)
-        return is_whole(value) and (least <= value <= most or (endless and value == -1))
+        if value in besides:
+            return True
+        is_number = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
+        return is_number and least <= value <= most and abs(value) != math.inf
 
-    return Rule(words, example, holds)
-
-
-def number(words: str, example: float, holds: Callable[[float], bool], or_null: str = "") -> Rule:
-    """A finite number of which something holds.
-
-    Args:
-        words: What it is, as in "must be ...".
-        example: One that may be.
-        holds: Whether a finite number may be.
-        or_null: What null means; null may not be where this is left out.
-    """
-    text = f"{words}, or null for {or_null}" if or_null else words
-    return Rule(text, example, lambda value: bool(or_null) if value is None else is_number(value) and holds(value))
+    return Rule(" or ".join([words, *map(shown, besides)]), example, holds)
 
 
-def one_or_more(words: str, example: float, holds: Callable[[float], bool]) -> Rule:
-    """One such number, or a list of them.
-
-    Args:
-        words: What each is.
-        example: One that may be.
-        holds: Whether a finite number may be.
-    """
+def one_or_more(rule: Rule) -> Rule:
+    """A value that obeys a rule, or a list of such values."""
 
     def all_hold(value: Any) -> bool:
         several = value if isinstance(value, list) else [value]
-        return bool(several) and all(is_number(one) and holds(one) for one in several)
+        return bool(several) and all(map(rule.holds, several))
 
-    return Rule(f"{words}, or a list of such numbers", example, all_hold)
+    return Rule(f"{rule.words}, or a list of such numbers", rule.example, all_hold)
 
 
 def one_of(*choices: Any) -> Rule:
     """One of a few values."""
-    return Rule(f"one of {', '.join(map(str, choices))}", choices[0], lambda value: value in choices, choices)
-
-
-def is_memory(value: Any) -> bool:
-    """Whether a value is an amount of memory, or null."""
-    if value is None:
-        return True
-    from lightning_ga.probe.planned.device import read_device_memory
-
-    try:
-        return read_device_memory(value) > 0
-    except UserError:
-        return False
-
-
-def is_number(value: Any) -> bool:
-    """Whether a value is a finite number."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def is_whole(value: Any) -> bool:
-    """Whether a value is a whole number."""
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def is_list_of_counts(value: Any) -> bool:
-    """Whether a value is a list of whole numbers of at least one; an empty one too."""
-    return isinstance(value, list) and all(is_whole(count) and count >= 1 for count in value)
+    return Rule(f"one of {', '.join(map(shown, choices))}", shown(choices[0]), lambda v: v in choices, choices)
 
 
 def is_list_of_nodes(value: Any) -> bool:
@@ -136,89 +94,83 @@ def is_list_of_nodes(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(one, dict) and "_target_" in one for one in value)
 
 
-def is_interval(value: Any) -> bool:
-    """Whether a value is a share of an epoch, a number of batches, a time, or null."""
-    if value is None or isinstance(value, str | dict):
-        return value != ""
-    return is_whole(value) and value >= 1 if is_whole(value) else is_number(value) and 0 < value <= 1
+def shown(value: Any) -> str:
+    """A value as the user could have typed it."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value) or '""'
 
 
 SWITCH = Rule("true or false", "true", lambda value: isinstance(value, bool))
-SHARE = number("a number between 0 and 1, both excluded", 0.1, lambda value: 0 < value < 1)
-PART = number("a number from 0 to 1", 0.1, lambda value: 0 <= value <= 1)
-COUNT = whole(1, 32)
 FOLDER = Rule("the path of a folder", "outputs", lambda value: isinstance(value, str) and value != "")
-LIMIT = number("a share from 0 to 1, or a whole number of batches", 1.0, lambda v: v >= 0 and (v <= 1 or is_whole(v)))
-TEXTS = Rule("a list of names", "[my_package]", lambda v: isinstance(v, list) and all(isinstance(x, str) for x in v))
+PART = number(0.1, 0, 1)
+COUNT = number(32, 1, whole=True)
+CLASSES = number(10, 1, whole=True, besides=(None,))
+LIMIT = number(1.0, 0)  # from 1 on Lightning refuses fractions
 
 RULES: Mapping[str, Rule] = {
     "task": one_of("fit", "validate", "test", "predict"),
-    "seed": whole(0, 0, most=2**32 - 1, or_null="another run every time"),
+    "seed": number(0, 0, 2**32 - 1, whole=True, besides=(None,)),
     "dry_run": SWITCH,
-    "device_memory": Rule("bytes or a text such as 16GiB, or null for this device", "16GiB", lambda v: is_memory(v)),
     "test": SWITCH,
-    "allow_targets": TEXTS,
     "progress": one_of("auto", "bar", "rich", "plain", "none"),
     "compile": Rule("true, false or a mode of torch.compile", "true", lambda v: isinstance(v, bool | str) and v != ""),
     "precision.float32_matmul": one_of("highest", "high", "medium"),
     "paths.data_dir": FOLDER,
     "paths.output_root": FOLDER,
     "paths.output_dir": FOLDER,
-    "trainer.num_nodes": whole(1, 1),
-    "trainer.max_epochs": whole(1, 4, endless=True, or_null="Lightning's default"),
-    "trainer.min_epochs": whole(0, 1, or_null="none"),
-    "trainer.max_steps": whole(1, 1000, endless=True),
-    "trainer.accumulate_grad_batches": whole(1, 1),
-    "trainer.gradient_clip_val": number("a number of at least 0", 1.0, lambda value: value >= 0, or_null="no clipping"),
+    "trainer.max_epochs": number(4, 1, whole=True, besides=(-1, None)),
+    "trainer.min_epochs": number(1, 0, whole=True, besides=(None,)),
+    "trainer.max_steps": number(1000, 1, whole=True, besides=(-1,)),
+    "trainer.accumulate_grad_batches": COUNT,
+    "trainer.gradient_clip_val": number(1.0, 0, besides=(None,)),
     "trainer.limit_train_batches": LIMIT,
     "trainer.limit_val_batches": LIMIT,
     "trainer.limit_test_batches": LIMIT,
-    "trainer.val_check_interval": Rule(
-        "a share of an epoch above 0, or a whole number of batches of at least 1", 0.5, is_interval
-    ),
-    "trainer.check_val_every_n_epoch": whole(1, 1, or_null="validation by steps alone"),
-    "trainer.log_every_n_steps": whole(0, 5, or_null="Lightning's default"),
-    "trainer.num_sanity_val_steps": whole(0, 0, endless=True, or_null="Lightning's default"),
-    "trainer.deterministic": Rule("true, false or warn", "true", lambda value: value in (True, False, None, "warn")),
+    "trainer.val_check_interval": Rule("a share of an epoch above 0 or a number of batches", 0.5, lambda v: v != 0),
+    "trainer.check_val_every_n_epoch": number(1, 1, whole=True, besides=(None,)),
+    "trainer.log_every_n_steps": number(5, 0, whole=True, besides=(None,)),
+    "trainer.num_sanity_val_steps": number(0, 0, whole=True, besides=(-1, None)),
+    "trainer.deterministic": one_of(True, False, None, "warn"),
     "data.download": SWITCH,
     "data.batch_size": COUNT,
     "data.eval_batch_size": COUNT,
-    "data.num_workers": whole(0, 0, most=MOST_WORKERS),
-    "data.image_size": whole(1, 32, most=LARGEST_IMAGE),
+    "data.num_workers": number(0, 0, MOST_WORKERS, whole=True),
+    "data.image_size": number(32, 1, LARGEST_IMAGE, whole=True),
     "data.channels": one_of(1, 3),
-    "data.num_classes": whole(1, 10, or_null="as many as the set has"),
-    "data.mean": one_or_more("a number", 0.5, math.isfinite),
-    "data.std": one_or_more("a number above 0", 0.5, lambda value: value > 0),
+    "data.num_classes": CLASSES,
+    "data.mean": one_or_more(number(0.5)),
+    "data.std": one_or_more(number(0.5, 1e-6)),
     "data.augment": Rule(
         "a list of transforms", "[{_target_: torchvision.transforms.v2.RandomHorizontalFlip}]", is_list_of_nodes
     ),
-    "data.val_fraction": SHARE,
-    "data.test_fraction": SHARE,
-    "data.split_seed": whole(0, 0, most=2**32 - 1),
-    "data.samples": whole(1, 1024),
+    "data.val_fraction": PART,
+    "data.test_fraction": PART,
+    "data.split_seed": number(0, 0, 2**32 - 1, whole=True),
+    "data.samples": COUNT,
     "data.noise": PART,
     "data.max_length": COUNT,
     "data.check_pictures": SWITCH,
     "data.skip_broken": SWITCH,
-    "model.num_classes": whole(1, 10, or_null="as many as the set has"),
+    "model.num_classes": CLASSES,
     "model.in_channels": COUNT,
     "model.image_size": COUNT,
     "model.pretrained": SWITCH,
-    "model.vocabulary": whole(256, 256),
+    "model.vocabulary": number(256, 256, whole=True),
     "model.context": COUNT,
     "model.width": COUNT,
     "model.depth": COUNT,
     "model.heads": COUNT,
-    "model.hidden": Rule("a list of whole numbers of at least 1", "[512,256]", is_list_of_counts),
-    "optimizer.lr": number("a number of at least 0", 0.001, lambda value: value >= 0),
+    "model.hidden": Rule(
+        "a list of whole numbers of at least 1",
+        "[512,256]",
+        lambda value: isinstance(value, list) and all(map(COUNT.holds, value)),
+    ),
+    "optimizer.lr": number(0.001, 0),
     "optimizer.nesterov": SWITCH,
     "lr_scheduler.warmup": PART,
     "lr_scheduler.final": PART,
     "accumulate.verify": SWITCH,
     "accumulate.cache": SWITCH,
 }
-FRACTIONS = ("accumulate.memory_budget", "trainer.val_check_interval", "trainer.overfit_batches")
-"""Besides limits, where a number up to 1 is a share and a larger one counts."""
 
 
 def direction(metric: str) -> str:
@@ -242,22 +194,16 @@ def resolved(cfg: DictConfig) -> Config:
 
 
 def check_values(config: Config) -> None:
-    """Refuse the first value that breaks its rule, and keys that contradict each other.
+    """Refuse the first value of a resolved configuration that breaks its rule, and keys that contradict each other.
 
     Whole numbers that were written as ``1e3`` become whole numbers.
-
-    Args:
-        config: The resolved configuration, as plain dicts and lists.
-
-    Raises:
-        UserError: With the key, the value, the rule and an example.
     """
-    read_whole_numbers(config)
+    for section in (*config.values(), config):
+        if isinstance(section, dict) and is_known(section):
+            section.update({name: as_whole(value) for name, value in section.items()})
     for key, rule in RULES.items():
         place, name = section_of(config, key)
-        if name not in place or not is_known(place):
-            continue
-        if not rule.holds(place[name]):
+        if name in place and is_known(place) and not rule.holds(place[name]):
             raise UserError(rule.sentence(key, place[name]))
     if config["dry_run"] and config["task"] != "fit":
         raise UserError(
@@ -271,35 +217,16 @@ def check_values(config: Config) -> None:
     check_metrics(config)
 
 
-def read_whole_numbers(config: Config) -> None:
-    """Turn 1000.0, which is how 1e3 is read, into 1000 where whole numbers are meant."""
-    for key, rule in RULES.items():
-        place, name = section_of(config, key)
-        value = place.get(name)
-        if isinstance(value, float) and value.is_integer() and rule.holds(int(value)) and not rule.holds(value):
-            place[name] = int(value)
-    for key in FRACTIONS:
-        place, name = section_of(config, key)
-        value = place.get(name)
-        if isinstance(value, float) and value > 1 and value.is_integer():
-            place[name] = int(value)
-    section = config.get("accumulate") or {}
-    for name in ("effective_batch_size", "accumulate", "micro_batch_size", "max_micro_batch_size"):
-        value = section.get(name)
-        if isinstance(value, dict):
-            section[name] = {epoch: as_whole(size) for epoch, size in value.items()}
-        elif name in section:
-            section[name] = as_whole(value)
-
-
 def as_whole(value: Any) -> Any:
-    """A float without a fraction as a whole number, anything else as it is.
+    """1000.0, which is how YAML reads 1e3, as 1000, in a schedule by epochs too; not 1.0, which may be a share.
 
     Examples:
-        >>> as_whole(1e3), as_whole(0.5), as_whole("auto")
-        (1000, 0.5, 'auto')
+        >>> as_whole(1e3), as_whole(1.0), as_whole({0: 2e0, 5: 4e0}), as_whole("auto")
+        (1000, 1.0, {0: 2, 5: 4}, 'auto')
     """
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+    if isinstance(value, dict):
+        return {key: as_whole(size) if isinstance(key, int) else size for key, size in value.items()}
+    return int(value) if isinstance(value, float) and value > 1 and value.is_integer() else value
 
 
 def section_of(config: Config, key: str) -> tuple[Config, str]:
@@ -314,6 +241,7 @@ def check_planned_device(config: Config) -> None:
     memory = config["device_memory"]
     if memory is None:
         return
+    parse_device_memory(memory)
     if not config["dry_run"]:
         raise UserError(
             f"device_memory={memory} plans for a device that is not here, and nothing can be trained on it: "
@@ -326,11 +254,6 @@ def check_planned_device(config: Config) -> None:
 def is_known(section: Config) -> bool:
     """Whether a section's keys mean what the table says: a class of the user's own may use them otherwise."""
     return str(section.get("_target_", KNOWN[0])).startswith(KNOWN)
-
-
-def shown(value: Any) -> str:
-    """A value as the user could have typed it."""
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value) or '""'
 
 
 def check_agreement(config: Config) -> None:

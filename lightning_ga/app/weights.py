@@ -1,5 +1,6 @@
 """Start a model from bare weights: ``model.init_from=weights.pt``."""
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,17 +10,13 @@ from torch import Tensor, nn
 from lightning_ga.app.checkpoints import read_safely
 from lightning_ga.errors import UserError
 
-PREFIXES = ("module.", "model.", "net.", "_orig_mod.")  # what wrappers put before the names of weights
+WRAPPERS = re.compile(r"((module|model|net|_orig_mod)\.)*")  # what they put before the names of weights
 
 
 def load_initial_weights(model: nn.Module, name: str) -> str:
-    """Load the weights of a file whose names and shapes are those of a model.
+    """Load the weights of a file (of ``torch.save`` or safetensors) that fit a model, or its ``net`` where it has one.
 
     A classifier's last layer for other classes is left as it was drawn.
-
-    Args:
-        model: The LightningModule; its ``net`` where it has one.
-        name: Path of a file of ``torch.save`` or of safetensors: weights alone, or a checkpoint.
 
     Returns:
         What was loaded, in one sentence.
@@ -32,7 +29,7 @@ def load_initial_weights(model: nn.Module, name: str) -> str:
         raise UserError(f"model.init_from={name} is not a file: give the path of weights, such as weights.pt.")
     net: nn.Module = getattr(model, "net", model)
     wanted, found = net.state_dict(), read_weights(path)
-    named = (found, {stripped(key): value for key, value in found.items()})
+    named = (found, {WRAPPERS.sub("", key, count=1): value for key, value in found.items()})
     fitting = max((matching(weights, wanted) for weights in named), key=len)
     if not fitting:
         raise UserError(
@@ -64,16 +61,3 @@ def read_weights(path: Path) -> dict[str, Tensor]:
             content = content[key]
     pairs = content.items() if isinstance(content, Mapping) else ()
     return {str(key): value for key, value in pairs if isinstance(value, Tensor)}
-
-
-def stripped(key: str) -> str:
-    """A weight's name without the names of wrappers.
-
-    Examples:
-        >>> stripped("module.net.conv1.weight")
-        'conv1.weight'
-    """
-    for prefix in PREFIXES:
-        if key.startswith(prefix):
-            return stripped(key.removeprefix(prefix))
-    return key

@@ -34,11 +34,11 @@ from lightning_ga.plan.budget import parse_budget
 from lightning_ga.plan.checkpoint import RunState
 from lightning_ga.plan.config import Options, Request
 from lightning_ga.plan.exactness import INEXACT, Exactness, found_to_change, splitting_sentence, uncuttable
+from lightning_ga.plan.planned_device import current_device
 from lightning_ga.plan.records import ProbeResult
 from lightning_ga.plan.units import format_bytes
 from lightning_ga.plan.windows import Chunk
 from lightning_ga.probe.isolation import hooks_apart
-from lightning_ga.probe.planned.device import current_device
 
 
 class Fit:

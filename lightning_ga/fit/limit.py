@@ -16,11 +16,11 @@ from lightning_ga.loading.training_source import TrainingSource
 from lightning_ga.memory.oom import is_ambiguous_out_of_memory, is_out_of_memory
 from lightning_ga.plan.checkpoint import RunState
 from lightning_ga.plan.config import Options, Request
+from lightning_ga.plan.planned_device import PlannedDevice, current_device
 from lightning_ga.plan.records import ProbeResult, lowered, outdated
 from lightning_ga.probe.cache import LimitCache
 from lightning_ga.probe.fingerprint import hardware
 from lightning_ga.probe.limit import probe
-from lightning_ga.probe.planned.device import PlannedDevice, current_device
 from lightning_ga.probe.planned.estimate import estimate
 
 NO_LIMIT = 2**31

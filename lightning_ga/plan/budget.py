@@ -43,6 +43,25 @@ def parse_budget(value: int | float | str | None, total_bytes: int | None = None
     return amount
 
 
+def parse_device_memory(value: object) -> int:
+    """Return the bytes of a device's memory, of which a share has no meaning.
+
+    Raises:
+        UserError: If it is neither bytes nor text with a unit.
+
+    Examples:
+        >>> parse_device_memory("80 GB")
+        80000000000
+    """
+    amount = _read_amount(value, None)
+    if amount is None or amount < 1:
+        raise UserError(
+            f"device_memory={value!r} must be a whole number of bytes of at least 1, or a text such as '16GiB' or "
+            "'80 GB'."
+        )
+    return amount
+
+
 def _read_amount(value: object, total: int | None) -> int | None:
     """Return the bytes of a budget; ``None`` if it cannot be read."""
     if isinstance(value, bool):

@@ -38,13 +38,13 @@ class RunState:
         return cls(
             position=Position(**state["position"]),
             hardware=state["hardware"],
-            probe=_probe_or_none(state["probe"]),
+            probe=probe_or_none(state["probe"]),
             limit=state.get("limit"),
             oom_events=state.get("oom_events", 0),
         )
 
 
-def _probe_or_none(record: Any) -> ProbeResult | None:
+def probe_or_none(record: Any) -> ProbeResult | None:
     """Return what a probe found; ``None`` where that cannot be read: a probe finds it again."""
     try:
         return None if record is None else read_probe(record)

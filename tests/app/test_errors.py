@@ -45,7 +45,7 @@ def test_disks_and_folders_are_told_in_one_sentence():
     """Which file, why, and which keys choose another place; other errors of the system are bugs."""
     full = OSError(errno.ENOSPC, "No space left on device")
     assert is_expected(full)
-    assert explain(full).startswith("A file of this run cannot be written: the disk is full")
+    assert explain(full).startswith("A file of this run cannot be written: No space left on device")
     denied = PermissionError(errno.EACCES, "Permission denied", "/somewhere")
     assert "'/somewhere' cannot be written" in explain(denied)
     assert "hydra.run.dir=FOLDER" in explain(denied)

@@ -14,7 +14,7 @@ from lightning_ga.report import main
 PROBE = {
     "limit": 30, "budget_bytes": 90 * 2**20, "peak_bytes": 85 * 2**20, "steps": 4, "seconds": 0.5, "method": "bracket",
     "trials": [{"micro_batch_size": 4, "peak_bytes": 2**24, "fits": True, "seconds": 0.1}],
-    "curve": [[1, 2**24], [30, 85 * 2**20]], "timings": [], "fastest": None, "of_a_later_version": 1,
+    "curve": [[1, 2**24], [30, 85 * 2**20]], "timings": [], "fastest": None,
 }  # fmt: skip
 PLAN = {"effective_batch_size": 64, "micro_batch_size": 22, "factor": 3, "world_size": 1, "chunks": [[22, 21, 21]]}
 
@@ -32,7 +32,10 @@ def leave_run(folder: Path, **changes: object) -> Path:
         "result": {"test/acc": 0.75, "val/loss": None, "oom_events": 2, "seconds": 3.0},
         "versions": {"torch": "9.9"},
         "epochs": [{"epoch": 1, "steps": 5, "seconds": 2.0, "samples": 300, "process_bytes": 2**30, "train/loss": 0.5}],
-        "classification_report": [{"name": "cat", "precision": 1.0, "recall": 0.5, "f1": 0.6667, "support": 4}],
+        "classification_report": {
+            "cat": {"precision": 1.0, "recall": 0.5, "f1-score": 0.6667, "support": 4},
+            "accuracy": 0.5,
+        },
         "confusion_matrix": {"classes": ["cat", "dog"], "counts": [[2, 2], [0, 3]]},
     }
     for name, content in written.items():
@@ -80,6 +83,16 @@ def test_the_page_needs_nothing_but_itself(tmp_path):
     assert not re.search(r"url\((?!#)|@import", page)
     assert "color-scheme:light dark" in page
     assert "#000000" not in page.split("</style>")[1]
+
+
+def test_a_probe_of_another_version_is_left_out(tmp_path):
+    """All else of its run is shown."""
+    folder = leave_run(tmp_path / "run")
+    plan = {"plan": PLAN, "probe": PROBE | {"of_a_later_version": 1}, "told": {}}
+    (folder / "plan.json").write_text(json.dumps(plan))
+    page = run_page(read_run(folder))
+    assert "Limit of the micro-batch" not in page
+    assert "22 × 3" in page
 
 
 def test_a_run_that_left_little_has_a_page_too(tmp_path):

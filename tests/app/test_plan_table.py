@@ -5,12 +5,12 @@ from typing import get_args
 import pytest
 from rich.console import Console
 
-from lightning_ga.app.plan_table import METHODS, plan_rows, plan_table, save_plan
+from lightning_ga.app.plan_table import METHODS, PlanRecords, plan_rows, plan_table, save_plan
 from lightning_ga.plan.accumulation import plan_accumulation
 from lightning_ga.plan.attribution import Attribution
 from lightning_ga.plan.exactness import Exactness
+from lightning_ga.plan.planned_device import PlannedDevice
 from lightning_ga.plan.records import Method, ProbeResult, Timing, Trial
-from lightning_ga.probe.planned.device import PlannedDevice
 
 HOLDERS = Attribution(48, 100, "backward", "net.1", (("activations of net.1", 70), ("parameters", 30)))
 PROBE = ProbeResult(48, 2**31, 2_040_109_466, (Trial(48, 2_040_109_466, True, 0.2),), 4, 1.25, "replay")
@@ -25,7 +25,9 @@ def printed(table) -> str:
 
 def test_the_table_says_how_a_window_is_cut_and_what_the_probe_found():
     """Effective batch, peak and budget, limit, trials and seconds, in 80 columns."""
-    text = printed(plan_table(plan_accumulation(256, micro_batch=48, world_size=2), PROBE, setting="a model"))
+    text = printed(
+        plan_table(PlanRecords(plan_accumulation(256, micro_batch=48, world_size=2), PROBE, setting="a model"))
+    )
     for part in (
         "256 = (43 + 43 + 42) × 2 ranks",
         "peak 1.9 GiB at the limit, of a budget of 2.0 GiB",
@@ -39,7 +41,7 @@ def test_the_table_says_how_a_window_is_cut_and_what_the_probe_found():
 def test_an_estimate_for_another_device_is_called_one():
     """With the device, what is set aside, and what makes it uncertain."""
     device = PlannedDevice(2**34, reserved_bytes=2**30, unreliable=["net (LSTM): a reason", "another"])
-    text = printed(plan_table(plan_accumulation(256, micro_batch=48, world_size=2), PROBE, None, device))
+    text = printed(plan_table(PlanRecords(plan_accumulation(256, micro_batch=48, world_size=2), PROBE, None, device)))
     for part in (
         "for 2 devices of 16.0 GiB; nothing was run",
         "1.0 GiB for context, workspaces, fragmentation, buckets",
@@ -47,32 +49,32 @@ def test_an_estimate_for_another_device_is_called_one():
     ):
         assert part in text
     assert "or more" not in text
-    whole = printed(plan_table(plan_accumulation(48, micro_batch=48), PROBE, None, device))
+    whole = printed(plan_table(PlanRecords(plan_accumulation(48, micro_batch=48), PROBE, None, device)))
     assert "48 samples per micro-batch or more" in whole
     assert max(map(len, text.splitlines())) <= 80
 
 
 def test_a_table_without_a_plan():
     """A loader that sets its own batches leaves nothing to say."""
-    assert "set by the loader" in printed(plan_table(None))
+    assert "set by the loader" in printed(plan_table(PlanRecords()))
 
 
 def test_a_plan_is_saved_whole(tmp_path):
     """Every field of the records, and null for what did not run."""
-    save_plan(
-        tmp_path / "new" / "plan.json", plan_accumulation(10, micro_batch=4), PROBE, Exactness(1e-7, 1e-3, "exact")
-    )
+    records = PlanRecords(plan_accumulation(10, micro_batch=4), PROBE, Exactness(1e-7, 1e-3, "exact"))
+    save_plan(tmp_path / "new" / "plan.json", records)
     content = json.loads((tmp_path / "new" / "plan.json").read_text())
     assert content["plan"]["chunks"] == [[4, 3, 3]]
     assert content["probe"]["trials"][0]["fits"] is True
     assert content["exactness"]["relative_error"] == 1e-7
-    save_plan(tmp_path / "device.json", None, None, None, PlannedDevice(2**34, unreliable=["a reason"]))
+    save_plan(tmp_path / "device.json", PlanRecords(device=PlannedDevice(2**34, unreliable=["a reason"])))
     assert json.loads((tmp_path / "device.json").read_text())["device"]["unreliable"] == ["a reason"]
-    save_plan(tmp_path / "plan.json", None, None)
-    told = {"effective batch": "set by the loader"}
-    nothing = {"plan": None, "probe": None, "exactness": None, "memory": [], "told": told}
-    assert json.loads((tmp_path / "plan.json").read_text()) == nothing
-    save_plan(tmp_path / "held.json", None, replace(PROBE, holders=HOLDERS))
+    save_plan(tmp_path / "plan.json", PlanRecords(setting="a model"))
+    content = json.loads((tmp_path / "plan.json").read_text())
+    assert content["plan"] is content["probe"] is content["exactness"] is content["device"] is None
+    assert content["memory"] == []
+    assert content["told"] == {"training": "a model", "effective batch": "set by the loader"}
+    save_plan(tmp_path / "held.json", PlanRecords(probe=replace(PROBE, holders=HOLDERS)))
     assert (
         json.loads((tmp_path / "held.json").read_text())["memory"][1]
         == "activations 70 B (net.1 70 B), parameters 30 B"
@@ -83,7 +85,7 @@ def test_a_plan_is_saved_whole(tmp_path):
 def test_the_table_says_whether_accumulation_is_exact(micro_batch, says):
     """A number where there is accumulation."""
     plan = plan_accumulation(10, micro_batch=micro_batch)
-    assert says in printed(plan_table(plan, None, Exactness(1e-7, 1e-3, "exact")))
+    assert says in printed(plan_table(PlanRecords(plan, None, Exactness(1e-7, 1e-3, "exact"))))
 
 
 @pytest.mark.parametrize(
@@ -98,7 +100,7 @@ def test_the_table_says_whether_accumulation_is_exact(micro_batch, says):
 )
 def test_the_table_says_how_the_limit_was_found(method, says):
     """On one line of 80 columns."""
-    text = printed(plan_table(plan_accumulation(256, micro_batch=48), replace(PROBE, method=method)))
+    text = printed(plan_table(PlanRecords(plan_accumulation(256, micro_batch=48), replace(PROBE, method=method))))
     assert says in text
     assert max(map(len, text.splitlines())) <= 80
 
@@ -113,7 +115,9 @@ def test_the_table_says_how_the_limit_was_found(method, says):
 )
 def test_the_table_says_where_a_limit_comes_from(source, says):
     """Instead of the method, where no search ran on this device."""
-    assert says in printed(plan_table(plan_accumulation(256, micro_batch=48), replace(PROBE, source=source)))
+    assert says in printed(
+        plan_table(PlanRecords(plan_accumulation(256, micro_batch=48), replace(PROBE, source=source)))
+    )
 
 
 def test_every_method_of_a_search_has_its_words():
@@ -125,15 +129,15 @@ def test_the_size_chosen_for_speed_is_shown_beside_the_limit():
     """With what a window takes there and at the largest size that was timed."""
     timings = (Timing(16, 16, 0.021), Timing(43, 6, 0.020))
     fast = replace(PROBE, timings=timings, fastest=16)
-    text = printed(plan_table(plan_accumulation(256, micro_batch=16), fast))
+    text = printed(plan_table(PlanRecords(plan_accumulation(256, micro_batch=16), fast)))
     assert "48 samples per micro-batch" in text
     assert "16 samples, 21 ms a window (with 43: 20 ms)" in text
-    lowered = dict(plan_rows(None, replace(fast, fastest=7)))
+    lowered = dict(plan_rows(PlanRecords(None, replace(fast, fastest=7))))
     assert lowered["fastest"] == "7 samples"
-    assert "fastest" not in dict(plan_rows(None, PROBE))
+    assert "fastest" not in dict(plan_rows(PlanRecords(None, PROBE)))
 
 
 def test_a_limit_that_is_all_that_was_asked_for_may_be_higher():
     """Where a whole window fits in one pass, nothing larger was tried."""
-    assert dict(plan_rows(plan_accumulation(48, micro_batch=48), PROBE))["limit"].endswith("or more")
-    assert not dict(plan_rows(plan_accumulation(49, micro_batch=48), PROBE))["limit"].endswith("or more")
+    assert dict(plan_rows(PlanRecords(plan_accumulation(48, micro_batch=48), PROBE)))["limit"].endswith("or more")
+    assert not dict(plan_rows(PlanRecords(plan_accumulation(49, micro_batch=48), PROBE)))["limit"].endswith("or more")

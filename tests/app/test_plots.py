@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 from matplotlib.figure import Figure
 
-from lightning_ga.app.plots import draw_memory, draw_timings, plot_losses, plot_probe
+from lightning_ga.app.plots import draw_memory, draw_timings, loss_figure, probe_figure
 from lightning_ga.app.run_files import read_curves
 from lightning_ga.plan.records import ProbeResult, Timing, Trial
 
@@ -34,9 +34,10 @@ def test_curves_are_read_by_step_and_drawn(tmp_path):
     log.write_text("epoch,step,train/loss,val/loss\n0,4,1.5,\n0,9,,1.0\n1,14,0.5,\n")
     curves = read_curves(log)
     assert curves == {"train/loss": [(4, 1.5), (14, 0.5)], "val/loss": [(9, 1.0)]}
-    assert plot_losses(tmp_path / "loss.png", curves)
-    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert not plot_losses(tmp_path / "none.png", {})
+    figure = loss_figure(curves)
+    assert figure is not None
+    assert [line.get_label() for line in figure.axes[0].lines][-1] == "validation"
+    assert loss_figure({}) is None
 
 
 @pytest.mark.parametrize("source", ["probe", "cache", "checkpoint", "estimate"])
@@ -44,7 +45,7 @@ def test_a_picture_of_the_probe_is_made_of_whatever_there_is(tmp_path, source):
     """With or without a curve, trials and timings."""
     timed = replace(FOUND, source=source, timings=(Timing(8, 4, 1.0),), fastest=8)
     for probe in (timed, replace(timed, curve=(), trials=()), replace(timed, timings=(), fastest=None)):
-        plot_probe(tmp_path / "probe.png", probe)
+        probe_figure(probe).savefig(tmp_path / "probe.png")
         assert (tmp_path / "probe.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lightning_ga import AutoAccumulate, UserError, plan_for_device
-from lightning_ga.probe.planned.device import planned_device
+from lightning_ga.plan.planned_device import planned_device
 from lightning_ga.testing import limit_memory
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.*")

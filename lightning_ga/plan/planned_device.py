@@ -4,27 +4,21 @@ In the context of ``planned_device`` a probe estimates its limit on tensors with
 (``estimate``) instead of measuring it, as ``limit_memory`` lets it measure on a smaller device.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from importlib import import_module
 from math import ceil
-from typing import Any
-
-import torch
 
 from lightning_ga.errors import UserError
 from lightning_ga.plan.accumulation import AccumulationPlan
-from lightning_ga.plan.budget import parse_budget
+from lightning_ga.plan.budget import parse_budget, parse_device_memory
 from lightning_ga.plan.records import ProbeResult
 
 CONTEXT = 512 * 2**20  # bytes of the CUDA context and of kernels' code, which no tensor can use
 WORKSPACE = 32 * 2**20  # bytes that cuBLAS takes at the first product: the most of all generations
 MARGIN = 0.05  # share of the device for fragmentation, as ``memory.device`` leaves on a real one
 ALLOCATION = 512  # bytes that CUDA's allocator rounds up to
-
-DATA_PARALLEL = ("auto", "ddp", "single_device")
 
 
 @dataclass(slots=True)
@@ -130,73 +124,9 @@ def planned_device(memory: int | str, *, like_cuda: bool = True) -> Iterator[Pla
         ...     device.total_bytes
         17179869184
     """
-    device = PlannedDevice(read_device_memory(memory), like_cuda)
+    device = PlannedDevice(parse_device_memory(memory), like_cuda)
     token = _planned.set(device)
     try:
         yield device
     finally:
         _planned.reset(token)
-
-
-def read_device_memory(memory: object) -> int:
-    """Bytes of a device's memory.
-
-    Raises:
-        UserError: If it is neither bytes nor text with a unit.
-
-    Examples:
-        >>> read_device_memory("80 GB")
-        80000000000
-    """
-    try:
-        amount = parse_budget(memory)  # type: ignore[arg-type] # whatever the user typed
-    except UserError:
-        amount = None
-    if amount is None:
-        raise UserError(
-            f"device_memory={memory!r} must be a whole number of bytes of at least 1, or a text such as '16GiB' or "
-            "'80 GB'."
-        )
-    return amount
-
-
-def settings_on_this_host(
-    settings: Mapping[str, Any], *, root: str = "lightning.pytorch"
-) -> tuple[dict[str, Any], int]:
-    """Trainer arguments for another machine, as they can be built here: one CPU process.
-
-    Args:
-        settings: Arguments as they are meant for the device.
-        root: The namespace of the Trainer.
-
-    Returns:
-        The arguments that have to be others, and the ranks that the device's run has.
-
-    Raises:
-        UserError: For a strategy that shards the model.
-    """
-    strategy = settings.get("strategy") or "auto"
-    if not isinstance(strategy, str) or not strategy.startswith(DATA_PARALLEL):
-        raise UserError(
-            f"strategy={strategy} cannot be planned for, only data parallelism, in which every rank has the whole "
-            "model: leave the strategy out."
-        )
-    changed: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "num_nodes": 1, "strategy": "auto"}
-    if settings.get("precision") in ("16-mixed", "16", 16):  # on a CPU, Lightning would make it bfloat16
-        plugin = import_module(f"{root}.plugins").MixedPrecision
-        changed |= {"precision": None, "plugins": [plugin("16-mixed", "cpu", torch.amp.GradScaler("cpu"))]}
-    return changed, _count(settings.get("devices")) * _count(settings.get("num_nodes"))
-
-
-def _count(devices: Any) -> int:
-    """Count the devices that an argument of the Trainer names; one where that depends on the machine.
-
-    Examples:
-        >>> _count(4), _count("0,1"), _count([2, 3]), _count("auto"), _count(-1)
-        (4, 2, 2, 1, 1)
-    """
-    if isinstance(devices, str):
-        named = [one for one in devices.split(",") if one]
-        devices = named if "," in devices else int(devices) if devices.isdigit() else 1
-    count = len(devices) if isinstance(devices, (list, tuple)) else devices
-    return count if isinstance(count, int) and count > 0 else 1
