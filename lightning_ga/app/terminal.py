@@ -1,5 +1,6 @@
 """Print on any terminal, and keep what was printed."""
 
+import codecs
 import re
 import sys
 from collections.abc import Iterator
@@ -9,14 +10,24 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any, TextIO
 
+ASCII_SIGNS = {"×": "x", "–": "-", "—": "-", "…": "...", "→": "->", "−": "-", "±": "+-", "µ": "u", "‖": "|", "≤": "<="}
 MOVES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")  # colours and movements of a terminal's cursor
 
 
+def _in_ascii(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeEncodeError)
+    signs = error.object[error.start : error.end]
+    return "".join(ASCII_SIGNS.get(sign, "-" if "\u2500" <= sign <= "\u257f" else "?") for sign in signs), error.end
+
+
+codecs.register_error("lightning_ga.ascii", _in_ascii)
+
+
 def printable_everywhere(*streams: Any) -> None:
-    """Have signs that a terminal's encoding lacks replaced, where printing them would fail."""
+    """Have signs that a terminal's encoding lacks replaced by those of ASCII, where printing them would fail."""
     for stream in streams:
         with suppress(AttributeError, ValueError, OSError):
-            stream.reconfigure(errors="replace")
+            stream.reconfigure(errors="lightning_ga.ascii")
 
 
 @contextmanager

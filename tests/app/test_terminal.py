@@ -6,13 +6,13 @@ from rich.console import Console
 from lightning_ga.app.terminal import Tee, keep_in_log, printable_everywhere, printed_to
 
 
-def test_a_terminal_without_some_signs_is_written_to():
-    """They are replaced, and nothing fails."""
+def test_an_ascii_terminal_is_written_to_in_ascii():
+    """Signs that it lacks are replaced by those that come nearest, and nothing fails."""
     written = io.BytesIO()
     stream = io.TextIOWrapper(written, encoding="ascii", errors="strict")
     printable_everywhere(stream, io.StringIO(), None)
-    print("8 × 4 – 2 µs … ‖─éx", file=stream, flush=True)
-    assert written.getvalue() == b"8 ? 4 ? 2 ?s ? ???x\n"
+    print("8 × 4 – 2 µs … ‖─é", file=stream, flush=True)
+    assert written.getvalue() == b"8 x 4 - 2 us ... |-?\n"
 
 
 def test_what_is_printed_is_kept_without_a_bars_movements(tmp_path, capsys):
