@@ -25,8 +25,7 @@ from lightning_ga.fit.window_gradients import WindowGradients
 from lightning_ga.loading.batch_source import (
     BatchSource,
     CollatedBatches,
-    NoBatches,
-    PreparedBatch,
+    ReadyMadeBatches,
     indices_of,
     is_collated,
 )
@@ -75,7 +74,7 @@ class TrainingBatches:
         samples_of_next: Says how many samples the next batch should hold, where that is known.
     """
 
-    source: Callable[[], BatchSource] = NoBatches
+    source: Callable[[], BatchSource] = lambda: ReadyMadeBatches(list)
     verdict: Callable[[], str] = str
     samples_again: Callable[[], CollatedAgain | None] = lambda: None
     samples_of_next: Callable[[Any], int | None] = lambda _: None
@@ -278,7 +277,7 @@ class OomHandler:
         loaders, combine = dataloaders.evaluation_loaders(self._trainer, loader)
         if all(map(is_collated, loaders)):
             return CollatedBatches(loaders, [partial(indices_of, part) for part in loaders], combine)
-        return PreparedBatch(lambda: self._evaluated)
+        return ReadyMadeBatches(lambda: [self._evaluated], prepared=True)
 
 
 def _chained(outer: Callable[..., Any], inner: Callable[..., Any] | None) -> Callable[..., Any]:

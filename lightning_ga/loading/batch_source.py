@@ -6,25 +6,16 @@ from typing import Any, Protocol
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_ga.batch.layout import (
-    WAY_OUT,
-    Layout,
-    LayoutError,
-    SampleAxis,
-    Samples,
-    read_layout,
-    read_ready_made,
-)
+from lightning_ga.batch.layout import WAY_OUT, Layout, LayoutError, SampleAxis, read_layout, uncuttable
+from lightning_ga.batch.ready_made import read_ready_made
 from lightning_ga.batch.sizes import leaves
 from lightning_ga.loading.samples import collate_samples, collect_samples
 from lightning_ga.memory.oom import is_out_of_memory
 
 Prepare = Callable[[Any], Any]
 
-_LOOKED_AT = 8  # samples of a loader that are read; a few of different shapes are collated
-
-_KINDS = 3
-
+_LOOKED_AT = 8  # samples of a loader that are read
+_KINDS = 3  # of these, of different shapes if there are any, are collated
 _GOLDEN = (5**0.5 - 1) / 2
 
 
@@ -58,7 +49,7 @@ class CollatedBatches:
         try:
             kinds = [_various(collect_samples(*pair)) for pair in zip(self.loaders, (i() for i in self.indices))]
             if not all(kinds):
-                raise LayoutError(f"The batch cannot be cut into samples, as its loader has none: {WAY_OUT}.")
+                raise uncuttable("its loader has none")
             return _of_crops(read_layout(_SmallBatches(self, kinds, prepare)), kinds)
         except Exception as error:
             if isinstance(error, LayoutError) or is_out_of_memory(error):
@@ -71,40 +62,14 @@ class CollatedBatches:
 
 @dataclass(frozen=True, slots=True)
 class ReadyMadeBatches:
-    """Batches that come ready-made.
-
-    Attributes:
-        batches: Returns some of them.
-    """
+    """Batches that come ready-made, of which ``batches`` returns some; ``prepared`` if these are so for the step."""
 
     batches: Callable[[], Iterable[Any]]
+    prepared: bool = False
 
     def layout(self, prepare: Prepare) -> Layout:
         """Read the layout by comparing the batches' shapes."""
-        return read_ready_made([prepare(batch) for batch in self.batches()])
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedBatch:
-    """A single batch, prepared for the step.
-
-    Attributes:
-        batch: Returns the batch.
-    """
-
-    batch: Callable[[], Any]
-
-    def layout(self, prepare: Prepare) -> Layout:
-        """Read the layout from this batch alone."""
-        return read_ready_made([self.batch()])
-
-
-class NoBatches:
-    """A loader of which no batch is known."""
-
-    def layout(self, prepare: Prepare) -> Layout:
-        """Refuse to read a layout."""
-        raise LayoutError(f"The batch cannot be cut into samples, as nothing is known of its loader: {WAY_OUT}.")
+        return read_ready_made([batch if self.prepared else prepare(batch) for batch in self.batches()])
 
 
 def _of_crops(layout: Layout, kinds: Sequence[Sequence[Any]]) -> Layout:
@@ -113,17 +78,17 @@ def _of_crops(layout: Layout, kinds: Sequence[Sequence[Any]]) -> Layout:
     Otherwise a sample that was not read may have another number of entries.
     """
     for path, role in layout.roles.items():
-        per = role.per if isinstance(role, SampleAxis) else 1
-        if per > 1 and not all(isinstance(each, (list, tuple)) and len(each) == per for each in kinds[role.loader]):  # type: ignore[union-attr]
-            raise LayoutError(
-                f"The batch cannot be cut into samples, as {path} holds {per} entries for each of those looked at, and "
-                f"may hold another number for others: {WAY_OUT}."
+        if not isinstance(role, SampleAxis) or role.per == 1:
+            continue
+        if not all(isinstance(each, (list, tuple)) and len(each) == role.per for each in kinds[role.loader]):
+            raise uncuttable(
+                f"{path} holds {role.per} entries for each of those looked at, and may hold another number for others"
             )
     return layout
 
 
-class _SmallBatches(Samples):
-    """Small batches of a few samples."""
+class _SmallBatches:
+    """Small batches of a few samples of each loader."""
 
     def __init__(self, source: CollatedBatches, kinds: list[list[Any]], prepare: Prepare) -> None:
         self._source, self._kinds, self._prepare = source, kinds, prepare
@@ -131,13 +96,7 @@ class _SmallBatches(Samples):
         self.kinds = max(map(len, kinds))
 
     def batch(self, counts: Sequence[int], kinds: Sequence[int], seed: int) -> Any:
-        """Collate a few samples of each loader.
-
-        Args:
-            counts: Samples from each loader.
-            kinds: Which samples each batch holds, in turn.
-            seed: Seed of the random numbers that the collate function draws.
-        """
+        """Collate a batch: see ``Samples``."""
         batches = [
             collate_samples(loader, [samples[kind % len(samples)] for kind in kinds], count, seed=seed)
             for loader, samples, count in zip(self._source.loaders, self._kinds, counts)

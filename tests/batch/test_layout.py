@@ -22,9 +22,9 @@ from lightning_ga.batch.layout import (
     Samples,
     Slice,
     read_layout,
-    read_ready_made,
 )
 from lightning_ga.batch.pytree import register_splitter
+from lightning_ga.batch.ready_made import read_ready_made
 from lightning_ga.batch.split import cut
 
 Pair = namedtuple("Pair", "inputs labels")

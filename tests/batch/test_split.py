@@ -454,7 +454,6 @@ TWO = Layout(
         "batch[1]": SampleAxis(0, loader=1),
         "batch[2]": SampleCount(loader=1),
     },
-    loaders=2,
 )
 
 

@@ -16,8 +16,6 @@ from lightning_ga.batch.pytree import register_splitter
 from lightning_ga.compat.transfer import BatchTransfer
 from lightning_ga.loading.batch_source import (
     CollatedBatches,
-    NoBatches,
-    PreparedBatch,
     ReadyMadeBatches,
     indices_of,
     is_collated,
@@ -219,7 +217,7 @@ def test_a_module_that_cuts_batches_is_asked() -> None:
 
 def test_a_module_that_cuts_batches_of_unknown_size_is_told_the_length_of_the_first_tensor() -> None:
     """Where no layout can be read."""
-    read = reader(Cutting(), NoBatches())
+    read = reader(Cutting(), ReadyMadeBatches(list))
     assert read.count({"x": torch.zeros(8, 3), "y": torch.zeros(2)}) == 8
     assert read.slices(torch.arange(8)).take(2, 4).tolist() == [2, 3]
     assert read.count(torch.zeros(8), expected=6) == 6
@@ -229,8 +227,8 @@ def test_a_loader_without_samples_or_of_unknown_kind_is_refused() -> None:
     """With the way out."""
     with pytest.raises(LayoutError, match=r"its loader has none: define split_batch"):
         reader(Plain(), collated(loader_of(dataset=TensorDataset(torch.zeros(0, 3))))).layout()
-    with pytest.raises(LayoutError, match=r"nothing is known of its loader: define split_batch"):
-        reader(Plain(), NoBatches()).layout()
+    with pytest.raises(LayoutError, match=r"none was looked at before training: define split_batch"):
+        reader(Plain(), ReadyMadeBatches(list)).layout()
 
 
 def test_a_collate_function_that_fails_on_a_few_samples_is_named() -> None:
@@ -266,7 +264,7 @@ def test_ready_made_batches_are_read_off_themselves() -> None:
     assert reader(Doubling(), batches).layout(on_host=True).roles["batch['x']"] == SampleAxis(1)
     read = reader(Plain(), batches)
     assert read.slices([torch.zeros(6, 3), torch.arange(6)]).take(1, 3)[1].tolist() == [1, 2]
-    prepared = reader(Doubling(), PreparedBatch(lambda: [torch.zeros(8, 3), torch.zeros(8)]))
+    prepared = reader(Doubling(), ReadyMadeBatches(lambda: [[torch.zeros(8, 3), torch.zeros(8)]], prepared=True))
     assert prepared.layout().roles["batch[0]"] == SampleAxis(0)
 
 
