@@ -130,10 +130,11 @@ class Shorter(Sized):
 
 
 def test_data_that_end_before_their_length_end_the_epoch() -> None:
-    """As in stock Lightning: windows are those that the batches make up."""
-    module, trainer = fit(Shorter(), AutoAccumulate(micro_batch_size=3), accumulate_grad_batches=2)
-    assert worst_error(module.gradients, plain_loop(Samples(37), WINDOWS)) <= 1e-12
-    assert (module.windows, trainer.global_step) == (WINDOWS, 6)
+    """As in stock Lightning; here after two full windows."""
+    module, trainer = fit(Shorter(32), AutoAccumulate(micro_batch_size=3), accumulate_grad_batches=2)
+    windows = [list(range(0, 16)), list(range(16, 32))] * 2
+    assert worst_error(module.gradients, plain_loop(Samples(32), windows)) <= 1e-12
+    assert (module.windows, trainer.global_step) == (windows, 4)
 
 
 class Paired(Regression):
