@@ -15,12 +15,12 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_ga.batch.layout import Layout, LayoutError, Slice
-from lightning_ga.batch.split import SplitBatch, cut, split_by_hook
+from lightning_ga.batch.split import SplitBatch, cut, gather, split_by_hook
 from lightning_ga.errors import UserError
 from lightning_ga.loading.batch_source import CollatedBatches, ReadyMadeBatches, indices_of, is_collated
 from lightning_ga.loading.largest_samples import ScanOrder
 from lightning_ga.loading.peekable import peekable_stream
-from lightning_ga.loading.reader import check_proportion, gather, largest_extent, length_of_first
+from lightning_ga.loading.reader import check_proportion, largest_extent, length_of_first
 from lightning_ga.loading.recipe_batches import SourceSettings
 from lightning_ga.loading.stateful import keeps_place
 from lightning_ga.loading.training_source import TrainingSource

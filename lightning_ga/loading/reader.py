@@ -8,14 +8,9 @@ from typing import Any, Protocol
 
 from torch.utils.data import DataLoader
 
-from lightning_ga.batch.layout import (
-    WAY_OUT,
-    Layout,
-    LayoutError,
-    Slice,
-)
+from lightning_ga.batch.layout import Layout, LayoutError, Slice, uncuttable
 from lightning_ga.batch.pytree import extents, is_constant, open_container, same_values
-from lightning_ga.batch.split import cut, join, split_by_hook
+from lightning_ga.batch.split import cut, split_by_hook
 from lightning_ga.loading.batch_source import BatchSource, CollatedBatches, Prepare
 from lightning_ga.loading.samples import collate_samples
 
@@ -40,12 +35,7 @@ class Transfer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class BatchSlices:
-    """A batch that can be cut.
-
-    Attributes:
-        samples: Number of its samples.
-        take: Cuts out the samples ``start`` to ``stop - 1``.
-    """
+    """A batch of so many samples, of which ``take(start, stop)`` cuts out those from ``start`` to ``stop - 1``."""
 
     samples: int
     take: Callable[[int, int], Any]
@@ -180,10 +170,7 @@ class BatchReader:
             found, sizes = layout.samples(batch), layout.sizes(batch)
             check_proportion(found, list(sizes.values()))
             if expected is not None and found > expected:
-                raise LayoutError(
-                    f"The batch cannot be cut into samples, as it seems to hold {found} where the loader was asked for "
-                    f"{expected}: {WAY_OUT}."
-                )
+                raise uncuttable(f"it seems to hold {found} where the loader was asked for {expected}")
         except LayoutError:
             again = samples()
             if again is None:
@@ -208,9 +195,9 @@ class BatchReader:
         """
         prepare = self._prepare(on_host)
         if not same_values(batch, prepare(again.collate(0, again.count))):
-            raise LayoutError(
-                "The batch cannot be cut into samples, as it is not the same when its samples are read and collated "
-                f"again (random augmentation, or a type that cannot be compared): {WAY_OUT}."
+            raise uncuttable(
+                "it is not the same when its samples are read and collated again (random augmentation, or a type that "
+                "cannot be compared)"
             )
         self._anew = True
         return BatchSlices(again.count, lambda start, stop: prepare(again.collate(start, stop)))
@@ -241,12 +228,7 @@ class BatchReader:
 
 @dataclass(frozen=True, slots=True)
 class CollatedAgain:
-    """The samples of one batch, fetched again.
-
-    Attributes:
-        loader: The user's loader, which collates them.
-        samples: The samples, in the order of the batch.
-    """
+    """The samples of one batch, fetched again, in its order, and the user's loader, which collates them."""
 
     loader: "DataLoader[Any]"
     samples: list[Any]
@@ -274,10 +256,8 @@ def check_proportion(samples: int, sizes: Sequence[int]) -> None:
         LayoutError: With the numbers.
     """
     if samples == 1 < max(sizes, default=1):
-        raise LayoutError(
-            f"The batch cannot be cut into samples, as its loaders give {' and '.join(map(str, sizes))} of them, and "
-            f"no smaller batch holds whole ones in that proportion: {WAY_OUT}."
-        )
+        given = " and ".join(map(str, sizes))
+        raise uncuttable(f"its loaders give {given} of them, and no smaller batch holds whole ones in that proportion")
 
 
 def length_of_first(batch: Any) -> int:
@@ -319,27 +299,3 @@ def largest_extent(batch: Any) -> int:
         graphs = getattr(batch, "num_graphs", None)
         return graphs if isinstance(graphs, int) else sys.maxsize
     return max([*(shape or ()), *(largest_extent(child) for _, child in children or ())], default=1)
-
-
-def gather(batch: Any, layout: Layout, count: int) -> Any:
-    """Return a batch of ``count`` samples of another, repeated in turn, in memory of its own.
-
-    Args:
-        batch: The other batch.
-        layout: Where its samples lie.
-        count: Samples of the new batch.
-
-    Raises:
-        LayoutError: If more are asked for than there are, and a part is of a type that cannot be repeated.
-    """
-    samples, sizes = layout.samples(batch), layout.sizes(batch)
-    if not samples:
-        raise LayoutError("The batch holds no samples to make another of.")
-    whole, left = divmod(count, samples)
-    parts = [batch] * whole + ([cut(batch, layout, Slice(0, left, samples, sizes))] if left else [])
-    try:
-        return join(parts, layout)
-    except LayoutError:
-        if len(parts) > 1:
-            raise
-        return parts[0]

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 
 from lightning_ga.batch import pytree as structures
-from lightning_ga.batch.layout import Layout, LayoutError, SampleAxis, SampleCount
+from lightning_ga.batch.layout import LayoutError, SampleAxis
 from lightning_ga.batch.pytree import register_splitter
 from lightning_ga.compat.transfer import BatchTransfer
 from lightning_ga.loading.batch_source import (
@@ -20,7 +20,7 @@ from lightning_ga.loading.batch_source import (
     indices_of,
     is_collated,
 )
-from lightning_ga.loading.reader import BatchReader, CollatedAgain, gather, length_of_first
+from lightning_ga.loading.reader import BatchReader, CollatedAgain, length_of_first
 
 SIZE = 24
 
@@ -360,32 +360,3 @@ def test_a_batch_of_an_unknown_type_is_refused_until_it_is_registered(kind: type
         length_of_first(kind([1, 2]))
     register_splitter(kind, count=lambda bag: len(bag.items), take=lambda bag, a, b: kind(bag.items[a:b]))
     assert length_of_first(kind([1, 2])) == 2
-
-
-LAYOUT = Layout({"batch": "fields", "batch['x']": SampleAxis(0), "batch['n']": SampleCount(), "batch['w']": "shared"})
-
-
-@pytest.mark.parametrize("count", [1, 2, 3, 4, 7])
-def test_a_batch_of_any_size_is_gathered_from_another(count: int) -> None:
-    """Its samples in turn, in memory of its own if there is more than one round."""
-    batch = {"x": torch.arange(3), "n": 3, "w": torch.ones(3)}
-    ours = gather(batch, LAYOUT, count)
-    assert ours["x"].tolist() == [place % 3 for place in range(count)]
-    assert (ours["n"], LAYOUT.samples(ours)) == (count, count)
-    assert ours["w"] is batch["w"]
-    assert ours["x"].untyped_storage().data_ptr() != batch["x"].untyped_storage().data_ptr()
-
-
-def test_what_cannot_be_made_longer_is_gathered_as_far_as_it_goes() -> None:
-    """A sparse tensor of three samples gives at most three."""
-    layout, whole = Layout({"batch": SampleAxis(0)}), torch.eye(3).to_sparse()
-    assert torch.equal(gather(whole, layout, 2).to_dense(), torch.eye(3)[:2])
-    assert gather(whole, layout, 3) is whole
-    with pytest.raises(LayoutError, match="cannot be made longer"):
-        gather(whole, layout, 4)
-
-
-def test_an_empty_batch_gives_no_samples() -> None:
-    """Which is said, rather than divided by."""
-    with pytest.raises(LayoutError):
-        gather(torch.zeros(0), Layout({"batch": SampleAxis(0)}), 2)
