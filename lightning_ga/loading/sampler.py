@@ -8,7 +8,7 @@ whatever the micro-batch and the number of ranks are, after a resume too.
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager
-from itertools import islice
+from itertools import count, islice
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,7 +19,7 @@ from lightning_ga.loading.permutation import Permutation
 from lightning_ga.memory.live_tensors import uncounted
 from lightning_ga.plan.windows import Chunk, EpochPlan, Window
 from lightning_ga.snapshot.contents import ObjectState, reachable
-from lightning_ga.snapshot.random_numbers import generator_state, is_generator, restore_generator
+from lightning_ga.snapshot.random_numbers import generator_state, is_generator, restore_generator, seed_generator
 
 _FEW = 64  # micro-batches
 _SEEDS = 2**63  # torch.Generator takes seeds of 64 bits
@@ -98,19 +98,14 @@ class FromBatches:
 
     def __init__(self, batch_sampler: Iterable[Sequence[Any]]) -> None:
         self.batch_sampler = batch_sampler
+        self.size = 0  # of the epoch drawn last
         self._drawn = _Drawn(self._all_batches, batch_sampler, getattr(batch_sampler, "sampler", None))
-        self._size = 0
 
     def batches(self, epoch: int, seed: int) -> list[list[Any]]:
         """Return the batches of one epoch."""
         batches = self._drawn.look(epoch, seed)
-        self._size = sum(map(len, batches))
+        self.size = sum(map(len, batches))
         return batches
-
-    @property
-    def size(self) -> int:
-        """Samples of the epoch drawn last."""
-        return self._size
 
     def draw(self, epoch: int, seed: int) -> Sequence[Any]:
         """Return all indices of one epoch, batch after batch."""
@@ -131,10 +126,7 @@ class _Drawn:
     """One epoch of a user's sampler: looked at without a trace, and drawn again when training begins it.
 
     Hooks that run in between may have changed the sampler, and a sampler may count how often it is asked.
-
-    Args:
-        draw: Draws an epoch.
-        samplers: What is told the epoch, and carries generators.
+    ``samplers`` are told the epoch, and may carry generators.
     """
 
     def __init__(self, draw: Callable[[], list[Any]], *samplers: Any) -> None:
@@ -152,13 +144,7 @@ class _Drawn:
         return self._order
 
     def begin(self, epoch: int, seed: int, unless: Callable[[list[Any]], bool] = lambda _: False) -> list[Any]:
-        """Draw an epoch for training.
-
-        Args:
-            epoch: The epoch.
-            seed: Seed of all epochs.
-            unless: Says of what was drawn that the epoch stays as it was looked at.
-        """
+        """Draw an epoch for training; ``unless`` says of what was drawn that the epoch stays as it was looked at."""
         drawn = self._drawn(epoch, seed)
         if not unless(drawn):
             self._order, self._key = drawn, (epoch, seed)
@@ -166,7 +152,9 @@ class _Drawn:
 
     def _drawn(self, epoch: int, seed: int) -> list[Any]:
         for sampler in self._samplers:
-            _set_epoch(sampler, epoch)
+            set_epoch = getattr(sampler, "set_epoch", None)
+            if callable(set_epoch):
+                set_epoch(epoch)
         with seeded(seed + epoch, epoch, *self._samplers):
             return self._draw()
 
@@ -256,17 +244,14 @@ class WindowBatchSampler(Sampler[list[Any]]):
 
     def chunk(self, index: int) -> Chunk:
         """The ``index``-th micro-batch of the epoch on this rank."""
-        found = self._chunks_known.get(index)
+        found = self._chunks_known.get(index)  # of the loader's, which the loop asks for next
         if found is None:
             assert self.plan is not None
+            if len(self._chunks_known) >= _FEW:
+                self._chunks_known.clear()
             found = self.window(index).chunk(index % self.plan.factor, self.share)
-            self._note(index, found)
+            self._chunks_known[index] = found
         return found
-
-    def _note(self, index: int, chunk: Chunk) -> None:
-        if len(self._chunks_known) >= _FEW:
-            self._chunks_known.clear()
-        self._chunks_known[index] = chunk
 
     def window(self, index: int) -> Window:
         """The window of the ``index``-th micro-batch."""
@@ -281,15 +266,9 @@ class WindowBatchSampler(Sampler[list[Any]]):
             torch.empty((), dtype=torch.int64).random_()
         begin = getattr(self.order, "begin", self.order.draw)  # of a sampler that hooks may have changed meanwhile
         order = begin(self.epoch, self.seed)
-        index, length, window = plan.done, plan.length, None
-        while length is None or index < length:
-            number, position = divmod(index, plan.factor)
-            if window is None or window.number != number:
-                window = plan.window(number)
-            chunk = window.chunk(position, self.share)
-            self._note(index, chunk)  # the loop asks for it next
-            yield _indices_of(chunk, order)
-            index += 1
+        length = plan.length
+        for index in count(plan.done) if length is None else range(plan.done, length):
+            yield _indices_of(self.chunk(index), order)
 
     def indices(self, index: int) -> list[Any]:
         """The samples of the ``index``-th micro-batch of the epoch, once more."""
@@ -325,12 +304,6 @@ class _Placeholders(Sequence[None]):
         return [None] * (index.stop - index.start) if isinstance(index, slice) else None
 
 
-def _set_epoch(sampler: object, epoch: int) -> None:
-    set_epoch = getattr(sampler, "set_epoch", None)
-    if callable(set_epoch):
-        set_epoch(epoch)
-
-
 @contextmanager
 def seeded(seed: int, epoch: int, *samplers: object) -> Iterator[None]:
     """Draw random numbers as a function of the seed alone, and leave every generator as it was.
@@ -338,12 +311,14 @@ def seeded(seed: int, epoch: int, *samplers: object) -> Iterator[None]:
     Generators that a sampler carries count too: one of torch is seeded with its own initial seed +
     epoch, those of Python and NumPy with the seed.
     """
-    own = {id(value): value for sampler in samplers for value in getattr(sampler, "__dict__", {}).values()}
-    kept = [(generator, generator_state(generator)) for generator in own.values() if is_generator(generator)]
+    held = {id(value): value for sampler in samplers for value in getattr(sampler, "__dict__", {}).values()}
+    own = [generator for generator in held.values() if is_generator(generator)]
+    kept = [(generator, generator_state(generator)) for generator in own]
     before = torch.get_rng_state(), np.random.get_state(), random.getstate()
     try:
-        for generator, _ in kept:
-            _seed(generator, seed, epoch)
+        for generator in own:
+            is_torch = isinstance(generator, torch.Generator)
+            seed_generator(generator, generator.initial_seed() + epoch if is_torch else seed)
         torch.default_generator.manual_seed(seed % _SEEDS)
         np.random.seed(seed % 2**32)
         random.seed(seed)
@@ -354,12 +329,3 @@ def seeded(seed: int, epoch: int, *samplers: object) -> Iterator[None]:
         random.setstate(before[2])
         for generator, state in kept:
             restore_generator(generator, state)
-
-
-def _seed(generator: Any, seed: int, epoch: int) -> None:
-    if isinstance(generator, torch.Generator):
-        generator.manual_seed((generator.initial_seed() + epoch) % _SEEDS)
-    elif isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = type(generator.bit_generator)(seed % _SEEDS).state
-    else:
-        generator.seed(seed % 2**32)
