@@ -42,12 +42,7 @@ class BatchSlices:
 
 
 class BatchReader:
-    """Counts and cuts the batches of one loader.
-
-    Args:
-        transfer: The transfer of its batches to the step.
-        source: Samples or batches to read the layout from.
-    """
+    """Counts and cuts the batches of one loader, given their transfer, and what their layout is read from."""
 
     def __init__(self, transfer: Transfer, source: BatchSource) -> None:
         self._transfer, self._source = transfer, source
@@ -203,23 +198,16 @@ class BatchReader:
         return BatchSlices(again.count, lambda start, stop: prepare(again.collate(start, stop)))
 
     def _by_hook(self, batch: Any, samples: int, on_host: bool) -> BatchSlices:
-        def count(part: Any) -> int:
-            return self.layout(on_host=on_host).samples(part)
+        count: Callable[[Any], int] | None = None
+        with suppress(LayoutError):  # slices are counted where the layout tells how many samples there are
+            layout = self.layout(on_host=on_host)
+            count = layout.samples if layout.samples(batch) == samples else None
 
         def take(start: int, stop: int) -> Any:
             sizes = [size for size in (start, stop - start, samples - stop) if size]
-            parts = split_by_hook(
-                self._hook, batch, sizes, count=count if self._tells(batch, samples, on_host) else None
-            )
-            return list(parts)[1 if start else 0]
+            return list(split_by_hook(self._hook, batch, sizes, count=count))[1 if start else 0]
 
         return BatchSlices(samples, take)
-
-    def _tells(self, batch: Any, samples: int, on_host: bool) -> bool:
-        try:
-            return self.layout(on_host=on_host).samples(batch) == samples
-        except LayoutError:
-            return False
 
     @property
     def _hook(self) -> Any:
@@ -239,13 +227,7 @@ class CollatedAgain:
         return len(self.samples)
 
     def collate(self, start: int, stop: int, *, seed: int = 0) -> Any:
-        """Collate the samples ``start`` to ``stop - 1``.
-
-        Args:
-            start: The first.
-            stop: One after the last.
-            seed: Seed of the random numbers that the collate function draws.
-        """
+        """Collate the samples ``start`` to ``stop - 1``, random numbers drawn from ``seed``."""
         return collate_samples(self.loader, self.samples[start:stop], stop - start, seed=seed)
 
 

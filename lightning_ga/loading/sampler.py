@@ -53,22 +53,23 @@ class Sequential:
 class Shuffled:
     """A permutation: ``torch.randperm`` seeded with seed + epoch, as in torch's ``DistributedSampler``.
 
-    Above ``LARGEST_WRITTEN_ORDER`` samples, one that is computed index by index.
+    Above ``LARGEST_WRITTEN_ORDER`` samples, one that is computed index by index. It is drawn of the ``whole``
+    dataset, of which an epoch may leave out some samples.
     """
 
-    def __init__(self, size: int, seed: int | None = None) -> None:
-        self.size = size
-        self.seed = seed
+    def __init__(self, size: int, seed: int | None = None, *, whole: int | None = None) -> None:
+        self.size, self.seed = size, seed
+        self.whole = size if whole is None else whole
 
     def draw(self, epoch: int, seed: int) -> Sequence[int]:
         """The permutation of one epoch, at most four bytes a sample."""
         seed = seed if self.seed is None else self.seed
-        if self.size > LARGEST_WRITTEN_ORDER:
-            return Permutation(self.size, seed=seed, epoch=epoch)
+        if self.whole > LARGEST_WRITTEN_ORDER:
+            return Permutation(self.whole, seed=seed, epoch=epoch)
         generator = torch.Generator()
         generator.manual_seed((seed + epoch) % _SEEDS)
         with uncounted():  # it lies on the host
-            return _Indices(torch.randperm(self.size, generator=generator, dtype=torch.int32))
+            return _Indices(torch.randperm(self.whole, generator=generator, dtype=torch.int32))
 
 
 def draws_a_seed(order: Order) -> bool:

@@ -29,11 +29,9 @@ def fetch(
 ) -> Generator[Any, None, None]:
     """Read samples and yield ``read(samples)`` for each list of indices; training goes on as if none had been read.
 
-    Where the user has workers, separate workers read: files that a dataset opens on first use must not be
-    open in this process when training starts its workers.
-
     Args:
-        loader: The user's loader.
+        loader: The user's loader. Where it has workers, separate ones read: files that a dataset opens on first use
+            must not be open in this process when training starts its workers.
         batches: Lists of indices.
         read: Takes samples, in the process that reads them.
         workers: Processes that read, where the user has any.

@@ -54,7 +54,7 @@ class MicroBatchSource(TrainingSource):
         if isinstance(order, Sequential):
             met: Sequence[Any] = range(order.size if total is None else total)
         elif isinstance(order, Shuffled):
-            met = range(order.size)
+            met = range(order.whole)
         elif type(sampler) is RandomSampler:
             met = range(len(sampler.data_source))
         elif type(sampler) is WeightedRandomSampler:
