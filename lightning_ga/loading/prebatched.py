@@ -12,10 +12,10 @@ from math import gcd
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
-from lightning_ga.batch.layout import Layout, LayoutError, Slice
-from lightning_ga.batch.split import SplitBatch, cut, gather, split_by_hook
+from lightning_ga.batch.layout import Layout, LayoutError
+from lightning_ga.batch.split import SplitBatch, gather, split_by_hook
 from lightning_ga.errors import UserError
 from lightning_ga.loading.batch_source import CollatedBatches, ReadyMadeBatches, indices_of, is_collated
 from lightning_ga.loading.largest_samples import ScanOrder
@@ -84,13 +84,12 @@ class PrebatchedSource(TrainingSource):
         Raises:
             LayoutError: If these cannot be separated.
         """
-        (batch, *_) = self._stream.peek(1) or [None]
         if self._hook is None:
             check_proportion(self._samples_of_item, self.sizes)
-            data: _ByLayout | _ByHook = _ByLayout(batch, self._raw_layout)
-        else:
-            data = _ByHook(batch, self._hook)
-        return DataLoader(data, batch_size=len(data), collate_fn=data.collate)
+        (batch, *_) = self._stream.peek(1) or [None]
+        collate = _FirstSamples(batch, self._raw_layout if self._hook is None else None, self._hook)
+        numbers: Any = range(max(collate.samples, self._samples_of_item))
+        return DataLoader(numbers, batch_size=collate.samples, collate_fn=collate)
 
     def check_effective(self, effective: int) -> None:
         """Refuse an effective batch in samples where loaders give unequal numbers of them to a batch.
@@ -170,43 +169,20 @@ def _batch_size(loader: Any) -> int | None:
         return int(loader.batch_size)
 
 
-class _ByLayout(Dataset[Any]):
-    """The samples of one batch, cut by its layout."""
+class _FirstSamples:
+    """Collates the first samples of one batch, whichever are asked for, by its layout or the module's own hook."""
 
-    def __init__(self, batch: Any, layout: Layout) -> None:
-        self._batch, self._layout = batch, layout
-        self._samples, self._sizes = layout.samples(batch), layout.sizes(batch)
+    def __init__(self, batch: Any, layout: Layout | None, hook: SplitBatch | None) -> None:
+        self._batch, self._layout, self._hook = batch, layout, hook
+        self.samples = length_of_first(batch) if layout is None else layout.samples(batch)
 
-    def __len__(self) -> int:
-        return self._samples
-
-    def __getitem__(self, index: int) -> Any:
-        return cut(self._batch, self._layout, Slice(index, index + 1, self._samples, self._sizes))
-
-    def collate(self, samples: Sequence[Any]) -> Any:
-        """Collate the first samples of the batch, repeated in turn where more are asked for than there are."""
-        return gather(self._batch, self._layout, len(samples))
-
-
-class _ByHook(Dataset[Any]):
-    """The samples of one batch, cut by the module's own ``split_batch``."""
-
-    def __init__(self, batch: Any, hook: SplitBatch) -> None:
-        self._batch, self._hook = batch, hook
-        self._samples = length_of_first(batch)
-
-    def __len__(self) -> int:
-        return self._samples
-
-    def __getitem__(self, index: int) -> Any:
-        return self._batch
-
-    def collate(self, samples: Sequence[Any]) -> Any:
-        """Collate the first samples of the batch, at most all of them."""
-        count = len(samples)
-        if count >= self._samples:
+    def __call__(self, numbers: Sequence[int]) -> Any:
+        count = len(numbers)
+        if self._layout is not None:
+            return gather(self._batch, self._layout, count)  # repeated in turn, if there are fewer
+        if count >= self.samples:
             return self._batch
-        return next(split_by_hook(self._hook, self._batch, [count, self._samples - count]))
+        return next(split_by_hook(self._hook, self._batch, [count, self.samples - count]))
 
 
 def _only(batches: Iterable[Any]) -> Any:
