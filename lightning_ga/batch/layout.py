@@ -28,12 +28,11 @@ class LayoutError(UserError):
 
 @dataclass(frozen=True, slots=True)
 class SampleAxis:
-    """A part with entries for each sample.
+    """A part with entries for each sample of a loader.
 
     Attributes:
         axis: The axis of the samples; 0 for lists and registered types.
-        per: Entries for each sample, neighbours of one another: more than one where a collate function
-            joins several crops of every sample.
+        per: Entries for each sample, neighbours of one another: several where a collate function joins crops.
         loader: Which of several loaders the samples come from.
     """
 
@@ -214,15 +213,11 @@ def _check_axes(roles: Mapping[str, Role], loaders: int) -> None:
 
 @dataclass(slots=True)
 class _Reading:
-    """Compares batches of 3 samples and of a larger number, where one loader gives more than before.
-
-    Attributes:
-        checks: Whether all samples are the same, so that values can be compared too.
-    """
+    """Compares batches of 3 samples and of a larger number, where one loader gives more than before."""
 
     loader: int
     larger: int
-    checks: bool
+    checks: bool  # whether all samples are the same, so that values can be compared too
     roles: dict[str, Role] = field(default_factory=dict)
 
     def compare(self, path: str, few: Any, again: Any, many: Any) -> None:

@@ -15,14 +15,7 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
 
-from lightning_ga.batch.pytree import (
-    extents,
-    is_constant,
-    is_plain_sequence,
-    open_container,
-    rebuild,
-    same_values,
-)
+from lightning_ga.batch.pytree import extents, is_constant, is_plain_sequence, open_container, rebuild, same_values
 from lightning_ga.errors import UserError
 
 
@@ -70,9 +63,7 @@ def merge_outputs(outputs: Sequence[Any], sizes: Sequence[int], weights: Sequenc
         raise UserError(f"{counts}: each of at least one output needs a size and a weight.")
     parts = [_Part(*part) for part in zip(outputs, sizes, weights)]
     parts = [part for part in parts if part.size] or parts[:1]
-    if all(_is_scalar(part.value) for part in parts):
-        return _average(parts)
-    return _merge(parts, losses=("['loss']",))
+    return _average(parts) if _are_scalars(parts) else _merge(parts, losses=("['loss']",))
 
 
 def _merge(parts: list[_Part], losses: tuple[str, ...] = ()) -> Any:
@@ -114,7 +105,12 @@ def _merge_fields(parts: list[_Part], losses: tuple[str, ...] = ()) -> Any:
 
 def _merge_field(parts: list[_Part], loss: bool) -> Any:
     parts = [part for part in parts if part.value is not None]
-    return _average(parts) if loss and parts and all(_is_scalar(part.value) for part in parts) else _merge(parts)
+    return _average(parts) if loss and parts and _are_scalars(parts) else _merge(parts)
+
+
+def _are_scalars(parts: list[_Part]) -> bool:
+    values = [part.value for part in parts]
+    return all(isinstance(value, torch.Tensor) and not value.is_nested and value.numel() == 1 for value in values)
 
 
 def _merge_lists(parts: list[_Part]) -> Any:
@@ -249,10 +245,6 @@ def _same(values: list[Any]) -> Any:
 
 def _all_equal(values: list[Any]) -> bool:
     return all(same_values(value, values[0]) for value in values[1:])
-
-
-def _is_scalar(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and not value.is_nested and value.numel() == 1
 
 
 def _detached(node: Any) -> Any:

@@ -9,13 +9,10 @@ from lightning_ga.batch.pytree import extents, is_constant, is_plain_sequence, o
 
 
 def read_ready_made(batches: Sequence[Any]) -> Layout:
-    """Read the layout of batches that come ready-made, without samples at hand.
+    """Read the layout of ready-made batches of one loader, of different sizes if there are any.
 
     The number of samples is an extent that every part has, along one axis each. Where a part lacks it,
     batches of different sizes are compared: a part that stays the same is shared.
-
-    Args:
-        batches: Batches of one loader, of different sizes if there are any.
 
     Raises:
         LayoutError: If more than one reading is possible, or none.

@@ -1,6 +1,6 @@
 """Cut a batch of any structure into slices of its samples: one at a time, tensors as views.
 
-``layout`` reads where the samples lie; this module cuts. A LightningModule may define
+A LightningModule may define
 ``split_batch(self, batch, sizes)`` for batches whose layout cannot be read, for example nodes of
 several graphs that its own code has joined::
 
@@ -57,24 +57,13 @@ def split_batch(batch: Any, sizes: Sequence[int], *, layout: Layout) -> Iterator
 
 
 def cut(batch: Any, layout: Layout, part: Slice) -> Any:
-    """Cut one slice out of a batch.
-
-    Args:
-        batch: The batch.
-        layout: Where its samples lie.
-        part: The slice.
-    """
+    """Cut one slice out of a batch whose samples lie as the layout says."""
     edges: Edges = {}
     return _rebuilt("batch", batch, layout, part, lambda _, node, role: take(node, role.axis, *part.rows(role), edges))
 
 
 def gather(batch: Any, layout: Layout, count: int) -> Any:
     """Return a batch of ``count`` samples of another, repeated in turn, in memory of its own where that is possible.
-
-    Args:
-        batch: The other batch.
-        layout: Where its samples lie.
-        count: Samples of the new batch.
 
     Raises:
         LayoutError: If more are asked for than there are, and a part is of a type that cannot be repeated.
