@@ -6,11 +6,11 @@ So a vector for all samples that happens to be as long as the batch is never rea
 sample, nor are sequences with time first cut along time.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import gcd
 from numbers import Number
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 
@@ -120,20 +120,20 @@ class Slice:
         return self.start * per, self.stop * per
 
 
-class Samples(Protocol):
-    """Makes batches of real samples, of which each of ``loaders`` has ``kinds`` different ones."""
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """A few different samples of one or several loaders.
 
+    Attributes:
+        batch: Makes a batch as the loaders do. Called with the number of samples from each loader, those that
+            it holds in turn, and a seed of the random numbers that the collate function draws.
+        loaders: The number of loaders.
+        kinds: The number of different samples of each.
+    """
+
+    batch: Callable[[Sequence[int], Sequence[int], int], Any]
     loaders: int
     kinds: int
-
-    def batch(self, counts: Sequence[int], kinds: Sequence[int], seed: int) -> Any:
-        """Return a batch as the loaders make it.
-
-        Args:
-            counts: Samples from each loader.
-            kinds: Which samples it holds, in turn.
-            seed: Seed of the random numbers that the collate function draws.
-        """
 
 
 def read_layout(samples: Samples) -> Layout:

@@ -22,13 +22,7 @@ from lightning_ga.fit.oom_retry import OomRetrier
 from lightning_ga.fit.optimizer_retry import OptimizerRetry
 from lightning_ga.fit.retry_policy import RankFacts, RetryPolicy, evaluation_policy, training_policy
 from lightning_ga.fit.window_gradients import WindowGradients
-from lightning_ga.loading.batch_source import (
-    BatchSource,
-    CollatedBatches,
-    ReadyMadeBatches,
-    indices_of,
-    is_collated,
-)
+from lightning_ga.loading.batch_source import BatchSource, CollatedBatches, ReadyMadeBatches, is_collated
 from lightning_ga.loading.reader import BatchReader, CollatedAgain
 from lightning_ga.loading.samples import collect_samples
 from lightning_ga.memory.allocator import RetryWatch
@@ -276,7 +270,7 @@ class OomHandler:
             return self._training.source()
         loaders, combine = dataloaders.evaluation_loaders(self._trainer, loader)
         if all(map(is_collated, loaders)):
-            return CollatedBatches(loaders, [partial(indices_of, part) for part in loaders], combine)
+            return CollatedBatches(loaders, combine)
         return ReadyMadeBatches(lambda: [self._evaluated], prepared=True)
 
 

@@ -7,7 +7,6 @@ that is read before training begins is given to training all the same.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from math import gcd
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch.utils.data import DataLoader
 from lightning_ga.batch.layout import Layout, LayoutError
 from lightning_ga.batch.split import SplitBatch, gather, split_by_hook
 from lightning_ga.errors import UserError
-from lightning_ga.loading.batch_source import CollatedBatches, ReadyMadeBatches, indices_of, is_collated
+from lightning_ga.loading.batch_source import CollatedBatches, ReadyMadeBatches, is_collated
 from lightning_ga.loading.largest_samples import ScanOrder
 from lightning_ga.loading.peekable import peekable_stream
 from lightning_ga.loading.reader import check_proportion, largest_extent, length_of_first
@@ -68,7 +67,9 @@ class PrebatchedSource(TrainingSource):
         self._hook, self._combine, self.loaders = hook, batches.combine, batches.loaders
         self.cut_in_step = self.may_drop = True
         self.keeps_place = all(map(keeps_place, self.loaders))
-        self.batch_source = self._source_of_layouts()
+        collated = all(map(is_collated, self.loaders))
+        ready_made = ReadyMadeBatches(self._looked_at)
+        self.batch_source = CollatedBatches(self.loaders, self._combine) if collated else ready_made
         sizes = [_batch_size(part) for part in self.loaders]
         self.sizes = [size for size in sizes if size is not None] if None not in sizes else []
         first = [] if self.sizes else self._stream.peek(1)
@@ -114,11 +115,6 @@ class PrebatchedSource(TrainingSource):
     def sample_indices(self, epoch: int, most: int = 64) -> list[int]:
         """Return indices of samples of the first batch."""
         return list(range(min(most, self._samples_of_item)))
-
-    def _source_of_layouts(self) -> CollatedBatches | ReadyMadeBatches:
-        if all(map(is_collated, self.loaders)):
-            return CollatedBatches(self.loaders, [partial(indices_of, part) for part in self.loaders], self._combine)
-        return ReadyMadeBatches(self._looked_at)
 
     def _samples_of(self, first: Sequence[Any]) -> int | None:
         """Return the samples of the first batch, if there is one; ``None`` where these cannot be counted."""

@@ -30,7 +30,7 @@ class MicroBatchSource(TrainingSource):
         super().__init__(loader, settings, generator=getattr(loader, "generator", None))
         self.keeps_place = not self.streams  # streams are read from their start
         self.may_drop = loader.collate_fn is not default_collate
-        self.batch_source = CollatedBatches([loader], [lambda: self.sample_indices(self.sampler.epoch, most=8)])
+        self.batch_source = CollatedBatches([loader], indices=lambda _: self.sample_indices(self.sampler.epoch, most=8))
 
     def sample_indices(self, epoch: int, most: int = 64) -> list[Any]:
         """Return indices of some samples from all over the dataset."""

@@ -19,7 +19,6 @@ from lightning_ga.batch.layout import (
     LayoutError,
     SampleAxis,
     SampleCount,
-    Samples,
     Slice,
     read_layout,
 )
@@ -31,7 +30,7 @@ Collate = Callable[[list[Any]], Any]
 WAY_OUT = r"define split_batch\(self, batch, sizes\) on the LightningModule"
 
 
-class Known(Samples):
+class Known:
     """Batches of known samples, one collate function for each loader."""
 
     def __init__(self, samples: Sequence[Any], *collate: Collate, join: Callable[[list[Any]], Any] = list) -> None:

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
 
-from lightning_ga.batch.layout import Layout, LayoutError, Samples, Slice, read_layout
+from lightning_ga.batch.layout import Layout, LayoutError, Slice, read_layout
 from lightning_ga.batch.pytree import open_container
 from lightning_ga.batch.ready_made import read_ready_made
 from lightning_ga.batch.split import cut
@@ -398,7 +398,7 @@ def kinds_of_samples(draw: st.DrawFn) -> list[Sample]:
     return [Sample(number, *each) for number, each in enumerate(draw(st.lists(fields, min_size=1, max_size=3)))]
 
 
-class Known(Samples):
+class Known:
     """Batches of known samples, of one collate function for each loader."""
 
     def __init__(self, samples: Sequence[Sample], *collate: Callable[[list[Sample]], Any]) -> None:

@@ -88,8 +88,7 @@ def loader_of(collate: Callable[[list[Any]], Any] = default_collate, dataset: An
 
 
 def collated(*loaders: "DataLoader[Any]", combine: Callable[[list[Any]], Any] | None = None) -> CollatedBatches:
-    indices = [lambda loader=loader: indices_of(loader) for loader in loaders]
-    return CollatedBatches(loaders, indices) if combine is None else CollatedBatches(loaders, indices, combine)
+    return CollatedBatches(loaders) if combine is None else CollatedBatches(loaders, combine)
 
 
 def reader(module: pl.LightningModule, source: Any) -> BatchReader:
