@@ -9,10 +9,7 @@ sample, nor are sequences with time first cut along time.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import gcd
-from numbers import Number
 from typing import Any, Literal
-
-import torch
 
 from lightning_ga.batch.pytree import extents, is_constant, is_plain_sequence, open_container, same_values
 from lightning_ga.batch.take import take
@@ -267,7 +264,7 @@ class _Reading:
     def _role_of_number(self, path: str, few: Any, again: Any, many: Any) -> Role:
         if same_values(few, many) or not same_values(few, again):
             return "constant"
-        if _number(few) == FEW and _number(many) == self.larger:
+        if few == FEW and many == self.larger:
             return SampleCount(self.loader)
         raise uncuttable(f"{path} goes from {few} to {many} when 3 samples become {self.larger}")
 
@@ -284,12 +281,6 @@ class _Reading:
             self.roles[path] = "shared"
         else:
             raise unknown_type(path, few)
-
-
-def _number(value: Any) -> float | None:
-    if isinstance(value, torch.Tensor):
-        return float(value) if value.numel() == 1 and not value.is_meta else None
-    return float(value) if isinstance(value, Number) and not isinstance(value, (bool, complex)) else None  # type: ignore[arg-type]
 
 
 def uncuttable(why: str) -> LayoutError:

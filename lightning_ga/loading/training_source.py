@@ -54,7 +54,7 @@ class TrainingSource:
     may_drop: bool
     may_grow = False
     batch_source: BatchSource
-    _samples_of_item = 1
+    _samples_of_item = 1  # more where items are ready-made batches
 
     def __init__(
         self, items: "DataLoader[Any]", settings: SourceSettings, *, generator: torch.Generator | None = None
@@ -156,7 +156,7 @@ class TrainingSource:
             sized = self.length is not None
             self.loader = rebatch(self._items, self.sampler, sized=sized, shuffle=self._settings.shuffle)
         object.__setattr__(self.loader, "batch_size", plan.micro_batch_size)
-        return _multiplied(plan, each)
+        return plan if each == 1 else _multiplied(plan, each)
 
     def _in_items(self, effective: int | None) -> int | None:
         """Return the items that make up so many samples."""
