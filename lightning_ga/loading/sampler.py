@@ -6,7 +6,7 @@ whatever the micro-batch and the number of ranks are, after a resume too.
 """
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from itertools import count, islice
 from typing import Any, Protocol
@@ -77,34 +77,69 @@ def draws_a_seed(order: Order) -> bool:
     return isinstance(order, Shuffled) and order.seed is None
 
 
-class FromSampler:
-    """What a sampler of the user's own yields, its random numbers drawn from seed + epoch."""
+class _UsersOrder:
+    """The order of samplers of the user's own, their random numbers drawn from seed + epoch.
+
+    An epoch is looked at without a trace, and drawn again when training begins it: hooks that run in between may
+    have changed a sampler, and a sampler may count how often it is asked.
+    """
+
+    def __init__(self, *samplers: Any) -> None:
+        self._samplers = samplers
+        self._key: tuple[int, int] | None = None
+        self._drawn: list[Any] = []
+
+    def _read(self) -> list[Any]:
+        """Read what the samplers yield."""
+        raise NotImplementedError
+
+    def _look(self, epoch: int, seed: int) -> list[Any]:
+        if self._key != (epoch, seed):
+            state = ObjectState(thing for sampler in self._samplers for thing in reachable(sampler))
+            self._drawn, self._key = self._read_epoch(epoch, seed), (epoch, seed)
+            state.restore()
+        return self._drawn
+
+    def _read_epoch(self, epoch: int, seed: int) -> list[Any]:
+        for sampler in self._samplers:
+            set_epoch = getattr(sampler, "set_epoch", None)
+            if callable(set_epoch):
+                set_epoch(epoch)
+        with seeded(seed + epoch, epoch, *self._samplers):
+            return self._read()
+
+
+class FromSampler(_UsersOrder):
+    """What a sampler of the user's own yields."""
 
     def __init__(self, sampler: Iterable[Any], size: int) -> None:
-        self.sampler = sampler
-        self.size = size
-        self._drawn = _Drawn(lambda: list(islice(sampler, size)), sampler)
+        super().__init__(sampler)
+        self.sampler, self.size = sampler, size
 
     def draw(self, epoch: int, seed: int) -> Sequence[Any]:
         """Return the sampler's own order for one epoch."""
-        return self._drawn.look(epoch, seed)
+        return self._look(epoch, seed)
 
     def begin(self, epoch: int, seed: int) -> Sequence[Any]:
         """Return the order that training begins an epoch with."""
-        return self._drawn.begin(epoch, seed)
+        self._drawn, self._key = self._read_epoch(epoch, seed), (epoch, seed)
+        return self._drawn
+
+    def _read(self) -> list[Any]:
+        return list(islice(self.sampler, self.size))
 
 
-class FromBatches:
+class FromBatches(_UsersOrder):
     """What a batch sampler of the user's own yields, joined; the sizes of its batches are kept."""
 
     def __init__(self, batch_sampler: Iterable[Sequence[Any]]) -> None:
+        super().__init__(batch_sampler, getattr(batch_sampler, "sampler", None))
         self.batch_sampler = batch_sampler
         self.size = 0  # of the epoch drawn last
-        self._drawn = _Drawn(self._all_batches, batch_sampler, getattr(batch_sampler, "sampler", None))
 
     def batches(self, epoch: int, seed: int) -> list[list[Any]]:
         """Return the batches of one epoch."""
-        batches = self._drawn.look(epoch, seed)
+        batches = self._look(epoch, seed)
         self.size = sum(map(len, batches))
         return batches
 
@@ -114,50 +149,14 @@ class FromBatches:
 
     def begin(self, epoch: int, seed: int) -> Sequence[Any]:
         """Return the order that training begins an epoch with; its batches are as large as planned."""
-        sizes = [len(batch) for batch in self.batches(epoch, seed)]
-        self._drawn.begin(epoch, seed, unless=lambda batches: [len(batch) for batch in batches] != sizes)
+        planned, batches = self.batches(epoch, seed), self._read_epoch(epoch, seed)
+        if list(map(len, batches)) == list(map(len, planned)):
+            self._drawn = batches
         return self.draw(epoch, seed)
 
-    def _all_batches(self) -> list[list[Any]]:
-        count = len(self.batch_sampler) if isinstance(self.batch_sampler, Sized) else None
-        return [list(batch) for batch in islice(self.batch_sampler, count)]
-
-
-class _Drawn:
-    """One epoch of a user's sampler: looked at without a trace, and drawn again when training begins it.
-
-    Hooks that run in between may have changed the sampler, and a sampler may count how often it is asked.
-    ``samplers`` are told the epoch, and may carry generators.
-    """
-
-    def __init__(self, draw: Callable[[], list[Any]], *samplers: Any) -> None:
-        self._draw, self._samplers = draw, samplers
-        self._key: tuple[int, int] | None = None
-        self._order: list[Any] = []
-
-    def look(self, epoch: int, seed: int) -> list[Any]:
-        """Return an epoch, drawn without a trace if it was not drawn before."""
-        if self._key != (epoch, seed):
-            state = ObjectState(thing for sampler in self._samplers for thing in reachable(sampler))
-            self._order = self._drawn(epoch, seed)
-            state.restore()
-            self._key = epoch, seed
-        return self._order
-
-    def begin(self, epoch: int, seed: int, unless: Callable[[list[Any]], bool] = lambda _: False) -> list[Any]:
-        """Draw an epoch for training; ``unless`` says of what was drawn that the epoch stays as it was looked at."""
-        drawn = self._drawn(epoch, seed)
-        if not unless(drawn):
-            self._order, self._key = drawn, (epoch, seed)
-        return self._order
-
-    def _drawn(self, epoch: int, seed: int) -> list[Any]:
-        for sampler in self._samplers:
-            set_epoch = getattr(sampler, "set_epoch", None)
-            if callable(set_epoch):
-                set_epoch(epoch)
-        with seeded(seed + epoch, epoch, *self._samplers):
-            return self._draw()
+    def _read(self) -> list[list[Any]]:
+        length = len(self.batch_sampler) if isinstance(self.batch_sampler, Sized) else None
+        return [list(batch) for batch in islice(self.batch_sampler, length)]
 
 
 class Stream:
