@@ -72,11 +72,7 @@ class Layout:
         return {loader: samples for loader, (samples, _) in found.items()}
 
     def samples(self, batch: Any) -> int:
-        """Return the samples of a batch; of several loaders with different numbers, the greatest common divisor.
-
-        Raises:
-            LayoutError: If the number cannot be read.
-        """
+        """Return the samples of a batch; of several loaders with different numbers, the greatest common divisor."""
         sizes = self.sizes(batch)
         if not sizes:
             raise uncuttable("nothing in it grows with them")

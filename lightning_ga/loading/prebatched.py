@@ -80,11 +80,7 @@ class PrebatchedSource(TrainingSource):
 
     @property
     def user_loader(self) -> "DataLoader[Any]":
-        """A loader of the samples of the first batch, for the probe and the exactness check.
-
-        Raises:
-            LayoutError: If these cannot be separated.
-        """
+        """A loader of the samples of the first batch, for the probe and the exactness check."""
         if self._hook is None:
             check_proportion(self._samples_of_item, self.sizes)
         (batch, *_) = self._stream.peek(1) or [None]
@@ -93,11 +89,7 @@ class PrebatchedSource(TrainingSource):
         return DataLoader(numbers, batch_size=collate.samples, collate_fn=collate)
 
     def check_effective(self, effective: int) -> None:
-        """Refuse an effective batch in samples where loaders give unequal numbers of them to a batch.
-
-        Raises:
-            UserError: With the numbers.
-        """
+        """Refuse an effective batch in samples where loaders give unequal numbers of them to a batch."""
         if len(set(self.sizes)) > 1:
             raise UserError(
                 f"effective_batch_size={effective} counts samples, and the training data come from loaders of unequal "

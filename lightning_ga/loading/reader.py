@@ -42,7 +42,12 @@ class BatchSlices:
 
 
 class BatchReader:
-    """Counts and cuts the batches of one loader, given their transfer, and what their layout is read from."""
+    """Counts and cuts the batches of one loader, on the host or as the step gets them.
+
+    Args:
+        transfer: The transfer of its batches to the step.
+        source: Samples or batches to read the layout from.
+    """
 
     def __init__(self, transfer: Transfer, source: BatchSource) -> None:
         self._transfer, self._source = transfer, source
@@ -116,11 +121,7 @@ class BatchReader:
         return found if expected is None else min(found, expected)
 
     def check(self, samples: Callable[[], "CollatedAgain | None"], *, on_host: bool = False) -> None:
-        """Check in advance that batches can be cut.
-
-        Args:
-            samples: Fetches the samples of some batch, where they are at hand.
-            on_host: Whether batches are cut before they are moved.
+        """Check in advance that batches can be cut; ``samples`` fetches those of some batch, if they are at hand.
 
         Raises:
             LayoutError: If there is no way to cut a batch.
@@ -232,11 +233,7 @@ class CollatedAgain:
 
 
 def check_proportion(samples: int, sizes: Sequence[int]) -> None:
-    """Refuse to cut a batch of several loaders whose proportion no smaller batch has.
-
-    Raises:
-        LayoutError: With the numbers.
-    """
+    """Refuse to cut a batch of several loaders whose proportion no smaller batch has."""
     if samples == 1 < max(sizes, default=1):
         given = " and ".join(map(str, sizes))
         raise uncuttable(f"its loaders give {given} of them, and no smaller batch holds whole ones in that proportion")

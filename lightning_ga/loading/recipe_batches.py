@@ -42,15 +42,7 @@ class SourceSettings:
 
 
 class RecipeBatches:
-    """The recipe's batches, in the order of samples that ranks share, or else in that of one rank.
-
-    Args:
-        loader: The user's DataLoader.
-        settings: How the Trainer reads it.
-
-    Raises:
-        UserError: If the loader cannot be cut anew.
-    """
+    """The batches of a DataLoader, in the order of samples that ranks share, or else in that of one rank."""
 
     def __init__(self, loader: "DataLoader[Any]", settings: SourceSettings) -> None:
         world_size = settings.world_size

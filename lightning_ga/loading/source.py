@@ -15,15 +15,7 @@ from lightning_ga.loading.training_source import TrainingSource
 
 
 class MicroBatchSource(TrainingSource):
-    """One user's loader and the micro-batches it is cut into.
-
-    Args:
-        loader: The user's DataLoader.
-        settings: How the Trainer reads it.
-
-    Raises:
-        UserError: If the loader cannot be cut anew.
-    """
+    """The user's DataLoader and the micro-batches it is cut into."""
 
     def __init__(self, loader: "DataLoader[Any]", settings: SourceSettings) -> None:
         loader = peekable(loader)
