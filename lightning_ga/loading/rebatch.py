@@ -89,6 +89,8 @@ def rebatch(
     if isinstance(loader.dataset, IterableDataset) and loader.drop_last and loader.batch_size:
         settings["dataset"] = whole_batches(loader.dataset, loader.batch_size)
     methods: dict[str, Any] = {}
+    if sized and (isinstance(loader.dataset, IterableDataset) or type(loader).__len__ is not DataLoader.__len__):
+        methods["__len__"] = lambda _: len(batch_sampler)
     if loader.num_workers:  # no worker starts for the loop's first iter(), which fetches nothing
         started = type(loader).__iter__
 
@@ -100,33 +102,19 @@ def rebatch(
             return empty
 
         methods["__iter__"] = start
-    length_of = batch_sampler if sized else None
-    return copy_loader(loader, length_of=length_of, methods=methods, drop_last=False, **settings)
+    return copy_loader(loader, methods, drop_last=False, **settings)
 
 
 def copy_loader(
-    loader: "DataLoader[Any]",
-    *,
-    length_of: Sized | None = None,
-    methods: Mapping[str, Any] | None = None,
-    **settings: Any,
+    loader: "DataLoader[Any]", methods: Mapping[str, Any] | None = None, **settings: Any
 ) -> "DataLoader[Any]":
-    """Return a shallow copy of a loader of any class with some attributes replaced.
-
-    Args:
-        loader: The user's loader.
-        length_of: Has the copy's length, if the loader's own is no longer right.
-        methods: Methods of the copy's own.
-        settings: Its attributes.
-    """
+    """Return a shallow copy of a loader of any class, with some attributes replaced and methods of its own."""
     clone = copy.copy(loader)  # DataLoader refuses to have its batch sampler set
     for name, value in {"_iterator": None, "_IterableDataset_len_called": None, **settings}.items():
         object.__setattr__(clone, name, value)
-    cls, own = type(loader), dict(methods or {})
-    if length_of is not None and (isinstance(loader.dataset, IterableDataset) or cls.__len__ is not DataLoader.__len__):
-        own["__len__"] = lambda _self: len(length_of)
-    if own:
-        object.__setattr__(clone, "__class__", type(cls.__name__, (cls,), own))
+    if methods:
+        cls = type(loader)
+        object.__setattr__(clone, "__class__", type(cls.__name__, (cls,), dict(methods)))
     return clone
 
 
