@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from itertools import repeat
 from math import gcd, prod
 from typing import Any, NamedTuple
@@ -62,19 +63,13 @@ class ScanOrder:
         if self._indices is None:
             yield from repeat([None] * SAMPLES_AT_ONCE)
             return
-        step = _coprime(self._stride)
-        for number in range(1, self._stride):  # any number of scans is spread evenly
+        # Two thirds of the stride spread any number of scans evenly; a step coprime to it leaves none out.
+        steps = range(max(1, round(0.618 * self._stride)), self._stride + 1)
+        step = next(step for step in steps if gcd(step, self._stride) == 1)
+        for number in range(1, self._stride):
             offset = number * step % self._stride
             scan = list(self._indices[offset :: self._stride])
             yield scan[:-1] if (len(self._indices) - 1 - offset) % self._stride == 0 else scan
-
-
-def _coprime(stride: int) -> int:
-    """Return a step that visits all offsets below ``stride``, about two thirds of it."""
-    step = max(1, round(0.618 * stride))
-    while gcd(step, stride) > 1:
-        step += 1
-    return step
 
 
 class _Seen(NamedTuple):
@@ -167,15 +162,9 @@ class Largest:
         return sorted(kept.values(), key=lambda seen: seen.rank, reverse=True)
 
 
-class WorkerScan:
-    """Keeps only the largest of the samples read: of a data worker's, only these are sent."""
-
-    def __init__(self, *, text: bool) -> None:
-        self._kept = Largest(text=text)
-
-    def __call__(self, samples: list[Any]) -> tuple[int, list[Any]]:
-        """Return the number of samples read, and those to keep."""
-        return len(samples), self._kept.see(samples)
+def _scan(kept: Largest, samples: list[Any]) -> tuple[int, list[Any]]:
+    """Return the number of samples read, and those to keep: of a data worker's, only these are sent."""
+    return len(samples), kept.see(samples)
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +203,7 @@ def largest_samples(loader: "DataLoader[Any]", looks: ScanOrder) -> LargestSampl
     seen, complete = len(first), True
     if not kept.uniform and (looks.total is None or looks.total > seen):
         seen, workers = (0, 1) if looks.streams else (seen, loader.num_workers)
-        with closing(fetch(loader, looks.rest(), WorkerScan(text=text), workers=workers)) as reports:
+        with closing(fetch(loader, looks.rest(), partial(_scan, Largest(text=text)), workers=workers)) as reports:
             for count, newcomers in reports:
                 seen += count
                 kept.see(newcomers)

@@ -5,9 +5,11 @@ batches, as other sources count them in samples. A stream that cannot be restart
 that is read before training begins is given to training all the same.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import gcd
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -62,7 +64,7 @@ class PrebatchedSource(TrainingSource):
 
     def __init__(self, batches: Batches, settings: SourceSettings, *, hook: SplitBatch | None = None) -> None:
         self._stream = peekable_stream(batches.start, batches.length)
-        items = DataLoader(self._stream, batch_size=1, collate_fn=_only)
+        items = DataLoader(self._stream, batch_size=1, collate_fn=itemgetter(0))
         super().__init__(items, settings, generator=torch.Generator())
         self._hook, self._combine, self.loaders = hook, batches.combine, batches.loaders
         self.cut_in_step = self.may_drop = True
@@ -117,7 +119,7 @@ class PrebatchedSource(TrainingSource):
         except LayoutError:
             return None if self._hook is None else max(1, length_of_first(first[0]))
 
-    @property
+    @cached_property
     def _raw_layout(self) -> Layout:
         """The layout of batches before any hook."""
         return self.batch_source.layout(lambda batch: batch)
@@ -171,8 +173,3 @@ class _FirstSamples:
         if count >= self.samples:
             return self._batch
         return next(split_by_hook(self._hook, self._batch, [count, self.samples - count]))
-
-
-def _only(batches: Iterable[Any]) -> Any:
-    (batch,) = batches
-    return batch

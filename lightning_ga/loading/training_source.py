@@ -45,6 +45,7 @@ class TrainingSource:
         workers: Processes that fetch data.
         batch_source: Samples or other batches, from which the layout of a batch can be read.
         loader: The loader that the fit loop reads; ``None`` before an epoch is arranged.
+        epoch_batches: Batches of the recipe in the arranged epoch, on one rank; ``None`` where that is not known.
 
     Raises:
         UserError: If the loader cannot be cut anew.
@@ -78,7 +79,7 @@ class TrainingSource:
         self.loader: DataLoader[Any] | None = None
         self._done_after = -1, 0  # a micro-batch, and the batches of the recipe after it
         self._epoch_end: int | None = None  # items after which all its batches are done
-        self._epoch_batches: int | None = None
+        self.epoch_batches: int | None = None
 
     @property
     def user_loader(self) -> "DataLoader[Any]":
@@ -200,7 +201,7 @@ class TrainingSource:
         self._done_after, self._epoch_end = (-1, 0), None
         if windows.count is not None:
             self._epoch_end = sum(windows.span(windows.count - 1)) if windows.count else 0
-        self._epoch_batches = None if total is None or self.length is None else self._batches_of(total)
+        self.epoch_batches = None if total is None or self.length is None else self._batches_of(total)
 
     @contextmanager
     def seeded_as_before(self) -> Iterator[None]:
@@ -231,11 +232,6 @@ class TrainingSource:
     def at_most(self) -> int | None:
         """Micro-batches after which the epoch is not read any further; ``None`` for a stream without a limit."""
         return self.epoch_plan.length
-
-    @property
-    def epoch_batches(self) -> int | None:
-        """Batches of the recipe in the arranged epoch, on one rank; ``None`` for a stream of unknown length."""
-        return self._epoch_batches
 
     @property
     def done(self) -> int:
