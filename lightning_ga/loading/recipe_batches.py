@@ -73,19 +73,10 @@ class RecipeBatches:
 
     def used(self) -> int | None:
         """Return the batches of an epoch on one rank that the Trainer's limit lets through; ``None`` if not known."""
-        batches, limit = self._count(), self._settings.limit_batches
+        batches = self._count()
         if batches is not None and type(self._loader).__len__ is not DataLoader.__len__:
             batches = min(batches, len(self._loader))
-        if isinstance(limit, int):
-            return limit if batches is None else min(batches, limit)
-        if limit == 1.0:
-            return batches
-        if batches is None:
-            raise UserError(
-                f"limit_train_batches={limit} is a fraction, and the length of the training data is not "
-                "known: use a whole number of batches."
-            )
-        return self._fraction(batches, limit)
+        return self._limited(batches)
 
     def ends(self, epoch: int) -> list[int]:
         """Return the samples before each batch of a custom batch sampler, and after the last."""
@@ -127,7 +118,18 @@ class RecipeBatches:
         share = -(-size // self.ranks_per_order)
         return share // batch if self._drop_last else -(-share // batch)
 
-    def _fraction(self, batches: int, limit: float) -> int:
+    def _limited(self, batches: int | None) -> int | None:
+        """Return how many batches on one rank the Trainer's limit lets through."""
+        limit = self._settings.limit_batches
+        if isinstance(limit, int):
+            return limit if batches is None else min(batches, limit)
+        if limit == 1.0:
+            return batches
+        if batches is None:
+            raise UserError(
+                f"limit_train_batches={limit} is a fraction, and the length of the training data is not "
+                "known: use a whole number of batches."
+            )
         used = int(batches * limit)
         if batches and not used:
             raise UserError(
@@ -139,12 +141,8 @@ class RecipeBatches:
         """Return the sizes of the batches that a custom batch sampler yields and the Trainer's limit lets through."""
         assert isinstance(self.order, FromBatches)
         sizes = [len(batch) for batch in self.order.batches(epoch, self._settings.seed)]
-        limit = self._settings.limit_batches
-        if limit == 1.0 and isinstance(limit, float):
-            return sizes
-        ranks = self.ranks_per_order
-        used = limit if isinstance(limit, int) else self._fraction(-(-len(sizes) // ranks), limit)
-        return sizes[: used * ranks]
+        used = self._limited(-(-len(sizes) // self.ranks_per_order)) or 0
+        return sizes[: used * self.ranks_per_order]
 
     def _per_window(self, epoch: int, effective: int | None) -> int:
         """Return the batches of a custom batch sampler in one window: they belong together, and are never mixed."""
