@@ -73,10 +73,14 @@ class Layout:
 
     def samples(self, batch: Any) -> int:
         """Return the samples of a batch; of several loaders with different numbers, the greatest common divisor."""
+        return self.whole(batch).stop
+
+    def whole(self, batch: Any) -> "Slice":
+        """Return the slice that holds all samples of a batch."""
         sizes = self.sizes(batch)
         if not sizes:
             raise uncuttable("nothing in it grows with them")
-        return gcd(*sizes.values())
+        return Slice(0, gcd(*sizes.values()), sizes)
 
     def _counts(self, path: str, node: Any) -> Iterator[tuple[int, int, str]]:
         """Yield loader, number of samples and path of each part with entries for each sample."""
@@ -100,17 +104,21 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """The samples ``start`` to ``stop - 1`` of a batch of ``samples``, of which each loader gave as ``sizes`` says."""
+    """The samples ``start`` to ``stop - 1`` of a batch to which each loader gave as many as ``sizes`` says."""
 
     start: int
     stop: int
-    samples: int
     sizes: Mapping[int, int]
+
+    def of_loader(self, loader: int) -> tuple[int, int]:
+        """Return the first of a loader's samples in the slice, and one after the last."""
+        each = self.sizes[loader] // max(1, gcd(*self.sizes.values()))
+        return self.start * each, self.stop * each
 
     def rows(self, role: SampleAxis) -> tuple[int, int]:
         """Return the first entry of a part, and one after the last."""
-        per = role.per * (self.sizes[role.loader] // self.samples) if self.samples else 0
-        return self.start * per, self.stop * per
+        start, stop = self.of_loader(role.loader)
+        return start * role.per, stop * role.per
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,11 +48,11 @@ def split_batch(batch: Any, sizes: Sequence[int], *, layout: Layout) -> Iterator
     """
     if any(size < 0 for size in sizes):
         raise UserError(f"sizes={list(sizes)} must not be negative.")
-    samples, groups = layout.samples(batch), layout.sizes(batch)
-    if sum(sizes) != samples:
-        raise UserError(f"sizes={list(sizes)} add up to {sum(sizes)}, and the batch holds {samples} samples.")
+    whole = layout.whole(batch)
+    if sum(sizes) != whole.stop:
+        raise UserError(f"sizes={list(sizes)} add up to {sum(sizes)}, and the batch holds {whole.stop} samples.")
     ends = accumulate(sizes)
-    slices = [Slice(end - size, end, samples, groups) for size, end in zip(sizes, ends)]
+    slices = [Slice(end - size, end, whole.sizes) for size, end in zip(sizes, ends)]
     return (cut(batch, layout, part) for part in slices)
 
 
@@ -68,17 +68,17 @@ def gather(batch: Any, layout: Layout, count: int) -> Any:
     Raises:
         LayoutError: If more are asked for than there are, and a part is of a type that cannot be repeated.
     """
-    samples, sizes = layout.samples(batch), layout.sizes(batch)
-    if not samples:
+    whole = layout.whole(batch)
+    if not whole.stop:
         raise LayoutError("The batch holds no samples to make another of.")
-    rounds, left = divmod(count, samples)
-    rest, edges = Slice(0, left, samples, sizes), Edges()
+    rounds, left = divmod(count, whole.stop)
+    rest, edges = Slice(0, left, whole.sizes), Edges()
 
     def repeat(path: str, node: Any, role: SampleAxis) -> Any:
         taken = [take(node, role.axis, *rest.rows(role), edges)] if left else []
         return _concatenated(path, [node] * rounds + taken, role.axis)
 
-    return _rebuilt("batch", batch, layout, Slice(0, count, samples, sizes), repeat)
+    return _rebuilt("batch", batch, layout, Slice(0, count, whole.sizes), repeat)
 
 
 def _rebuilt(path: str, node: Any, layout: Layout, part: Slice, change: Callable[[str, Any, SampleAxis], Any]) -> Any:
@@ -89,7 +89,8 @@ def _rebuilt(path: str, node: Any, layout: Layout, part: Slice, change: Callable
     if isinstance(role, SampleAxis):
         return change(path, node, role)
     if isinstance(role, SampleCount):
-        counted = part.sizes[role.loader] // max(1, part.samples) * (part.stop - part.start)
+        start, stop = part.of_loader(role.loader)
+        counted = stop - start
         return node.new_tensor(counted) if isinstance(node, torch.Tensor) else type(node)(counted)
     children = open_container(node) if role == "fields" else None
     if children is None:

@@ -163,8 +163,9 @@ class BatchReader:
             return self.collated_anew(batch, again, on_host=on_host)
         try:
             layout = self.layout(on_host=on_host)
-            found, sizes = layout.samples(batch), layout.sizes(batch)
-            check_proportion(found, list(sizes.values()))
+            whole = layout.whole(batch)
+            found = whole.stop
+            check_proportion(found, list(whole.sizes.values()))
             if expected is not None and found > expected:
                 raise uncuttable(f"it seems to hold {found} where the loader was asked for {expected}")
         except LayoutError:
@@ -172,7 +173,7 @@ class BatchReader:
             if again is None:
                 raise
             return self.collated_anew(batch, again, on_host=on_host)
-        return BatchSlices(found, lambda start, stop: cut(batch, layout, Slice(start, stop, found, sizes)))
+        return BatchSlices(found, lambda start, stop: cut(batch, layout, Slice(start, stop, whole.sizes)))
 
     def samples_again(self, loader: "DataLoader[Any]", samples: list[Any]) -> "CollatedAgain | None":
         """Return samples to be collated in parts; ``None`` where batches come ready-made."""

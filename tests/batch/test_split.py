@@ -473,7 +473,7 @@ def test_batches_of_two_loaders_are_cut_in_proportion() -> None:
 def test_one_slice_is_cut_without_the_others() -> None:
     """``cut`` is what ``split_batch`` yields."""
     batch = (rows(), list("abcde"), "text")
-    ours = cut(batch, layout_of(batch), Slice(2, 4, 5, {0: 5}))
+    ours = cut(batch, layout_of(batch), Slice(2, 4, {0: 5}))
     assert torch.equal(ours[0], rows()[2:4])
     assert ours[1:] == (["c", "d"], "text")
 
