@@ -1,13 +1,13 @@
 """Find the counter whose count a loss is a mean over, from the weights that parts of a batch turned out to have."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from lightning_ga.plan.weights import AttentionMaskTokens, TargetTokens
 
-_IGNORED = (-100, -1, 255, 0)
+_OTHERS_IGNORED = (-1, 255, 0)
 _NEAR = 1e-3
 
 
@@ -24,8 +24,7 @@ def fitting_counter(batch: Any, parts: Sequence[Any], share: float) -> str:
         >>> fitting_counter({"labels": torch.cat([first, second])}, [{"labels": first}, {"labels": second}], 2 / 3)
         "normalize=TargetTokens('labels')"
     """
-    fields = {key: field for key, field in _fields(batch) if _may_be_counted(field)}
-    for counter in _counters(fields):
+    for counter in _counters(_whole_numbers(batch)):
         counts = [counter(part) for part in parts]
         if sum(counts) and abs(counts[0] / sum(counts) - share) <= _NEAR:
             return f"normalize={_written(counter)}"
@@ -34,24 +33,22 @@ def fitting_counter(batch: Any, parts: Sequence[Any], share: float) -> str:
 
 def _counters(fields: Mapping[Any, torch.Tensor]) -> Iterator[AttentionMaskTokens | TargetTokens]:
     """Yield possible counters: targets other than -100, tokens of a mask, targets with other ignored values."""
-    for ignored in _IGNORED:
+    for ignored in (-100, *_OTHERS_IGNORED):
         for key, field in fields.items():
             if bool((field == ignored).any()):
                 yield from (TargetTokens(key, ignored, shift) for shift in (False, True) if field.dim() > shift)
-        if ignored == _IGNORED[0]:
-            yield from (
-                AttentionMaskTokens(key) for key, field in fields.items() if bool(((field == 0) | (field == 1)).all())
-            )
+        if ignored == -100:
+            masks = (key for key, field in fields.items() if bool(((field == 0) | (field == 1)).all()))
+            yield from map(AttentionMaskTokens, masks)
 
 
-def _may_be_counted(field: Any) -> bool:
-    return isinstance(field, torch.Tensor) and not field.is_floating_point() and field.dim() > 0
-
-
-def _fields(batch: Any) -> list[tuple[Any, Any]]:
-    if isinstance(batch, Mapping):
-        return list(batch.items())
-    return list(enumerate(batch)) if isinstance(batch, (list, tuple)) else []
+def _whole_numbers(batch: Any) -> dict[Any, torch.Tensor]:
+    """Return the tensors of whole numbers in a mapping or a sequence."""
+    fields: Iterable[tuple[Any, Any]] = ()
+    if isinstance(batch, (Mapping, list, tuple)):
+        fields = batch.items() if isinstance(batch, Mapping) else enumerate(batch)
+    tensors = {key: field for key, field in fields if isinstance(field, torch.Tensor)}
+    return {key: field for key, field in tensors.items() if not field.is_floating_point() and field.dim() > 0}
 
 
 def _written(counter: AttentionMaskTokens | TargetTokens) -> str:

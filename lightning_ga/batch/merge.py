@@ -6,8 +6,8 @@ Lightning, nothing keeps its graph.
 """
 
 import copy
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from numbers import Number
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
 
-from lightning_ga.batch.pytree import is_plain_sequence, kind_of, leaf_length, open_container, rebuild
+from lightning_ga.batch.pytree import extents, is_constant, is_plain_sequence, open_container, rebuild, same_values
 from lightning_ga.errors import UserError
 
 
@@ -26,9 +26,6 @@ class _Part:
     value: Any
     size: int
     weight: float
-
-    def child(self, value: Any) -> "_Part":
-        return _Part(value, self.size, self.weight)
 
 
 def merge_outputs(outputs: Sequence[Any], sizes: Sequence[int], weights: Sequence[float] | None = None) -> Any:
@@ -66,9 +63,7 @@ def merge_outputs(outputs: Sequence[Any], sizes: Sequence[int], weights: Sequenc
         raise UserError(f"{counts}: each of at least one output needs a size and a weight.")
     parts = [_Part(*part) for part in zip(outputs, sizes, weights)]
     parts = [part for part in parts if part.size] or parts[:1]
-    if all(_is_scalar(part.value) for part in parts):
-        return _average(parts)
-    return _merge(parts, losses=("['loss']",))
+    return _average(parts) if _are_scalars(parts) else _merge(parts, losses=("['loss']",))
 
 
 def _merge(parts: list[_Part], losses: tuple[str, ...] = ()) -> Any:
@@ -104,13 +99,18 @@ def _merge_fields(parts: list[_Part], losses: tuple[str, ...] = ()) -> Any:
         for name, value in open_container(part.value) or ():
             if name not in fields:
                 return _same([part.value for part in parts])
-            fields[name].append(part.child(value))
+            fields[name].append(replace(part, value=value))
     return rebuild(whole, [_merge_field(parts, name in losses) for name, parts in fields.items()])
 
 
 def _merge_field(parts: list[_Part], loss: bool) -> Any:
     parts = [part for part in parts if part.value is not None]
-    return _average(parts) if loss and parts and all(_is_scalar(part.value) for part in parts) else _merge(parts)
+    return _average(parts) if loss and parts and _are_scalars(parts) else _merge(parts)
+
+
+def _are_scalars(parts: list[_Part]) -> bool:
+    values = [part.value for part in parts]
+    return all(isinstance(value, torch.Tensor) and not value.is_nested and value.numel() == 1 for value in values)
 
 
 def _merge_lists(parts: list[_Part]) -> Any:
@@ -127,10 +127,28 @@ def _are_fields(parts: list[_Part]) -> bool:
     """Return whether lists as long as their chunks hold fields all the same, such as two outputs for two samples."""
     if len({part.size for part in parts}) > 1:
         return False
-    return any(
-        kind_of(part.value) != "series" or all(leaf_length(thing) == part.size for thing in part.value)
-        for part in parts
-    )
+    return any(not _are_alike(part.value) or all(_length(x) == part.size for x in part.value) for part in parts)
+
+
+def _are_alike(things: Sequence[Any]) -> bool:
+    """Return whether things are of one kind, as samples are; ``None`` may stand for any."""
+    things = [thing for thing in things if thing is not None]
+    if all(isinstance(thing, Mapping) for thing in things) and any(things):
+        return bool(set.intersection(*map(set, things)))  # (inputs, targets) have no key in common
+    return len(set(map(_kind, things))) <= 1
+
+
+def _kind(thing: Any) -> Any:
+    if is_constant(thing):
+        return "constant"
+    dtype = thing.dtype if isinstance(thing, torch.Tensor) else None
+    return type(thing), dtype, len(extents(thing) or ())
+
+
+def _length(thing: Any) -> int | None:
+    """Return the length of the first axis of a tensor or an array."""
+    lengths = None if is_plain_sequence(thing) else extents(thing)
+    return None if lengths is None else lengths[0]
 
 
 def _merge_tensors(parts: list[_Part]) -> Any:
@@ -164,7 +182,7 @@ def _average(parts: list[_Part]) -> Any:
     tensors = [part.value.detach() for part in parts]
     first = tensors[0]
     if not (first.is_floating_point() or first.is_complex()):
-        if all(_equal(tensor, first) for tensor in tensors):
+        if _all_equal(tensors):
             return first
         if first.dtype == torch.bool:
             return tensors
@@ -226,24 +244,7 @@ def _same(values: list[Any]) -> Any:
 
 
 def _all_equal(values: list[Any]) -> bool:
-    return all(_equal(value, values[0]) for value in values[1:])
-
-
-def _equal(one: Any, other: Any) -> bool:
-    if one is other:
-        return True
-    try:
-        if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-            return one.device == other.device and one.dtype == other.dtype and torch.equal(one, other)
-        if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
-            return one.dtype == other.dtype and bool(np.array_equal(one, other))
-        return type(one) is type(other) and bool(one == other)
-    except Exception:  # the == of a user's type may raise anything
-        return False
-
-
-def _is_scalar(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and not value.is_nested and value.numel() == 1
+    return all(same_values(value, values[0]) for value in values[1:])
 
 
 def _detached(node: Any) -> Any:
@@ -251,5 +252,5 @@ def _detached(node: Any) -> Any:
         return node.detach()
     if isinstance(node, PackedSequence):
         return node._replace(data=node.data.detach())
-    children = open_container(node) if kind_of(node) in ("record", "series") else None
+    children = open_container(node)
     return node if children is None else rebuild(node, [_detached(child) for _, child in children])

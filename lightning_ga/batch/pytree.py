@@ -1,27 +1,20 @@
-"""Open the containers that batches are made of, and rebuild them with their type and all else they hold.
-
-A *leaf* has a length of its own: a tensor, an array, a packed sequence, anything registered. A
-*record* has fields: a mapping, a named tuple, a dataclass, or a list of values of several kinds. A
-*series* is a list or tuple of values of one kind, which may be fields or samples. A *constant*
-(``None``, a string, a number, a tensor of no dimension) holds for every sample.
-"""
+"""Open the containers that batches are made of, and rebuild them with their type and all else they hold."""
 
 import copy
 import dataclasses
 from collections import UserDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from datetime import date, time, timedelta
 from enum import Enum
 from numbers import Number
 from pathlib import PurePath
 from types import SimpleNamespace
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
 T = TypeVar("T")
-Kind = Literal["leaf", "constant", "series", "record", "opaque"]
 
 _CONSTANTS = (
     *(str, bytes, Number, type(None), Enum, PurePath, date, time, timedelta),
@@ -31,12 +24,7 @@ _CONSTANTS = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Splitter:
-    """The functions by which a registered type is cut.
-
-    Attributes:
-        count: Returns the number of samples of a value.
-        take: Returns the samples from ``start`` up to but without ``stop``, as a value of the same type.
-    """
+    """The functions by which a registered type is cut: see ``register_splitter``."""
 
     count: Callable[[Any], int]
     take: Callable[[Any, int, int], Any]
@@ -82,19 +70,6 @@ _OF_GRAPHS = Splitter(
     count=lambda batch: int(batch.num_graphs),
     take=lambda batch, start, stop: type(batch).from_data_list(batch.to_data_list()[start:stop]),
 )
-
-
-def leaf_length(node: Any) -> int | None:
-    """Return the length along the sample axis; ``None`` for a value that has no such axis.
-
-    Examples:
-        >>> leaf_length(torch.zeros(3, 7)), leaf_length(torch.tensor(1.0)), leaf_length([1, 2])
-        (3, None, None)
-    """
-    if is_plain_sequence(node) and find_splitter(node) is None:
-        return None
-    lengths = extents(node)
-    return None if lengths is None else lengths[0]
 
 
 def extents(node: Any) -> tuple[int, ...] | None:
@@ -144,14 +119,11 @@ def same_values(one: Any, other: Any) -> bool:
             return bool(one.shape == other.shape) and _same_tensors(torch.as_tensor(one), torch.as_tensor(other))
         if isinstance(one, float):
             return one == other or (one != one and other != other)
-        children = open_container(one), open_container(other)
-        if children[0] is not None and children[1] is not None:
-            names = [[name for name, _ in opened] for opened in children if opened is not None]
-            pairs = zip(children[0], children[1])
-            return names[0] == names[1] and all(same_values(a, b) for (_, a), (_, b) in pairs)
-        if "__eq__" not in {name for kind in type(one).__mro__[:-1] for name in vars(kind)} and hasattr(
-            one, "__dict__"
-        ):
+        mine, theirs = open_container(one), open_container(other)
+        if mine is not None and theirs is not None:
+            pairs = list(zip(mine, theirs))
+            return len(mine) == len(theirs) and all(a == b and same_values(x, y) for (a, x), (b, y) in pairs)
+        if type(one).__eq__ is object.__eq__ and hasattr(one, "__dict__"):  # type: ignore[comparison-overlap]
             return same_values(vars(one), vars(other))
         return bool(one == other)
     except Exception:  # arrays of objects; the == of a user's type may raise anything
@@ -181,17 +153,6 @@ def is_array(node: Any) -> bool:
     if isinstance(node, (dict, UserDict, torch.Tensor)) or dataclasses.is_dataclass(node):
         return False  # a field may be called shape
     return isinstance(getattr(node, "shape", None), tuple) and hasattr(type(node), "__getitem__")
-
-
-def kind_of(node: Any) -> Kind:
-    """Return which of the kinds above a value is; ``"opaque"`` where its type does not show samples."""
-    if leaf_length(node) is not None:
-        return "leaf"
-    if isinstance(node, (*_CONSTANTS, torch.Tensor)) or is_array(node):
-        return "constant"
-    if is_plain_sequence(node):
-        return "series" if _of_one_kind(node) else "record"
-    return "opaque" if open_container(node) is None else "record"
 
 
 def is_plain_sequence(node: Any) -> bool:
@@ -255,19 +216,3 @@ def _attribute_names(node: Any) -> list[str] | None:
         return list(dict.fromkeys([*fields, *getattr(node, "__dict__", {})]))
     # BatchEncoding keeps a list of encodings beside the mapping, one for each sample.
     return list(vars(node)) if isinstance(node, (UserDict, SimpleNamespace)) else None
-
-
-def _of_one_kind(sequence: Sequence[Any]) -> bool:
-    """Return whether all values in a sequence are of one kind; ``None`` matches any."""
-    things = [thing for thing in sequence if thing is not None]
-    if things and all(isinstance(thing, Mapping) for thing in things) and any(things):
-        return bool(set.intersection(*(set(thing) for thing in things)))  # (inputs, targets) have no key in common
-    return bool(sequence) and len({_sort(thing) for thing in things}) <= 1
-
-
-def _sort(thing: Any) -> Any:
-    if isinstance(thing, torch.Tensor) and thing.dim():
-        return torch.Tensor, thing.dtype, thing.dim()
-    if is_array(thing) and thing.shape:
-        return type(thing), len(thing.shape)
-    return "constant" if isinstance(thing, (*_CONSTANTS, torch.Tensor)) else type(thing)

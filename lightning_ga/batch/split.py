@@ -1,6 +1,6 @@
 """Cut a batch of any structure into slices of its samples: one at a time, tensors as views.
 
-``layout`` reads where the samples lie; this module cuts. A LightningModule may define
+A LightningModule may define
 ``split_batch(self, batch, sizes)`` for batches whose layout cannot be read, for example nodes of
 several graphs that its own code has joined::
 
@@ -46,63 +46,56 @@ def split_batch(batch: Any, sizes: Sequence[int], *, layout: Layout) -> Iterator
         >>> [part["ids"].tolist() for part in split_batch(batch, [3, 2], layout=layout)]
         [[0, 1, 2], [3, 4]]
     """
-    sizes = list(sizes)
     if any(size < 0 for size in sizes):
-        raise UserError(f"{sizes=} must not be negative.")
-    samples, groups = layout.samples(batch), layout.sizes(batch)
-    if sum(sizes) != samples:
-        raise UserError(f"{sizes=} add up to {sum(sizes)}, and the batch holds {samples} samples.")
+        raise UserError(f"sizes={list(sizes)} must not be negative.")
+    whole = layout.whole(batch)
+    if sum(sizes) != whole.stop:
+        raise UserError(f"sizes={list(sizes)} add up to {sum(sizes)}, and the batch holds {whole.stop} samples.")
     ends = accumulate(sizes)
-    slices = [Slice(end - size, end, samples, groups) for size, end in zip(sizes, ends)]
+    slices = [Slice(end - size, end, whole.sizes) for size, end in zip(sizes, ends)]
     return (cut(batch, layout, part) for part in slices)
 
 
 def cut(batch: Any, layout: Layout, part: Slice) -> Any:
-    """Cut one slice out of a batch.
+    """Cut one slice out of a batch whose samples lie as the layout says."""
+    edges: Edges = {}
+    return _rebuilt("batch", batch, layout, part, lambda _, node, role: take(node, role.axis, *part.rows(role), edges))
 
-    Args:
-        batch: The batch.
-        layout: Where its samples lie.
-        part: The slice.
+
+def gather(batch: Any, layout: Layout, count: int) -> Any:
+    """Return a batch of ``count`` samples of another, repeated in turn, in memory of its own where that is possible.
+
+    Raises:
+        LayoutError: If more are asked for than there are, and a part is of a type that cannot be repeated.
     """
-    return _cut("batch", batch, layout, part, {})
+    whole = layout.whole(batch)
+    if not whole.stop:
+        raise LayoutError("The batch holds no samples to make another of.")
+    rounds, left = divmod(count, whole.stop)
+    rest, edges = Slice(0, left, whole.sizes), Edges()
+
+    def repeat(path: str, node: Any, role: SampleAxis) -> Any:
+        taken = [take(node, role.axis, *rest.rows(role), edges)] if left else []
+        return _concatenated(path, [node] * rounds + taken, role.axis)
+
+    return _rebuilt("batch", batch, layout, Slice(0, count, whole.sizes), repeat)
 
 
-def _cut(path: str, node: Any, layout: Layout, part: Slice, edges: Edges) -> Any:
+def _rebuilt(path: str, node: Any, layout: Layout, part: Slice, change: Callable[[str, Any, SampleAxis], Any]) -> Any:
+    """Return a batch whose parts with entries for each sample are changed, and whose counts are those of a slice."""
     role = layout.roles.get(path)
     if node is None:
         return None
     if isinstance(role, SampleAxis):
-        return take(node, role.axis, *part.rows(role), edges)
+        return change(path, node, role)
     if isinstance(role, SampleCount):
-        counted = part.sizes[role.loader] // max(1, part.samples) * (part.stop - part.start)
+        start, stop = part.of_loader(role.loader)
+        counted = stop - start
         return node.new_tensor(counted) if isinstance(node, torch.Tensor) else type(node)(counted)
     children = open_container(node) if role == "fields" else None
     if children is None:
         return node
-    return rebuild(node, [_cut(path + name, child, layout, part, edges) for name, child in children])
-
-
-def join(batches: Sequence[Any], layout: Layout) -> Any:
-    """Join several batches into one.
-
-    Raises:
-        LayoutError: If a part is of a type that cannot be joined.
-    """
-    return _join("batch", list(batches), layout)
-
-
-def _join(path: str, nodes: list[Any], layout: Layout) -> Any:
-    first, role = nodes[0], layout.roles.get(path)
-    if isinstance(role, SampleCount):
-        return sum(nodes[1:], start=first)
-    if isinstance(role, SampleAxis) and first is not None:
-        return _concatenated(path, nodes, role.axis)
-    children = [open_container(node) or [] for node in nodes] if role == "fields" else []
-    if not any(children):
-        return first
-    together = [(named[0][0], [child for _, child in named]) for named in zip(*children)]
-    return rebuild(first, [_join(path + name, things, layout) for name, things in together])
+    return rebuild(node, [_rebuilt(path + name, child, layout, part, change) for name, child in children])
 
 
 def _concatenated(path: str, nodes: list[Any], axis: int) -> Any:
@@ -113,6 +106,8 @@ def _concatenated(path: str, nodes: list[Any], axis: int) -> Any:
         return np.concatenate(nodes, axis=axis)
     if is_plain_sequence(first):
         return rebuild(first, [thing for node in nodes for thing in node])
+    if len(nodes) == 1:
+        return first
     raise LayoutError(f"{path} is of the type {type(first).__name__}, which cannot be made longer than it is.")
 
 

@@ -25,9 +25,10 @@ from lightning_ga.fit.window_gradients import WindowGradients
 from lightning_ga.fit.window_watch import WindowWatch
 from lightning_ga.loading.prebatched import PrebatchedSource
 from lightning_ga.loading.reader import CollatedAgain, length_of_first
+from lightning_ga.loading.recipe_batches import SourceSettings
 from lightning_ga.loading.source import MicroBatchSource
 from lightning_ga.loading.stateful import load_states, states_of
-from lightning_ga.loading.training_source import SourceSettings, TrainingSource
+from lightning_ga.loading.training_source import TrainingSource
 from lightning_ga.memory.device import enforced_budget, total_memory
 from lightning_ga.plan.accumulation import AccumulationPlan
 from lightning_ga.plan.budget import parse_budget
@@ -239,6 +240,8 @@ class Fit:
         """
         done, planned = loops.batches_processed(self.trainer), self.source.length
         if planned is None or done >= planned or not dataloaders.ran_out(self.trainer):
+            return
+        if isinstance(self.source, PrebatchedSource):  # its own batches, fewer than it said
             return
         loader = type(self.source.user_loader)
         if loader.__iter__ is not DataLoader.__iter__:

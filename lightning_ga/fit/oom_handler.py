@@ -22,14 +22,7 @@ from lightning_ga.fit.oom_retry import OomRetrier
 from lightning_ga.fit.optimizer_retry import OptimizerRetry
 from lightning_ga.fit.retry_policy import RankFacts, RetryPolicy, evaluation_policy, training_policy
 from lightning_ga.fit.window_gradients import WindowGradients
-from lightning_ga.loading.batch_source import (
-    BatchSource,
-    CollatedBatches,
-    NoBatches,
-    PreparedBatch,
-    indices_of,
-    is_collated,
-)
+from lightning_ga.loading.batch_source import BatchSource, CollatedBatches, ReadyMadeBatches, is_collated
 from lightning_ga.loading.reader import BatchReader, CollatedAgain
 from lightning_ga.loading.samples import collect_samples
 from lightning_ga.memory.allocator import RetryWatch
@@ -76,7 +69,7 @@ class TrainingBatches:
         samples_of_next: Says how many samples the next batch should hold, where that is known.
     """
 
-    source: Callable[[], BatchSource] = NoBatches
+    source: Callable[[], BatchSource] = lambda: ReadyMadeBatches(list)
     verdict: Callable[[], str] = str
     samples: Callable[[], int | None] = lambda: None
     samples_again: Callable[[], CollatedAgain | None] = lambda: None
@@ -280,8 +273,8 @@ class OomHandler:
             return self._training.source()
         loaders, combine = dataloaders.evaluation_loaders(self._trainer, loader)
         if all(map(is_collated, loaders)):
-            return CollatedBatches(loaders, [partial(indices_of, part) for part in loaders], combine)
-        return PreparedBatch(lambda: self._evaluated)
+            return CollatedBatches(loaders, combine)
+        return ReadyMadeBatches(lambda: [self._evaluated], prepared=True)
 
 
 def _chained(outer: Callable[..., Any], inner: Callable[..., Any] | None) -> Callable[..., Any]:

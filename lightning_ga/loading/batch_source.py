@@ -2,41 +2,22 @@
 
 from collections.abc import Callable, Iterable, Sequence, Sized
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_ga.batch.layout import (
-    WAY_OUT,
-    Layout,
-    LayoutError,
-    SampleAxis,
-    Samples,
-    read_layout,
-    read_ready_made,
-)
+from lightning_ga.batch.layout import WAY_OUT, Layout, LayoutError, SampleAxis, Samples, read_layout, uncuttable
+from lightning_ga.batch.ready_made import read_ready_made
 from lightning_ga.batch.sizes import leaves
 from lightning_ga.loading.samples import collate_samples, collect_samples
 from lightning_ga.memory.oom import is_out_of_memory
 
 Prepare = Callable[[Any], Any]
 
-_LOOKED_AT = 8  # samples of a loader that are read; a few of different shapes are collated
-
-_KINDS = 3
-
+_LOOKED_AT = 8  # samples of a loader that are read
+_KINDS = 3  # of these, of different shapes if there are any, are collated
 _GOLDEN = (5**0.5 - 1) / 2
-
-
-class BatchSource(Protocol):
-    """Samples or other batches of a loader, from which the layout of a batch can be read."""
-
-    def layout(self, prepare: Prepare) -> Layout:
-        """Return the layout of batches that are prepared for the step.
-
-        Raises:
-            LayoutError: If their samples cannot be separated.
-        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,21 +26,26 @@ class CollatedBatches:
 
     Attributes:
         loaders: The loaders that a batch comes from.
-        indices: For each, returns indices of some samples from all over its dataset.
         combine: Makes one batch out of those of all loaders.
+        indices: Returns indices of some samples from all over a loader's dataset.
     """
 
     loaders: Sequence["DataLoader[Any]"]
-    indices: Sequence[Callable[[], list[Any]]]
     combine: Callable[[list[Any]], Any] = lambda batches: batches[0]
+    indices: Callable[["DataLoader[Any]"], list[Any]] = lambda loader: indices_of(loader)
 
     def layout(self, prepare: Prepare) -> Layout:
-        """Read the layout by collating a few samples as 3 and as 4."""
+        """Read the layout of batches that are prepared for the step, by collating a few samples as 3 and as 4.
+
+        Raises:
+            LayoutError: If their samples cannot be separated.
+        """
         try:
-            kinds = [_various(collect_samples(*pair)) for pair in zip(self.loaders, (i() for i in self.indices))]
+            kinds = [_various(collect_samples(loader, self.indices(loader))) for loader in self.loaders]
             if not all(kinds):
-                raise LayoutError(f"The batch cannot be cut into samples, as its loader has none: {WAY_OUT}.")
-            return _of_crops(read_layout(_SmallBatches(self, kinds, prepare)), kinds)
+                raise uncuttable("its loader has none")
+            make = partial(self._batch, kinds, prepare)
+            return _of_crops(read_layout(Samples(make, len(kinds), max(map(len, kinds)))), kinds)
         except Exception as error:
             if isinstance(error, LayoutError) or is_out_of_memory(error):
                 raise
@@ -68,43 +54,30 @@ class CollatedBatches:
                 f"{type(error).__name__}: {error}. A way out: {WAY_OUT}."
             ) from error
 
+    def _batch(
+        self, found: list[list[Any]], prepare: Prepare, counts: Sequence[int], kinds: Sequence[int], seed: int
+    ) -> Any:
+        batches = [
+            collate_samples(loader, [samples[kind % len(samples)] for kind in kinds], count, seed=seed)
+            for loader, samples, count in zip(self.loaders, found, counts)
+        ]
+        return prepare(self.combine(batches))
+
 
 @dataclass(frozen=True, slots=True)
 class ReadyMadeBatches:
-    """Batches that come ready-made.
-
-    Attributes:
-        batches: Returns some of them.
-    """
+    """Batches that come ready-made, of which ``batches`` returns some; ``prepared`` if these are so for the step."""
 
     batches: Callable[[], Iterable[Any]]
+    prepared: bool = False
 
     def layout(self, prepare: Prepare) -> Layout:
         """Read the layout by comparing the batches' shapes."""
-        return read_ready_made([prepare(batch) for batch in self.batches()])
+        return read_ready_made([batch if self.prepared else prepare(batch) for batch in self.batches()])
 
 
-@dataclass(frozen=True, slots=True)
-class PreparedBatch:
-    """A single batch, prepared for the step.
-
-    Attributes:
-        batch: Returns the batch.
-    """
-
-    batch: Callable[[], Any]
-
-    def layout(self, prepare: Prepare) -> Layout:
-        """Read the layout from this batch alone."""
-        return read_ready_made([self.batch()])
-
-
-class NoBatches:
-    """A loader of which no batch is known."""
-
-    def layout(self, prepare: Prepare) -> Layout:
-        """Refuse to read a layout."""
-        raise LayoutError(f"The batch cannot be cut into samples, as nothing is known of its loader: {WAY_OUT}.")
+BatchSource = CollatedBatches | ReadyMadeBatches
+"""Samples or other batches of a loader, from which the layout of a batch can be read."""
 
 
 def _of_crops(layout: Layout, kinds: Sequence[Sequence[Any]]) -> Layout:
@@ -113,36 +86,13 @@ def _of_crops(layout: Layout, kinds: Sequence[Sequence[Any]]) -> Layout:
     Otherwise a sample that was not read may have another number of entries.
     """
     for path, role in layout.roles.items():
-        per = role.per if isinstance(role, SampleAxis) else 1
-        if per > 1 and not all(isinstance(each, (list, tuple)) and len(each) == per for each in kinds[role.loader]):  # type: ignore[union-attr]
-            raise LayoutError(
-                f"The batch cannot be cut into samples, as {path} holds {per} entries for each of those looked at, and "
-                f"may hold another number for others: {WAY_OUT}."
+        if not isinstance(role, SampleAxis) or role.per == 1:
+            continue
+        if not all(isinstance(each, (list, tuple)) and len(each) == role.per for each in kinds[role.loader]):
+            raise uncuttable(
+                f"{path} holds {role.per} entries for each of those looked at, and may hold another number for others"
             )
     return layout
-
-
-class _SmallBatches(Samples):
-    """Small batches of a few samples."""
-
-    def __init__(self, source: CollatedBatches, kinds: list[list[Any]], prepare: Prepare) -> None:
-        self._source, self._kinds, self._prepare = source, kinds, prepare
-        self.loaders = len(kinds)
-        self.kinds = max(map(len, kinds))
-
-    def batch(self, counts: Sequence[int], kinds: Sequence[int], seed: int) -> Any:
-        """Collate a few samples of each loader.
-
-        Args:
-            counts: Samples from each loader.
-            kinds: Which samples each batch holds, in turn.
-            seed: Seed of the random numbers that the collate function draws.
-        """
-        batches = [
-            collate_samples(loader, [samples[kind % len(samples)] for kind in kinds], count, seed=seed)
-            for loader, samples, count in zip(self._source.loaders, self._kinds, counts)
-        ]
-        return self._prepare(self._source.combine(batches))
 
 
 def _various(samples: list[Any]) -> list[Any]:

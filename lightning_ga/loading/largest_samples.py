@@ -9,9 +9,10 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from itertools import repeat
 from math import gcd, prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader, default_collate
 
@@ -62,19 +63,24 @@ class ScanOrder:
         if self._indices is None:
             yield from repeat([None] * SAMPLES_AT_ONCE)
             return
-        step = _coprime(self._stride)
-        for number in range(1, self._stride):  # any number of scans is spread evenly
+        # Two thirds of the stride spread any number of scans evenly; a step coprime to it leaves none out.
+        steps = range(max(1, round(0.618 * self._stride)), self._stride + 1)
+        step = next(step for step in steps if gcd(step, self._stride) == 1)
+        for number in range(1, self._stride):
             offset = number * step % self._stride
             scan = list(self._indices[offset :: self._stride])
             yield scan[:-1] if (len(self._indices) - 1 - offset) % self._stride == 0 else scan
 
 
-def _coprime(stride: int) -> int:
-    """Return a step that visits all offsets below ``stride``, about two thirds of it."""
-    step = max(1, round(0.618 * stride))
-    while gcd(step, stride) > 1:
-        step += 1
-    return step
+class _Seen(NamedTuple):
+    elements: int
+    order: int  # the higher, the earlier
+    extents: dict[Field, int]  # of every field along every axis, but for numbers and labels
+    sample: Any
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        return self.elements, self.order
 
 
 class Largest:
@@ -98,9 +104,9 @@ class Largest:
         self.uniform = True
         self._text = text
         self._shapes: dict[Field, tuple[int, ...]] | None = None
-        self._numbers = 0
-        self._most: list[tuple[int, int, Any]] = []  # (elements, -number, sample)
-        self._largest: dict[Field, tuple[int, int, int, Any]] = {}  # (extent, elements, -number, sample)
+        self._count = 0
+        self._most: list[_Seen] = []
+        self._largest: dict[Field, _Seen] = {}
 
     def see(self, samples: Sequence[Any]) -> list[Any]:
         """Scan samples; return those that are kept for now."""
@@ -115,79 +121,60 @@ class Largest:
             shapes[field] = tuple(map(max, shape, known)) if len(known) == len(shape) else max(known, shape)
         self._shapes = shapes if self._shapes is None else self._shapes
         self.uniform &= shapes == self._shapes
-        self._numbers -= 1
-        entry = (total, self._numbers, sample)
-        most = len(self._most) < SAMPLES_KEPT or entry[:2] > self._most[-1][:2]
+        self._count += 1
+        seen = _Seen(total, -self._count, dict(_extents(shapes)), sample)
+        most = len(self._most) < SAMPLES_KEPT or seen.rank > self._most[-1].rank
         if most:
-            self._most = sorted([*self._most, entry], key=lambda kept: kept[:2], reverse=True)[:SAMPLES_KEPT]
-        large = [self._enlarge((*field, axis), extent, entry) for field, axis, extent in _extents(shapes)]
+            self._most = sorted([*self._most, seen], key=lambda kept: kept.rank, reverse=True)[:SAMPLES_KEPT]
+        large = [self._enlarge(direction, extent, seen) for direction, extent in seen.extents.items()]
         return most or any(large)
 
-    def _enlarge(self, direction: Field, extent: int, entry: tuple[int, int, Any]) -> bool:
+    def _enlarge(self, direction: Field, extent: int, seen: _Seen) -> bool:
         known = self._largest.get(direction)
-        larger = len(self._largest) < _FIELDS if known is None else (extent, *entry[:2]) > known[:3]
+        if known is None:
+            larger = len(self._largest) < _FIELDS
+        else:
+            larger = (extent, *seen.rank) > (known.extents[direction], *known.rank)
         if larger:
-            self._largest[direction] = (extent, *entry)
+            self._largest[direction] = seen
         return larger
 
     @property
     def by_weight(self) -> list[Any]:
         """The samples kept, those with the most elements first."""
-        return [sample for _, _, sample in self._entries()]
+        return [seen.sample for seen in self._kept()]
 
     @property
     def by_field(self) -> list[Any]:
         """The samples kept; first as few as together hold the largest of every field."""
-        entries, first = self._entries(), list[int]()
-        missing = {direction: held[0] for direction, held in self._largest.items()}
+        missing = {direction: seen.extents[direction] for direction, seen in self._largest.items()}
+        first, rest = list[_Seen](), self._kept()
         while missing:
-            covers = [{d for d, extent in missing.items() if self._extent(d, entry[2]) == extent} for entry in entries]
-            best = max(range(len(entries)), key=lambda n: len(covers[n]))
+            best = max(rest, key=lambda seen: len(missing.items() & seen.extents.items()))
             first.append(best)
-            missing = {d: extent for d, extent in missing.items() if d not in covers[best]}
-        rest = [n for n in range(len(entries)) if n not in first]
-        return [entries[n][2] for n in (*first, *rest)]
+            rest = [seen for seen in rest if seen is not best]
+            missing = dict(missing.items() - best.extents.items())
+        return [seen.sample for seen in (*first, *rest)]
 
-    def _entries(self) -> list[tuple[int, int, Any]]:
+    def _kept(self) -> list[_Seen]:
         """Return all that is kept, each sample once, the largest first."""
-        entries = {entry[1]: entry for entry in (*self._most, *(held[1:] for held in self._largest.values()))}
-        return sorted(entries.values(), key=lambda entry: entry[:2], reverse=True)
-
-    def _extent(self, direction: Field, sample: Any) -> int:
-        extents = [
-            shape[direction[-1]]
-            for field, shape in leaves(sample, text=self._text)
-            if field == direction[:-1] and direction[-1] < len(shape)
-        ]
-        return max(extents, default=-1)
+        kept = {seen.order: seen for seen in (*self._most, *self._largest.values())}
+        return sorted(kept.values(), key=lambda seen: seen.rank, reverse=True)
 
 
-class WorkerScan:
-    """Keeps only the largest of the samples read: where data workers read, only these are sent."""
-
-    def __init__(self, *, text: bool) -> None:
-        self._kept = Largest(text=text)
-
-    def __call__(self, samples: list[Any]) -> tuple[int, list[Any]]:
-        """Return the number of samples read, and those to keep."""
-        return len(samples), self._kept.see(samples)
+def _scan(kept: Largest, samples: list[Any]) -> tuple[int, list[Any]]:
+    """Return the number of samples read, and those to keep: of a data worker's, only these are sent."""
+    return len(samples), kept.see(samples)
 
 
 @dataclass(frozen=True, slots=True)
 class LargestSamples:
-    """Samples to make the largest batches of.
+    """Samples to make the largest batches of."""
 
-    Attributes:
-        by_field: First as few as together hold the largest of every field, then the others.
-        by_weight: The same samples, those with the most elements first.
-        seen: Samples that were scanned.
-        complete: Whether these are all there are, or all that were scanned are of one size.
-    """
-
-    by_field: list[Any]
-    by_weight: list[Any]
-    seen: int
-    complete: bool
+    by_field: list[Any]  # first as few as together hold the largest of every field, then the others
+    by_weight: list[Any]  # the same samples, those with the most elements first
+    seen: int  # samples that were scanned
+    complete: bool  # whether these are all there are, or all that were scanned are of one size
 
     def batch(self, loader: "DataLoader[Any]", count: int) -> Any:
         """Return a batch of ``count`` samples as the loader makes it, as large as these samples allow.
@@ -216,7 +203,7 @@ def largest_samples(loader: "DataLoader[Any]", looks: ScanOrder) -> LargestSampl
     seen, complete = len(first), True
     if not kept.uniform and (looks.total is None or looks.total > seen):
         seen, workers = (0, 1) if looks.streams else (seen, loader.num_workers)
-        with closing(fetch(loader, looks.rest(), WorkerScan(text=text), workers=workers)) as reports:
+        with closing(fetch(loader, looks.rest(), partial(_scan, Largest(text=text)), workers=workers)) as reports:
             for count, newcomers in reports:
                 seen += count
                 kept.see(newcomers)
@@ -226,8 +213,7 @@ def largest_samples(loader: "DataLoader[Any]", looks: ScanOrder) -> LargestSampl
     return LargestSamples(kept.by_field, kept.by_weight, seen, complete)
 
 
-def _extents(shapes: dict[Field, tuple[int, ...]]) -> Iterator[tuple[Field, int, int]]:
+def _extents(shapes: dict[Field, tuple[int, ...]]) -> Iterator[tuple[Field, int]]:
     for field, shape in shapes.items():
-        for axis, extent in enumerate(shape):
-            if prod(shape) > 1:  # not for numbers and labels
-                yield field, axis, extent
+        if prod(shape) > 1:  # not for numbers and labels
+            yield from (((*field, axis), extent) for axis, extent in enumerate(shape))

@@ -123,8 +123,3 @@ def peekable_stream(start: Callable[[], Iterator[Any]], length: int | None, of: 
         of: The dataset that it stands for, if any.
     """
     return PeekableStream(start, of) if length is None else _Sized(start, length, of)
-
-
-def length_of(stream: Any) -> int | None:
-    """Return the length of a stream; ``None`` if it has none."""
-    return len(stream) if isinstance(stream, Sized) else None

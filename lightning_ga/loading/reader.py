@@ -8,14 +8,9 @@ from typing import Any, Protocol
 
 from torch.utils.data import DataLoader
 
-from lightning_ga.batch.layout import (
-    WAY_OUT,
-    Layout,
-    LayoutError,
-    Slice,
-)
+from lightning_ga.batch.layout import Layout, LayoutError, Slice, uncuttable
 from lightning_ga.batch.pytree import extents, is_constant, open_container, same_values
-from lightning_ga.batch.split import cut, join, split_by_hook
+from lightning_ga.batch.split import cut, split_by_hook
 from lightning_ga.loading.batch_source import BatchSource, CollatedBatches, Prepare
 from lightning_ga.loading.samples import collate_samples
 
@@ -40,19 +35,14 @@ class Transfer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class BatchSlices:
-    """A batch that can be cut.
-
-    Attributes:
-        samples: Number of its samples.
-        take: Cuts out the samples ``start`` to ``stop - 1``.
-    """
+    """A batch of so many samples, of which ``take(start, stop)`` cuts out those from ``start`` to ``stop - 1``."""
 
     samples: int
     take: Callable[[int, int], Any]
 
 
 class BatchReader:
-    """Counts and cuts the batches of one loader.
+    """Counts and cuts the batches of one loader, on the host or as the step gets them.
 
     Args:
         transfer: The transfer of its batches to the step.
@@ -131,11 +121,7 @@ class BatchReader:
         return found if expected is None else min(found, expected)
 
     def check(self, samples: Callable[[], "CollatedAgain | None"], *, on_host: bool = False) -> None:
-        """Check in advance that batches can be cut.
-
-        Args:
-            samples: Fetches the samples of some batch, where they are at hand.
-            on_host: Whether batches are cut before they are moved.
+        """Check in advance that batches can be cut; ``samples`` fetches those of some batch, if they are at hand.
 
         Raises:
             LayoutError: If there is no way to cut a batch.
@@ -177,19 +163,17 @@ class BatchReader:
             return self.collated_anew(batch, again, on_host=on_host)
         try:
             layout = self.layout(on_host=on_host)
-            found, sizes = layout.samples(batch), layout.sizes(batch)
-            check_proportion(found, list(sizes.values()))
+            whole = layout.whole(batch)
+            found = whole.stop
+            check_proportion(found, list(whole.sizes.values()))
             if expected is not None and found > expected:
-                raise LayoutError(
-                    f"The batch cannot be cut into samples, as it seems to hold {found} where the loader was asked for "
-                    f"{expected}: {WAY_OUT}."
-                )
+                raise uncuttable(f"it seems to hold {found} where the loader was asked for {expected}")
         except LayoutError:
             again = samples()
             if again is None:
                 raise
             return self.collated_anew(batch, again, on_host=on_host)
-        return BatchSlices(found, lambda start, stop: cut(batch, layout, Slice(start, stop, found, sizes)))
+        return BatchSlices(found, lambda start, stop: cut(batch, layout, Slice(start, stop, whole.sizes)))
 
     def samples_again(self, loader: "DataLoader[Any]", samples: list[Any]) -> "CollatedAgain | None":
         """Return samples to be collated in parts; ``None`` where batches come ready-made."""
@@ -208,31 +192,24 @@ class BatchReader:
         """
         prepare = self._prepare(on_host)
         if not same_values(batch, prepare(again.collate(0, again.count))):
-            raise LayoutError(
-                "The batch cannot be cut into samples, as it is not the same when its samples are read and collated "
-                f"again (random augmentation, or a type that cannot be compared): {WAY_OUT}."
+            raise uncuttable(
+                "it is not the same when its samples are read and collated again (random augmentation, or a type that "
+                "cannot be compared)"
             )
         self._anew = True
         return BatchSlices(again.count, lambda start, stop: prepare(again.collate(start, stop)))
 
     def _by_hook(self, batch: Any, samples: int, on_host: bool) -> BatchSlices:
-        def count(part: Any) -> int:
-            return self.layout(on_host=on_host).samples(part)
+        count: Callable[[Any], int] | None = None
+        with suppress(LayoutError):  # slices are counted where the layout tells how many samples there are
+            layout = self.layout(on_host=on_host)
+            count = layout.samples if layout.samples(batch) == samples else None
 
         def take(start: int, stop: int) -> Any:
             sizes = [size for size in (start, stop - start, samples - stop) if size]
-            parts = split_by_hook(
-                self._hook, batch, sizes, count=count if self._tells(batch, samples, on_host) else None
-            )
-            return list(parts)[1 if start else 0]
+            return list(split_by_hook(self._hook, batch, sizes, count=count))[1 if start else 0]
 
         return BatchSlices(samples, take)
-
-    def _tells(self, batch: Any, samples: int, on_host: bool) -> bool:
-        try:
-            return self.layout(on_host=on_host).samples(batch) == samples
-        except LayoutError:
-            return False
 
     @property
     def _hook(self) -> Any:
@@ -241,12 +218,7 @@ class BatchReader:
 
 @dataclass(frozen=True, slots=True)
 class CollatedAgain:
-    """The samples of one batch, fetched again.
-
-    Attributes:
-        loader: The user's loader, which collates them.
-        samples: The samples, in the order of the batch.
-    """
+    """The samples of one batch, fetched again, in its order, and the user's loader, which collates them."""
 
     loader: "DataLoader[Any]"
     samples: list[Any]
@@ -257,27 +229,15 @@ class CollatedAgain:
         return len(self.samples)
 
     def collate(self, start: int, stop: int, *, seed: int = 0) -> Any:
-        """Collate the samples ``start`` to ``stop - 1``.
-
-        Args:
-            start: The first.
-            stop: One after the last.
-            seed: Seed of the random numbers that the collate function draws.
-        """
+        """Collate the samples ``start`` to ``stop - 1``, random numbers drawn from ``seed``."""
         return collate_samples(self.loader, self.samples[start:stop], stop - start, seed=seed)
 
 
 def check_proportion(samples: int, sizes: Sequence[int]) -> None:
-    """Refuse to cut a batch of several loaders whose proportion no smaller batch has.
-
-    Raises:
-        LayoutError: With the numbers.
-    """
+    """Refuse to cut a batch of several loaders whose proportion no smaller batch has."""
     if samples == 1 < max(sizes, default=1):
-        raise LayoutError(
-            f"The batch cannot be cut into samples, as its loaders give {' and '.join(map(str, sizes))} of them, and "
-            f"no smaller batch holds whole ones in that proportion: {WAY_OUT}."
-        )
+        given = " and ".join(map(str, sizes))
+        raise uncuttable(f"its loaders give {given} of them, and no smaller batch holds whole ones in that proportion")
 
 
 def length_of_first(batch: Any) -> int:
@@ -319,27 +279,3 @@ def largest_extent(batch: Any) -> int:
         graphs = getattr(batch, "num_graphs", None)
         return graphs if isinstance(graphs, int) else sys.maxsize
     return max([*(shape or ()), *(largest_extent(child) for _, child in children or ())], default=1)
-
-
-def gather(batch: Any, layout: Layout, count: int) -> Any:
-    """Return a batch of ``count`` samples of another, repeated in turn, in memory of its own.
-
-    Args:
-        batch: The other batch.
-        layout: Where its samples lie.
-        count: Samples of the new batch.
-
-    Raises:
-        LayoutError: If more are asked for than there are, and a part is of a type that cannot be repeated.
-    """
-    samples, sizes = layout.samples(batch), layout.sizes(batch)
-    if not samples:
-        raise LayoutError("The batch holds no samples to make another of.")
-    whole, left = divmod(count, samples)
-    parts = [batch] * whole + ([cut(batch, layout, Slice(0, left, samples, sizes))] if left else [])
-    try:
-        return join(parts, layout)
-    except LayoutError:
-        if len(parts) > 1:
-            raise
-        return parts[0]

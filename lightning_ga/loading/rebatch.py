@@ -30,19 +30,12 @@ from lightning_ga.loading.stateful import keeps_place
 
 @dataclass(frozen=True, slots=True)
 class LoaderRecipe:
-    """The order and the batches of an epoch, read from a DataLoader.
-
-    Attributes:
-        order: The samples of an epoch, in order.
-        batch_size: Samples of a batch on one rank; ``None`` where a custom batch sampler decides.
-        drop_last: Whether a ragged window is left out.
-        shared: Whether the order is that of all ranks together; otherwise each rank has its own.
-    """
+    """The order and the batches of an epoch, read from a DataLoader."""
 
     order: Order
-    batch_size: int | None
+    batch_size: int | None  # on one rank; None where a custom batch sampler decides
     drop_last: bool
-    shared: bool
+    shared: bool  # whether the order is that of all ranks together; otherwise each rank has its own
 
 
 def read_loader(loader: object, *, world_size: int, shard: bool = True, shuffle: bool = True) -> LoaderRecipe:
@@ -96,6 +89,8 @@ def rebatch(
     if isinstance(loader.dataset, IterableDataset) and loader.drop_last and loader.batch_size:
         settings["dataset"] = whole_batches(loader.dataset, loader.batch_size)
     methods: dict[str, Any] = {}
+    if sized and (isinstance(loader.dataset, IterableDataset) or type(loader).__len__ is not DataLoader.__len__):
+        methods["__len__"] = lambda _: len(batch_sampler)
     if loader.num_workers:  # no worker starts for the loop's first iter(), which fetches nothing
         started = type(loader).__iter__
 
@@ -107,43 +102,26 @@ def rebatch(
             return empty
 
         methods["__iter__"] = start
-    length_of = batch_sampler if sized else None
-    return copy_loader(loader, length_of=length_of, methods=methods, drop_last=False, **settings)
+    return copy_loader(loader, methods, drop_last=False, **settings)
 
 
 def copy_loader(
-    loader: "DataLoader[Any]",
-    *,
-    length_of: Sized | None = None,
-    methods: Mapping[str, Any] | None = None,
-    **settings: Any,
+    loader: "DataLoader[Any]", methods: Mapping[str, Any] | None = None, **settings: Any
 ) -> "DataLoader[Any]":
-    """Return a shallow copy of a loader of any class with some attributes replaced.
-
-    ``DataLoader`` refuses to have its batch sampler set, hence ``object.__setattr__``. Where the class
-    computes its length in its own way (iterable datasets, subclasses), a subclass overrides it.
-
-    Args:
-        loader: The user's loader.
-        length_of: Has the copy's length, if the loader's own is no longer right.
-        methods: Methods of the copy's own.
-        settings: Its attributes.
-    """
-    clone = copy.copy(loader)
+    """Return a shallow copy of a loader of any class, with some attributes replaced and methods of its own."""
+    clone = copy.copy(loader)  # DataLoader refuses to have its batch sampler set
     for name, value in {"_iterator": None, "_IterableDataset_len_called": None, **settings}.items():
         object.__setattr__(clone, name, value)
-    cls, own = type(loader), dict(methods or {})
-    if length_of is not None and (isinstance(loader.dataset, IterableDataset) or cls.__len__ is not DataLoader.__len__):
-        own["__len__"] = lambda _self: len(length_of)
-    if own:
-        object.__setattr__(clone, "__class__", type(cls.__name__, (cls,), own))
+    if methods:
+        cls = type(loader)
+        object.__setattr__(clone, "__class__", type(cls.__name__, (cls,), dict(methods)))
     return clone
 
 
 def _read_sampler(sampler: Any, world_size: int, *, shard: bool) -> tuple[Order, bool]:
     """Return the order, and whether all ranks share it: by the sampler itself, or because the trainer may shard it."""
     if type(sampler) is SequentialSampler:
-        return Sequential(_length(sampler.data_source)), shard
+        return Sequential(len(sampler.data_source)), shard
     if type(sampler) is RandomSampler and not sampler.replacement and len(sampler) == len(sampler.data_source):
         own = sampler.generator
         return Shuffled(len(sampler), None if own is None else own.initial_seed()), shard
@@ -152,18 +130,10 @@ def _read_sampler(sampler: Any, world_size: int, *, shard: bool) -> tuple[Order,
         whole = _length(sampler.dataset)
         size = whole - whole % world_size if sampler.drop_last else whole
         if sampler.shuffle:
-            return Shuffled(whole, sampler.seed) if size == whole else _Head(Shuffled(whole, sampler.seed), size), True
+            return Shuffled(size, sampler.seed, whole=whole), True
         return Sequential(size), True
     _require_length(sampler, "sampler")
     return FromSampler(sampler, len(sampler)), shard and not isinstance(sampler, DistributedSampler)
-
-
-class _Head:
-    """The first samples of an order."""
-
-    def __init__(self, order: Order, size: int) -> None:
-        self.size = size
-        self.draw = order.draw
 
 
 def _length(dataset: Any) -> int:

@@ -6,9 +6,9 @@ whatever the micro-batch and the number of ranks are, after a resume too.
 """
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager
-from itertools import islice
+from itertools import count, islice
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,7 +19,7 @@ from lightning_ga.loading.permutation import Permutation
 from lightning_ga.memory.live_tensors import uncounted
 from lightning_ga.plan.windows import Chunk, EpochPlan, Window
 from lightning_ga.snapshot.contents import ObjectState, reachable
-from lightning_ga.snapshot.random_numbers import generator_state, is_generator, restore_generator
+from lightning_ga.snapshot.random_numbers import generator_state, is_generator, restore_generator, seed_generator
 
 _FEW = 64  # micro-batches
 _SEEDS = 2**63  # torch.Generator takes seeds of 64 bits
@@ -53,22 +53,23 @@ class Sequential:
 class Shuffled:
     """A permutation: ``torch.randperm`` seeded with seed + epoch, as in torch's ``DistributedSampler``.
 
-    Above ``LARGEST_WRITTEN_ORDER`` samples, one that is computed index by index.
+    Above ``LARGEST_WRITTEN_ORDER`` samples, one that is computed index by index. It is drawn of the ``whole``
+    dataset, of which an epoch may leave out some samples.
     """
 
-    def __init__(self, size: int, seed: int | None = None) -> None:
-        self.size = size
-        self.seed = seed
+    def __init__(self, size: int, seed: int | None = None, *, whole: int | None = None) -> None:
+        self.size, self.seed = size, seed
+        self.whole = size if whole is None else whole
 
     def draw(self, epoch: int, seed: int) -> Sequence[int]:
         """The permutation of one epoch, at most four bytes a sample."""
         seed = seed if self.seed is None else self.seed
-        if self.size > LARGEST_WRITTEN_ORDER:
-            return Permutation(self.size, seed=seed, epoch=epoch)
+        if self.whole > LARGEST_WRITTEN_ORDER:
+            return Permutation(self.whole, seed=seed, epoch=epoch)
         generator = torch.Generator()
         generator.manual_seed((seed + epoch) % _SEEDS)
         with uncounted():  # it lies on the host
-            return _Indices(torch.randperm(self.size, generator=generator, dtype=torch.int32))
+            return _Indices(torch.randperm(self.whole, generator=generator, dtype=torch.int32))
 
 
 def draws_a_seed(order: Order) -> bool:
@@ -76,41 +77,71 @@ def draws_a_seed(order: Order) -> bool:
     return isinstance(order, Shuffled) and order.seed is None
 
 
-class FromSampler:
-    """What a sampler of the user's own yields, its random numbers drawn from seed + epoch."""
+class _UsersOrder:
+    """The order of samplers of the user's own, their random numbers drawn from seed + epoch.
+
+    An epoch is looked at without a trace, and drawn again when training begins it: hooks that run in between may
+    have changed a sampler, and a sampler may count how often it is asked.
+    """
+
+    def __init__(self, *samplers: Any) -> None:
+        self._samplers = samplers
+        self._key: tuple[int, int] | None = None
+        self._drawn: list[Any] = []
+
+    def _read(self) -> list[Any]:
+        """Read what the samplers yield."""
+        raise NotImplementedError
+
+    def _look(self, epoch: int, seed: int) -> list[Any]:
+        if self._key != (epoch, seed):
+            state = ObjectState(thing for sampler in self._samplers for thing in reachable(sampler))
+            self._drawn, self._key = self._read_epoch(epoch, seed), (epoch, seed)
+            state.restore()
+        return self._drawn
+
+    def _read_epoch(self, epoch: int, seed: int) -> list[Any]:
+        for sampler in self._samplers:
+            set_epoch = getattr(sampler, "set_epoch", None)
+            if callable(set_epoch):
+                set_epoch(epoch)
+        with seeded(seed + epoch, epoch, *self._samplers):
+            return self._read()
+
+
+class FromSampler(_UsersOrder):
+    """What a sampler of the user's own yields."""
 
     def __init__(self, sampler: Iterable[Any], size: int) -> None:
-        self.sampler = sampler
-        self.size = size
-        self._drawn = _Drawn(lambda: list(islice(sampler, size)), sampler)
+        super().__init__(sampler)
+        self.sampler, self.size = sampler, size
 
     def draw(self, epoch: int, seed: int) -> Sequence[Any]:
         """Return the sampler's own order for one epoch."""
-        return self._drawn.look(epoch, seed)
+        return self._look(epoch, seed)
 
     def begin(self, epoch: int, seed: int) -> Sequence[Any]:
         """Return the order that training begins an epoch with."""
-        return self._drawn.begin(epoch, seed)
+        self._drawn, self._key = self._read_epoch(epoch, seed), (epoch, seed)
+        return self._drawn
+
+    def _read(self) -> list[Any]:
+        return list(islice(self.sampler, self.size))
 
 
-class FromBatches:
+class FromBatches(_UsersOrder):
     """What a batch sampler of the user's own yields, joined; the sizes of its batches are kept."""
 
     def __init__(self, batch_sampler: Iterable[Sequence[Any]]) -> None:
+        super().__init__(batch_sampler, getattr(batch_sampler, "sampler", None))
         self.batch_sampler = batch_sampler
-        self._drawn = _Drawn(self._all_batches, batch_sampler, getattr(batch_sampler, "sampler", None))
-        self._size = 0
+        self.size = 0  # of the epoch drawn last
 
     def batches(self, epoch: int, seed: int) -> list[list[Any]]:
         """Return the batches of one epoch."""
-        batches = self._drawn.look(epoch, seed)
-        self._size = sum(map(len, batches))
+        batches = self._look(epoch, seed)
+        self.size = sum(map(len, batches))
         return batches
-
-    @property
-    def size(self) -> int:
-        """Samples of the epoch drawn last."""
-        return self._size
 
     def draw(self, epoch: int, seed: int) -> Sequence[Any]:
         """Return all indices of one epoch, batch after batch."""
@@ -118,57 +149,14 @@ class FromBatches:
 
     def begin(self, epoch: int, seed: int) -> Sequence[Any]:
         """Return the order that training begins an epoch with; its batches are as large as planned."""
-        sizes = [len(batch) for batch in self.batches(epoch, seed)]
-        self._drawn.begin(epoch, seed, unless=lambda batches: [len(batch) for batch in batches] != sizes)
+        planned, batches = self.batches(epoch, seed), self._read_epoch(epoch, seed)
+        if list(map(len, batches)) == list(map(len, planned)):
+            self._drawn = batches
         return self.draw(epoch, seed)
 
-    def _all_batches(self) -> list[list[Any]]:
-        count = len(self.batch_sampler) if isinstance(self.batch_sampler, Sized) else None
-        return [list(batch) for batch in islice(self.batch_sampler, count)]
-
-
-class _Drawn:
-    """One epoch of a user's sampler: looked at without a trace, and drawn again when training begins it.
-
-    Hooks that run in between may have changed the sampler, and a sampler may count how often it is asked.
-
-    Args:
-        draw: Draws an epoch.
-        samplers: What is told the epoch, and carries generators.
-    """
-
-    def __init__(self, draw: Callable[[], list[Any]], *samplers: Any) -> None:
-        self._draw, self._samplers = draw, samplers
-        self._key: tuple[int, int] | None = None
-        self._order: list[Any] = []
-
-    def look(self, epoch: int, seed: int) -> list[Any]:
-        """Return an epoch, drawn without a trace if it was not drawn before."""
-        if self._key != (epoch, seed):
-            state = ObjectState(thing for sampler in self._samplers for thing in reachable(sampler))
-            self._order = self._drawn(epoch, seed)
-            state.restore()
-            self._key = epoch, seed
-        return self._order
-
-    def begin(self, epoch: int, seed: int, unless: Callable[[list[Any]], bool] = lambda _: False) -> list[Any]:
-        """Draw an epoch for training.
-
-        Args:
-            epoch: The epoch.
-            seed: Seed of all epochs.
-            unless: Says of what was drawn that the epoch stays as it was looked at.
-        """
-        drawn = self._drawn(epoch, seed)
-        if not unless(drawn):
-            self._order, self._key = drawn, (epoch, seed)
-        return self._order
-
-    def _drawn(self, epoch: int, seed: int) -> list[Any]:
-        for sampler in self._samplers:
-            _set_epoch(sampler, epoch)
-        with seeded(seed + epoch, epoch, *self._samplers):
-            return self._draw()
+    def _read(self) -> list[list[Any]]:
+        length = len(self.batch_sampler) if isinstance(self.batch_sampler, Sized) else None
+        return [list(batch) for batch in islice(self.batch_sampler, length)]
 
 
 class Stream:
@@ -256,17 +244,14 @@ class WindowBatchSampler(Sampler[list[Any]]):
 
     def chunk(self, index: int) -> Chunk:
         """The ``index``-th micro-batch of the epoch on this rank."""
-        found = self._chunks_known.get(index)
+        found = self._chunks_known.get(index)  # of the loader's, which the loop asks for next
         if found is None:
             assert self.plan is not None
+            if len(self._chunks_known) >= _FEW:
+                self._chunks_known.clear()
             found = self.window(index).chunk(index % self.plan.factor, self.share)
-            self._note(index, found)
+            self._chunks_known[index] = found
         return found
-
-    def _note(self, index: int, chunk: Chunk) -> None:
-        if len(self._chunks_known) >= _FEW:
-            self._chunks_known.clear()
-        self._chunks_known[index] = chunk
 
     def window(self, index: int) -> Window:
         """The window of the ``index``-th micro-batch."""
@@ -281,15 +266,9 @@ class WindowBatchSampler(Sampler[list[Any]]):
             torch.empty((), dtype=torch.int64).random_()
         begin = getattr(self.order, "begin", self.order.draw)  # of a sampler that hooks may have changed meanwhile
         order = begin(self.epoch, self.seed)
-        index, length, window = plan.done, plan.length, None
-        while length is None or index < length:
-            number, position = divmod(index, plan.factor)
-            if window is None or window.number != number:
-                window = plan.window(number)
-            chunk = window.chunk(position, self.share)
-            self._note(index, chunk)  # the loop asks for it next
-            yield _indices_of(chunk, order)
-            index += 1
+        length = plan.length
+        for index in count(plan.done) if length is None else range(plan.done, length):
+            yield _indices_of(self.chunk(index), order)
 
     def indices(self, index: int) -> list[Any]:
         """The samples of the ``index``-th micro-batch of the epoch, once more."""
@@ -325,12 +304,6 @@ class _Placeholders(Sequence[None]):
         return [None] * (index.stop - index.start) if isinstance(index, slice) else None
 
 
-def _set_epoch(sampler: object, epoch: int) -> None:
-    set_epoch = getattr(sampler, "set_epoch", None)
-    if callable(set_epoch):
-        set_epoch(epoch)
-
-
 @contextmanager
 def seeded(seed: int, epoch: int, *samplers: object) -> Iterator[None]:
     """Draw random numbers as a function of the seed alone, and leave every generator as it was.
@@ -338,12 +311,14 @@ def seeded(seed: int, epoch: int, *samplers: object) -> Iterator[None]:
     Generators that a sampler carries count too: one of torch is seeded with its own initial seed +
     epoch, those of Python and NumPy with the seed.
     """
-    own = {id(value): value for sampler in samplers for value in getattr(sampler, "__dict__", {}).values()}
-    kept = [(generator, generator_state(generator)) for generator in own.values() if is_generator(generator)]
+    held = {id(value): value for sampler in samplers for value in getattr(sampler, "__dict__", {}).values()}
+    own = [generator for generator in held.values() if is_generator(generator)]
+    kept = [(generator, generator_state(generator)) for generator in own]
     before = torch.get_rng_state(), np.random.get_state(), random.getstate()
     try:
-        for generator, _ in kept:
-            _seed(generator, seed, epoch)
+        for generator in own:
+            is_torch = isinstance(generator, torch.Generator)
+            seed_generator(generator, generator.initial_seed() + epoch if is_torch else seed)
         torch.default_generator.manual_seed(seed % _SEEDS)
         np.random.seed(seed % 2**32)
         random.seed(seed)
@@ -354,12 +329,3 @@ def seeded(seed: int, epoch: int, *samplers: object) -> Iterator[None]:
         random.setstate(before[2])
         for generator, state in kept:
             restore_generator(generator, state)
-
-
-def _seed(generator: Any, seed: int, epoch: int) -> None:
-    if isinstance(generator, torch.Generator):
-        generator.manual_seed((generator.initial_seed() + epoch) % _SEEDS)
-    elif isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = type(generator.bit_generator)(seed % _SEEDS).state
-    else:
-        generator.seed(seed % 2**32)

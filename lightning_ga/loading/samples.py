@@ -1,7 +1,7 @@
 """Read and collate samples of the user's loader outside training, which goes on as if none had been read."""
 
 import copy
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sized
 from contextlib import closing, contextmanager
 from functools import partial
 from typing import Any
@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from lightning_ga.errors import UserError
-from lightning_ga.loading.peekable import PeekableStream, length_of, peekable_stream
+from lightning_ga.loading.peekable import PeekableStream, peekable_stream
 from lightning_ga.loading.rebatch import copy_loader
 from lightning_ga.loading.sampler import seeded
 from lightning_ga.loading.stateful import keeps_place
@@ -29,11 +29,9 @@ def fetch(
 ) -> Generator[Any, None, None]:
     """Read samples and yield ``read(samples)`` for each list of indices; training goes on as if none had been read.
 
-    Where the user has workers, separate workers read: files that a dataset opens on first use must not be
-    open in this process when training starts its workers.
-
     Args:
-        loader: The user's loader.
+        loader: The user's loader. Where it has workers, separate ones read: files that a dataset opens on first use
+            must not be open in this process when training starts its workers.
         batches: Lists of indices.
         read: Takes samples, in the process that reads them.
         workers: Processes that read, where the user has any.
@@ -107,7 +105,8 @@ def peekable(loader: Any) -> Any:
     except Exception:  # whatever a dataset may hold
         if isinstance(dataset, Iterator):
             return loader
-        return copy_loader(loader, dataset=peekable_stream(partial(iter, dataset), length_of(dataset), dataset))
+        length = len(dataset) if isinstance(dataset, Sized) else None
+        return copy_loader(loader, dataset=peekable_stream(partial(iter, dataset), length, dataset))
     return loader
 
 

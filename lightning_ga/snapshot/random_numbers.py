@@ -49,12 +49,17 @@ def reseed(seed: int, generators: Iterable[Any] = ()) -> None:
     np.random.seed(seed)
     random.seed(seed)
     for generator in generators:
-        if isinstance(generator, torch.Generator):
-            generator.manual_seed(seed)
-        elif isinstance(generator, np.random.Generator):
-            generator.bit_generator.state = type(generator.bit_generator)(seed).state
-        else:
-            generator.seed(seed)
+        seed_generator(generator, seed)
+
+
+def seed_generator(generator: Any, seed: int) -> None:
+    """Seed one generator, of torch, NumPy or Python, with any whole number that is not negative."""
+    if isinstance(generator, torch.Generator):
+        generator.manual_seed(seed % 2**63)
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = type(generator.bit_generator)(seed).state
+    else:
+        generator.seed(seed % 2**32)
 
 
 def _reseed_torch(seed: int) -> None:

@@ -19,10 +19,8 @@ from lightning_ga.batch.layout import (
     LayoutError,
     SampleAxis,
     SampleCount,
-    Samples,
     Slice,
     read_layout,
-    read_ready_made,
 )
 from lightning_ga.batch.pytree import register_splitter
 from lightning_ga.batch.split import cut
@@ -32,7 +30,7 @@ Collate = Callable[[list[Any]], Any]
 WAY_OUT = r"define split_batch\(self, batch, sizes\) on the LightningModule"
 
 
-class Known(Samples):
+class Known:
     """Batches of known samples, one collate function for each loader."""
 
     def __init__(self, samples: Sequence[Any], *collate: Collate, join: Callable[[list[Any]], Any] = list) -> None:
@@ -113,7 +111,7 @@ def test_a_batch_that_happens_to_be_as_long_as_something_shared_is_counted_right
         5,
         1,
     ]
-    part = cut({"x": torch.zeros(8, 5, 2), "weights": torch.ones(8)}, layout, Slice(0, 2, 8, {0: 8}))
+    part = cut({"x": torch.zeros(8, 5, 2), "weights": torch.ones(8)}, layout, Slice(0, 2, {0: 8}))
     assert (len(part["x"]), len(part["weights"])) == (2, 8)
 
 
@@ -131,7 +129,7 @@ def test_sequences_with_time_first_are_cut_by_sample() -> None:
     }
     batch = collate(RAGGED * 2)
     assert layout.samples(batch) == 6
-    assert torch.equal(cut(batch, layout, Slice(1, 3, 6, {0: 6}))["x"], batch["x"][:, 1:3])
+    assert torch.equal(cut(batch, layout, Slice(1, 3, {0: 6}))["x"], batch["x"][:, 1:3])
 
 
 def test_several_crops_of_each_sample_stay_with_it() -> None:
@@ -140,7 +138,7 @@ def test_several_crops_of_each_sample_stay_with_it() -> None:
     assert dict(crops.roles) == {"batch": SampleAxis(0, per=4)}
     batch = torch.arange(20)
     assert crops.samples(batch) == 5
-    assert cut(batch, crops, Slice(1, 3, 5, {0: 5})).tolist() == list(range(4, 12))
+    assert cut(batch, crops, Slice(1, 3, {0: 5})).tolist() == list(range(4, 12))
     with pytest.raises(LayoutError, match=r"batch is of another kind .*\(now Tensor and the shape \(21,\)"):
         crops.samples(torch.zeros(21))
 
@@ -151,7 +149,7 @@ def test_a_number_that_counts_the_samples_is_cut_with_them(wrap: Callable[[int],
     layout = read_layout(Known(SAMPLES, lambda batch: [xs(batch), wrap(len(batch))]))
     assert layout.roles["batch[1]"] == SampleCount()
     batch = [torch.zeros(8, 5, 2), wrap(8)]
-    ours = cut(batch, layout, Slice(2, 5, 8, layout.sizes(batch)))[1]
+    ours = cut(batch, layout, Slice(2, 5, layout.sizes(batch)))[1]
     assert (type(ours), ours) == (type(wrap(3)), 3)
 
 
@@ -285,7 +283,7 @@ def test_graphs_of_torch_geometric_are_cut_without_being_registered() -> None:
     layout = read_layout(Known(RAGGED, lambda batch: Molecules([each["x"] for each in batch])))
     assert dict(layout.roles) == {"batch": SampleAxis(0)}
     batch = Molecules([each["x"] for each in RAGGED])
-    ours = cut(batch, layout, Slice(1, 3, 3, layout.sizes(batch)))
+    ours = cut(batch, layout, Slice(1, 3, layout.sizes(batch)))
     assert type(ours) is Molecules
     assert [len(graph) for graph in ours.graphs] == [3, 4]
 
@@ -381,7 +379,7 @@ def test_a_part_that_may_be_missing_is_cut_where_it_is_there() -> None:
     layout = read_layout(Known([masked[0], SAMPLES[1]], collate))
     assert layout.roles["batch['mask']"] == SampleAxis(0)
     assert [layout.samples(collate(samples * 3)) for samples in (SAMPLES, masked)] == [6, 6]
-    assert cut(collate(SAMPLES), layout, Slice(0, 1, 2, {0: 2}))["mask"] is None
+    assert cut(collate(SAMPLES), layout, Slice(0, 1, {0: 2}))["mask"] is None
     without = read_layout(Known(SAMPLES, collate))
     with pytest.raises(
         LayoutError, match=r"batch\['mask'\] is of another kind than in the batches .* \(now Tensor and"
@@ -431,7 +429,7 @@ def test_sorted_collate_functions_are_read() -> None:
     layout = read_layout(Known(RAGGED, collate))
     assert set(layout.roles.values()) == {"fields", SampleAxis(0)}
     batch = collate(RAGGED)
-    assert cut(batch, layout, Slice(1, 3, 3, {0: 3}))[1].tolist() == [3, 2]
+    assert cut(batch, layout, Slice(1, 3, {0: 3}))[1].tolist() == [3, 2]
     with pytest.raises(LayoutError, match=r"batch\[1\] depends on where"):
         read(lambda batch: (xs(batch), torch.tensor([len(s["x"]) for s in batch]).argsort(stable=True)))
 
@@ -443,7 +441,7 @@ def test_batches_of_two_loaders_are_counted_by_what_they_have_in_common() -> Non
     batch = [torch.arange(8), torch.arange(24)]
     assert (layout.sizes(batch), layout.samples(batch)) == ({0: 8, 1: 24}, 8)
     assert layout.samples([torch.zeros(8), torch.zeros(12)]) == 4
-    ours = cut(batch, layout, Slice(1, 3, 8, layout.sizes(batch)))
+    ours = cut(batch, layout, Slice(1, 3, layout.sizes(batch)))
     assert [part.tolist() for part in ours] == [[1, 2], [3, 4, 5, 6, 7, 8]]
     assert layout.samples([torch.zeros(8), None]) == 8  # a loader that has come to its end
     with pytest.raises(LayoutError, match="nothing in it grows"):
@@ -462,7 +460,7 @@ def test_numbers_of_two_loaders_are_cut_each_in_its_proportion() -> None:
     """A count belongs to the loader that it grows with."""
     layout = read_layout(Known(SAMPLES, lambda batch: [xs(batch), len(batch)], lambda batch: [ys(batch), len(batch)]))
     batch = [[torch.zeros(4), 4], [torch.zeros(8), 8]]
-    ours = cut(batch, layout, Slice(0, 3, 4, layout.sizes(batch)))
+    ours = cut(batch, layout, Slice(0, 3, layout.sizes(batch)))
     assert [numbers for _, numbers in ours] == [3, 6]
 
 
@@ -494,72 +492,6 @@ def test_a_later_batch_of_another_kind_is_refused(batch: Any, message: str) -> N
 def test_a_batch_without_samples_holds_none() -> None:
     """An empty batch is one of zero samples."""
     assert KNOWN.samples({"x": torch.zeros(0), "y": torch.zeros(2, 0)}) == 0
-
-
-def ready(*batches: Any) -> dict[str, Any]:
-    return dict(read_ready_made(batches).roles)
-
-
-Z = torch.zeros
-
-
-def test_a_ready_made_batch_is_read_where_all_its_parts_agree() -> None:
-    """On one number, which each has along one axis."""
-    assert ready([Z(8, 7), Z(8)]) == {"batch": "fields", "batch[0]": SampleAxis(0), "batch[1]": SampleAxis(0)}
-    roles = ready({"x": Z(8, 7), "names": list("abcdefgh"), "split": "train", "none": None, "scale": torch.tensor(1.0)})
-    assert roles["batch['names']"] == SampleAxis(0)
-    assert roles["batch['split']"] == roles["batch['scale']"] == "constant"
-    assert ready(Z(8)) == {"batch": SampleAxis(0)}
-    assert ready([Z(8, 1), Z(8)])["batch[0]"] == SampleAxis(0)
-
-
-def test_ready_made_batches_of_two_sizes_tell_what_is_shared() -> None:
-    """What does not change with them."""
-    assert ready((Z(8, 7), Z(8), Z(10)), (Z(4, 7), Z(4), Z(10))) == {
-        "batch": "fields",
-        "batch[0]": SampleAxis(0),
-        "batch[1]": SampleAxis(0),
-        "batch[2]": "shared",
-    }
-    assert ready((Z(5, 8, 3), Z(8)), (Z(6, 4, 3), Z(4)))["batch[0]"] == SampleAxis(1)
-    for two in [
-        ((Z(8, 7), Z(7)), (Z(4, 7), Z(7))),
-        (Z(8, 7), Z(4, 7)),
-        (Z(8, 7), Z(8, 5)),
-        ((Z(8, 7), Z(8)), (Z(8, 5), Z(8))),
-    ]:
-        with pytest.raises(LayoutError, match="no reading or for several"):
-            ready(*two)
-
-
-AMBIGUOUS: dict[str, list[Any]] = {
-    "two axes": [Z(8, 7)],
-    "a square": [[Z(8, 8), Z(8)]],
-    "two lengths": [(Z(8, 5), Z(10))],
-    "nodes and graphs": [{"nodes": Z(40, 16), "y": Z(4)}],
-    "a shared vector in batches of one size": [(Z(8, 5), Z(8), Z(10)), (Z(8, 5), Z(8), Z(10))],
-    "a size beside two samples": [{"x": Z(2, 3), "size": (224, 224)}],
-    "one sample": [(Z(1, 7), Z(1, 7))],
-    "both axes change": [Z(8, 7), Z(4, 6)],
-    "other fields": [{"x": Z(8)}, {"y": Z(4)}],
-    "images of unequal sizes": [[Z(3, 9, 5), Z(3, 9, 6)]],
-    "nothing with a length": [{"loss": torch.tensor(1.0), "name": "a"}],
-    "nothing": [{}],
-    "a text": ["text"],
-}
-
-
-@pytest.mark.parametrize("name", AMBIGUOUS)
-def test_an_ambiguous_ready_made_batch_is_refused(name: str) -> None:
-    """With its shapes and the way out."""
-    with pytest.raises(LayoutError, match=rf"comes ready-made and its parts \(.+\) allow for no reading .*{WAY_OUT}"):
-        read_ready_made(AMBIGUOUS[name])
-
-
-def test_a_ready_made_batch_of_an_unknown_type_is_refused() -> None:
-    """As any other."""
-    with pytest.raises(LayoutError, match=r"batch\[1\] is of the type Unknown.*register_splitter"):
-        read_ready_made([(Z(8), Unknown(SAMPLES))])
 
 
 @pytest.fixture(autouse=True)

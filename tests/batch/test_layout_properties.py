@@ -17,8 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
 
-from lightning_ga.batch.layout import Layout, LayoutError, Samples, Slice, read_layout, read_ready_made
+from lightning_ga.batch.layout import Layout, LayoutError, Slice, read_layout
 from lightning_ga.batch.pytree import open_container
+from lightning_ga.batch.ready_made import read_ready_made
 from lightning_ga.batch.split import cut
 
 Pair = namedtuple("Pair", "one two")
@@ -397,7 +398,7 @@ def kinds_of_samples(draw: st.DrawFn) -> list[Sample]:
     return [Sample(number, *each) for number, each in enumerate(draw(st.lists(fields, min_size=1, max_size=3)))]
 
 
-class Known(Samples):
+class Known:
     """Batches of known samples, of one collate function for each loader."""
 
     def __init__(self, samples: Sequence[Sample], *collate: Callable[[list[Sample]], Any]) -> None:
@@ -483,7 +484,7 @@ def test_any_batch_is_cut_rightly_or_refused(
     except LayoutError:
         return
     if found == len(samples):  # the loader knows how many it fetched
-        assert_cut(layout, batch, Slice(start, stop, found, sizes), collate.part(samples, start, stop))
+        assert_cut(layout, batch, Slice(start, stop, sizes), collate.part(samples, start, stop))
 
 
 @settings(deadline=None, max_examples=EXAMPLES)
@@ -496,7 +497,7 @@ def test_usual_batches_are_not_refused(
     start, stop = slices(data.draw, len(samples))
     batch, layout = collate(samples), read_layout(Known(kinds, collate))
     assert layout.samples(batch) == len(samples)
-    ours = cut(batch, layout, Slice(start, stop, len(samples), layout.sizes(batch)))
+    ours = cut(batch, layout, Slice(start, stop, layout.sizes(batch)))
     assert same(ours, collate.part(samples, start, stop))
 
 
@@ -522,7 +523,7 @@ def test_batches_of_two_loaders_are_cut_in_proportion_or_refused(
         collate.part(samples, *(edge * (len(samples) // found) for edge in (start, stop)))
         for collate, samples in zip((one, two), both)
     ]
-    assert_cut(layout, batch, Slice(start, stop, found, sizes), expected)
+    assert_cut(layout, batch, Slice(start, stop, sizes), expected)
 
 
 def assert_ready_made(collate: Collate, every: list[list[Sample]], draw: Callable[..., Any]) -> None:
@@ -534,7 +535,7 @@ def assert_ready_made(collate: Collate, every: list[list[Sample]], draw: Callabl
         batch, (start, stop) = collate(samples), slices(draw, len(samples))
         found = layout.samples(batch)
         assert found == len(samples), f"{found} samples instead of {len(samples)} in {batch}"
-        part = Slice(start, stop, found, layout.sizes(batch))
+        part = Slice(start, stop, layout.sizes(batch))
         assert_cut(layout, batch, part, collate.part(samples, start, stop))
 
 

@@ -17,7 +17,7 @@ from lightning_ga.batch import pytree as structures
 from lightning_ga.batch.layout import Layout, LayoutError, Role, SampleAxis, SampleCount, Slice
 from lightning_ga.batch.merge import merge_outputs
 from lightning_ga.batch.pytree import extents, is_constant, is_plain_sequence, open_container
-from lightning_ga.batch.split import cut, join, register_splitter, split_batch, split_by_hook
+from lightning_ga.batch.split import cut, gather, register_splitter, split_batch, split_by_hook
 from lightning_ga.errors import UserError
 
 Pair = namedtuple("Pair", "inputs labels")
@@ -454,7 +454,6 @@ TWO = Layout(
         "batch[1]": SampleAxis(0, loader=1),
         "batch[2]": SampleCount(loader=1),
     },
-    loaders=2,
 )
 
 
@@ -474,7 +473,7 @@ def test_batches_of_two_loaders_are_cut_in_proportion() -> None:
 def test_one_slice_is_cut_without_the_others() -> None:
     """``cut`` is what ``split_batch`` yields."""
     batch = (rows(), list("abcde"), "text")
-    ours = cut(batch, layout_of(batch), Slice(2, 4, 5, {0: 5}))
+    ours = cut(batch, layout_of(batch), Slice(2, 4, {0: 5}))
     assert torch.equal(ours[0], rows()[2:4])
     assert ours[1:] == (["c", "d"], "text")
 
@@ -485,50 +484,59 @@ def test_a_batch_that_lost_a_part_is_cut_without_it() -> None:
     assert [chunk["mask"] for chunk in split_batch({"x": rows(), "mask": None}, [2, 3], layout=layout)] == [None, None]
 
 
-def test_batches_are_joined() -> None:
-    """Samples one after the other along their axis; numbers of them are added, and the rest is that of the first."""
-    layout = Layout(
-        {
-            "batch": "fields",
-            "batch['x']": SampleAxis(1),
-            "batch['array']": SampleAxis(0),
-            "batch['names']": SampleAxis(0),
-            "batch['n']": SampleCount(),
-            "batch['weights']": "shared",
-            "batch['mask']": SampleAxis(0),
-        }
-    )
-    one, two = (
-        {
-            "x": torch.full((3, count), count),
-            "array": np.full(count, count),
-            "names": ["a"] * count,
-            "n": count,
-            "weights": torch.ones(4),
-            "mask": None,
-        }
-        for count in (1, 2)
-    )
-    ours = join([one, two], layout)
-    assert ours["x"].tolist() == [[1, 2, 2]] * 3
-    assert ours["array"].tolist() == [1, 2, 2]
-    assert (ours["names"], ours["n"], ours["mask"]) == (["a"] * 3, 3, None)
-    assert ours["weights"] is one["weights"]
-    assert layout.samples(ours) == 3
+LAYOUT = Layout(
+    {
+        "batch": "fields",
+        "batch['x']": SampleAxis(1),
+        "batch['array']": SampleAxis(0),
+        "batch['names']": SampleAxis(0),
+        "batch['n']": SampleCount(),
+        "batch['weights']": "shared",
+        "batch['mask']": SampleAxis(0),
+    }
+)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 7])
+def test_a_batch_of_any_size_is_gathered_from_another(count: int) -> None:
+    """Its samples in turn, along their axis, in memory of its own; what is shared is that of the other."""
+    batch = {
+        "x": torch.arange(3).expand(2, 3),
+        "array": np.arange(3),
+        "names": ["a", "b", "c"],
+        "n": 3,
+        "weights": torch.ones(4),
+        "mask": None,
+    }
+    ours, turns = gather(batch, LAYOUT, count), [place % 3 for place in range(count)]
+    assert ours["x"].tolist() == [turns, turns]
+    assert ours["array"].tolist() == turns
+    assert ours["names"] == ["abc"[place] for place in turns]
+    assert (ours["n"], ours["mask"], LAYOUT.samples(ours)) == (count, None, count)
+    assert ours["weights"] is batch["weights"]
+    assert ours["x"].untyped_storage().data_ptr() != batch["x"].untyped_storage().data_ptr()
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
-def test_what_cannot_be_joined_is_refused() -> None:
-    """Rather than guessed at."""
+def test_what_cannot_be_made_longer_is_gathered_as_far_as_it_goes() -> None:
+    """A sparse tensor of five samples gives at most five."""
     for whole in (
         torch.eye(5).to_sparse(),
         pack_sequence(SEQUENCES, enforce_sorted=False),
         torch.nested.nested_tensor(SEQUENCES, layout=torch.jagged),
     ):
-        with pytest.raises(
-            LayoutError, match=rf"batch is of the type {type(whole).__name__}, which cannot be made longer"
-        ):
-            join([whole, whole], layout_of(whole))
+        layout = layout_of(whole)
+        assert layout.samples(gather(whole, layout, 2)) == 2
+        assert gather(whole, layout, 5) is whole
+        message = rf"batch is of the type {type(whole).__name__}, which cannot be made longer"
+        with pytest.raises(LayoutError, match=message):
+            gather(whole, layout, 6)
+
+
+def test_an_empty_batch_gives_no_samples() -> None:
+    """Which is said, rather than divided by."""
+    with pytest.raises(LayoutError, match="no samples"):
+        gather(torch.zeros(0), Layout({"batch": SampleAxis(0)}), 2)
 
 
 @pytest.mark.gpu
@@ -614,12 +622,13 @@ def test_merging_what_was_split_gives_the_batch_again(batch: Any, rest: list[int
 
 
 @settings(deadline=None)
-@given(st.recursive(leaves(), containers, max_leaves=8), SIZES)
-def test_joining_what_was_split_gives_the_batch_again(batch: Any, rest: list[int]) -> None:
-    """As merging does."""
+@given(st.recursive(leaves(), containers, max_leaves=8))
+def test_a_batch_gathered_twice_is_cut_into_itself(batch: Any) -> None:
+    """Whatever its structure."""
     batch = {"x": torch.arange(COUNT), "batch": batch}
     layout = layout_of(batch, COUNT)
-    assert_same(join(list(split_batch(batch, [5, *rest], layout=layout)), layout), batch)
+    for part in split_batch(gather(batch, layout, 2 * COUNT), [COUNT, COUNT], layout=layout):
+        assert_same(part, batch)
 
 
 @settings(deadline=None)

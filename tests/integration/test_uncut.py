@@ -122,6 +122,21 @@ def test_the_batch_that_the_probe_looked_at_is_let_go() -> None:
     assert module.alive == 1
 
 
+class Shorter(Sized):
+    """Says that it has more batches than it yields."""
+
+    def __len__(self) -> int:
+        return super().__len__() + 2
+
+
+def test_data_that_end_before_their_length_end_the_epoch() -> None:
+    """As in stock Lightning; here after two full windows."""
+    module, trainer = fit(Shorter(32), AutoAccumulate(micro_batch_size=3), accumulate_grad_batches=2)
+    windows = [list(range(0, 16)), list(range(16, 32))] * 2
+    assert worst_error(module.gradients, plain_loop(Samples(32), windows)) <= 1e-12
+    assert (module.windows, trainer.global_step) == (windows, 4)
+
+
 class Paired(Regression):
     """Two loaders at once."""
 

@@ -11,18 +11,16 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 
 from lightning_ga.batch import pytree as structures
-from lightning_ga.batch.layout import Layout, LayoutError, SampleAxis, SampleCount
+from lightning_ga.batch.layout import LayoutError, SampleAxis
 from lightning_ga.batch.pytree import register_splitter
 from lightning_ga.compat.transfer import BatchTransfer
 from lightning_ga.loading.batch_source import (
     CollatedBatches,
-    NoBatches,
-    PreparedBatch,
     ReadyMadeBatches,
     indices_of,
     is_collated,
 )
-from lightning_ga.loading.reader import BatchReader, CollatedAgain, gather, length_of_first
+from lightning_ga.loading.reader import BatchReader, CollatedAgain, length_of_first
 
 SIZE = 24
 
@@ -90,8 +88,7 @@ def loader_of(collate: Callable[[list[Any]], Any] = default_collate, dataset: An
 
 
 def collated(*loaders: "DataLoader[Any]", combine: Callable[[list[Any]], Any] | None = None) -> CollatedBatches:
-    indices = [lambda loader=loader: indices_of(loader) for loader in loaders]
-    return CollatedBatches(loaders, indices) if combine is None else CollatedBatches(loaders, indices, combine)
+    return CollatedBatches(loaders) if combine is None else CollatedBatches(loaders, combine)
 
 
 def reader(module: pl.LightningModule, source: Any) -> BatchReader:
@@ -219,7 +216,7 @@ def test_a_module_that_cuts_batches_is_asked() -> None:
 
 def test_a_module_that_cuts_batches_of_unknown_size_is_told_the_length_of_the_first_tensor() -> None:
     """Where no layout can be read."""
-    read = reader(Cutting(), NoBatches())
+    read = reader(Cutting(), ReadyMadeBatches(list))
     assert read.count({"x": torch.zeros(8, 3), "y": torch.zeros(2)}) == 8
     assert read.slices(torch.arange(8)).take(2, 4).tolist() == [2, 3]
     assert read.count(torch.zeros(8), expected=6) == 6
@@ -229,8 +226,8 @@ def test_a_loader_without_samples_or_of_unknown_kind_is_refused() -> None:
     """With the way out."""
     with pytest.raises(LayoutError, match=r"its loader has none: define split_batch"):
         reader(Plain(), collated(loader_of(dataset=TensorDataset(torch.zeros(0, 3))))).layout()
-    with pytest.raises(LayoutError, match=r"nothing is known of its loader: define split_batch"):
-        reader(Plain(), NoBatches()).layout()
+    with pytest.raises(LayoutError, match=r"none was looked at before training: define split_batch"):
+        reader(Plain(), ReadyMadeBatches(list)).layout()
 
 
 def test_a_collate_function_that_fails_on_a_few_samples_is_named() -> None:
@@ -266,7 +263,7 @@ def test_ready_made_batches_are_read_off_themselves() -> None:
     assert reader(Doubling(), batches).layout(on_host=True).roles["batch['x']"] == SampleAxis(1)
     read = reader(Plain(), batches)
     assert read.slices([torch.zeros(6, 3), torch.arange(6)]).take(1, 3)[1].tolist() == [1, 2]
-    prepared = reader(Doubling(), PreparedBatch(lambda: [torch.zeros(8, 3), torch.zeros(8)]))
+    prepared = reader(Doubling(), ReadyMadeBatches(lambda: [[torch.zeros(8, 3), torch.zeros(8)]], prepared=True))
     assert prepared.layout().roles["batch[0]"] == SampleAxis(0)
 
 
@@ -362,32 +359,3 @@ def test_a_batch_of_an_unknown_type_is_refused_until_it_is_registered(kind: type
         length_of_first(kind([1, 2]))
     register_splitter(kind, count=lambda bag: len(bag.items), take=lambda bag, a, b: kind(bag.items[a:b]))
     assert length_of_first(kind([1, 2])) == 2
-
-
-LAYOUT = Layout({"batch": "fields", "batch['x']": SampleAxis(0), "batch['n']": SampleCount(), "batch['w']": "shared"})
-
-
-@pytest.mark.parametrize("count", [1, 2, 3, 4, 7])
-def test_a_batch_of_any_size_is_gathered_from_another(count: int) -> None:
-    """Its samples in turn, in memory of its own if there is more than one round."""
-    batch = {"x": torch.arange(3), "n": 3, "w": torch.ones(3)}
-    ours = gather(batch, LAYOUT, count)
-    assert ours["x"].tolist() == [place % 3 for place in range(count)]
-    assert (ours["n"], LAYOUT.samples(ours)) == (count, count)
-    assert ours["w"] is batch["w"]
-    assert ours["x"].untyped_storage().data_ptr() != batch["x"].untyped_storage().data_ptr()
-
-
-def test_what_cannot_be_made_longer_is_gathered_as_far_as_it_goes() -> None:
-    """A sparse tensor of three samples gives at most three."""
-    layout, whole = Layout({"batch": SampleAxis(0)}), torch.eye(3).to_sparse()
-    assert torch.equal(gather(whole, layout, 2).to_dense(), torch.eye(3)[:2])
-    assert gather(whole, layout, 3) is whole
-    with pytest.raises(LayoutError, match="cannot be made longer"):
-        gather(whole, layout, 4)
-
-
-def test_an_empty_batch_gives_no_samples() -> None:
-    """Which is said, rather than divided by."""
-    with pytest.raises(LayoutError):
-        gather(torch.zeros(0), Layout({"batch": SampleAxis(0)}), 2)

@@ -190,7 +190,7 @@ def test_a_loader_that_is_being_iterated_shares_nothing_with_its_copy() -> None:
     own = copied._iterator
     assert own is not None
     assert own is not workers
-    cut.plan = EpochPlan(RegularWindows(SIZE, 4), 4, 1, 1)
+    cut.arrange(0, EpochPlan(RegularWindows(SIZE, 4), 4, 1, 1), enabled=True)
     assert numbers(copied) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10]]
     assert copied._iterator is own
     assert loader._iterator is workers

@@ -13,8 +13,8 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_ga.errors import UserError
+from lightning_ga.loading.recipe_batches import SourceSettings
 from lightning_ga.loading.source import MicroBatchSource
-from lightning_ga.loading.training_source import SourceSettings
 
 SEED = 11
 TOTALS = st.integers(1, 80)
