@@ -6,7 +6,7 @@ precision plugin (``trials``). Afterwards everything that a step changes is put 
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import chain, count
@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 from lightning_ga.compat import agreement, transfer
 from lightning_ga.loading.largest_samples import ScanOrder, largest_samples
 from lightning_ga.loading.reader import BatchReader
+from lightning_ga.loading.samples import collate_samples
 from lightning_ga.memory.device import total_memory
 from lightning_ga.memory.live_tensors import uncounted
 from lightning_ga.plan.budget import parse_budget
@@ -88,9 +89,9 @@ def probe(
             trainer, loader, samples, batch_samples=batch_samples, reader=reader, note_batch=meter.note_batch
         )
         with uncounted():
-            few = transfer.to_device(trainer, samples.batch(loader, min(2, high)))
-            alive = WindowGradientsAlive(trainer, few, rank_samples)
-            del few
+            few = min(2, high)
+            pairs = _small_batches(trainer, loader, samples.by_weight, few)
+            alive = WindowGradientsAlive(trainer, pairs, batch_samples=few, rank_samples=rank_samples)
 
         def reset() -> None:
             restore()
@@ -137,6 +138,12 @@ def _recall_or_find(
     if cache and found is not verified:
         cache.write(kind, found)
     return found
+
+
+def _small_batches(trainer: Any, loader: "DataLoader[Any]", samples: list[Any], count: int) -> Iterator[Any]:
+    """Yield batches of ``count`` of the samples on the device, each sample in one of them."""
+    for first in range(0, len(samples), count):
+        yield transfer.to_device(trainer, collate_samples(loader, samples[first : first + count], count))
 
 
 def _warn_of_unseen(seen: int, total: int | None) -> None:

@@ -3,7 +3,7 @@
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from lightning_ga.batch.layout import LayoutError
 from lightning_ga.batch.pytree import open_container
-from lightning_ga.compat import agreement, transfer, trial_steps
+from lightning_ga.compat import agreement, patching, transfer, trial_steps
 from lightning_ga.compat.gradient_dtype import dtype_of_sum, zero_sum
 from lightning_ga.loading.largest_samples import LargestSamples
 from lightning_ga.loading.reader import BatchReader
@@ -22,6 +22,7 @@ from lightning_ga.memory.origin_meter import state_of
 from lightning_ga.plan.attribution import RETRIES
 from lightning_ga.plan.records import Timing
 from lightning_ga.probe.throughput import time_windows
+from lightning_ga.snapshot.gradients import coalesce_gradients
 
 TIMED = 3  # passes of a size, after one to warm up
 
@@ -103,7 +104,7 @@ class TrialStep:
         epoch_loop = trainer.fit_loop.epoch_loop
         trainer._logger_connector.on_batch_start(batch)
         kwargs = epoch_loop._build_kwargs(OrderedDict(), batch, 1)
-        with trial_steps.muted(trainer), trial_steps.without_collectives(trainer):
+        with trial_steps.muted(trainer), trial_steps.without_collectives(trainer), _coalescing(trainer):
             trial_steps.call_module_hook(trainer, "on_train_batch_start", batch, 1)
             outputs = epoch_loop.automatic_optimization.run(trainer.optimizers[0], 1, kwargs)
             trial_steps.call_module_hook(trainer, "on_train_batch_end", outputs, batch, 1)
@@ -113,37 +114,69 @@ class TrialStep:
 class WindowGradientsAlive:
     """Gradients of the window's earlier micro-batches, alive as they are in its last.
 
-    Which parameters have one, and whether it is sparse, is seen in a backward pass of two samples. A
-    sparse one has the rows of a whole window.
+    Which parameters have one, and whether it is sparse, is seen in a backward pass. The rows of sparse ones are
+    counted in more passes: samples share rows, so a window has at most as many for each sample as these have.
 
     Args:
         trainer: The Trainer, its state swapped for a trial.
-        batch: Two samples.
+        batches: Small batches of different samples; only the first is used if no gradient is sparse.
+        batch_samples: Samples of each.
         rank_samples: Samples of a window on one rank.
     """
 
-    def __init__(self, trainer: Any, batch: Any, rank_samples: int) -> None:
-        refused = None
-        try:
-            trial_steps.backward_only(trainer, batch)
-        except Exception as error:
-            refused = error
-        if refused is not None:
-            if not is_out_of_memory(refused):
-                raise refused
-            release(refused)
-        parameters = list(trainer.lightning_module.parameters())
-        if refused is not None:  # the finder will say that nothing fits; until then all may have a gradient
-            self._having: list[tuple[torch.Tensor, int | None]] = [(p, None) for p in parameters if p.requires_grad]
-            return
-        self._having = [
-            (p, _rows(p.grad, rank_samples) if p.grad.is_sparse else None) for p in parameters if p.grad is not None
-        ]
+    def __init__(self, trainer: Any, batches: Iterable[Any], *, batch_samples: int, rank_samples: int) -> None:
+        parameters, remaining = list(trainer.lightning_module.parameters()), iter(batches)
+        ran = _runs_backward(trainer, next(remaining))  # if not, the prober will say that nothing fits
+        having = [p for p in parameters if (p.grad is not None if ran else p.requires_grad)]
+        self._rows: dict[torch.Tensor, int | None] = dict.fromkeys(having)  # of sparse gradients
+        seen, sums = batch_samples, _sparse_gradients(parameters) if ran else {}
+        for batch in remaining if sums else ():
+            if not _runs_backward(trainer, batch):
+                break
+            seen += batch_samples
+            for parameter, gradient in _sparse_gradients(parameters).items():
+                sums[parameter] = (sums[parameter] + gradient).coalesce() if parameter in sums else gradient
+        for parameter, gradient in sums.items():
+            self._rows[parameter] = min(len(parameter), -(-gradient.indices().shape[1] * rank_samples // seen))
 
     def fill(self) -> None:
         """Give every parameter its gradient, of zeros."""
-        for parameter, rows in self._having:
+        for parameter, rows in self._rows.items():
             parameter.grad = zero_sum(parameter) if rows is None else _sparse_zeros(parameter, rows)
+
+
+def _runs_backward(trainer: Any, batch: Any) -> bool:
+    """Run forward and backward; return whether there was memory for it."""
+    try:
+        trial_steps.backward_only(trainer, batch)
+        return True
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        failure = error
+    release(failure)
+    return False
+
+
+def _sparse_gradients(parameters: Iterable[torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
+    return {p: p.grad.coalesce() for p in parameters if p.grad is not None and p.grad.is_sparse}
+
+
+@contextmanager
+def _coalescing(trainer: Any) -> Iterator[None]:
+    """Return a context in which sparse gradients are coalesced after a backward pass, as they are in training."""
+    strategy, module = trainer.strategy, trainer.lightning_module
+    after = strategy.post_backward
+
+    def post_backward(loss: torch.Tensor) -> None:
+        after(loss)
+        coalesce_gradients(module.parameters())
+
+    patching.shadow(strategy, "post_backward", post_backward)
+    try:
+        yield
+    finally:
+        patching.unshadow(strategy, "post_backward")
 
 
 def _tensors(batch: Any) -> Iterator[torch.Tensor]:
@@ -154,15 +187,10 @@ def _tensors(batch: Any) -> Iterator[torch.Tensor]:
         yield from _tensors(part)
 
 
-def _rows(gradient: torch.Tensor, rank_samples: int) -> int:
-    """Most distinct rows that a window's sparse gradient may have."""
-    return int(min(len(gradient), gradient.coalesce().indices().shape[1] / 2 * rank_samples))
-
-
 def _sparse_zeros(parameter: torch.Tensor, rows: int) -> torch.Tensor:
     values = parameter.new_zeros(rows, *parameter.shape[1:], dtype=dtype_of_sum(parameter))
     indices = torch.arange(rows, device=parameter.device)[None]
-    return torch.sparse_coo_tensor(indices, values, parameter.shape, is_coalesced=True)
+    return torch.sparse_coo_tensor(indices, values, parameter.shape, is_coalesced=True, check_invariants=False)
 
 
 def resident_tensors(

@@ -128,7 +128,7 @@ def steps_without_values(
             stack.enter_context(LikeCuda())
         _let_steps_go_on(trainer, device.doubt)
         with _explained():
-            alive = WindowGradientsAlive(trainer, step.batch(2), rank_samples)
+            alive = WindowGradientsAlive(trainer, [step.batch(2)], batch_samples=2, rank_samples=rank_samples)
 
         def reset() -> None:
             with unset_fake_temporarily():
