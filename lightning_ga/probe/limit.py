@@ -24,7 +24,7 @@ from lightning_ga.memory.device import total_memory
 from lightning_ga.memory.live_tensors import uncounted
 from lightning_ga.plan.budget import parse_budget
 from lightning_ga.plan.config import Options
-from lightning_ga.plan.records import ProbeResult, Timing
+from lightning_ga.plan.records import ProbeResult
 from lightning_ga.probe.announce import announcing
 from lightning_ga.probe.cache import LimitCache
 from lightning_ga.probe.finder import numbered
@@ -112,32 +112,19 @@ def probe(
             on_step=lambda n: announce(f"Looking for the largest micro-batch: step {next(steps)}, {n} samples …"),
         )
         kind = describe_step(trainer, loader.collate_fn, samples.by_weight, options, rank_samples, batch_samples)
-        found = _recall_or_find(prober, trainer, high, kind, options, partial(timer.time_windows, rank_samples))
+        cache = LimitCache() if options.cache else None
+        found = prober.find(
+            high,
+            known=cache.read(kind) if cache else None,
+            predict_only=True if agreement.is_sharded(trainer) else None,
+            warm_up=partial(make_optimizer_state, trainer),
+        )
+        if found.source != "cache" and options.objective == "throughput":
+            timings = timer.time_windows(rank_samples, found.limit)
+            found = replace(found, timings=timings, fastest=fastest(timings))
+        if found.source != "cache" and cache:
+            cache.write(kind, found)
     return replace(found, seconds=time.perf_counter() - started), kind
-
-
-def _recall_or_find(
-    prober: Prober,
-    trainer: Any,
-    high: int,
-    kind: Mapping[str, Any],
-    options: Options,
-    time_windows: Callable[[int], tuple[Timing, ...]],
-) -> ProbeResult:
-    """Verify what is remembered of this kind of step, else search and remember; time windows if that is asked for."""
-    cache = LimitCache() if options.cache else None
-    known = cache.read(kind) if cache else None
-    predict_only = True if agreement.is_sharded(trainer) else None
-    with prober.running():
-        warm_up = partial(make_optimizer_state, trainer)
-        verified = prober.verify(known, high, predict_only=predict_only, warm_up=warm_up)
-        found = verified or prober.search(high, predict_only=predict_only)
-    if options.objective == "throughput" and not found.timings:
-        timings = time_windows(found.limit)
-        found = replace(found, timings=timings, fastest=fastest(timings))
-    if cache and found is not verified:
-        cache.write(kind, found)
-    return found
 
 
 def _small_batches(trainer: Any, loader: "DataLoader[Any]", samples: list[Any], count: int) -> Iterator[Any]:

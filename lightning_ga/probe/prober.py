@@ -33,11 +33,11 @@ class Prober:
         step: Runs a training step on that many samples.
         meter: Measures it.
         budget: Bytes that the training may take; ``None`` is what the device has.
-        resident: Tensors alive before a step; ``None`` asks the optimizers that were seen to step.
+        resident: Returns the tensors that are alive before a step.
+        shortage: How a step that does not fit is explained.
         reset: Puts the training's state back.
         agree: True only if its argument is true on every rank.
         on_step: Told the size of each step before it runs.
-        shortage: How a step that does not fit is explained.
         optimizers: Those that step, as far as they are seen to.
     """
 
@@ -47,27 +47,49 @@ class Prober:
         meter: Meter,
         *,
         budget: int | None,
-        resident: Callable[[], Iterable[Tensor | None]] | None = None,
+        resident: Callable[[], Iterable[Tensor | None]],
+        shortage: Shortage,
         reset: Callable[[], object] | None = None,
         agree: Callable[[bool], bool] | None = None,
         on_step: Callable[[int], object] | None = None,
-        shortage: Shortage | None = None,
         optimizers: SteppingOptimizers | None = None,
     ) -> None:
-        self._step, self._meter, self._asked = step, meter, budget
+        self._step, self._meter, self._asked, self._resident, self._shortage = step, meter, budget, resident, shortage
         self._reset, self._agree, self._on_step = reset, agree or bool, on_step
         self._optimizers = SteppingOptimizers() if optimizers is None else optimizers
-        self._resident = resident or self._optimizers.tensors
-        self._shortage = shortage or Shortage()
         self._holders = PeakHolders(meter.rounding)
         self._trials: list[Trial] = []
         self._steps = 0
         self._least: float = inf  # smallest size whose step ran
         self._started = time.perf_counter()
 
+    def find(
+        self,
+        high: int,
+        *,
+        known: ProbeResult | None = None,
+        predict_only: bool | None = None,
+        warm_up: Callable[[], object] | None = None,
+    ) -> ProbeResult:
+        """Verify a limit that is known from before, else search.
+
+        Args:
+            high: Largest micro-batch that is of use.
+            known: What was found before; with several ranks, one may know something and another nothing.
+            predict_only: Whether no step near the budget may run; ``None`` decides by the device.
+            warm_up: Makes the optimizer's state without a training step.
+
+        Raises:
+            UserError: If not even the smallest step fits.
+        """
+        with self._running():
+            high = smallest_over_ranks(high, self._agree)
+            verified = self._verified(known, high, predict_only=predict_only, warm_up=warm_up)
+            return verified or self._search(high, predict_only=predict_only)
+
     @contextmanager
-    def running(self) -> Iterator[None]:
-        """Watch optimizers and keep to the budget, as a context in which steps may run.
+    def _running(self) -> Iterator[None]:
+        """Return a context in which optimizers are watched and the budget is kept to.
 
         ``gc.collect`` leaves older objects aside inside: it takes half a second in a process of usual size.
         """
@@ -86,21 +108,13 @@ class Prober:
             if mine:
                 gc.unfreeze()
 
-    def verify(
+    def _verified(
         self, known: ProbeResult | None, high: int, *, predict_only: bool | None, warm_up: Callable[[], object] | None
     ) -> ProbeResult | None:
-        """Try a limit that is known from before; ``None`` unless it still holds, on all ranks.
-
-        Args:
-            known: What was found; every rank has to ask, also one that knows nothing.
-            high: Largest micro-batch that is of use.
-            predict_only: Whether no step near the budget may run; ``None`` decides by the device.
-            warm_up: Makes the optimizer's state without a training step.
-        """
-        high = smallest_over_ranks(high, self._agree)
+        """Try a known limit; ``None`` unless it still holds, on all ranks."""
         alive, budget = self._prepare()
-        reason = "unknown" if known is None else outdated(known, budget, high)
-        if not self._agree(reason is None) or known is None:
+        holds = known is not None and outdated(known, budget, high) is None
+        if not self._agree(holds) or known is None:
             return None
         limit = smallest_over_ranks(min(known.limit, high), self._agree)
         if warm_up is not None:
@@ -116,14 +130,9 @@ class Prober:
         found = replace(known, limit=limit, budget_bytes=self._prepare()[1], peak_bytes=peak, holders=holders)
         return replace(found, trials=(), steps=1, seconds=self._seconds(), source="cache")
 
-    def search(self, high: int, *, predict_only: bool | None) -> ProbeResult:
-        """Warm up, then run what a search proposes until it proposes nothing new.
-
-        Raises:
-            UserError: If not even the smallest step fits.
-        """
+    def _search(self, high: int, *, predict_only: bool | None) -> ProbeResult:
+        """Warm up, then run what a search proposes until it proposes nothing new."""
         self._least = inf
-        high = smallest_over_ranks(high, self._agree)
         cautious = self._is_cautious(self._prepare()[0], predict_only)
         high, sizes = self._warm_up(high, cautious)
         alive, budget = self._prepare()

@@ -47,7 +47,7 @@ class TrialStep:
         *,
         batch_samples: int | None = None,
         reader: BatchReader | None = None,
-        note_batch: Callable[[Iterator[torch.Tensor]], object] = lambda _: None,
+        note_batch: Callable[[Iterator[torch.Tensor]], object],
     ) -> None:
         self._note_batch = note_batch
         self._reader = reader
@@ -202,7 +202,8 @@ def resident_tensors(
         trainer: The Trainer.
         extra: Returns those that training keeps there besides parameters, gradients and optimizer state.
     """
-    return {**state_of(trainer.lightning_module, trainer.optimizers), RETRIES: list(extra())}
+    module = trainer.lightning_module
+    return {**state_of((*module.parameters(), *module.buffers()), trainer.optimizers), RETRIES: list(extra())}
 
 
 def make_optimizer_state(trainer: Any) -> None:

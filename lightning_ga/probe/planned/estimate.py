@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from lightning_ga.compat import agreement, transfer
 from lightning_ga.errors import UserError
-from lightning_ga.loading.largest_samples import LargestSamples, ScanOrder, largest_samples
+from lightning_ga.loading.largest_samples import ScanOrder, largest_samples
 from lightning_ga.memory.oom import is_out_of_memory
 from lightning_ga.plan.budget import written_like
 from lightning_ga.plan.records import ProbeResult
@@ -73,10 +73,16 @@ def estimate(
     meter = TensorMeter(
         torch.device("cpu"), rounding=device.rounding, room=allowed, module=trainer.lightning_module, owners=owned
     )
-    steps = steps_without_values(
-        trainer, loader, samples, device, rank_samples=rank_samples, note_batch=meter.note_batch
-    )
-    with steps as (step, reset):
+    step = StepWithoutValues(trainer, loader, samples, note_batch=meter.note_batch)
+    with _without_values(trainer, device) as prepare:
+        with _explained():
+            alive = WindowGradientsAlive(trainer, [step.batch(2)], batch_samples=2, rank_samples=rank_samples)
+
+        def reset() -> None:
+            prepare()
+            alive.fill()
+
+        reset()
         prober = Prober(
             step,
             meter,
@@ -85,81 +91,35 @@ def estimate(
             reset=reset,
             shortage=_shortage(device, budget, allowed),
         )
-        with prober.running():
-            found = prober.search(high, predict_only=False)
+        found = prober.find(high, predict_only=False)
     return replace(found, source="estimate")
 
 
 @contextmanager
-def steps_without_values(
-    trainer: Any,
-    loader: "DataLoader[Any]",
-    samples: LargestSamples,
-    device: PlannedDevice,
-    *,
-    rank_samples: int,
-    note_batch: Callable[[Iterator[torch.Tensor]], object] = lambda _: None,
-) -> Iterator[tuple["StepWithoutValues", Callable[[], None]]]:
-    """Run training steps on tensors without values, as a context; afterwards all is as it was.
-
-    Args:
-        trainer: The Trainer.
-        loader: The user's loader, which collates the samples.
-        samples: Samples to fill batches with.
-        device: What is planned for.
-        rank_samples: Samples of a window on one rank.
-        note_batch: Told the tensors of every batch.
-
-    Yields:
-        A step on a batch of a given size, and the function that prepares for the next one.
-    """
+def _without_values(trainer: Any, device: PlannedDevice) -> Iterator[Callable[[], None]]:
+    """Return a context in which steps run on tensors without values; the yielded function prepares for each."""
     module = trainer.lightning_module
     for reason in hidden_workspaces(module):
         device.doubt(reason)
     with ExitStack() as stack:
         mode, stand_ins = stack.enter_context(without_values(module, trainer.optimizers, foreach=device.like_cuda))
-        prepare = stack.enter_context(isolated(trainer, stand_ins))
-        step = StepWithoutValues(trainer, loader, samples, note_batch=note_batch)
-        stack.enter_context(_quiet_and_eager())
-        stack.enter_context(mode)
-        stack.enter_context(Answers(device.doubt))
-        stack.enter_context(PlainCopies())
+        restore = stack.enter_context(isolated(trainer, stand_ins))
+        for context in (_quiet_and_eager(), mode, Answers(device.doubt), PlainCopies()):
+            stack.enter_context(context)
         if device.like_cuda:
             stack.enter_context(LikeCuda())
-        _let_steps_go_on(trainer, device.doubt)
-        with _explained():
-            alive = WindowGradientsAlive(trainer, [step.batch(2)], batch_samples=2, rank_samples=rank_samples)
 
-        def reset() -> None:
+        def prepare() -> None:
             with unset_fake_temporarily():
-                prepare()
+                restore()
             _let_steps_go_on(trainer, device.doubt)
-            alive.fill()
 
-        reset()
-        yield step, reset
+        prepare()
+        yield prepare
 
 
 class StepWithoutValues(TrialStep):
-    """A training step on a batch of any size, made out of two small ones.
-
-    Args:
-        trainer: The Trainer.
-        loader: The user's loader, which collates the samples.
-        samples: Samples to fill batches with.
-        note_batch: Told the tensors of every batch.
-    """
-
-    def __init__(
-        self,
-        trainer: Any,
-        loader: "DataLoader[Any]",
-        samples: LargestSamples,
-        *,
-        note_batch: Callable[[Iterator[torch.Tensor]], object] = lambda _: None,
-    ) -> None:
-        super().__init__(trainer, loader, samples, note_batch=note_batch)
-        self._period = len(samples.by_field)
+    """A training step on a batch of any size, made out of two small ones."""
 
     def __call__(self, micro_batch_size: int) -> None:
         """Forward, backward, clipping and the optimizer step on so many samples."""
@@ -171,11 +131,12 @@ class StepWithoutValues(TrialStep):
 
         Batches repeat the samples at hand in turn, so two of them that are one period apart tell every larger one.
         """
-        periods = max(0, micro_batch_size // self._period - 1)
-        first = micro_batch_size - periods * self._period
+        period = len(self._samples.by_field)
+        periods = max(0, micro_batch_size // period - 1)
+        first = micro_batch_size - periods * period
         with _disable_current_modes():
             small = self._on_host(first)
-            large = self._on_host(first + self._period) if periods else small
+            large = self._on_host(first + period) if periods else small
         return transfer.transferred(self._trainer, grown(small, large, periods))
 
     def _on_host(self, count: int) -> Any:
