@@ -26,32 +26,20 @@ THE_STEP = "the step itself"
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a storage was made: in which phase, by which module, and what it is, where that is known.
+    """Where a storage was made, and what it is, where that is known."""
 
-    Attributes:
-        phase: ``"forward"``, ``"backward"`` or ``"update"``.
-        place: The name of the module; of the operation, outside of modules.
-        kind: As in ``plan.attribution``.
-    """
-
-    phase: str
-    place: str
-    kind: str = ""
+    phase: str  # "forward", "backward" or "update"
+    place: str  # the name of the module; of the operation, outside of modules
+    kind: str = ""  # as in ``plan.attribution``
 
 
 @dataclass(frozen=True, slots=True)
 class StepOrigins:
-    """Where the storages of one recorded step come from.
+    """Where the storages of one recorded step come from."""
 
-    Attributes:
-        made: By the number in the trace; those alive before the step are missing.
-        resident: Bytes of storage 0, which stands for all that outlived the step, by what is known of them.
-        complete: Whether the step ran to its end.
-    """
-
-    made: Mapping[int, Origin]
-    resident: Mapping[str, int] = field(default_factory=dict)
-    complete: bool = True
+    made: Mapping[int, Origin]  # by the number in the trace; those alive before the step are missing
+    resident: Mapping[str, int] = field(default_factory=dict)  # bytes of storage 0, by what is known of them
+    complete: bool = True  # whether the step ran to its end
 
 
 def attribute(trace: MemoryTrace, origins: StepOrigins, *, rounding: int = 1, peak: int = 0) -> Attribution:

@@ -142,8 +142,7 @@ class LiveTensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def trace(self, samples: int) -> MemoryTrace:
         """Return the recording since ``start(record=True)`` as a step of ``samples`` samples, and end it."""
         events, self._events = self._events, None
-        if events is None:
-            raise RuntimeError("trace() needs start(record=True) before the step.")
+        assert events is not None, "start(record=True) comes before the step"
         old = [n + 1 for n in self._initial]
         stream = [0, *old, *(event + 1 if event >= 0 else event - 1 for event in events)]
         marks = tuple(mark + 1 + len(old) for mark in self._marks)
@@ -191,7 +190,7 @@ class LiveTensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     self._resize(held, storage)
                 continue
             if older is None:
-                older = set() if func in _CREATES else _addresses(args, kwargs)
+                older = set() if func in _CREATES else _taken(args, kwargs)
             counts = storage._cdata not in older and self._counts(tensor) and not _uncounted.get()
             self._hold(storage, counts=counts)
             if counts:
@@ -249,14 +248,19 @@ class LiveTensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._events.append(~held.number)
 
 
-def _addresses(args: Any, kwargs: Any) -> set[int]:
-    """Return the storages of an operation's arguments: an output in one of them was not created by it."""
+def _taken(args: Any, kwargs: Any) -> set[int]:
+    """Return the addresses of an operation's arguments: an output in one of them was not created by it."""
     found: set[int] = set()
     for value in (*args, *kwargs.values()) if kwargs else args:
         for item in value if isinstance(value, (list, tuple)) else (value,):
             if isinstance(item, Tensor):
-                found.update(plain.untyped_storage()._cdata for plain in plain_tensors(item))
+                found.update(addresses(item))
     return found
+
+
+def addresses(tensor: Tensor) -> list[int]:
+    """Return the addresses of a tensor's storages."""
+    return [plain.untyped_storage()._cdata for plain in plain_tensors(tensor)]
 
 
 def plain_tensors(tensor: Tensor) -> Iterable[Tensor]:

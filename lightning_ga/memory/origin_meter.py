@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from lightning_ga.memory.attribution import Origin, StepOrigins
-from lightning_ga.memory.live_tensors import HeldStorage, LiveTensorMeter, plain_tensors
+from lightning_ga.memory.live_tensors import HeldStorage, LiveTensorMeter, addresses
 from lightning_ga.memory.trace import rounded_up
 from lightning_ga.plan.attribution import BATCH, GRADIENTS, LOGITS, OPTIMIZER, PARAMETERS
 
@@ -76,7 +76,7 @@ class OriginMeter(LiveTensorMeter):  # type: ignore[no-untyped-call]
         if self._events is None:
             return
         for tensor in tensors:
-            for storage in _addresses(tensor):
+            for storage in addresses(tensor):
                 self._name(storage, BATCH)
 
     def origins(self, *, complete: bool = True) -> StepOrigins:
@@ -100,7 +100,7 @@ class OriginMeter(LiveTensorMeter):  # type: ignore[no-untyped-call]
         kinds: dict[int, str] = {}
         for kind, tensors in self._owners().items():
             for tensor in tensors:
-                for storage in _addresses(tensor):
+                for storage in addresses(tensor):
                     kinds.setdefault(storage, kind)
         return kinds
 
@@ -136,7 +136,7 @@ class OriginMeter(LiveTensorMeter):  # type: ignore[no-untyped-call]
         if self._events is not None and _described(func)[1]:
             for tensor in args:
                 if isinstance(tensor, Tensor) and tensor.is_floating_point():
-                    for storage in _addresses(tensor):
+                    for storage in addresses(tensor):
                         self._name(storage, LOGITS)
 
     def _origin(self, size: int) -> Origin:
@@ -169,10 +169,6 @@ def _weight_sizes(module: nn.Module) -> dict[str, set[int]]:
     """The bytes of the parameters that modules have of their own, by the names of the modules."""
     parts = module.named_modules()
     return {name: {parameter.nbytes for parameter in part.parameters(recurse=False)} for name, part in parts}
-
-
-def _addresses(tensor: Tensor) -> list[int]:
-    return [plain.untyped_storage()._cdata for plain in plain_tensors(tensor)]
 
 
 @cache

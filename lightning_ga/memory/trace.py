@@ -7,12 +7,9 @@ from typing import NamedTuple
 
 
 class Segment(NamedTuple):
-    """A part of the device's memory that a caching allocator cuts into blocks.
+    """A part of the device's memory that a caching allocator cuts into blocks, small or large ones.
 
-    Attributes:
-        small: Whether it is for small blocks.
-        address: Where it begins.
-        blocks: Each as ``(bytes, storage)``, in order, with storage 0 for what outlives the step and -1 for a hole.
+    Each block is ``(bytes, storage)``, in order, with storage 0 for what outlives the step and -1 for a hole.
     """
 
     small: bool

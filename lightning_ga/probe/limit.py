@@ -37,9 +37,9 @@ from lightning_ga.probe.throughput import fastest
 from lightning_ga.probe.trials import (
     TrialStep,
     WindowGradientsAlive,
-    WindowTimer,
     make_optimizer_state,
     resident_tensors,
+    timed_windows,
 )
 
 
@@ -99,8 +99,6 @@ def probe(
 
         reset()
         steps = count(1)
-        on_size = "Looking for the fastest micro-batch: {} samples …".format
-        timer = WindowTimer(trainer, step, reset, lambda size: announce(on_size(size)))
         prober = Prober(
             step,
             meter,
@@ -120,7 +118,8 @@ def probe(
             warm_up=partial(make_optimizer_state, trainer),
         )
         if found.source != "cache" and options.objective == "throughput":
-            timings = timer.time_windows(rank_samples, found.limit)
+            announce("Looking for the fastest micro-batch …")
+            timings = timed_windows(trainer, step, reset, rank_samples=rank_samples, limit=found.limit)
             found = replace(found, timings=timings, fastest=fastest(timings))
         if found.source != "cache" and cache:
             cache.write(kind, found)

@@ -272,12 +272,14 @@ class Prober:
     def _does_not_fit(self, alive: int, budget: int, high: int, *, cautious: bool) -> UserError:
         smallest = None if cautious else self._smallest_step(budget, high)
         if smallest is None and not self._trials:
-            return self._shortage.of_state(alive, budget)
+            return self._shortage.error("The model and its optimizer alone take", alive, budget)
         refused = [trial for trial in self._trials if trial.peak_bytes > budget] or self._trials
         trial = smallest[0] if smallest else min(refused, key=lambda trial: trial.micro_batch_size)
         size, needed = trial.micro_batch_size, smallest[1] if smallest else trial.peak_bytes
         holders = self._holders.at(size, trial.peak_bytes)
-        return self._shortage.of_step(size, needed, budget, measured=smallest is not None, holders=holders)
+        least = "" if smallest else " at least"
+        what = f"A training step with micro_batch_size={size}, the smallest that runs, takes{least}"
+        return self._shortage.error(what, needed, budget, measured=smallest is not None, holders=holders)
 
     def _smallest_step(self, budget: int, high: int) -> tuple[Trial, int] | None:
         """Run the smallest step that runs, bounded by the device alone; ``None`` if the budget is all that it has.

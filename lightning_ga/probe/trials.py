@@ -71,22 +71,11 @@ class TrialStep:
             return transfer.transferred(self._trainer, batch)
         self._held, moved = batch, None  # on a CPU the rest lies in the same memory: a part is a view of the whole
         if transfer.hooks_move_batches(self._trainer):
-            moved = self._moved_whole(batch)
+            _, moved = _attempted(partial(transfer.transferred, self._trainer, batch))
         if moved is None:
             return transfer.transferred(self._trainer, self._part(batch, micro_batch_size, on_host=True))
         self._held = moved
         return self._part(moved, micro_batch_size, on_host=False)
-
-    def _moved_whole(self, batch: Any) -> Any:
-        """The batch as hooks of its transfer leave it; ``None`` if there is no memory for that, as in training."""
-        try:
-            return transfer.transferred(self._trainer, batch)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            failure = error
-        release(failure)
-        return None
 
     def _part(self, batch: Any, micro_batch_size: int, *, on_host: bool) -> Any:
         """The first samples of a batch, as training cuts them out."""
@@ -126,12 +115,13 @@ class WindowGradientsAlive:
 
     def __init__(self, trainer: Any, batches: Iterable[Any], *, batch_samples: int, rank_samples: int) -> None:
         parameters, remaining = list(trainer.lightning_module.parameters()), iter(batches)
-        ran = _runs_backward(trainer, next(remaining))  # if not, the prober will say that nothing fits
+        run = partial(trial_steps.backward_only, trainer)
+        ran, _ = _attempted(partial(run, next(remaining)))  # if not, the prober will say that nothing fits
         having = [p for p in parameters if (p.grad is not None if ran else p.requires_grad)]
         self._rows: dict[torch.Tensor, int | None] = dict.fromkeys(having)  # of sparse gradients
         seen, sums = batch_samples, _sparse_gradients(parameters) if ran else {}
         for batch in remaining if sums else ():
-            if not _runs_backward(trainer, batch):
+            if not _attempted(partial(run, batch))[0]:
                 break
             seen += batch_samples
             for parameter, gradient in _sparse_gradients(parameters).items():
@@ -145,17 +135,16 @@ class WindowGradientsAlive:
             parameter.grad = zero_sum(parameter) if rows is None else _sparse_zeros(parameter, rows)
 
 
-def _runs_backward(trainer: Any, batch: Any) -> bool:
-    """Run forward and backward; return whether there was memory for it."""
+def _attempted(run: Callable[[], Any]) -> tuple[bool, Any]:
+    """Run a function; return whether there was memory for it, and what it returned."""
     try:
-        trial_steps.backward_only(trainer, batch)
-        return True
+        return True, run()
     except Exception as error:
         if not is_out_of_memory(error):
             raise
         failure = error
     release(failure)
-    return False
+    return False, None
 
 
 def _sparse_gradients(parameters: Iterable[torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
@@ -212,42 +201,35 @@ def make_optimizer_state(trainer: Any) -> None:
         optimizer.step(lambda: torch.zeros(()))
 
 
-class WindowTimer:
-    """Times passes and steps of a Trainer: each once to warm up, then the best of some, synchronised.
+def timed_windows(
+    trainer: Any, step: TrialStep, reset: Callable[[], None], *, rank_samples: int, limit: int
+) -> tuple[Timing, ...]:
+    """Time windows at several micro-batches, from passes and steps of a Trainer.
+
+    Each is run once to warm up; the best of some counts, and the slowest rank's, as they wait for each other.
 
     Args:
         trainer: The Trainer, its state swapped for a trial.
         step: A training step on a batch of a given size.
         reset: Puts the training's state back.
-        on_size: Told each size before it is timed.
+        rank_samples: Samples of a window on one rank.
+        limit: Most samples of a micro-batch.
     """
 
-    def __init__(
-        self, trainer: Any, step: TrialStep, reset: Callable[[], None], on_size: Callable[[int], None]
-    ) -> None:
-        self._trainer, self._step, self._reset, self._on_size = trainer, step, reset, on_size
-
-    def time_windows(self, rank_samples: int, limit: int) -> tuple[Timing, ...]:
-        """Time windows of ``rank_samples`` samples at several micro-batches up to ``limit``."""
-        size = min(2, limit)
-        whole = self._seconds(self._step.run, size)
-        optimizer = max(0.0, whole - self.pass_seconds(size))
-        return time_windows(self.pass_seconds, optimizer, rank_samples=rank_samples, limit=limit)
-
-    def pass_seconds(self, size: int) -> float:
-        """Seconds of one forward and backward pass; the slowest rank's, as they wait for each other."""
-        return self._seconds(partial(trial_steps.backward_only, self._trainer), size)
-
-    def _seconds(self, run: Callable[[Any], object], size: int) -> float:
-        self._on_size(size)
+    def best_seconds(run: Callable[[Any], object], size: int) -> float:
         seconds = []
         for _ in range(1 + TIMED):
-            self._reset()
-            batch = self._step.batch(size)
-            synchronize(self._trainer.strategy.root_device)
+            reset()
+            batch = step.batch(size)
+            synchronize(trainer.strategy.root_device)
             started = time.perf_counter()
             run(batch)
-            synchronize(self._trainer.strategy.root_device)
+            synchronize(trainer.strategy.root_device)
             seconds.append(time.perf_counter() - started)
-        self._reset()
-        return agreement.largest_over_ranks(self._trainer, int(1e6 * min(seconds[1:]))) / 1e6
+        reset()
+        return agreement.largest_over_ranks(trainer, int(1e6 * min(seconds[1:]))) / 1e6
+
+    pass_seconds = partial(best_seconds, partial(trial_steps.backward_only, trainer))
+    size = min(2, limit)
+    optimizer = max(0.0, best_seconds(step.run, size) - pass_seconds(size))
+    return time_windows(pass_seconds, optimizer, rank_samples=rank_samples, limit=limit)
