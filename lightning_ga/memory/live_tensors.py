@@ -47,11 +47,7 @@ _uncounted = ContextVar("uncounted", default=False)
 
 @contextmanager
 def uncounted() -> Iterator[None]:
-    """Return a context in which new tensors never count, as they lie on the host beside a metered device.
-
-    For snapshots and the like: on a real accelerator they are kept in the memory of the host, and
-    on a CPU they would otherwise take their part of an emulated budget.
-    """
+    """Return a context in which new tensors never count: snapshots and the like lie on the host beside a device."""
     token = _uncounted.set(True)
     try:
         yield
@@ -116,9 +112,7 @@ class LiveTensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def add(self, tensors: Iterable[Tensor | None]) -> None:
         """Count tensors that already exist: each storage once, ``None`` and meta tensors ignored."""
-        for tensor in tensors:
-            for plain in () if tensor is None else plain_tensors(tensor):
-                self._adopt(plain)
+        self._adopt(tensors)
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
     def start(self, *, record: bool = False, budget: int | None = None) -> None:
@@ -163,17 +157,17 @@ class LiveTensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             known = False
         if not known:
             before = self.live_bytes
-            for tensor in (parameter, parameter.grad):
-                for plain in () if tensor is None else plain_tensors(tensor):
-                    self._adopt(plain)
+            self._adopt((parameter, parameter.grad))
             if self.live_bytes > before:
                 self._check(self.live_bytes - before)
 
-    def _adopt(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        held = self._held.get(storage._cdata)
-        if held is None or not held.counts:
-            self._hold(storage, counts=self._counts(tensor))
+    def _adopt(self, tensors: Iterable[Tensor | None]) -> None:
+        for tensor in tensors:
+            for plain in () if tensor is None else plain_tensors(tensor):
+                storage = plain.untyped_storage()
+                held = self._held.get(storage._cdata)
+                if held is None or not held.counts:
+                    self._hold(storage, counts=self._counts(plain))
 
     def _see(self, outputs: Iterable[Tensor], func: Any, args: Any, kwargs: Any) -> None:
         """Count the storages of an operation's outputs, except older ones that do not count."""

@@ -80,11 +80,7 @@ class OriginMeter(LiveTensorMeter):  # type: ignore[no-untyped-call]
                 self._name(storage, BATCH)
 
     def origins(self, *, complete: bool = True) -> StepOrigins:
-        """Return where the storages of the recorded step come from; to be asked for before ``trace``.
-
-        Args:
-            complete: Whether the step ran to its end.
-        """
+        """Return where the storages of the recorded step come from; to be asked for before ``trace``."""
         resident: Counter[str] = Counter()
         for storage, kind in {**self._kinds, **self._owned()}.items():
             held = self._held.get(storage)

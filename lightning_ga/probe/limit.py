@@ -85,9 +85,7 @@ def probe(
         device, owned = numbered(trainer.strategy.root_device), partial(resident_tensors, trainer, extra_resident)
         total = total_memory(device)
         meter = meter_of(device, module=trainer.lightning_module, owners=owned)
-        step = TrialStep(
-            trainer, loader, samples, batch_samples=batch_samples, reader=reader, note_batch=meter.note_batch
-        )
+        step = TrialStep(trainer, loader, samples, meter.note_batch, batch_samples=batch_samples, reader=reader)
         with uncounted():
             few = min(2, high)
             pairs = _small_batches(trainer, loader, samples.by_weight, few)

@@ -44,7 +44,7 @@ class SteppingOptimizers:
         return state_of(self._parameters(), self._seen)
 
     def graded(self) -> list[tuple[Tensor, bool]]:
-        """Which parameters have a gradient."""
+        """Tell which parameters have a gradient."""
         return [(parameter, parameter.grad is not None) for parameter in self._parameters()]
 
     def regrade(self, graded: list[tuple[Tensor, bool]]) -> None:

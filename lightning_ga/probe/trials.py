@@ -34,9 +34,9 @@ class TrialStep:
         trainer: The Trainer.
         loader: The user's loader, which collates the samples.
         samples: Samples to fill batches with.
+        note_batch: Told the tensors of every batch.
         batch_samples: Samples of the batch that a trial's samples are cut from; ``None`` if they are the batch.
         reader: Cuts them out.
-        note_batch: Told the tensors of every batch.
     """
 
     def __init__(
@@ -44,18 +44,14 @@ class TrialStep:
         trainer: Any,
         loader: "DataLoader[Any]",
         samples: LargestSamples,
+        note_batch: Callable[[Iterator[torch.Tensor]], object],
         *,
         batch_samples: int | None = None,
         reader: BatchReader | None = None,
-        note_batch: Callable[[Iterator[torch.Tensor]], object],
     ) -> None:
-        self._note_batch = note_batch
-        self._reader = reader
+        self._trainer, self._loader, self._samples, self._note_batch = trainer, loader, samples, note_batch
+        self._batch_samples, self._reader = batch_samples or 0, reader
         self._held: Any = None  # the batch that a trial's samples are cut from
-        self._trainer = trainer
-        self._loader = loader
-        self._samples = samples
-        self._batch_samples = batch_samples or 0
 
     def __call__(self, micro_batch_size: int) -> None:
         """Run forward, backward, clipping and the optimizer step on so many samples."""
@@ -66,7 +62,7 @@ class TrialStep:
     def batch(self, micro_batch_size: int) -> Any:
         """Make a batch of so many samples on the device, with the rest of their batch if they are cut from one."""
         rest = max(0, self._batch_samples - micro_batch_size)
-        batch = transfer.before_transfer(self._trainer, self._samples.batch(self._loader, micro_batch_size + rest))
+        batch = self._on_host(micro_batch_size + rest)
         if not rest or self._reader is None:
             return transfer.transferred(self._trainer, batch)
         self._held, moved = batch, None  # on a CPU the rest lies in the same memory: a part is a view of the whole
@@ -84,8 +80,11 @@ class TrialStep:
             with suppress(LayoutError):
                 slices = self._reader.slices(batch, expected=self._batch_samples, on_host=on_host)
                 return slices.take(0, micro_batch_size)
-        part = transfer.before_transfer(self._trainer, self._samples.batch(self._loader, micro_batch_size))
+        part = self._on_host(micro_batch_size)
         return part if on_host else transfer.transferred(self._trainer, part)
+
+    def _on_host(self, count: int) -> Any:
+        return transfer.before_transfer(self._trainer, self._samples.batch(self._loader, count))
 
     def run(self, batch: Any) -> None:
         """Run the step on a batch."""

@@ -73,7 +73,7 @@ def estimate(
     meter = TensorMeter(
         torch.device("cpu"), rounding=device.rounding, room=allowed, module=trainer.lightning_module, owners=owned
     )
-    step = StepWithoutValues(trainer, loader, samples, note_batch=meter.note_batch)
+    step = StepWithoutValues(trainer, loader, samples, meter.note_batch)
     with _without_values(trainer, device) as prepare:
         with _explained():
             alive = WindowGradientsAlive(trainer, [step.batch(2)], batch_samples=2, rank_samples=rank_samples)
@@ -139,9 +139,6 @@ class StepWithoutValues(TrialStep):
             large = self._on_host(first + period) if periods else small
         return transfer.transferred(self._trainer, grown(small, large, periods))
 
-    def _on_host(self, count: int) -> Any:
-        return transfer.before_transfer(self._trainer, self._samples.batch(self._loader, count))
-
 
 def _let_steps_go_on(trainer: Any, doubt: Callable[[str], None]) -> None:
     """Before a trial: what would end a step for want of values does without. All of these are a trial's copies."""
@@ -176,10 +173,8 @@ def _explained() -> Iterator[None]:
     """Errors of a step that has no values, as one sentence."""
     try:
         yield
-    except UserError:
-        raise
     except Exception as error:
-        if is_out_of_memory(error):
+        if isinstance(error, UserError) or is_out_of_memory(error):
             raise
         first = (str(error).strip().splitlines() or [""])[0].rstrip(".")
         raise UserError(
@@ -204,8 +199,7 @@ def _bucket_bytes(trainer: Any) -> int:
     """Bytes that data parallelism keeps besides the gradients: buckets to reduce them in."""
     if not agreement.is_distributed(trainer):
         return 0
-    wanting = [p for p in trainer.lightning_module.parameters() if p.requires_grad]
-    return sum(parameter.numel() * parameter.element_size() for parameter in wanting)
+    return sum(parameter.nbytes for parameter in trainer.lightning_module.parameters() if parameter.requires_grad)
 
 
 @contextmanager
