@@ -136,7 +136,8 @@ class LiveTensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def trace(self, samples: int) -> MemoryTrace:
         """Return the recording since ``start(record=True)`` as a step of ``samples`` samples, and end it."""
         events, self._events = self._events, None
-        assert events is not None, "start(record=True) comes before the step"
+        if events is None:
+            raise RuntimeError("trace() needs start(record=True) before the step.")
         old = [n + 1 for n in self._initial]
         stream = [0, *old, *(event + 1 if event >= 0 else event - 1 for event in events)]
         marks = tuple(mark + 1 + len(old) for mark in self._marks)

@@ -84,8 +84,17 @@ class Prober:
         """
         with self._running():
             high = smallest_over_ranks(high, self._agree)
-            verified = self._verified(known, high, predict_only=predict_only, warm_up=warm_up)
-            return verified or self._search(high, predict_only=predict_only)
+            alive, budget = self._prepare()
+            cautious = self._is_cautious(alive, predict_only)
+            holds = known is not None and outdated(known, budget, high) is None
+            if self._agree(holds) and known is not None:
+                if warm_up is not None:
+                    warm_up()
+                    self._put_back()
+                verified = self._verified(known, high, cautious=cautious)
+                if verified is not None:
+                    return verified
+            return self._search(high, cautious=cautious)
 
     @contextmanager
     def _running(self) -> Iterator[None]:
@@ -108,32 +117,21 @@ class Prober:
             if mine:
                 gc.unfreeze()
 
-    def _verified(
-        self, known: ProbeResult | None, high: int, *, predict_only: bool | None, warm_up: Callable[[], object] | None
-    ) -> ProbeResult | None:
+    def _verified(self, known: ProbeResult, high: int, *, cautious: bool) -> ProbeResult | None:
         """Try a known limit; ``None`` unless it still holds, on all ranks."""
-        alive, budget = self._prepare()
-        holds = known is not None and outdated(known, budget, high) is None
-        if not self._agree(holds) or known is None:
-            return None
         limit = smallest_over_ranks(min(known.limit, high), self._agree)
-        if warm_up is not None:
-            warm_up()
-            self._put_back()
-        cautious = self._is_cautious(alive, predict_only)
         self._least = 0  # an error of two meanings is for the search to judge, which follows a failure
         trial, _ = self._try(min(2, limit) if cautious else limit, record=False)
-        peak = known.peak_bytes if limit == known.limit or cautious else trial.peak_bytes
         if not trial.fits:
             return None
+        peak = known.peak_bytes if limit == known.limit or cautious else trial.peak_bytes
         holders = known.holders if cautious else self._holders.at(limit, peak) or known.holders
         found = replace(known, limit=limit, budget_bytes=self._prepare()[1], peak_bytes=peak, holders=holders)
         return replace(found, trials=(), steps=1, seconds=self._seconds(), source="cache")
 
-    def _search(self, high: int, *, predict_only: bool | None) -> ProbeResult:
+    def _search(self, high: int, *, cautious: bool) -> ProbeResult:
         """Warm up, then run what a search proposes until it proposes nothing new."""
         self._least = inf
-        cautious = self._is_cautious(self._prepare()[0], predict_only)
         high, sizes = self._warm_up(high, cautious)
         alive, budget = self._prepare()
         search = Search(
