@@ -88,8 +88,9 @@ def probe(
         step = TrialStep(trainer, loader, samples, meter.note_batch, batch_samples=batch_samples, reader=reader)
         with uncounted():
             few = min(2, high)
-            pairs = _small_batches(trainer, loader, samples.by_weight, few)
-            alive = WindowGradientsAlive(trainer, pairs, batch_samples=few, rank_samples=rank_samples)
+            batches = _small_batches(trainer, loader, samples.by_weight, few)
+            different = min(few, len(samples.by_weight))
+            alive = WindowGradientsAlive(trainer, batches, batch_samples=different, rank_samples=rank_samples)
 
         def reset() -> None:
             restore()
@@ -125,8 +126,8 @@ def probe(
 
 
 def _small_batches(trainer: Any, loader: "DataLoader[Any]", samples: list[Any], count: int) -> Iterator[Any]:
-    """Yield batches of ``count`` of the samples on the device, each sample in one of them."""
-    for first in range(0, len(samples), count):
+    """Yield batches of ``count`` of the samples on the device, each sample in one of them at most."""
+    for first in range(0, max(1, len(samples) - count + 1), count):
         yield transfer.to_device(trainer, collate_samples(loader, samples[first : first + count], count))
 
 

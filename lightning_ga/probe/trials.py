@@ -108,7 +108,7 @@ class WindowGradientsAlive:
     Args:
         trainer: The Trainer, its state swapped for a trial.
         batches: Small batches of different samples; only the first is used if no gradient is sparse.
-        batch_samples: Samples of each.
+        batch_samples: Different samples in each.
         rank_samples: Samples of a window on one rank.
     """
 
