@@ -4,6 +4,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,7 @@ from lightning_ga.batch.layout import LayoutError
 from lightning_ga.batch.pytree import open_container
 from lightning_ga.compat import agreement, patching, transfer, trial_steps
 from lightning_ga.compat.gradient_dtype import dtype_of_sum, zero_sum
-from lightning_ga.loading.largest_samples import LargestSamples
+from lightning_ga.loading.largest_samples import LargestSamples, ScanOrder
 from lightning_ga.loading.reader import BatchReader
 from lightning_ga.memory.device import synchronize
 from lightning_ga.memory.oom import is_out_of_memory, release
@@ -27,30 +28,39 @@ from lightning_ga.snapshot.gradients import coalesce_gradients
 TIMED = 3  # passes of a size, after one to warm up
 
 
+@dataclass(frozen=True, slots=True)
+class TrainingSetup:
+    """A training whose limit is looked for, at ``on_train_start``: data, model and optimizer are set up."""
+
+    trainer: Any
+    loader: "DataLoader[Any]"  # the user's, for its dataset and the way it collates samples
+    order: ScanOrder  # which samples to look at; the largest of them make up the trial batches
+    rank_samples: int  # of a window on one rank
+    extra_resident: Callable[[], Iterable[torch.Tensor]]  # what training holds on the device besides the model
+    batch_samples: int | None = None  # of the batches that are cut in the step; ``None`` if the loader cuts them
+    reader: BatchReader | None = None  # cuts them
+
+    def resident(self) -> dict[str, list[torch.Tensor]]:
+        """Return the tensors that lie on the device before a step, by what they are."""
+        module = self.trainer.lightning_module
+        state = state_of((*module.parameters(), *module.buffers()), self.trainer.optimizers)
+        return {**state, RETRIES: list(self.extra_resident())}
+
+
 class TrialStep:
-    """One training step of the Trainer on a batch of a given size.
+    """One training step on a batch of a given size.
 
     Args:
-        trainer: The Trainer.
-        loader: The user's loader, which collates the samples.
+        setup: The training.
         samples: Samples to fill batches with.
         note_batch: Told the tensors of every batch.
-        batch_samples: Samples of the batch that a trial's samples are cut from; ``None`` if they are the batch.
-        reader: Cuts them out.
     """
 
     def __init__(
-        self,
-        trainer: Any,
-        loader: "DataLoader[Any]",
-        samples: LargestSamples,
-        note_batch: Callable[[Iterator[torch.Tensor]], object],
-        *,
-        batch_samples: int | None = None,
-        reader: BatchReader | None = None,
+        self, setup: TrainingSetup, samples: LargestSamples, note_batch: Callable[[Iterator[torch.Tensor]], object]
     ) -> None:
-        self._trainer, self._loader, self._samples, self._note_batch = trainer, loader, samples, note_batch
-        self._batch_samples, self._reader = batch_samples or 0, reader
+        self._trainer, self._loader, self._samples, self._note_batch = setup.trainer, setup.loader, samples, note_batch
+        self._batch_samples, self._reader = setup.batch_samples or 0, setup.reader
         self._held: Any = None  # the batch that a trial's samples are cut from
 
     def __call__(self, micro_batch_size: int) -> None:
@@ -179,19 +189,6 @@ def _sparse_zeros(parameter: torch.Tensor, rows: int) -> torch.Tensor:
     values = parameter.new_zeros(rows, *parameter.shape[1:], dtype=dtype_of_sum(parameter))
     indices = torch.arange(rows, device=parameter.device)[None]
     return torch.sparse_coo_tensor(indices, values, parameter.shape, is_coalesced=True, check_invariants=False)
-
-
-def resident_tensors(
-    trainer: Any, extra: Callable[[], Iterable[torch.Tensor]] = tuple
-) -> dict[str, list[torch.Tensor]]:
-    """Tensors that lie on the device before a step, by what they are.
-
-    Args:
-        trainer: The Trainer.
-        extra: Returns those that training keeps there besides parameters, gradients and optimizer state.
-    """
-    module = trainer.lightning_module
-    return {**state_of((*module.parameters(), *module.buffers()), trainer.optimizers), RETRIES: list(extra())}
 
 
 def make_optimizer_state(trainer: Any) -> None:

@@ -6,21 +6,19 @@ large device takes no memory of this one, and even the limit itself is tried.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
 from itertools import chain
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils.data import DataLoader
 
 from lightning_ga.compat import agreement, transfer
 from lightning_ga.errors import UserError
-from lightning_ga.loading.largest_samples import ScanOrder, largest_samples
+from lightning_ga.loading.largest_samples import largest_samples
 from lightning_ga.memory.oom import is_out_of_memory
 from lightning_ga.plan.budget import written_like
 from lightning_ga.plan.records import ProbeResult
@@ -33,33 +31,21 @@ from lightning_ga.probe.planned.like_cuda import LikeCuda
 from lightning_ga.probe.planned.stand_ins import grown, hidden_workspaces, without_values
 from lightning_ga.probe.prober import Prober
 from lightning_ga.probe.shortage import Shortage
-from lightning_ga.probe.trials import TrialStep, WindowGradientsAlive, resident_tensors
+from lightning_ga.probe.trials import TrainingSetup, TrialStep, WindowGradientsAlive
 
 _ADVICE = "plan for a larger device, a lower precision or a smaller model, or use activation checkpointing"
 
 
 def estimate(
-    trainer: Any,
-    loader: "DataLoader[Any]",
-    order: ScanOrder,
-    device: PlannedDevice,
-    *,
-    high: int,
-    rank_samples: int,
-    budget: int | float | str | None,
-    extra_resident: Callable[[], Iterable[torch.Tensor]] = tuple,
+    setup: TrainingSetup, device: PlannedDevice, *, high: int, budget: int | float | str | None
 ) -> ProbeResult:
-    """Estimate the largest micro-batch of a training step of this Trainer on another device.
+    """Estimate the largest micro-batch of a training step of a Trainer on another device.
 
     Args:
-        trainer: A Trainer that has set up data, model and optimizer on the CPU, at ``on_train_start``.
-        loader: The user's DataLoader, for its dataset and the way it collates samples.
-        order: Which samples to look at; the largest of them make up the trial batches.
+        setup: The training, on the CPU.
         device: What is planned for; what makes the estimate less certain is noted in it.
         high: Largest micro-batch that is of use, in samples.
-        rank_samples: Samples of a window on one rank.
         budget: ``memory_budget`` as the user wrote it.
-        extra_resident: Tensors that training holds on the device besides the model.
 
     Returns:
         What was found. Seconds are those of working the step out, not of running it.
@@ -67,16 +53,19 @@ def estimate(
     Raises:
         UserError: If the step needs values that are not there, or if not even the smallest micro-batch fits.
     """
-    samples = largest_samples(loader, order)
+    trainer, samples = setup.trainer, largest_samples(setup.loader, setup.order)
     allowed = device.budget(budget, buckets=_bucket_bytes(trainer))
-    owned = partial(resident_tensors, trainer, extra_resident)
     meter = TensorMeter(
-        torch.device("cpu"), rounding=device.rounding, room=allowed, module=trainer.lightning_module, owners=owned
+        torch.device("cpu"),
+        rounding=device.rounding,
+        room=allowed,
+        module=trainer.lightning_module,
+        owners=setup.resident,
     )
-    step = StepWithoutValues(trainer, loader, samples, meter.note_batch)
+    step = StepWithoutValues(setup, samples, meter.note_batch)
     with _without_values(trainer, device) as prepare:
         with _explained():
-            alive = WindowGradientsAlive(trainer, [step.batch(2)], batch_samples=2, rank_samples=rank_samples)
+            alive = WindowGradientsAlive(trainer, [step.batch(2)], batch_samples=2, rank_samples=setup.rank_samples)
 
         def reset() -> None:
             prepare()
@@ -87,7 +76,7 @@ def estimate(
             step,
             meter,
             budget=allowed,
-            resident=lambda: chain(*owned().values()),
+            resident=lambda: chain(*setup.resident().values()),
             reset=reset,
             shortage=_shortage(device, budget, allowed),
         )
