@@ -16,12 +16,13 @@ from lightning_ga.loading.training_source import TrainingSource
 from lightning_ga.memory.oom import is_ambiguous_out_of_memory, is_out_of_memory
 from lightning_ga.plan.checkpoint import RunState
 from lightning_ga.plan.config import Options, Request
-from lightning_ga.plan.planned_device import PlannedDevice, current_device
+from lightning_ga.plan.planned_device import current_device
 from lightning_ga.plan.records import ProbeResult, lowered, outdated
 from lightning_ga.probe.cache import LimitCache
 from lightning_ga.probe.fingerprint import hardware
 from lightning_ga.probe.limit import probe
 from lightning_ga.probe.planned.estimate import estimate
+from lightning_ga.probe.trials import TrainingSetup
 
 NO_LIMIT = 2**31
 
@@ -112,7 +113,8 @@ class TrainingLimit:
         if self._cannot_cut(source):
             return NO_LIMIT
         if device is not None:
-            self._probe = self._estimate(source, epoch, search, device)
+            setup = self._setup(source, epoch, search)
+            self._probe = estimate(setup, device, high=search.high, budget=self._options.budget)
             return self._probe.limit
         self._probe = self._still_valid(kept, search.high)
         if self._probe is None:
@@ -164,16 +166,15 @@ class TrainingLimit:
             return True
         return False
 
-    def _estimate(self, source: TrainingSource, epoch: int, search: _Search, device: PlannedDevice) -> ProbeResult:
-        return estimate(
+    def _setup(self, source: TrainingSource, epoch: int, search: _Search) -> TrainingSetup:
+        return TrainingSetup(
             self._trainer,
             source.user_loader,
             source.looks(epoch),
-            device,
-            high=search.high,
-            rank_samples=search.rank_samples,
-            budget=self._options.budget,
-            extra_resident=self._handler.memory,
+            search.rank_samples,
+            self._handler.memory,
+            batch_samples=search.recipe_batch if source.cut_in_step else None,
+            reader=self._handler.reader("training"),
         )
 
     def _run_probe(self, source: TrainingSource, epoch: int, search: _Search) -> None:
@@ -182,17 +183,7 @@ class TrainingLimit:
         What a step needs may be made ready by hooks that run later, and must not cost the run.
         """
         try:
-            found = probe(
-                self._trainer,
-                source.user_loader,
-                source.looks(epoch),
-                high=search.high,
-                rank_samples=search.rank_samples,
-                options=self._options,
-                extra_resident=self._handler.memory,
-                batch_samples=search.recipe_batch if source.cut_in_step else None,
-                reader=self._handler.reader("training"),
-            )
+            found = probe(self._setup(source, epoch, search), self._options, high=search.high)
         except Exception as error:
             memory = is_out_of_memory(error) or is_ambiguous_out_of_memory(error)
             if memory or isinstance(error, UserError) or agreement.is_distributed(self._trainer):

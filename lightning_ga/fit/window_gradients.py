@@ -12,7 +12,7 @@ from lightning_ga.plan.config import Normalize
 from lightning_ga.plan.weights import count_items
 from lightning_ga.plan.window_weights import KnownWindow, LateWindow, StockWindow, WindowWeights
 from lightning_ga.plan.windows import Chunk
-from lightning_ga.snapshot.gradients import AccumulationHooks, sparse_parameters, zeros
+from lightning_ga.snapshot.gradients import AccumulationHooks, coalesce_gradients, sparse_parameters, zeros
 
 
 class WindowGradients:
@@ -142,9 +142,7 @@ class WindowGradients:
         self._stop_zeroing()
         if self._sparse is None:
             self._sparse = sparse_parameters(self._trainer.lightning_module)
-        for parameter in self._sparse:
-            if parameter.grad is not None and parameter.grad.is_sparse:
-                parameter.grad = parameter.grad.coalesce()
+        coalesce_gradients(self._sparse)
         if self._half and (self._trainer.accumulate_grad_batches > 1 or self._weights.share != 1.0):
             gradient_dtype.widen(self._half)
 

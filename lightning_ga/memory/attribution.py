@@ -6,9 +6,9 @@ made. The parts sum to the peak.
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-from lightning_ga.memory.trace import MemoryTrace, replay
+from lightning_ga.memory.trace import MemoryTrace, bytes_alive, rounded_up
 from lightning_ga.plan.attribution import (
     ACTIVATIONS,
     BEFORE,
@@ -26,41 +26,30 @@ THE_STEP = "the step itself"
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a storage was made.
+    """Where a storage was made, and what it is, where that is known."""
 
-    Attributes:
-        phase: ``"forward"``, ``"backward"`` or ``"update"``.
-        place: The module that ran, by its name; the operation, outside of modules.
-        kind: What it is, where that is known, as in ``plan.attribution``; empty for anything else.
-    """
-
-    phase: str
-    place: str
-    kind: str = ""
+    phase: str  # "forward", "backward" or "update"
+    place: str  # the name of the module; of the operation, outside of modules
+    kind: str = ""  # as in ``plan.attribution``
 
 
 @dataclass(frozen=True, slots=True)
 class StepOrigins:
-    """Where the storages of one recorded step come from.
+    """Where the storages of one recorded step come from."""
 
-    Attributes:
-        made: Where each was made, by its number in the trace; missing for those alive before the step.
-        resident: What is known of storage 0, which stands for all that outlived the step: kind and bytes.
-        complete: Whether the step ran to its end.
-    """
-
-    made: Mapping[int, Origin]
-    resident: Mapping[str, int] = field(default_factory=dict)
-    complete: bool = True
+    made: Mapping[int, Origin]  # by the number in the trace; those alive before the step are missing
+    resident: Mapping[str, int] = field(default_factory=dict)  # bytes of storage 0, by what is known of them
+    complete: bool = True  # whether the step ran to its end
 
 
-def attribute(trace: MemoryTrace, origins: StepOrigins, *, rounding: int = 1) -> Attribution:
+def attribute(trace: MemoryTrace, origins: StepOrigins, *, rounding: int = 1, peak: int = 0) -> Attribution:
     """Say what holds the memory at the peak of a recorded step.
 
     Args:
         trace: The step.
         origins: Where its storages come from.
         rounding: Bytes that every storage is rounded up to.
+        peak: Bytes that an allocator handed out at its peak, if these are more than all that tensors held.
 
     Examples:
         >>> trace = MemoryTrace(2, sizes=(100, 8, 16, 4), events=(0, 1, 2, 3, ~3, ~2, ~1))
@@ -68,31 +57,19 @@ def attribute(trace: MemoryTrace, origins: StepOrigins, *, rounding: int = 1) ->
         >>> attribute(trace, StepOrigins(made, {"parameters": 100})).parts
         (('parameters', 100), ('activations of b', 16), ('activations of a', 8), ('temporaries of b', 4))
     """
-    begun = trace.events[: _peak_event(trace, rounding) + 1]
+    totals = bytes_alive(trace.sizes, trace.events, rounding)
+    seen = max(totals)
+    begun = trace.events[: totals.index(seen) + 1]
     alive = {event for event in begun if event >= 0} - {~event for event in begun if event < 0}
     last = _last_phases(trace, origins)
-    held: Counter[str] = Counter()
+    held = Counter({UNNAMED: max(0, peak - seen)})
     for number in alive - {0}:
-        held[_part(origins.made.get(number), last[number])] += _rounded(trace.sizes[number], rounding)
+        held[_part(origins.made.get(number), last[number])] += rounded_up(trace.sizes[number], rounding)
     if 0 in alive:
-        held.update(_residents(_rounded(trace.sizes[0], rounding), origins.resident))
+        held.update(_residents(rounded_up(trace.sizes[0], rounding), origins.resident))
     at = next((origins.made[event] for event in reversed(begun) if event in origins.made), Origin("forward", ""))
     parts = tuple((name, size) for name, size in held.most_common() if size)
-    return Attribution(trace.samples, trace.peak(rounding), at.phase, at.place or THE_STEP, parts)
-
-
-def with_unnamed(found: Attribution, peak: int) -> Attribution:
-    """Add what an allocator handed out at its peak beyond all that tensors held.
-
-    Examples:
-        >>> with_unnamed(Attribution(2, 100, "forward", "net", (("parameters", 100),)), 130).peak_bytes
-        130
-    """
-    missing = peak - found.peak_bytes
-    if missing <= 0:
-        return found
-    parts = sorted([*found.parts, (UNNAMED, missing)], key=lambda part: -part[1])
-    return replace(found, peak_bytes=peak, parts=tuple(parts))
+    return Attribution(trace.samples, max(seen, peak), at.phase, at.place or THE_STEP, parts)
 
 
 def block(name: str) -> str:
@@ -107,10 +84,6 @@ def block(name: str) -> str:
     return ".".join(parts[: number + 1])
 
 
-def _rounded(size: int, rounding: int) -> int:
-    return -(-size // rounding) * rounding
-
-
 def _residents(floor: int, known: Mapping[str, int]) -> Counter[str]:
     """Share out the bytes that outlived the step among what is known of them."""
     held: Counter[str] = Counter()
@@ -119,17 +92,6 @@ def _residents(floor: int, known: Mapping[str, int]) -> Counter[str]:
         floor -= min(size, floor)
     held[BEFORE] += floor
     return held
-
-
-def _peak_event(trace: MemoryTrace, rounding: int) -> int:
-    """Return the first event after which most bytes are alive."""
-    peak, alive = replay(trace.sizes, trace.events, rounding), 0
-    for place, event in enumerate(trace.events):
-        size = _rounded(trace.sizes[event if event >= 0 else ~event], rounding)
-        alive += size if event >= 0 else -size
-        if alive == peak:
-            return place
-    return 0
 
 
 def _last_phases(trace: MemoryTrace, origins: StepOrigins) -> list[str]:

@@ -6,7 +6,7 @@ All amounts are bytes. On a CPU the machine's free memory and the limits of the 
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from pathlib import Path
 
@@ -38,7 +38,7 @@ def available_memory(device: torch.device | str) -> int:
     limits = [limit.budget - limit.live_bytes for limit in _active_limits(device) if limit.budget is not None]
     if device.type == "cpu":
         free = min([psutil.virtual_memory().available, *(limit - used for limit, used in control_group_limits())])
-    elif _is_cuda(device):
+    elif device.type == "cuda":
         require_statistics(device)
         free, total = _device_memory(device)
         allocated = torch.cuda.memory_allocated(device)
@@ -72,13 +72,9 @@ def _active_limits(device: torch.device) -> list[LiveTensorMeter]:
     return [limit for limit in LiveTensorMeter.active if limit.device is None or limit.device.type == device.type]
 
 
-def _is_cuda(device: torch.device) -> bool:
-    return device.type == "cuda"
-
-
 def keeps_statistics(device: torch.device) -> bool:
     """Whether the allocator of a device tells what it has handed out: none that a user has plugged in does."""
-    return device.type == "xpu" or (_is_cuda(device) and torch.cuda.memory.get_allocator_backend() != "pluggable")
+    return device.type == "xpu" or (device.type == "cuda" and torch.cuda.memory.get_allocator_backend() != "pluggable")
 
 
 def require_statistics(device: torch.device) -> None:
@@ -87,7 +83,7 @@ def require_statistics(device: torch.device) -> None:
     Raises:
         UserError: If PyTorch cannot read or bound what it hands out.
     """
-    if _is_cuda(device) and not keeps_statistics(device):
+    if device.type == "cuda" and not keeps_statistics(device):
         raise UserError(
             f"The allocator that was plugged in for {str(device)!r} keeps no statistics, so no limit can be found and "
             "no memory_budget held: give a fixed micro_batch_size and no memory_budget."
@@ -96,15 +92,12 @@ def require_statistics(device: torch.device) -> None:
 
 def _device_memory(device: torch.device) -> tuple[int, int]:
     """Return free and total bytes of an accelerator."""
-    if _is_cuda(device):
-        free, total = torch.cuda.mem_get_info(device)
+    if device.type in ("cuda", "xpu"):
+        free, total = getattr(torch, device.type).mem_get_info(device)
         return int(free), int(total)
     if device.type == "mps":
         total = int(torch.mps.recommended_max_memory())
         return total - int(torch.mps.driver_allocated_memory()), total
-    if device.type == "xpu":
-        free, total = torch.xpu.mem_get_info(device)
-        return int(free), int(total)
     raise UserError(
         f"The memory of device {str(device)!r} cannot be read: give memory_budget in bytes or as '10GiB', or a fixed "
         "micro_batch_size."
@@ -161,7 +154,7 @@ def describe_memory(device: torch.device) -> str:
         free = f"{format_bytes(available_memory(device))} free on {device}"
     except UserError:
         return str(device)
-    if not _is_cuda(device):
+    if device.type != "cuda":
         return free
     return f"{format_bytes(torch.cuda.memory_allocated(device))} taken by tensors, {free}"
 
@@ -179,27 +172,28 @@ def enforced_budget(device: torch.device, budget: int | None) -> Iterator[None]:
     A smaller fraction that the user has set stays. The allocator truncates the product of fraction and memory,
     so half a byte more keeps the whole budget.
     """
-    if budget is None or not _is_cuda(device):
+    if budget is None or device.type != "cuda":
         yield
         return
     require_statistics(device)
     before = _memory_fraction(device)
     token = _unenforced.set(_unenforced.get() or before)
-    torch.cuda.set_per_process_memory_fraction(min(before, (budget + 0.5) / _device_memory(device)[1]), device)
     try:
-        yield
+        with _bounded(device, min(before, (budget + 0.5) / _device_memory(device)[1])):
+            yield
     finally:
-        torch.cuda.set_per_process_memory_fraction(before, device)
         _unenforced.reset(token)
 
 
-@contextmanager
-def lifted_budget(device: torch.device) -> Iterator[None]:
+def lifted_budget(device: torch.device) -> AbstractContextManager[None]:
     """Return a context in which no ``enforced_budget`` around it holds; a fraction that the user has set does."""
     fraction = _unenforced.get()
-    if fraction is None or not _is_cuda(device):
-        yield
-        return
+    return nullcontext() if fraction is None or device.type != "cuda" else _bounded(device, fraction)
+
+
+@contextmanager
+def _bounded(device: torch.device, fraction: float) -> Iterator[None]:
+    """Return a context in which this process may reserve that share of a CUDA device."""
     before = _memory_fraction(device)
     torch.cuda.set_per_process_memory_fraction(fraction, device)
     try:

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
-from lightning_ga.memory.trace import MemoryTrace, canonical
+from lightning_ga.memory.trace import MemoryTrace, canonical, rounded_up
 
 _LEAVES: tuple[type, ...] = (Tensor, int, float, bool, type(None), torch.dtype, torch.device)
 # Operations whose output was made just now, although it is their own argument.
@@ -30,7 +30,7 @@ _CREATES = (torch.ops.aten.lift_fresh.default, torch.ops.aten.resize_.default, t
 _ADDS = torch.ops.aten.add_.Tensor
 
 
-class _Held(weakref.ref[torch.UntypedStorage]):
+class HeldStorage(weakref.ref[torch.UntypedStorage]):
     """A known storage: its bytes, and whether they count."""
 
     __slots__ = ("counts", "key", "number", "recording", "size")
@@ -47,11 +47,7 @@ _uncounted = ContextVar("uncounted", default=False)
 
 @contextmanager
 def uncounted() -> Iterator[None]:
-    """Return a context in which new tensors never count, as they lie on the host beside a metered device.
-
-    For snapshots and the like: on a real accelerator they are kept in the memory of the host, and
-    on a CPU they would otherwise take their part of an emulated budget.
-    """
+    """Return a context in which new tensors never count: snapshots and the like lie on the host beside a device."""
     token = _uncounted.set(True)
     try:
         yield
@@ -87,7 +83,7 @@ class LiveTensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.device = None if device is None else torch.device(device)
         self.rounding = rounding
         self.live_bytes = self.peak_bytes = self.wanted_bytes = 0
-        self._held: dict[int, _Held] = {}
+        self._held: dict[int, HeldStorage] = {}
         self._recording = 0
         self._events: list[int] | None = None
         self._sizes: list[int] = []
@@ -116,9 +112,7 @@ class LiveTensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def add(self, tensors: Iterable[Tensor | None]) -> None:
         """Count tensors that already exist: each storage once, ``None`` and meta tensors ignored."""
-        for tensor in tensors:
-            for plain in () if tensor is None else plain_tensors(tensor):
-                self._adopt(plain)
+        self._adopt(tensors)
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
     def start(self, *, record: bool = False, budget: int | None = None) -> None:
@@ -149,9 +143,6 @@ class LiveTensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         marks = tuple(mark + 1 + len(old) for mark in self._marks)
         return MemoryTrace(samples, (self._floor, *self._sizes), canonical(stream), marks)
 
-    def _rounded(self, size: int) -> int:
-        return -(-size // self.rounding) * self.rounding
-
     def _counts(self, tensor: Tensor) -> bool:
         device = tensor.device
         if device.type == "meta":
@@ -167,17 +158,17 @@ class LiveTensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             known = False
         if not known:
             before = self.live_bytes
-            for tensor in (parameter, parameter.grad):
-                for plain in () if tensor is None else plain_tensors(tensor):
-                    self._adopt(plain)
+            self._adopt((parameter, parameter.grad))
             if self.live_bytes > before:
                 self._check(self.live_bytes - before)
 
-    def _adopt(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        held = self._held.get(storage._cdata)
-        if held is None or not held.counts:
-            self._hold(storage, counts=self._counts(tensor))
+    def _adopt(self, tensors: Iterable[Tensor | None]) -> None:
+        for tensor in tensors:
+            for plain in () if tensor is None else plain_tensors(tensor):
+                storage = plain.untyped_storage()
+                held = self._held.get(storage._cdata)
+                if held is None or not held.counts:
+                    self._hold(storage, counts=self._counts(plain))
 
     def _see(self, outputs: Iterable[Tensor], func: Any, args: Any, kwargs: Any) -> None:
         """Count the storages of an operation's outputs, except older ones that do not count."""
@@ -194,24 +185,28 @@ class LiveTensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     self._resize(held, storage)
                 continue
             if older is None:
-                older = set() if func in _CREATES else _addresses(args, kwargs)
+                older = set() if func in _CREATES else _taken(args, kwargs)
             counts = storage._cdata not in older and self._counts(tensor) and not _uncounted.get()
             self._hold(storage, counts=counts)
             if counts:
                 self._check(storage.nbytes())
 
     def _hold(self, storage: torch.UntypedStorage, *, counts: bool) -> None:
-        held = _Held(storage, self._on_death)
+        held = HeldStorage(storage, self._on_death)
         held.key, held.size, held.counts, held.recording = storage._cdata, storage.nbytes(), counts, self._recording
         self._held[held.key] = held
         if counts:
-            self.live_bytes += self._rounded(held.size)
+            self.live_bytes += rounded_up(held.size, self.rounding)
             if self._events is not None:
-                held.number = len(self._sizes)
-                self._sizes.append(held.size)
+                self._number(held)
                 self._events.append(held.number)
 
-    def _resize(self, held: _Held, storage: torch.UntypedStorage) -> None:
+    def _number(self, held: HeldStorage) -> None:
+        """Give a storage its number in the recording."""
+        held.number = len(self._sizes)
+        self._sizes.append(held.size)
+
+    def _resize(self, held: HeldStorage, storage: torch.UntypedStorage) -> None:
         """Resize a storage: the new block is allocated before the old one is released."""
         self._hold(storage, counts=True)
         try:
@@ -230,33 +225,37 @@ class LiveTensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
     def _on_death(self, held: "weakref.ref[torch.UntypedStorage]") -> None:
-        assert isinstance(held, _Held)
+        assert isinstance(held, HeldStorage)
         if self._held.get(held.key) is held:
             del self._held[held.key]
             self._released(held)
 
-    def _released(self, held: _Held) -> None:
+    def _released(self, held: HeldStorage) -> None:
         if not held.counts:
             return
-        self.live_bytes -= self._rounded(held.size)
+        self.live_bytes -= rounded_up(held.size, self.rounding)
         if self._events is None:
             return
         if held.recording != self._recording:  # alive before the step: an allocation at its start
-            held.number = len(self._sizes)
-            self._sizes.append(held.size)
+            self._number(held)
             self._initial.append(held.number)
-            self._floor -= self._rounded(held.size)
+            self._floor -= rounded_up(held.size, self.rounding)
         self._events.append(~held.number)
 
 
-def _addresses(args: Any, kwargs: Any) -> set[int]:
-    """Return the storages of an operation's arguments: an output in one of them was not created by it."""
+def _taken(args: Any, kwargs: Any) -> set[int]:
+    """Return the addresses of an operation's arguments: an output in one of them was not created by it."""
     found: set[int] = set()
     for value in (*args, *kwargs.values()) if kwargs else args:
         for item in value if isinstance(value, (list, tuple)) else (value,):
             if isinstance(item, Tensor):
-                found.update(plain.untyped_storage()._cdata for plain in plain_tensors(item))
+                found.update(addresses(item))
     return found
+
+
+def addresses(tensor: Tensor) -> list[int]:
+    """Return the addresses of a tensor's storages."""
+    return [plain.untyped_storage()._cdata for plain in plain_tensors(tensor)]
 
 
 def plain_tensors(tensor: Tensor) -> Iterable[Tensor]:

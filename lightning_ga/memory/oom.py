@@ -73,7 +73,7 @@ def is_out_of_memory(error: BaseException) -> bool:
         >>> is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
         False
     """
-    return isinstance(error, Exception) and any(_is_one(link, _OUT_OF_MEMORY) for link in _chain(error))
+    return isinstance(error, Exception) and any(map(_is_one, _chain(error)))
 
 
 def is_ambiguous_out_of_memory(error: BaseException) -> bool:
@@ -85,9 +85,7 @@ def is_ambiguous_out_of_memory(error: BaseException) -> bool:
     """
     if not isinstance(error, Exception) or is_out_of_memory(error):
         return False
-    return any(
-        isinstance(link, RuntimeError) and any(text in str(link) for text in _AMBIGUOUS) for link in _chain(error)
-    )
+    return any(_says(link, _AMBIGUOUS) for link in _chain(error))
 
 
 def release(error: BaseException) -> None:
@@ -112,9 +110,11 @@ def empty_caches() -> None:
         torch.mps.empty_cache()
 
 
-def _is_one(error: BaseException, texts: tuple[str, ...]) -> bool:
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
+def _is_one(error: BaseException) -> bool:
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or _says(error, _OUT_OF_MEMORY)
+
+
+def _says(error: BaseException, texts: tuple[str, ...]) -> bool:
     return isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
 
 

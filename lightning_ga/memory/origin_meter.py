@@ -18,11 +18,12 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from lightning_ga.memory.attribution import Origin, StepOrigins
-from lightning_ga.memory.live_tensors import LiveTensorMeter, plain_tensors
+from lightning_ga.memory.live_tensors import HeldStorage, LiveTensorMeter, addresses
+from lightning_ga.memory.trace import rounded_up
 from lightning_ga.plan.attribution import BATCH, GRADIENTS, LOGITS, OPTIMIZER, PARAMETERS
 
 Owners = Callable[[], Mapping[str, Iterable[Tensor]]]
-NODE_NAME = "lightning_ga.module"  # in the metadata of autograd's nodes: which module made them
+_NODE_NAME = "lightning_ga.module"  # in the metadata of autograd's nodes: which module made them
 _LOSSES = ("log_softmax", "nll_loss", "cross_entropy", "binary_cross_entropy_with_logits")
 
 
@@ -75,22 +76,18 @@ class OriginMeter(LiveTensorMeter):  # type: ignore[no-untyped-call]
         if self._events is None:
             return
         for tensor in tensors:
-            for storage in _addresses(tensor):
+            for storage in addresses(tensor):
                 self._name(storage, BATCH)
 
     def origins(self, *, complete: bool = True) -> StepOrigins:
-        """Return where the storages of the recorded step come from; to be asked for before ``trace``.
-
-        Args:
-            complete: Whether the step ran to its end.
-        """
+        """Return where the storages of the recorded step come from; to be asked for before ``trace``."""
         resident: Counter[str] = Counter()
         for storage, kind in {**self._kinds, **self._owned()}.items():
             held = self._held.get(storage)
             if held is not None and held.counts:
                 self._name(storage, kind)
                 if held.recording != self._recording:
-                    resident[kind] += self._rounded(held.size)
+                    resident[kind] += rounded_up(held.size, self.rounding)
         made = {number + 1: origin for number, origin in self._origins.items()}  # a trace numbers them from 1
         return StepOrigins(made, resident, complete)
 
@@ -99,7 +96,7 @@ class OriginMeter(LiveTensorMeter):  # type: ignore[no-untyped-call]
         kinds: dict[int, str] = {}
         for kind, tensors in self._owners().items():
             for tensor in tensors:
-                for storage in _addresses(tensor):
+                for storage in addresses(tensor):
                     kinds.setdefault(storage, kind)
         return kinds
 
@@ -122,19 +119,12 @@ class OriginMeter(LiveTensorMeter):  # type: ignore[no-untyped-call]
         if self._stack:
             _name_nodes(outputs, self._stack.pop())
 
-    def _hold(self, storage: torch.UntypedStorage, *, counts: bool) -> None:
-        recorded = len(self._sizes)
-        super()._hold(storage, counts=counts)
-        if len(self._sizes) > recorded:
-            self._origins[recorded] = self._origin(storage.nbytes())
-
-    def _released(self, held: Any) -> None:
-        before = len(self._initial)
-        super()._released(held)
-        if len(self._initial) > before:  # alive before the step
-            kind = self._kinds.pop(held.key, "")
-            if kind:
-                self._origins[held.number] = Origin("forward", "", kind)
+    def _number(self, held: HeldStorage) -> None:
+        super()._number(held)
+        if held.recording == self._recording:
+            self._origins[held.number] = self._origin(held.size)
+        elif kind := self._kinds.pop(held.key, ""):  # alive before the step
+            self._origins[held.number] = Origin("forward", "", kind)
 
     def _see(self, outputs: Iterable[Tensor], func: Any, args: Any, kwargs: Any) -> None:
         self._operation = func
@@ -142,7 +132,7 @@ class OriginMeter(LiveTensorMeter):  # type: ignore[no-untyped-call]
         if self._events is not None and _described(func)[1]:
             for tensor in args:
                 if isinstance(tensor, Tensor) and tensor.is_floating_point():
-                    for storage in _addresses(tensor):
+                    for storage in addresses(tensor):
                         self._name(storage, LOGITS)
 
     def _origin(self, size: int) -> Origin:
@@ -151,8 +141,8 @@ class OriginMeter(LiveTensorMeter):  # type: ignore[no-untyped-call]
         place = next((name for name in reversed(self._stack) if name), operation)
         if torch._C._current_graph_task_id() != -1:
             self._was_backward = True
-            node = torch._C._current_autograd_node()
-            place = _name_of(node) or place
+            node: Any = torch._C._current_autograd_node()
+            place = (node.metadata.get(_NODE_NAME) if node is not None else "") or place
             # A gradient is whole before it is added to that of earlier micro-batches.
             return Origin("backward", place, GRADIENTS if size in self._weights.get(place, ()) else kind)
         # Not told by the marks: Lightning runs forward and backward passes in a closure, inside the optimizer's step.
@@ -160,12 +150,13 @@ class OriginMeter(LiveTensorMeter):  # type: ignore[no-untyped-call]
         return Origin("update", "the optimizer") if updates else Origin("forward", place, kind)
 
 
-def state_of(module: nn.Module, optimizers: Iterable[Optimizer]) -> dict[str, list[Tensor]]:
-    """Return parameters with buffers, gradients, and tensors of optimizers, by what they are."""
+def state_of(tensors: Iterable[Tensor], optimizers: Iterable[Optimizer]) -> dict[str, list[Tensor]]:
+    """Return parameters with buffers, their gradients, and the tensors of optimizers, by what they are."""
+    known = list(tensors)
     state = [value for optimizer in optimizers for values in optimizer.state.values() for value in values.values()]
     return {
-        PARAMETERS: [*module.parameters(), *module.buffers()],
-        GRADIENTS: [parameter.grad for parameter in module.parameters() if parameter.grad is not None],
+        PARAMETERS: known,
+        GRADIENTS: [tensor.grad for tensor in known if tensor.is_leaf and tensor.grad is not None],
         OPTIMIZER: [value for value in state if isinstance(value, Tensor)],
     }
 
@@ -176,20 +167,11 @@ def _weight_sizes(module: nn.Module) -> dict[str, set[int]]:
     return {name: {parameter.nbytes for parameter in part.parameters(recurse=False)} for name, part in parts}
 
 
-def _addresses(tensor: Tensor) -> list[int]:
-    return [plain.untyped_storage()._cdata for plain in plain_tensors(tensor)]
-
-
 @cache
 def _described(operation: Any) -> tuple[str, bool]:
     """The name of an operation, and whether it is one of a loss of logits."""
     name = str(operation).removeprefix("aten.").split(".")[0].strip("_")
     return name, name.startswith(_LOSSES)
-
-
-def _name_of(node: Any) -> str:
-    """The module that made a node of the backward pass; empty where none did."""
-    return str(node.metadata.get(NODE_NAME, "")) if node is not None else ""
 
 
 def _name_nodes(values: Any, name: str) -> None:
@@ -198,6 +180,6 @@ def _name_nodes(values: Any, name: str) -> None:
     todo: list[Any] = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
     while todo:
         node = todo.pop()
-        if NODE_NAME not in node.metadata:
-            node.metadata[NODE_NAME] = name
+        if _NODE_NAME not in node.metadata:
+            node.metadata[_NODE_NAME] = name
             todo += [before for before, _ in node.next_functions if before is not None]

@@ -7,12 +7,9 @@ from typing import NamedTuple
 
 
 class Segment(NamedTuple):
-    """A part of the device's memory that a caching allocator cuts into blocks.
+    """A part of the device's memory that a caching allocator cuts into blocks, small or large ones.
 
-    Attributes:
-        small: Whether it is for small blocks.
-        address: Where it begins.
-        blocks: Each as ``(bytes, storage)``, in order, with storage 0 for what outlives the step and -1 for a hole.
+    Each block is ``(bytes, storage)``, in order, with storage 0 for what outlives the step and -1 for a hole.
     """
 
     small: bool
@@ -55,15 +52,13 @@ class MemoryTrace:
             >>> MemoryTrace(2, sizes=(100, 8, 16), events=(0, 1, ~1, 2, ~2), marks=(3,)).phase_peaks()
             (108, 116)
         """
-        alive = _running(self.sizes, self.events, rounding)
+        alive = bytes_alive(self.sizes, self.events, rounding)
         bounds = [0, *self.marks, len(self.events)]
         return tuple(max(alive[max(start - 1, 0) : end], default=0) for start, end in pairwise(bounds))
 
     def kept_bytes(self, rounding: int = 1) -> int:
         """Return the bytes of the storages that outlive the step: those alive before it, and those it leaves."""
-        released = {~event for event in self.events if event < 0}
-        kept = (size for number, size in enumerate(self.sizes) if number not in released)
-        return sum(-(-size // rounding) * rounding for size in kept)
+        return bytes_alive(self.sizes, self.events, rounding)[-1]
 
     def transient_peak(self, rounding: int = 1) -> int:
         """Return the most bytes alive at once among storages that the step both allocates and releases.
@@ -76,21 +71,26 @@ class MemoryTrace:
 
 
 def replay(sizes: Iterable[int], events: Iterable[int], rounding: int = 1) -> int:
-    """Return the most bytes alive at once when ``events`` run with storages of these sizes.
+    """Return the most bytes alive at once; the arguments are those of ``bytes_alive``."""
+    return max(bytes_alive(sizes, events, rounding), default=0)
+
+
+def bytes_alive(sizes: Iterable[int], events: Iterable[int], rounding: int = 1) -> list[int]:
+    """Return the bytes alive after each event.
 
     Args:
         sizes: Bytes of each storage.
         events: As in ``MemoryTrace``.
         rounding: Bytes that every storage is rounded up to.
     """
-    return max(_running(sizes, events, rounding), default=0)
-
-
-def _running(sizes: Iterable[int], events: Iterable[int], rounding: int) -> list[int]:
-    """Return the bytes alive after each event."""
-    changes = [-(-size // rounding) * rounding for size in sizes]
+    changes = [rounded_up(size, rounding) for size in sizes]
     changes += [-size for size in reversed(changes)]  # so that index ~n holds the release of storage n
     return list(accumulate(map(changes.__getitem__, events)))
+
+
+def rounded_up(size: int, multiple: int) -> int:
+    """Return the next multiple."""
+    return -(-size // multiple) * multiple
 
 
 def canonical(events: Iterable[int]) -> tuple[int, ...]:

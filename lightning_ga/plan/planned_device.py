@@ -23,19 +23,12 @@ ALLOCATION = 512  # bytes that CUDA's allocator rounds up to
 
 @dataclass(slots=True)
 class PlannedDevice:
-    """A device that is not here, and what was seen while planning for it.
-
-    Attributes:
-        total_bytes: Its memory.
-        like_cuda: Whether it behaves as a CUDA device, otherwise as this CPU (to compare with measurements).
-        reserved_bytes: What no tensor can use: context, workspaces, fragmentation, buckets of data parallelism.
-        unreliable: What was seen in the step that makes the estimate less certain, each with its reason.
-    """
+    """A device that is not here, and what was seen while planning for it."""
 
     total_bytes: int
-    like_cuda: bool = True
-    reserved_bytes: int = 0
-    unreliable: list[str] = field(default_factory=list)
+    like_cuda: bool = True  # otherwise it behaves as this CPU, to compare with measurements
+    reserved_bytes: int = 0  # what no tensor can use: context, workspaces, fragmentation, buckets of data parallelism
+    unreliable: list[str] = field(default_factory=list)  # what makes the estimate less certain, with reasons
 
     @property
     def rounding(self) -> int:

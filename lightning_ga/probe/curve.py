@@ -13,17 +13,11 @@ TOLERANCE = 0.016  # of a measured peak
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A training step that fits.
-
-    Attributes:
-        trial: Its size and peak.
-        traces: What was recorded of it, the most faithful first.
-        reserved_bytes: What an allocator reserved for that peak, and a budget had to leave; ``None`` is not known.
-    """
+    """A training step that fits."""
 
     trial: Trial
-    traces: tuple[MemoryTrace, ...]
-    reserved_bytes: int | None = None
+    traces: tuple[MemoryTrace, ...]  # the most faithful first
+    reserved_bytes: int | None = None  # what an allocator reserved, and a budget had to leave; ``None`` is not known
 
     @property
     def samples(self) -> int:
@@ -37,32 +31,14 @@ class Curve:
 
     With a replay, the one line is what the traces did not see. Without, there is a line for every
     phase of the step that the traces tell apart, or one through the measured peaks.
-
-    Attributes:
-        replay: What the traces saw.
-        samples: The two sizes that were traced or measured.
-        lines: Bytes at these two sizes.
-        rounding: Bytes that the allocator rounds up to: 1 where sizes are exact.
-        rules: How the allocator cuts its blocks out of segments; ``None`` if it does not.
-        shift: Size of the largest step that ran, and the bytes by which what it needed was missed.
     """
 
     replay: PeakPredictor | None
-    samples: tuple[int, int]
-    lines: tuple[tuple[int, int], ...]
-    rounding: int = 1
-    rules: SegmentRules | None = None
-    shift: tuple[int, int] = (1, 0)
-
-    @property
-    def is_replay(self) -> bool:
-        """Whether every storage was read off two aligned traces."""
-        return self.replay is not None
-
-    @property
-    def is_quadratic(self) -> bool:
-        """Whether a storage was read as a square."""
-        return self.replay is not None and self.replay.is_quadratic
+    samples: tuple[int, int]  # the two sizes that were traced or measured
+    lines: tuple[tuple[int, int], ...]  # bytes at these two sizes
+    rounding: int = 1  # of the allocator: 1 where sizes are exact
+    rules: SegmentRules | None = None  # how the allocator cuts its blocks out of segments, if it does
+    shift: tuple[int, int] = (1, 0)  # size of the largest step that ran, and bytes by which its needs were missed
 
     def __call__(self, samples: int) -> int:
         """Peak bytes at a size."""

@@ -12,6 +12,7 @@ A plain loop, in full::
 """
 
 from collections.abc import Callable, Iterable
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -84,14 +85,12 @@ def find_micro_batch(
         budget=parse_budget(budget, total),
         shortage=Shortage.of_budget(budget, total),
         optimizers=optimizers,
-        resident=resident,
+        resident=resident or (lambda: chain(*optimizers.owned().values())),
         reset=reset,
         agree=agree,
         on_step=on_step,
     )
-    with prober.running():
-        verified = prober.verify(known, high, predict_only=predict_only, warm_up=warm_up)
-        return verified or prober.search(high, predict_only=predict_only)
+    return prober.find(high, known=known, predict_only=predict_only, warm_up=warm_up)
 
 
 def numbered(device: torch.device | str | None) -> torch.device:

@@ -6,24 +6,23 @@ precision plugin (``trials``). Afterwards everything that a step changes is put 
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import chain, count
 from typing import Any
 
-import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader
 
 from lightning_ga.compat import agreement, transfer
-from lightning_ga.loading.largest_samples import ScanOrder, largest_samples
-from lightning_ga.loading.reader import BatchReader
+from lightning_ga.loading.largest_samples import largest_samples
+from lightning_ga.loading.samples import collate_samples
 from lightning_ga.memory.device import total_memory
 from lightning_ga.memory.live_tensors import uncounted
 from lightning_ga.plan.budget import parse_budget
 from lightning_ga.plan.config import Options
-from lightning_ga.plan.records import ProbeResult, Timing
+from lightning_ga.plan.records import ProbeResult
 from lightning_ga.probe.announce import announcing
 from lightning_ga.probe.cache import LimitCache
 from lightning_ga.probe.finder import numbered
@@ -34,39 +33,21 @@ from lightning_ga.probe.prober import Prober
 from lightning_ga.probe.shortage import Shortage
 from lightning_ga.probe.throughput import fastest
 from lightning_ga.probe.trials import (
+    TrainingSetup,
     TrialStep,
     WindowGradientsAlive,
-    WindowTimer,
     make_optimizer_state,
-    resident_tensors,
+    timed_windows,
 )
 
 
-def probe(
-    trainer: Any,
-    loader: "DataLoader[Any]",
-    order: ScanOrder,
-    *,
-    high: int,
-    rank_samples: int,
-    options: Options,
-    extra_resident: Callable[[], Iterable[torch.Tensor]] = tuple,
-    batch_samples: int | None = None,
-    reader: BatchReader | None = None,
-) -> tuple[ProbeResult, Mapping[str, Any]] | None:
-    """Find the largest micro-batch of a training step of this Trainer, or remember it.
+def probe(setup: TrainingSetup, options: Options, *, high: int) -> tuple[ProbeResult, Mapping[str, Any]] | None:
+    """Find the largest micro-batch of a training step of a Trainer, or remember it.
 
     Args:
-        trainer: A Trainer that has set up data, model and optimizer, at ``on_train_start``.
-        loader: The user's DataLoader, for its dataset and the way it collates samples.
-        order: Which samples to look at; the largest of them make up the trial batches.
-        high: Largest micro-batch that is of use, in samples.
-        rank_samples: Samples of a window on one rank.
+        setup: The training.
         options: What the user said about the budget, the objective and the cache.
-        extra_resident: Tensors that training holds on the device besides the model.
-        batch_samples: Samples of the batches that micro-batches are cut from in the step; ``None`` if the loader
-            yields micro-batches.
-        reader: Cuts them.
+        high: Largest micro-batch that is of use, in samples.
 
     Returns:
         What was found, and the description of the step that it is remembered for; ``None`` if there is no sample.
@@ -74,23 +55,23 @@ def probe(
     Raises:
         UserError: If not even the smallest micro-batch fits.
     """
+    trainer, loader, rank_samples = setup.trainer, setup.loader, setup.rank_samples
     started = time.perf_counter()
     with announcing(trainer) as announce, isolated(trainer) as restore:
-        samples = largest_samples(loader, order)
+        samples = largest_samples(loader, setup.order)
         if not samples.by_weight:
             return None
         if not samples.complete:
-            _warn_of_unseen(samples.seen, order.total)
-        device, owned = numbered(trainer.strategy.root_device), partial(resident_tensors, trainer, extra_resident)
+            _warn_of_unseen(samples.seen, setup.order.total)
+        device = numbered(trainer.strategy.root_device)
         total = total_memory(device)
-        meter = meter_of(device, module=trainer.lightning_module, owners=owned)
-        step = TrialStep(
-            trainer, loader, samples, batch_samples=batch_samples, reader=reader, note_batch=meter.note_batch
-        )
+        meter = meter_of(device, module=trainer.lightning_module, owners=setup.resident)
+        step = TrialStep(setup, samples, meter.note_batch)
         with uncounted():
-            few = transfer.to_device(trainer, samples.batch(loader, min(2, high)))
-            alive = WindowGradientsAlive(trainer, few, rank_samples)
-            del few
+            few = min(2, high)
+            batches = _small_batches(trainer, loader, samples.by_weight, few)
+            different = min(few, len(samples.by_weight))
+            alive = WindowGradientsAlive(trainer, batches, batch_samples=different, rank_samples=rank_samples)
 
         def reset() -> None:
             restore()
@@ -98,45 +79,37 @@ def probe(
 
         reset()
         steps = count(1)
-        on_size = "Looking for the fastest micro-batch: {} samples …".format
-        timer = WindowTimer(trainer, step, reset, lambda size: announce(on_size(size)))
         prober = Prober(
             step,
             meter,
             budget=parse_budget(options.budget, total),
             shortage=Shortage.of_budget(options.budget, total),
-            resident=lambda: chain(*owned().values()),
+            resident=lambda: chain(*setup.resident().values()),
             reset=reset,
             agree=lambda fits: agreement.sum_over_ranks(trainer, float(not fits)) == 0,
             on_step=lambda n: announce(f"Looking for the largest micro-batch: step {next(steps)}, {n} samples …"),
         )
-        kind = describe_step(trainer, loader.collate_fn, samples.by_weight, options, rank_samples, batch_samples)
-        found = _recall_or_find(prober, trainer, high, kind, options, partial(timer.time_windows, rank_samples))
+        kind = describe_step(trainer, loader.collate_fn, samples.by_weight, options, rank_samples, setup.batch_samples)
+        cache = LimitCache() if options.cache else None
+        found = prober.find(
+            high,
+            known=cache.read(kind) if cache else None,
+            predict_only=True if agreement.is_sharded(trainer) else None,
+            warm_up=partial(make_optimizer_state, trainer),
+        )
+        if found.source != "cache" and options.objective == "throughput":
+            announce("Looking for the fastest micro-batch …")
+            timings = timed_windows(trainer, step, reset, rank_samples=rank_samples, limit=found.limit)
+            found = replace(found, timings=timings, fastest=fastest(timings))
+        if found.source != "cache" and cache:
+            cache.write(kind, found)
     return replace(found, seconds=time.perf_counter() - started), kind
 
 
-def _recall_or_find(
-    prober: Prober,
-    trainer: Any,
-    high: int,
-    kind: Mapping[str, Any],
-    options: Options,
-    time_windows: Callable[[int], tuple[Timing, ...]],
-) -> ProbeResult:
-    """Verify what is remembered of this kind of step, else search and remember; time windows if that is asked for."""
-    cache = LimitCache() if options.cache else None
-    known = cache.read(kind) if cache else None
-    predict_only = True if agreement.is_sharded(trainer) else None
-    with prober.running():
-        warm_up = partial(make_optimizer_state, trainer)
-        verified = prober.verify(known, high, predict_only=predict_only, warm_up=warm_up)
-        found = verified or prober.search(high, predict_only=predict_only)
-    if options.objective == "throughput" and not found.timings:
-        timings = time_windows(found.limit)
-        found = replace(found, timings=timings, fastest=fastest(timings))
-    if cache and found is not verified:
-        cache.write(kind, found)
-    return found
+def _small_batches(trainer: Any, loader: "DataLoader[Any]", samples: list[Any], count: int) -> Iterator[Any]:
+    """Yield batches of ``count`` of the samples on the device, each sample in one of them at most."""
+    for first in range(0, max(1, len(samples) - count + 1), count):
+        yield transfer.to_device(trainer, collate_samples(loader, samples[first : first + count], count))
 
 
 def _warn_of_unseen(seen: int, total: int | None) -> None:

@@ -1,6 +1,7 @@
 """The optimizers of a training step whose code is not known: what they hold, and how it stays while steps are tried."""
 
 from collections.abc import Iterator
+from copy import copy
 from typing import Any
 from weakref import WeakSet
 
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_ga.plan.attribution import GRADIENTS, OPTIMIZER, PARAMETERS
+from lightning_ga.memory.origin_meter import state_of
 
 
 class SteppingOptimizers:
@@ -28,7 +29,7 @@ class SteppingOptimizers:
 
     def borrow(self) -> None:
         """Keep the state that a step made, in case that what comes next drops it."""
-        self._warm = [(o, {key: _copied(state) for key, state in o.state.items()}) for o in self._seen]
+        self._warm = [(o, {key: copy(state) for key, state in o.state.items()}) for o in self._seen]
 
     def lend(self) -> None:
         """Give optimizers the state that they lost. Nothing is kept: what a step replaces must die."""
@@ -38,20 +39,12 @@ class SteppingOptimizers:
                     optimizer.state[key] = state
         self._warm = []
 
-    def tensors(self) -> Iterator[Tensor | None]:
-        """Parameters, gradients and state."""
-        for parameter in self._parameters():
-            yield from (parameter, parameter.grad)
-        yield from self._state()
-
     def owned(self) -> dict[str, list[Tensor]]:
         """Parameters, gradients and state by what they are."""
-        parameters = list(self._parameters())
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        return {PARAMETERS: parameters, GRADIENTS: gradients, OPTIMIZER: list(self._state())}
+        return state_of(self._parameters(), self._seen)
 
     def graded(self) -> list[tuple[Tensor, bool]]:
-        """Which parameters have a gradient."""
+        """Tell which parameters have a gradient."""
         return [(parameter, parameter.grad is not None) for parameter in self._parameters()]
 
     def regrade(self, graded: list[tuple[Tensor, bool]]) -> None:
@@ -62,16 +55,7 @@ class SteppingOptimizers:
             elif parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
 
-    def _state(self) -> Iterator[Tensor]:
-        for optimizer in self._seen:
-            for state in optimizer.state.values():
-                yield from (value for value in state.values() if isinstance(value, Tensor))
-
     def _parameters(self) -> Iterator[Tensor]:
         for optimizer in self._seen:
             for group in optimizer.param_groups:
                 yield from group["params"]
-
-
-def _copied(state: Any) -> Any:
-    return dict(state) if isinstance(state, dict) else state

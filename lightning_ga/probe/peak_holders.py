@@ -3,7 +3,7 @@
 from dataclasses import replace
 from itertools import pairwise
 
-from lightning_ga.memory.attribution import StepOrigins, attribute, with_unnamed
+from lightning_ga.memory.attribution import StepOrigins, attribute
 from lightning_ga.memory.trace import MemoryTrace
 from lightning_ga.plan.attribution import Attribution
 from lightning_ga.probe.prediction import extrapolate
@@ -33,7 +33,7 @@ class PeakHolders:
         """
         recorded = self._steps.get(samples) or self._predicted(samples)
         if recorded is not None:
-            return with_unnamed(attribute(*recorded, rounding=self._rounding), peak)
+            return attribute(*recorded, rounding=self._rounding, peak=peak)
         ran = [size for size, (_, origins) in self._steps.items() if origins.complete]
         return attribute(*self._steps[max(ran)], rounding=self._rounding) if ran else None
 

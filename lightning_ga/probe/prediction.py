@@ -1,10 +1,8 @@
 """Predict the peak of a training step at any micro-batch size from the traces of two small ones.
 
-A step allocates and releases the same storages in the same order whatever the number of samples;
-only their sizes change. A line through two measured peaks misses that the peak moves from one
-operation to another as the batch grows (the optimizer's temporaries lead for small batches, the
-activations for large ones). So every storage is extrapolated by itself, the stream is replayed
-with those sizes, and the maximum is taken.
+A step allocates and releases the same storages in the same order whatever the number of samples; only their
+sizes change. The peak moves from one operation to another as the batch grows, so every storage is extrapolated
+by itself, the stream is replayed with those sizes, and the maximum is taken.
 """
 
 from collections.abc import Callable

@@ -33,11 +33,11 @@ class Prober:
         step: Runs a training step on that many samples.
         meter: Measures it.
         budget: Bytes that the training may take; ``None`` is what the device has.
-        resident: Tensors alive before a step; ``None`` asks the optimizers that were seen to step.
+        resident: Returns the tensors that are alive before a step.
+        shortage: How a step that does not fit is explained.
         reset: Puts the training's state back.
         agree: True only if its argument is true on every rank.
         on_step: Told the size of each step before it runs.
-        shortage: How a step that does not fit is explained.
         optimizers: Those that step, as far as they are seen to.
     """
 
@@ -47,27 +47,58 @@ class Prober:
         meter: Meter,
         *,
         budget: int | None,
-        resident: Callable[[], Iterable[Tensor | None]] | None = None,
+        resident: Callable[[], Iterable[Tensor | None]],
+        shortage: Shortage,
         reset: Callable[[], object] | None = None,
         agree: Callable[[bool], bool] | None = None,
         on_step: Callable[[int], object] | None = None,
-        shortage: Shortage | None = None,
         optimizers: SteppingOptimizers | None = None,
     ) -> None:
-        self._step, self._meter, self._asked = step, meter, budget
+        self._step, self._meter, self._asked, self._resident, self._shortage = step, meter, budget, resident, shortage
         self._reset, self._agree, self._on_step = reset, agree or bool, on_step
         self._optimizers = SteppingOptimizers() if optimizers is None else optimizers
-        self._resident = resident or self._optimizers.tensors
-        self._shortage = shortage or Shortage()
         self._holders = PeakHolders(meter.rounding)
         self._trials: list[Trial] = []
         self._steps = 0
         self._least: float = inf  # smallest size whose step ran
         self._started = time.perf_counter()
 
+    def find(
+        self,
+        high: int,
+        *,
+        known: ProbeResult | None = None,
+        predict_only: bool | None = None,
+        warm_up: Callable[[], object] | None = None,
+    ) -> ProbeResult:
+        """Verify a limit that is known from before, else search.
+
+        Args:
+            high: Largest micro-batch that is of use.
+            known: What was found before; with several ranks, one may know something and another nothing.
+            predict_only: Whether no step near the budget may run; ``None`` decides by the device.
+            warm_up: Makes the optimizer's state without a training step.
+
+        Raises:
+            UserError: If not even the smallest step fits.
+        """
+        with self._running():
+            high = smallest_over_ranks(high, self._agree)
+            alive, budget = self._prepare()
+            cautious = self._is_cautious(alive, predict_only)
+            holds = known is not None and outdated(known, budget, high) is None
+            if self._agree(holds) and known is not None:
+                if warm_up is not None:
+                    warm_up()
+                    self._put_back()
+                verified = self._verified(known, high, cautious=cautious)
+                if verified is not None:
+                    return verified
+            return self._search(high, cautious=cautious)
+
     @contextmanager
-    def running(self) -> Iterator[None]:
-        """Watch optimizers and keep to the budget, as a context in which steps may run.
+    def _running(self) -> Iterator[None]:
+        """Return a context in which optimizers are watched and the budget is kept to.
 
         ``gc.collect`` leaves older objects aside inside: it takes half a second in a process of usual size.
         """
@@ -86,45 +117,21 @@ class Prober:
             if mine:
                 gc.unfreeze()
 
-    def verify(
-        self, known: ProbeResult | None, high: int, *, predict_only: bool | None, warm_up: Callable[[], object] | None
-    ) -> ProbeResult | None:
-        """Try a limit that is known from before; ``None`` unless it still holds, on all ranks.
-
-        Args:
-            known: What was found; every rank has to ask, also one that knows nothing.
-            high: Largest micro-batch that is of use.
-            predict_only: Whether no step near the budget may run; ``None`` decides by the device.
-            warm_up: Makes the optimizer's state without a training step.
-        """
-        high = smallest_over_ranks(high, self._agree)
-        alive, budget = self._prepare()
-        reason = "unknown" if known is None else outdated(known, budget, high)
-        if not self._agree(reason is None) or known is None:
-            return None
+    def _verified(self, known: ProbeResult, high: int, *, cautious: bool) -> ProbeResult | None:
+        """Try a known limit; ``None`` unless it still holds, on all ranks."""
         limit = smallest_over_ranks(min(known.limit, high), self._agree)
-        if warm_up is not None:
-            warm_up()
-            self._put_back()
-        cautious = self._is_cautious(alive, predict_only)
         self._least = 0  # an error of two meanings is for the search to judge, which follows a failure
         trial, _ = self._try(min(2, limit) if cautious else limit, record=False)
-        peak = known.peak_bytes if limit == known.limit or cautious else trial.peak_bytes
         if not trial.fits:
             return None
+        peak = known.peak_bytes if limit == known.limit or cautious else trial.peak_bytes
         holders = known.holders if cautious else self._holders.at(limit, peak) or known.holders
         found = replace(known, limit=limit, budget_bytes=self._prepare()[1], peak_bytes=peak, holders=holders)
         return replace(found, trials=(), steps=1, seconds=self._seconds(), source="cache")
 
-    def search(self, high: int, *, predict_only: bool | None) -> ProbeResult:
-        """Warm up, then run what a search proposes until it proposes nothing new.
-
-        Raises:
-            UserError: If not even the smallest step fits.
-        """
+    def _search(self, high: int, *, cautious: bool) -> ProbeResult:
+        """Warm up, then run what a search proposes until it proposes nothing new."""
         self._least = inf
-        high = smallest_over_ranks(high, self._agree)
-        cautious = self._is_cautious(self._prepare()[0], predict_only)
         high, sizes = self._warm_up(high, cautious)
         alive, budget = self._prepare()
         search = Search(
@@ -263,12 +270,14 @@ class Prober:
     def _does_not_fit(self, alive: int, budget: int, high: int, *, cautious: bool) -> UserError:
         smallest = None if cautious else self._smallest_step(budget, high)
         if smallest is None and not self._trials:
-            return self._shortage.of_state(alive, budget)
+            return self._shortage.error("The model and its optimizer alone take", alive, budget)
         refused = [trial for trial in self._trials if trial.peak_bytes > budget] or self._trials
         trial = smallest[0] if smallest else min(refused, key=lambda trial: trial.micro_batch_size)
         size, needed = trial.micro_batch_size, smallest[1] if smallest else trial.peak_bytes
         holders = self._holders.at(size, trial.peak_bytes)
-        return self._shortage.of_step(size, needed, budget, measured=smallest is not None, holders=holders)
+        least = "" if smallest else " at least"
+        what = f"A training step with micro_batch_size={size}, the smallest that runs, takes{least}"
+        return self._shortage.error(what, needed, budget, measured=smallest is not None, holders=holders)
 
     def _smallest_step(self, budget: int, high: int) -> tuple[Trial, int] | None:
         """Run the smallest step that runs, bounded by the device alone; ``None`` if the budget is all that it has.

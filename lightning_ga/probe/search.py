@@ -18,7 +18,7 @@ from lightning_ga.memory.segments import SegmentRules
 from lightning_ga.memory.trace import MemoryTrace
 from lightning_ga.plan.records import Method, Trial
 from lightning_ga.probe.curve import Curve, Step, fit_curve
-from lightning_ga.probe.prediction import largest_fitting
+from lightning_ga.probe.prediction import PeakPredictor, largest_fitting
 
 CURVE_POINTS = 32
 ENOUGH = 0.99  # of what may still fit: no further trial where sizes are not exact
@@ -99,7 +99,6 @@ class Search:
     Attributes:
         limit: Largest size that was tried and fits; 0 before one did.
         ceiling: Smallest size known not to fit, by trial; ``high + 1`` before one failed.
-        method: How the limit was found, as ``ProbeResult`` has it.
     """
 
     def __init__(
@@ -185,7 +184,7 @@ class Search:
     @property
     def predicted(self) -> int:
         """The limit where nothing may be tried: predicted if the streams align, else the largest that was tried."""
-        if self._curve is None or not self._curve.is_replay:
+        if self._curve is None or self._replay is None:
             return self.limit
         return max(self.limit, largest_fitting(self._curve.needs, self.limit + 1, self.ceiling - 1, self.budget))
 
@@ -196,10 +195,9 @@ class Search:
     @property
     def method(self) -> Method:
         """What found the limit."""
-        replayed = self._curve is not None and self._curve.is_replay
         if self.predict_only:
-            return "prediction" if replayed else "below"
-        if replayed and self._is_proven():
+            return "below" if self._replay is None else "prediction"
+        if self._is_proven():
             return "replay"
         return "phases" if self._curve is not None and len(self._curve.lines) > 1 else "bracket"
 
@@ -208,7 +206,7 @@ class Search:
 
         Lines stand for a curve only near the steps they go through, so there is none without a replay.
         """
-        if self._curve is None or not self._curve.is_replay:
+        if self._curve is None or self._replay is None:
             return ()
         end = max(limit + 1, limit * 5 // 4)
         sizes = {1, limit, limit + 1, *(1 + (end - 1) * part // CURVE_POINTS for part in range(CURVE_POINTS + 1))}
@@ -216,13 +214,18 @@ class Search:
 
     def _unused_between_traces(self) -> int | None:
         """A size whose trial confirms a replay that puts the limit at a trace: the alternative is one too many."""
-        if self._curve is None or not self._curve.is_replay or self._misled:
+        if self._replay is None or self._misled:
             return None
-        low, high = self._curve.samples
+        low, high = self._replay.first.samples, self._replay.second.samples
         return (low + high) // 2 if high - low > 1 else None
 
+    @property
+    def _replay(self) -> PeakPredictor | None:
+        """What two aligned traces tell, if that is what the curve is made of."""
+        return None if self._curve is None else self._curve.replay
+
     def _is_quadratic(self) -> bool:
-        return self._curve is not None and self._curve.is_quadratic
+        return self._replay is not None and self._replay.is_quadratic
 
     def _is_enough(self, guess: int) -> bool:
         """Whether the limit, tried beyond the traces, is near enough to where it should be, or trials are used up."""
@@ -231,7 +234,7 @@ class Search:
 
     def _is_proven(self) -> bool:
         """Whether a replay counts as a trial: one confirmed it, and none ever contradicted it."""
-        return self._verified and not self._misled and self._curve is not None and self._curve.is_replay
+        return self._verified and not self._misled and self._replay is not None
 
     def _guess(self) -> int:
         """Where the limit should be, from the predicted curve and from what contradicts it."""
@@ -245,7 +248,7 @@ class Search:
         spares = SPARES if self.rounding > 1 else EXACT_SPARES
         if self.rounding > 1 and low > max(self._sizes):  # a large step is in the curve: it is nearly right
             guess = high - high // 100 if self._misses == 1 else 0
-        elif (self._curve.is_replay or len(self._curve.lines) > 1) and self._misses <= len(spares):
+        elif (self._replay is not None or len(self._curve.lines) > 1) and self._misses <= len(spares):
             spare = self.budget * spares[self._misses - 1] // 100
             guess = largest_fitting(self._curve.needs, low + 1, high, self.budget - spare)
         return guess if low < guess < self.ceiling else _between(low, self.ceiling)
@@ -254,9 +257,8 @@ class Search:
         """From below without coming near the budget: needed only where the streams do not align."""
         if not self._fitting:
             return _between(0, self.ceiling)
-        if self._curve is not None and self._curve.is_replay and (self._verified or not self._curve.is_quadratic):
-            return self.limit
-        if self._misses:
+        aligned = self._replay is not None and (self._verified or not self._replay.is_quadratic)
+        if aligned or self._misses:
             return self.limit
         fixed, growing = self._parts()
         # What grows takes at most the square of the growth in samples: attention and similarity matrices do.

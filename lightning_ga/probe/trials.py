@@ -3,7 +3,8 @@
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -12,9 +13,9 @@ from torch.utils.data import DataLoader
 
 from lightning_ga.batch.layout import LayoutError
 from lightning_ga.batch.pytree import open_container
-from lightning_ga.compat import agreement, transfer, trial_steps
+from lightning_ga.compat import agreement, patching, transfer, trial_steps
 from lightning_ga.compat.gradient_dtype import dtype_of_sum, zero_sum
-from lightning_ga.loading.largest_samples import LargestSamples
+from lightning_ga.loading.largest_samples import LargestSamples, ScanOrder
 from lightning_ga.loading.reader import BatchReader
 from lightning_ga.memory.device import synchronize
 from lightning_ga.memory.oom import is_out_of_memory, release
@@ -22,39 +23,45 @@ from lightning_ga.memory.origin_meter import state_of
 from lightning_ga.plan.attribution import RETRIES
 from lightning_ga.plan.records import Timing
 from lightning_ga.probe.throughput import time_windows
+from lightning_ga.snapshot.gradients import coalesce_gradients
 
 TIMED = 3  # passes of a size, after one to warm up
 
 
+@dataclass(frozen=True, slots=True)
+class TrainingSetup:
+    """A training whose limit is looked for, at ``on_train_start``: data, model and optimizer are set up."""
+
+    trainer: Any
+    loader: "DataLoader[Any]"  # the user's, for its dataset and the way it collates samples
+    order: ScanOrder  # which samples to look at; the largest of them make up the trial batches
+    rank_samples: int  # of a window on one rank
+    extra_resident: Callable[[], Iterable[torch.Tensor]]  # what training holds on the device besides the model
+    batch_samples: int | None = None  # of the batches that are cut in the step; ``None`` if the loader cuts them
+    reader: BatchReader | None = None  # cuts them
+
+    def resident(self) -> dict[str, list[torch.Tensor]]:
+        """Return the tensors that lie on the device before a step, by what they are."""
+        module = self.trainer.lightning_module
+        state = state_of((*module.parameters(), *module.buffers()), self.trainer.optimizers)
+        return {**state, RETRIES: list(self.extra_resident())}
+
+
 class TrialStep:
-    """One training step of the Trainer on a batch of a given size.
+    """One training step on a batch of a given size.
 
     Args:
-        trainer: The Trainer.
-        loader: The user's loader, which collates the samples.
+        setup: The training.
         samples: Samples to fill batches with.
-        batch_samples: Samples of the batch that a trial's samples are cut from; ``None`` if they are the batch.
-        reader: Cuts them out.
         note_batch: Told the tensors of every batch.
     """
 
     def __init__(
-        self,
-        trainer: Any,
-        loader: "DataLoader[Any]",
-        samples: LargestSamples,
-        *,
-        batch_samples: int | None = None,
-        reader: BatchReader | None = None,
-        note_batch: Callable[[Iterator[torch.Tensor]], object] = lambda _: None,
+        self, setup: TrainingSetup, samples: LargestSamples, note_batch: Callable[[Iterator[torch.Tensor]], object]
     ) -> None:
-        self._note_batch = note_batch
-        self._reader = reader
+        self._trainer, self._loader, self._samples, self._note_batch = setup.trainer, setup.loader, samples, note_batch
+        self._batch_samples, self._reader = setup.batch_samples or 0, setup.reader
         self._held: Any = None  # the batch that a trial's samples are cut from
-        self._trainer = trainer
-        self._loader = loader
-        self._samples = samples
-        self._batch_samples = batch_samples or 0
 
     def __call__(self, micro_batch_size: int) -> None:
         """Run forward, backward, clipping and the optimizer step on so many samples."""
@@ -65,27 +72,16 @@ class TrialStep:
     def batch(self, micro_batch_size: int) -> Any:
         """Make a batch of so many samples on the device, with the rest of their batch if they are cut from one."""
         rest = max(0, self._batch_samples - micro_batch_size)
-        batch = transfer.before_transfer(self._trainer, self._samples.batch(self._loader, micro_batch_size + rest))
+        batch = self._on_host(micro_batch_size + rest)
         if not rest or self._reader is None:
             return transfer.transferred(self._trainer, batch)
         self._held, moved = batch, None  # on a CPU the rest lies in the same memory: a part is a view of the whole
         if transfer.hooks_move_batches(self._trainer):
-            moved = self._moved_whole(batch)
+            _, moved = _attempted(partial(transfer.transferred, self._trainer, batch))
         if moved is None:
             return transfer.transferred(self._trainer, self._part(batch, micro_batch_size, on_host=True))
         self._held = moved
         return self._part(moved, micro_batch_size, on_host=False)
-
-    def _moved_whole(self, batch: Any) -> Any:
-        """The batch as hooks of its transfer leave it; ``None`` if there is no memory for that, as in training."""
-        try:
-            return transfer.transferred(self._trainer, batch)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            failure = error
-        release(failure)
-        return None
 
     def _part(self, batch: Any, micro_batch_size: int, *, on_host: bool) -> Any:
         """The first samples of a batch, as training cuts them out."""
@@ -94,8 +90,11 @@ class TrialStep:
             with suppress(LayoutError):
                 slices = self._reader.slices(batch, expected=self._batch_samples, on_host=on_host)
                 return slices.take(0, micro_batch_size)
-        part = transfer.before_transfer(self._trainer, self._samples.batch(self._loader, micro_batch_size))
+        part = self._on_host(micro_batch_size)
         return part if on_host else transfer.transferred(self._trainer, part)
+
+    def _on_host(self, count: int) -> Any:
+        return transfer.before_transfer(self._trainer, self._samples.batch(self._loader, count))
 
     def run(self, batch: Any) -> None:
         """Run the step on a batch."""
@@ -103,7 +102,7 @@ class TrialStep:
         epoch_loop = trainer.fit_loop.epoch_loop
         trainer._logger_connector.on_batch_start(batch)
         kwargs = epoch_loop._build_kwargs(OrderedDict(), batch, 1)
-        with trial_steps.muted(trainer), trial_steps.without_collectives(trainer):
+        with trial_steps.muted(trainer), trial_steps.without_collectives(trainer), _coalescing(trainer):
             trial_steps.call_module_hook(trainer, "on_train_batch_start", batch, 1)
             outputs = epoch_loop.automatic_optimization.run(trainer.optimizers[0], 1, kwargs)
             trial_steps.call_module_hook(trainer, "on_train_batch_end", outputs, batch, 1)
@@ -113,37 +112,69 @@ class TrialStep:
 class WindowGradientsAlive:
     """Gradients of the window's earlier micro-batches, alive as they are in its last.
 
-    Which parameters have one, and whether it is sparse, is seen in a backward pass of two samples. A
-    sparse one has the rows of a whole window.
+    Which parameters have one, and whether it is sparse, is seen in a backward pass. The rows of sparse ones are
+    counted in more passes: samples share rows, so a window has at most as many for each sample as these have.
 
     Args:
         trainer: The Trainer, its state swapped for a trial.
-        batch: Two samples.
+        batches: Small batches of different samples; only the first is used if no gradient is sparse.
+        batch_samples: Different samples in each.
         rank_samples: Samples of a window on one rank.
     """
 
-    def __init__(self, trainer: Any, batch: Any, rank_samples: int) -> None:
-        refused = None
-        try:
-            trial_steps.backward_only(trainer, batch)
-        except Exception as error:
-            refused = error
-        if refused is not None:
-            if not is_out_of_memory(refused):
-                raise refused
-            release(refused)
-        parameters = list(trainer.lightning_module.parameters())
-        if refused is not None:  # the finder will say that nothing fits; until then all may have a gradient
-            self._having: list[tuple[torch.Tensor, int | None]] = [(p, None) for p in parameters if p.requires_grad]
-            return
-        self._having = [
-            (p, _rows(p.grad, rank_samples) if p.grad.is_sparse else None) for p in parameters if p.grad is not None
-        ]
+    def __init__(self, trainer: Any, batches: Iterable[Any], *, batch_samples: int, rank_samples: int) -> None:
+        parameters, remaining = list(trainer.lightning_module.parameters()), iter(batches)
+        run = partial(trial_steps.backward_only, trainer)
+        ran, _ = _attempted(partial(run, next(remaining)))  # if not, the prober will say that nothing fits
+        having = [p for p in parameters if (p.grad is not None if ran else p.requires_grad)]
+        self._rows: dict[torch.Tensor, int | None] = dict.fromkeys(having)  # of sparse gradients
+        seen, sums = batch_samples, _sparse_gradients(parameters) if ran else {}
+        for batch in remaining if sums else ():
+            if not _attempted(partial(run, batch))[0]:
+                break
+            seen += batch_samples
+            for parameter, gradient in _sparse_gradients(parameters).items():
+                sums[parameter] = (sums[parameter] + gradient).coalesce() if parameter in sums else gradient
+        for parameter, gradient in sums.items():
+            self._rows[parameter] = min(len(parameter), -(-gradient.indices().shape[1] * rank_samples // seen))
 
     def fill(self) -> None:
         """Give every parameter its gradient, of zeros."""
-        for parameter, rows in self._having:
+        for parameter, rows in self._rows.items():
             parameter.grad = zero_sum(parameter) if rows is None else _sparse_zeros(parameter, rows)
+
+
+def _attempted(run: Callable[[], Any]) -> tuple[bool, Any]:
+    """Run a function; return whether there was memory for it, and what it returned."""
+    try:
+        return True, run()
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        failure = error
+    release(failure)
+    return False, None
+
+
+def _sparse_gradients(parameters: Iterable[torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
+    return {p: p.grad.coalesce() for p in parameters if p.grad is not None and p.grad.is_sparse}
+
+
+@contextmanager
+def _coalescing(trainer: Any) -> Iterator[None]:
+    """Return a context in which sparse gradients are coalesced after a backward pass, as they are in training."""
+    strategy, module = trainer.strategy, trainer.lightning_module
+    after = strategy.post_backward
+
+    def post_backward(loss: torch.Tensor) -> None:
+        after(loss)
+        coalesce_gradients(module.parameters())
+
+    patching.shadow(strategy, "post_backward", post_backward)
+    try:
+        yield
+    finally:
+        patching.unshadow(strategy, "post_backward")
 
 
 def _tensors(batch: Any) -> Iterator[torch.Tensor]:
@@ -154,27 +185,10 @@ def _tensors(batch: Any) -> Iterator[torch.Tensor]:
         yield from _tensors(part)
 
 
-def _rows(gradient: torch.Tensor, rank_samples: int) -> int:
-    """Most distinct rows that a window's sparse gradient may have."""
-    return int(min(len(gradient), gradient.coalesce().indices().shape[1] / 2 * rank_samples))
-
-
 def _sparse_zeros(parameter: torch.Tensor, rows: int) -> torch.Tensor:
     values = parameter.new_zeros(rows, *parameter.shape[1:], dtype=dtype_of_sum(parameter))
     indices = torch.arange(rows, device=parameter.device)[None]
-    return torch.sparse_coo_tensor(indices, values, parameter.shape, is_coalesced=True)
-
-
-def resident_tensors(
-    trainer: Any, extra: Callable[[], Iterable[torch.Tensor]] = tuple
-) -> dict[str, list[torch.Tensor]]:
-    """Tensors that lie on the device before a step, by what they are.
-
-    Args:
-        trainer: The Trainer.
-        extra: Returns those that training keeps there besides parameters, gradients and optimizer state.
-    """
-    return {**state_of(trainer.lightning_module, trainer.optimizers), RETRIES: list(extra())}
+    return torch.sparse_coo_tensor(indices, values, parameter.shape, is_coalesced=True, check_invariants=False)
 
 
 def make_optimizer_state(trainer: Any) -> None:
@@ -183,42 +197,35 @@ def make_optimizer_state(trainer: Any) -> None:
         optimizer.step(lambda: torch.zeros(()))
 
 
-class WindowTimer:
-    """Times passes and steps of a Trainer: each once to warm up, then the best of some, synchronised.
+def timed_windows(
+    trainer: Any, step: TrialStep, reset: Callable[[], None], *, rank_samples: int, limit: int
+) -> tuple[Timing, ...]:
+    """Time windows at several micro-batches, from passes and steps of a Trainer.
+
+    Each is run once to warm up; the best of some counts, and the slowest rank's, as they wait for each other.
 
     Args:
         trainer: The Trainer, its state swapped for a trial.
         step: A training step on a batch of a given size.
         reset: Puts the training's state back.
-        on_size: Told each size before it is timed.
+        rank_samples: Samples of a window on one rank.
+        limit: Most samples of a micro-batch.
     """
 
-    def __init__(
-        self, trainer: Any, step: TrialStep, reset: Callable[[], None], on_size: Callable[[int], None]
-    ) -> None:
-        self._trainer, self._step, self._reset, self._on_size = trainer, step, reset, on_size
-
-    def time_windows(self, rank_samples: int, limit: int) -> tuple[Timing, ...]:
-        """Time windows of ``rank_samples`` samples at several micro-batches up to ``limit``."""
-        size = min(2, limit)
-        whole = self._seconds(self._step.run, size)
-        optimizer = max(0.0, whole - self.pass_seconds(size))
-        return time_windows(self.pass_seconds, optimizer, rank_samples=rank_samples, limit=limit)
-
-    def pass_seconds(self, size: int) -> float:
-        """Seconds of one forward and backward pass; the slowest rank's, as they wait for each other."""
-        return self._seconds(partial(trial_steps.backward_only, self._trainer), size)
-
-    def _seconds(self, run: Callable[[Any], object], size: int) -> float:
-        self._on_size(size)
+    def best_seconds(run: Callable[[Any], object], size: int) -> float:
         seconds = []
         for _ in range(1 + TIMED):
-            self._reset()
-            batch = self._step.batch(size)
-            synchronize(self._trainer.strategy.root_device)
+            reset()
+            batch = step.batch(size)
+            synchronize(trainer.strategy.root_device)
             started = time.perf_counter()
             run(batch)
-            synchronize(self._trainer.strategy.root_device)
+            synchronize(trainer.strategy.root_device)
             seconds.append(time.perf_counter() - started)
-        self._reset()
-        return agreement.largest_over_ranks(self._trainer, int(1e6 * min(seconds[1:]))) / 1e6
+        reset()
+        return agreement.largest_over_ranks(trainer, int(1e6 * min(seconds[1:]))) / 1e6
+
+    pass_seconds = partial(best_seconds, partial(trial_steps.backward_only, trainer))
+    size = min(2, limit)
+    optimizer = max(0.0, best_seconds(step.run, size) - pass_seconds(size))
+    return time_windows(pass_seconds, optimizer, rank_samples=rank_samples, limit=limit)

@@ -223,3 +223,10 @@ def sparse_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:
     asked = [getattr(part, "weight", None) for part in module.modules() if getattr(part, "sparse", False)]
     having = [parameter for parameter in module.parameters() if parameter.grad is not None and parameter.grad.is_sparse]
     return list({id(p): p for p in (*asked, *having) if isinstance(p, torch.nn.Parameter)}.values())
+
+
+def coalesce_gradients(parameters: Iterable[Tensor]) -> None:
+    """Keep one entry a row in sparse gradients: backward passes append theirs."""
+    for parameter in parameters:
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            parameter.grad = parameter.grad.coalesce()

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_ga import AutoAccumulate
 from lightning_ga.fit.window_gradients import WindowGradients
+from lightning_ga.loading.largest_samples import SAMPLES_KEPT
 from lightning_ga.testing import limit_memory
 
 MICRO_BATCH, TOKENS = 8, 64
@@ -172,3 +173,25 @@ def test_training_is_that_of_a_dense_embedding(micro_batch: int, normalize: Any)
     )
     dense = plain_dense([data.words[window] for window in cut(range(len(data)), 64) * 2], rows)
     torch.testing.assert_close(module.table.weight.detach(), dense, rtol=1e-10, atol=1e-12)
+
+
+class LookupOfAny(Lookup):
+    """Touches rows of any number in a step."""
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        assert next(self.parameters()).grad.is_coalesced()
+
+
+@pytest.mark.parametrize("most", [MICRO_BATCH, 1])
+def test_the_probe_asks_for_little_more_than_training_takes(most: int) -> None:
+    """The gradient in a trial is coalesced, and has no more rows than a window of samples that share them can have."""
+    window = 16 * MICRO_BATCH
+    with limit_memory("10GiB") as memory:
+        callback = AutoAccumulate(max_micro_batch_size=most, verify=False, cache=False)
+        meter = Meter(memory)
+        data = DataLoader(Words(2 * window, LARGE[0]), batch_size=window)
+        fit(data, callback, meter, module=LookupOfAny(embedding(*LARGE)), max_epochs=1)
+    state = 3 * LARGE[0] * LARGE[1] * 4
+    asked = callback.probe.peak_bytes - state
+    rows = TOUCHED * window // SAMPLES_KEPT  # of the samples that are looked at
+    assert meter.bytes <= asked <= 7 * rows * (LARGE[1] * 4 + 8)  # SparseAdam makes six of these

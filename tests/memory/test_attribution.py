@@ -49,7 +49,7 @@ def attributed(
     plain.start()
     with plain:
         whole(lambda: None)
-    meter = OriginMeter(model, lambda: state_of(model, [optimizer]))
+    meter = OriginMeter(model, lambda: state_of(model.parameters(), [optimizer]))
     meter.add([*model.parameters(), *(v for s in optimizer.state.values() for v in s.values()), inputs])
     meter.start(record=True)
     with meter:

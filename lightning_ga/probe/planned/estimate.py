@@ -6,21 +6,19 @@ large device takes no memory of this one, and even the limit itself is tried.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
 from itertools import chain
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils.data import DataLoader
 
 from lightning_ga.compat import agreement, transfer
 from lightning_ga.errors import UserError
-from lightning_ga.loading.largest_samples import LargestSamples, ScanOrder, largest_samples
+from lightning_ga.loading.largest_samples import largest_samples
 from lightning_ga.memory.oom import is_out_of_memory
 from lightning_ga.plan.budget import written_like
 from lightning_ga.plan.planned_device import PlannedDevice
@@ -33,33 +31,21 @@ from lightning_ga.probe.planned.like_cuda import LikeCuda
 from lightning_ga.probe.planned.stand_ins import grown, hidden_workspaces, without_values
 from lightning_ga.probe.prober import Prober
 from lightning_ga.probe.shortage import Shortage
-from lightning_ga.probe.trials import TrialStep, WindowGradientsAlive, resident_tensors
+from lightning_ga.probe.trials import TrainingSetup, TrialStep, WindowGradientsAlive
 
 _ADVICE = "plan for a larger device, a lower precision or a smaller model, or use activation checkpointing"
 
 
 def estimate(
-    trainer: Any,
-    loader: "DataLoader[Any]",
-    order: ScanOrder,
-    device: PlannedDevice,
-    *,
-    high: int,
-    rank_samples: int,
-    budget: int | float | str | None,
-    extra_resident: Callable[[], Iterable[torch.Tensor]] = tuple,
+    setup: TrainingSetup, device: PlannedDevice, *, high: int, budget: int | float | str | None
 ) -> ProbeResult:
-    """Estimate the largest micro-batch of a training step of this Trainer on another device.
+    """Estimate the largest micro-batch of a training step of a Trainer on another device.
 
     Args:
-        trainer: A Trainer that has set up data, model and optimizer on the CPU, at ``on_train_start``.
-        loader: The user's DataLoader, for its dataset and the way it collates samples.
-        order: Which samples to look at; the largest of them make up the trial batches.
+        setup: The training, on the CPU.
         device: What is planned for; what makes the estimate less certain is noted in it.
         high: Largest micro-batch that is of use, in samples.
-        rank_samples: Samples of a window on one rank.
         budget: ``memory_budget`` as the user wrote it.
-        extra_resident: Tensors that training holds on the device besides the model.
 
     Returns:
         What was found. Seconds are those of working the step out, not of running it.
@@ -67,99 +53,62 @@ def estimate(
     Raises:
         UserError: If the step needs values that are not there, or if not even the smallest micro-batch fits.
     """
-    samples = largest_samples(loader, order)
+    trainer, samples = setup.trainer, largest_samples(setup.loader, setup.order)
     allowed = device.budget(budget, buckets=_bucket_bytes(trainer))
-    owned = partial(resident_tensors, trainer, extra_resident)
     meter = TensorMeter(
-        torch.device("cpu"), rounding=device.rounding, room=allowed, module=trainer.lightning_module, owners=owned
+        torch.device("cpu"),
+        rounding=device.rounding,
+        room=allowed,
+        module=trainer.lightning_module,
+        owners=setup.resident,
     )
-    steps = steps_without_values(
-        trainer, loader, samples, device, rank_samples=rank_samples, note_batch=meter.note_batch
-    )
-    with steps as (step, reset):
+    step = StepWithoutValues(setup, samples, meter.note_batch)
+    with _without_values(trainer, device) as prepare:
+        with _explained():
+            alive = WindowGradientsAlive(trainer, [step.batch(2)], batch_samples=2, rank_samples=setup.rank_samples)
+
+        def reset() -> None:
+            prepare()
+            alive.fill()
+
+        reset()
         prober = Prober(
             step,
             meter,
             budget=allowed,
-            resident=lambda: chain(*owned().values()),
+            resident=lambda: chain(*setup.resident().values()),
             reset=reset,
             shortage=_shortage(device, budget, allowed),
         )
-        with prober.running():
-            found = prober.search(high, predict_only=False)
+        found = prober.find(high, predict_only=False)
     return replace(found, source="estimate")
 
 
 @contextmanager
-def steps_without_values(
-    trainer: Any,
-    loader: "DataLoader[Any]",
-    samples: LargestSamples,
-    device: PlannedDevice,
-    *,
-    rank_samples: int,
-    note_batch: Callable[[Iterator[torch.Tensor]], object] = lambda _: None,
-) -> Iterator[tuple["StepWithoutValues", Callable[[], None]]]:
-    """Run training steps on tensors without values, as a context; afterwards all is as it was.
-
-    Args:
-        trainer: The Trainer.
-        loader: The user's loader, which collates the samples.
-        samples: Samples to fill batches with.
-        device: What is planned for.
-        rank_samples: Samples of a window on one rank.
-        note_batch: Told the tensors of every batch.
-
-    Yields:
-        A step on a batch of a given size, and the function that prepares for the next one.
-    """
+def _without_values(trainer: Any, device: PlannedDevice) -> Iterator[Callable[[], None]]:
+    """Return a context in which steps run on tensors without values; the yielded function prepares for each."""
     module = trainer.lightning_module
     for reason in hidden_workspaces(module):
         device.doubt(reason)
     with ExitStack() as stack:
         mode, stand_ins = stack.enter_context(without_values(module, trainer.optimizers, foreach=device.like_cuda))
-        prepare = stack.enter_context(isolated(trainer, stand_ins))
-        step = StepWithoutValues(trainer, loader, samples, note_batch=note_batch)
-        stack.enter_context(_quiet_and_eager())
-        stack.enter_context(mode)
-        stack.enter_context(Answers(device.doubt))
-        stack.enter_context(PlainCopies())
+        restore = stack.enter_context(isolated(trainer, stand_ins))
+        for context in (_quiet_and_eager(), mode, Answers(device.doubt), PlainCopies()):
+            stack.enter_context(context)
         if device.like_cuda:
             stack.enter_context(LikeCuda())
-        _let_steps_go_on(trainer, device.doubt)
-        with _explained():
-            alive = WindowGradientsAlive(trainer, step.batch(2), rank_samples)
 
-        def reset() -> None:
+        def prepare() -> None:
             with unset_fake_temporarily():
-                prepare()
+                restore()
             _let_steps_go_on(trainer, device.doubt)
-            alive.fill()
 
-        reset()
-        yield step, reset
+        prepare()
+        yield prepare
 
 
 class StepWithoutValues(TrialStep):
-    """A training step on a batch of any size, made out of two small ones.
-
-    Args:
-        trainer: The Trainer.
-        loader: The user's loader, which collates the samples.
-        samples: Samples to fill batches with.
-        note_batch: Told the tensors of every batch.
-    """
-
-    def __init__(
-        self,
-        trainer: Any,
-        loader: "DataLoader[Any]",
-        samples: LargestSamples,
-        *,
-        note_batch: Callable[[Iterator[torch.Tensor]], object] = lambda _: None,
-    ) -> None:
-        super().__init__(trainer, loader, samples, note_batch=note_batch)
-        self._period = len(samples.by_field)
+    """A training step on a batch of any size, made out of two small ones."""
 
     def __call__(self, micro_batch_size: int) -> None:
         """Forward, backward, clipping and the optimizer step on so many samples."""
@@ -171,15 +120,13 @@ class StepWithoutValues(TrialStep):
 
         Batches repeat the samples at hand in turn, so two of them that are one period apart tell every larger one.
         """
-        periods = max(0, micro_batch_size // self._period - 1)
-        first = micro_batch_size - periods * self._period
+        period = len(self._samples.by_field)
+        periods = max(0, micro_batch_size // period - 1)
+        first = micro_batch_size - periods * period
         with _disable_current_modes():
             small = self._on_host(first)
-            large = self._on_host(first + self._period) if periods else small
+            large = self._on_host(first + period) if periods else small
         return transfer.transferred(self._trainer, grown(small, large, periods))
-
-    def _on_host(self, count: int) -> Any:
-        return transfer.before_transfer(self._trainer, self._samples.batch(self._loader, count))
 
 
 def _let_steps_go_on(trainer: Any, doubt: Callable[[str], None]) -> None:
@@ -215,10 +162,8 @@ def _explained() -> Iterator[None]:
     """Errors of a step that has no values, as one sentence."""
     try:
         yield
-    except UserError:
-        raise
     except Exception as error:
-        if is_out_of_memory(error):
+        if isinstance(error, UserError) or is_out_of_memory(error):
             raise
         first = (str(error).strip().splitlines() or [""])[0].rstrip(".")
         raise UserError(
@@ -243,8 +188,7 @@ def _bucket_bytes(trainer: Any) -> int:
     """Bytes that data parallelism keeps besides the gradients: buckets to reduce them in."""
     if not agreement.is_distributed(trainer):
         return 0
-    wanting = [p for p in trainer.lightning_module.parameters() if p.requires_grad]
-    return sum(parameter.numel() * parameter.element_size() for parameter in wanting)
+    return sum(parameter.nbytes for parameter in trainer.lightning_module.parameters() if parameter.requires_grad)
 
 
 @contextmanager
