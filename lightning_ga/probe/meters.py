@@ -14,7 +14,7 @@ from lightning_ga.memory.allocator import WITH_STATISTICS, AllocatorMeter
 from lightning_ga.memory.attribution import StepOrigins
 from lightning_ga.memory.device import available_memory, is_emulated
 from lightning_ga.memory.origin_meter import OriginMeter, Owners
-from lightning_ga.memory.segments import ROUNDING, SegmentRules
+from lightning_ga.memory.segment_rules import ROUNDING, SegmentRules
 from lightning_ga.memory.trace import MemoryTrace
 
 # Share of a CPU's available memory that a step may take: the rest is for kernels' scratch and other processes.

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import isqrt, sqrt
 
-from lightning_ga.memory.segments import SegmentRules
+from lightning_ga.memory.segment_rules import SegmentRules
 from lightning_ga.memory.trace import MemoryTrace
 from lightning_ga.plan.records import Method, Trial
 from lightning_ga.probe.curve import Curve, Step, fit_curve
@@ -115,7 +115,7 @@ class Search:
     ) -> None:
         self.budget = budget
         self.rounding = rounding
-        self.rules = rules
+        self.rules = None if rules is None else replace(rules, budget=budget)
         self.predict_only = predict_only
         self._closest = int(closest * budget)
         self.limit = 0
