@@ -62,6 +62,11 @@ class Curve:
         return self.replay is not None
 
     @property
+    def misses_holes(self) -> bool:
+        """Whether segments are replayed without what lay in them before: the allocator's own traces did not align."""
+        return self.rules is not None and self.replay is not None and not self.replay.second.layout
+
+    @property
     def is_quadratic(self) -> bool:
         """Whether a storage was read as a square."""
         return self.replay is not None and self.replay.is_quadratic

@@ -23,6 +23,7 @@ from lightning_ga.probe.prediction import largest_fitting
 CURVE_POINTS = 32
 ENOUGH = 0.99  # of what may still fit: no further trial where sizes are not exact
 MOST_TRIALS = 12  # where sizes are not exact
+HOLES = 200  # part of the budget that holes take which no trace shows: half a percent
 # Percent of the budget to spare after each failure. What an allocator reserved for a step that fits corrects the
 # prediction, so it is better to have one soon than to fail again.
 SPARES, EXACT_SPARES = (8, 25), (2, 4, 8)
@@ -238,12 +239,15 @@ class Search:
         low, high = self.limit, self.ceiling - 1
         if self._curve is None:
             return _between(low, self.ceiling) if self._misses else min(2 * low, high)
-        guess = largest_fitting(self._curve.needs, low + 1, self._high, self.budget)
+        large = low > max(self._sizes)  # a large step is in the curve: it is nearly right
+        blind = self._curve.misses_holes and not large
+        guess = largest_fitting(self._curve.needs, low + 1, self._high, self.budget - blind * self.budget // HOLES)
         if guess < self.ceiling:
-            return guess
+            # What failed just above tells more than the last bytes of a prediction.
+            return max(low, min(guess, high - high // 100)) if self._misses and large and self.rounding > 1 else guess
         # The curve said that the size that failed fits. An allocator may be fragmented: spare some of the budget.
         spares = SPARES if self.rounding > 1 else EXACT_SPARES
-        if self.rounding > 1 and low > max(self._sizes):  # a large step is in the curve: it is nearly right
+        if self.rounding > 1 and large:
             guess = high - high // 100 if self._misses == 1 else 0
         elif (self._curve.is_replay or len(self._curve.lines) > 1) and self._misses <= len(spares):
             spare = self.budget * spares[self._misses - 1] // 100

@@ -19,9 +19,11 @@ thread_local cudaError_t last_error = cudaSuccess;
 
 cudaError_t failed(cudaError_t error) { return last_error = error; }
 
-cudaError_t take(void** address, size_t bytes) {
+constexpr size_t POOL_ROUNDING = 512;  // of cudaMallocAsync
+
+cudaError_t take(void** address, size_t bytes, size_t rounding = PAGE) {
   count(MALLOC);
-  *address = allocate(bytes, current);
+  *address = allocate(bytes, current, rounding);
   return *address ? cudaSuccess : failed(cudaErrorMemoryAllocation);
 }
 
@@ -64,7 +66,9 @@ int capability() {
 // ---- memory ----
 EXPORT cudaError_t cudaMalloc(void** address, size_t bytes) { return take(address, bytes); }
 EXPORT cudaError_t cudaMallocManaged(void** address, size_t bytes, unsigned) { return take(address, bytes); }
-EXPORT cudaError_t cudaMallocAsync(void** address, size_t bytes, cudaStream_t) { return take(address, bytes); }
+EXPORT cudaError_t cudaMallocAsync(void** address, size_t bytes, cudaStream_t) {
+  return take(address, bytes, POOL_ROUNDING);
+}
 EXPORT cudaError_t cudaFree(void* address) { return give(address); }
 EXPORT cudaError_t cudaFreeAsync(void* address, cudaStream_t) { return give(address); }
 
