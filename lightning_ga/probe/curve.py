@@ -62,9 +62,9 @@ class Curve:
         return self.replay is not None
 
     @property
-    def misses_holes(self) -> bool:
-        """Whether segments are replayed without what lay in them before: the allocator's own traces did not align."""
-        return self.rules is not None and self.replay is not None and not self.replay.second.layout
+    def misses_blocks(self) -> bool:
+        """Whether a replay of segments lacks blocks, and so holes: the allocator's own traces did not align."""
+        return self.rules is not None and self.replay is not None and any(map(any, self.lines))
 
     @property
     def is_quadratic(self) -> bool:

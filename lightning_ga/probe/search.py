@@ -240,7 +240,7 @@ class Search:
         if self._curve is None:
             return _between(low, self.ceiling) if self._misses else min(2 * low, high)
         large = low > max(self._sizes)  # a large step is in the curve: it is nearly right
-        blind = self._curve.misses_holes and not large
+        blind = self._curve.misses_blocks and not large
         guess = largest_fitting(self._curve.needs, low + 1, self._high, self.budget - blind * self.budget // HOLES)
         if guess < self.ceiling:
             # What failed just above tells more than the last bytes of a prediction.

@@ -139,7 +139,7 @@ def test_holes_between_what_was_there_before_are_used(before: list[Action], duri
             device.release(blocks.pop(number))
             events.append(~number)
     trace = MemoryTrace(1, (alive - sum(size for size, _ in initial), *sizes), tuple(events), layout=layout)
-    assert replay_segments(trace.sizes, trace) == (peak, device.reserved)
+    assert replay_segments(trace.sizes, trace) == (peak, device.reserved, device.reserved)
 
 
 def stream(samples: int) -> MemoryTrace:
