@@ -96,7 +96,7 @@ def measure(setting: Setting, model: str, gib: float) -> dict[str, Any]:
             "limit": _true_limit(model, setting.device, found.limit),
             "method": found.method,
             "steps": found.steps,
-            "trials": [(trial.micro_batch_size, trial.fits) for trial in found.trials],
+            "failed": sum(not trial.fits for trial in found.trials),
             "errors": errors,
             "cpu_seconds": round(seconds, 2),
         }
@@ -145,7 +145,7 @@ def _cuda() -> Any:
 
 
 def _cells(models: Sequence[str], gibs: Sequence[float]) -> list[tuple[str, float]]:
-    """Pair models and budgets; without cuDNN, convolutions are launched sample by sample: no thousands of small images."""
+    """Pair models and budgets; without cuDNN, convolutions are launched sample by sample: few small images then."""
     few = [] if torch.backends.cudnn.enabled else [SMALL_IMAGES]
     return [(model, gib) for gib in gibs for model in models if model not in few or gib <= FEW_GIB]
 
@@ -181,7 +181,9 @@ def text(record: Mapping[str, Any]) -> str:
         shares, steps = [cell["found"] / cell["limit"] for cell in cells], [cell["steps"] for cell in cells]
         numbers = (f"{statistics.median(shares):.3f}", f"{min(shares):.3f}", f"{statistics.median(steps):g}")
         table.add_row(name, str(len(cells)), *numbers, str(max(steps)), str(max(cell["errors"] for cell in cells)))
-    return as_text(table, f"{record['device']}: {', '.join(record['models'])};\nbudgets of {record['budgets']} GiB.")
+    gibs = ", ".join(f"{gib:g}" for gib in record["budgets"])
+    caption = f"{record['device']}: {len(record['models'])} models, each in {gibs} GiB. found ÷ limit and steps:\n"
+    return as_text(table, caption + "median over cells. OOMs, most: errors caught in one search.")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -7,10 +7,11 @@ import re
 import sys
 from pathlib import Path
 
-from benchmarks import chaos, fidelity, idle, overhead, planning, probe, sampler, training
+from benchmarks import allocator, chaos, fidelity, idle, overhead, planning, probe, sampler, training
 from benchmarks.output import read_json
 
 TEXTS = {
+    "allocator": allocator.text,
     "chaos": chaos.text,
     "fidelity": fidelity.text,
     "idle": idle.text,
