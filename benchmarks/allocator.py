@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.output import as_text, write_json
+from benchmarks.output import RESULTS, as_text, read_json, write_json
 from benchmarks.probe import quiet
 from benchmarks.probing.cells import HIGH, SMALL, exhaustive, passes
 from benchmarks.probing.devices import GIB, capped_cuda
@@ -213,9 +213,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def measured(asked: argparse.Namespace) -> dict[str, Any]:
-    """Measure setting by setting; what was measured is kept whatever comes next."""
+    """Measure setting by setting; each is kept, beside those that were measured before in the same cells."""
     record: dict[str, Any] = {"device": torch.cuda.get_device_name(), "models": asked.models, "budgets": asked.budgets}
-    record["settings"] = {}
+    before = read_json("allocator") if (RESULTS / "allocator.json").exists() else {}
+    same = all(before.get(name) == value for name, value in record.items())
+    record["settings"] = before["settings"] if same else {}
     for name in asked.settings:
         if torch.device(SETTINGS[name].device).index >= torch.cuda.device_count():
             continue

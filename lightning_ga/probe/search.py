@@ -22,6 +22,7 @@ from lightning_ga.probe.prediction import largest_fitting
 
 CURVE_POINTS = 32
 ENOUGH = 0.99  # of what may still fit: no further trial where sizes are not exact
+MANY_TRIALS, NEARLY = 5, 0.98  # after so many, two samples in a hundred are not worth another
 MOST_TRIALS = 12  # where sizes are not exact
 HOLES = 200  # part of the budget that holes take which no trace shows: half a percent
 # Percent of the budget to spare after each failure. What an allocator reserved for a step that fits corrects the
@@ -228,7 +229,8 @@ class Search:
     def _is_enough(self, guess: int) -> bool:
         """Whether the limit, tried beyond the traces, is near enough to where it should be, or trials are used up."""
         beyond = self.limit > max(self._sizes) or self._misses > 0
-        return (beyond and self.limit >= ENOUGH * guess) or (self.limit > 0 and self._trials >= MOST_TRIALS)
+        enough = ENOUGH if self._trials < MANY_TRIALS else NEARLY
+        return (beyond and self.limit >= enough * guess) or (self.limit > 0 and self._trials >= MOST_TRIALS)
 
     def _is_proven(self) -> bool:
         """Whether a replay counts as a trial: one confirmed it, and none ever contradicted it."""
