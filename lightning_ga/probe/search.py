@@ -243,7 +243,9 @@ class Search:
             return _between(low, self.ceiling) if self._misses else min(2 * low, high)
         large = low > max(self._sizes)  # a large step is in the curve: it is nearly right
         blind = self._curve.misses_blocks and not large
-        guess = largest_fitting(self._curve.needs, low + 1, self._high, self.budget - blind * self.budget // HOLES)
+        guess = largest_fitting(self._curve.needs, low + 1, self._high, self.budget)
+        if blind and guess > HOLES:  # below, the last sample that does not fit leaves as much
+            guess = largest_fitting(self._curve.needs, low + 1, self._high, self.budget - self.budget // HOLES)
         if guess < self.ceiling:
             # What failed just above tells more than the last bytes of a prediction.
             return max(low, min(guess, high - high // 100)) if self._misses and large and self.rounding > 1 else guess
