@@ -9,8 +9,8 @@ Stages, each with a file of its own, ``benchmarks/results/<device>-<stage>.json`
 - ``cells``: the cells of ``benchmarks.probe`` in real memory, with the caching allocator held to a budget, and how far
   the peak that was predicted from small steps lies from ``max_memory_allocated``.
 
-No cell begins after ``--minutes``: what was left out is said, the largest budgets first. Exits with 1 if a target of ours is missed,
-and with 2 where there is no CUDA device. An hour of training at the limit is ``benchmarks.soak``.
+No cell begins after ``--minutes``: large budgets are left out first, and it is said. Exits with 1 if a target of
+ours is missed, and with 2 where there is no CUDA device. An hour of training at the limit is ``benchmarks.soak``.
 """
 
 import argparse
