@@ -7,10 +7,11 @@ import re
 import sys
 from pathlib import Path
 
-from benchmarks import batch_norm, chaos, fidelity, idle, overhead, planning, probe, sampler, training
+from benchmarks import allocator, batch_norm, chaos, fidelity, idle, overhead, planning, probe, sampler, training
 from benchmarks.output import read_json
 
 TEXTS = {
+    "allocator": allocator.text,
     "batch_norm": batch_norm.text,
     "chaos": chaos.text,
     "fidelity": fidelity.text,

@@ -15,7 +15,8 @@ from benchmarks.probing.throughput import Module, Pool
 from benchmarks.probing.training import Training
 from lightning_ga import AutoAccumulate
 from lightning_ga.memory.allocator import AllocatorMeter
-from lightning_ga.memory.segments import ROUNDING, replay_segments
+from lightning_ga.memory.segment_replay import replay_segments
+from lightning_ga.memory.segment_rules import ROUNDING
 
 FACTOR = 2  # micro-batches of a window
 ENDLESS = 10**9  # samples: the watch ends training

@@ -6,13 +6,13 @@ live tensors are recorded.
 """
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
 
 from lightning_ga.memory.device import keeps_statistics, require_statistics
-from lightning_ga.memory.segments import ROUNDING, SegmentRules
+from lightning_ga.memory.segment_rules import ROUNDING, SMALL_SEGMENT, SegmentRules
 from lightning_ga.memory.trace import MemoryTrace, Segment, canonical
 
 WITH_STATISTICS = ("cuda", "xpu")
@@ -177,24 +177,28 @@ def _settings(device: torch.device) -> dict[str, Any]:
 
 
 def rules_of(settings: Mapping[str, Any]) -> SegmentRules | None:
-    """Read the rules of segments off an allocator's settings; ``None`` if segments grow, or have another size.
+    """Read the rules of segments off an allocator's settings; ``None`` if segments have another size.
 
     Args:
         settings: As a snapshot of the allocator has them.
 
     Examples:
         >>> rules_of({"expandable_segments": False, "max_split_size": 2**26})
-        SegmentRules(max_split_size=67108864, divisions=())
-        >>> rules_of({"expandable_segments": True, "max_split_size": -1})
+        SegmentRules(max_split_size=67108864, divisions=(), expandable=False, collection=0.0, budget=None)
+        >>> rules_of({"PYTORCH_CUDA_ALLOC_CONF": "large_segment_size_mb:64"})
     """
     text = settings.get("PYTORCH_CUDA_ALLOC_CONF", "").lower().replace(" ", "")
-    grow = settings.get("expandable_segments", "expandable_segments:true" in text)
-    if grow or "large_segment_size_mb" in text or "max_non_split_rounding_mb" in text:
+    if "large_segment_size_mb" in text or "max_non_split_rounding_mb" in text:
         return None
     rounded = sorted((int(mib), steps) for mib, steps in settings.get("roundup_power2_divisions", {}).items())
     divisions = tuple(steps for _, steps in rounded)
     size = settings.get("max_split_size", -1)
-    return SegmentRules(size if size >= 0 else None, divisions if any(divisions) else ())
+    return SegmentRules(
+        max_split_size=size if size >= 0 else None,
+        divisions=divisions if any(divisions) else (),
+        expandable=settings.get("expandable_segments", "expandable_segments:true" in text),
+        collection=settings.get("garbage_collection_threshold", 0.0),
+    )
 
 
 def events_as_trace(
@@ -219,7 +223,10 @@ def events_as_trace(
     sizes, stream = [alive], []
     initial: dict[int, int] = {}  # by address
     held: dict[int, int] = {}
+    mapped: list[tuple[int, int]] = []  # addresses and bytes
     for event in events:
+        if event["action"] == "segment_map":
+            mapped.append((event["addr"], event["size"]))
         if event["action"] not in ("alloc", "free_requested"):
             continue  # segments, and failures, which have no address
         address, size = event["addr"], event["size"]
@@ -235,7 +242,18 @@ def events_as_trace(
                 initial[address] = number
             stream.append(~number)
     layout = tuple(_layout(segment, initial) for segment in segments)
-    return MemoryTrace(samples, tuple(sizes), canonical([0, *initial.values(), *stream]), layout=layout)
+    return MemoryTrace(
+        samples, tuple(sizes), canonical([0, *initial.values(), *stream]), layout=(*_first_addresses(mapped), *layout)
+    )
+
+
+def _first_addresses(mapped: Iterable[tuple[int, int]]) -> Iterator[Segment]:
+    """Return where segments that grow begin, as far as a step shows it: it has their lowest addresses mapped first."""
+    pages = [(size == SMALL_SEGMENT, address) for address, size in mapped]
+    for small in (True, False):
+        addresses = [address for is_small, address in pages if is_small == small]
+        if addresses:
+            yield Segment(small, min(addresses), ())
 
 
 def _layout(segment: Mapping[str, Any], initial: Mapping[int, int]) -> Segment:

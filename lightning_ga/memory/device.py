@@ -17,8 +17,10 @@ from lightning_ga.errors import UserError
 from lightning_ga.memory.live_tensors import LiveTensorMeter
 from lightning_ga.plan.units import format_bytes
 
-# Fragmentation: at the limit the allocator reserves 3–8 % more than it has allocated.
-_CUDA_MARGIN = 0.05
+# Share of what this process can take that is left free. A probe counts the holes of CUDA's allocator; what it does not
+# see are modules that are loaded later, and other processes.
+_CUDA_MARGIN = 0.01
+_MARGIN = 0.05  # of another device: an allocator reserves 3–8 % more than it has allocated
 # A control group without a limit reads "max", or a number near 2**63.
 _NO_LIMIT = 1 << 60
 _unenforced: ContextVar[float | None] = ContextVar("unenforced", default=None)  # fraction before any enforced budget
@@ -28,7 +30,7 @@ def available_memory(device: torch.device | str) -> int:
     """Return the bytes that this process can still take on a device.
 
     CPU: the smaller of what the machine has available and what the control group leaves. CUDA: free
-    memory and cached blocks that are not in use, less 5 % of the device for fragmentation, and no more
+    memory and cached blocks that are not in use, less 1 % of what this process can take, and no more
     than ``set_per_process_memory_fraction`` leaves. Inside ``limit_memory``: what its budget leaves.
 
     Raises:
@@ -42,11 +44,11 @@ def available_memory(device: torch.device | str) -> int:
         require_statistics(device)
         free, total = _device_memory(device)
         allocated = torch.cuda.memory_allocated(device)
-        free += torch.cuda.memory_reserved(device) - allocated - int(_CUDA_MARGIN * total)
-        free = min(free, int(_memory_fraction(device) * total) - allocated)
+        mine = free + int(torch.cuda.memory_reserved(device))
+        free = min(mine - allocated - int(_CUDA_MARGIN * mine), int(_memory_fraction(device) * total) - allocated)
     else:
         free, total = _device_memory(device)
-        free -= int(_CUDA_MARGIN * total)
+        free -= int(_MARGIN * total)
     return max(0, min([free, *limits]))
 
 

@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass, replace
 
-from lightning_ga.memory.segments import SegmentRules, replay_segments
+from lightning_ga.memory.segment_replay import replay_segments
+from lightning_ga.memory.segment_rules import SegmentRules
+from lightning_ga.memory.segments import Peaks
 from lightning_ga.memory.trace import MemoryTrace
 from lightning_ga.plan.records import Trial
 from lightning_ga.probe.prediction import PeakPredictor, extrapolate
@@ -40,14 +42,20 @@ class Curve:
     rules: SegmentRules | None = None  # how the allocator cuts its blocks out of segments, if it does
     shift: tuple[int, int] = (1, 0)  # size of the largest step that ran, and bytes by which its needs were missed
 
+    @property
+    def misses_blocks(self) -> bool:
+        """Whether a replay of segments lacks blocks, and so holes: the allocator's own traces did not align."""
+        return self.rules is not None and self.replay is not None and any(map(any, self.lines))
+
     def __call__(self, samples: int) -> int:
         """Peak bytes at a size."""
-        return self._unseen(samples) + self._seen(samples)[0]
+        return self._unseen(samples) + self._seen(samples).allocated
 
     def needs(self, samples: int) -> int:
         """Bytes that a budget must leave: with segments, what the allocator reserves for that peak."""
         size, missed = self.shift
-        return self._foreseen(samples) + (missed * max(size, samples) // size if missed > 0 else missed)
+        foreseen = self._unseen(samples) + self._seen(samples).needed
+        return foreseen + (missed * max(size, samples) // size if missed > 0 else missed)
 
     def through(self, step: Step) -> "Curve":
         """Shift a curve by what it missed of a step's needs: a large step tells what smaller ones do not.
@@ -55,12 +63,10 @@ class Curve:
         What is missing grows with the samples. For small steps segments may be left that hold more than they need.
         """
         reserved, small = step.reserved_bytes, self.rules is not None and step.samples <= self.samples[1]
-        foreseen = self(step.samples) if reserved is None else self._foreseen(step.samples)
-        missed = (step.trial.peak_bytes if reserved is None else reserved) - foreseen
+        seen = self._seen(step.samples)
+        missed = step.trial.peak_bytes - seen.allocated if reserved is None else reserved - seen.reserved
+        missed -= self._unseen(step.samples)
         return replace(self, shift=(step.samples, min(0, missed) if small else missed))
-
-    def _foreseen(self, samples: int) -> int:
-        return self._unseen(samples) + self._seen(samples)[1]
 
     def confirms(self, trial: Trial, traces: tuple[MemoryTrace, ...]) -> bool:
         """Whether a further trial has the predicted peak, and the stream of one of its traces.
@@ -75,14 +81,14 @@ class Curve:
         low, high = self.samples
         return max(0, *(end + max(0, end - start) * (samples - high) // (high - low) for start, end in self.lines))
 
-    def _seen(self, samples: int) -> tuple[int, int]:
-        """Bytes handed out, and bytes reserved for them."""
+    def _seen(self, samples: int) -> Peaks:
+        """Bytes of the replay."""
         if self.replay is None:
-            return 0, 0
+            return Peaks(0, 0, 0)
         if self.rules is not None:
             return replay_segments(self.replay.sizes(samples), self.replay.second, self.rules)
         peak = self.replay(samples)
-        return peak, peak
+        return Peaks(peak, peak, peak)
 
 
 def fit_curve(fitting: list[Step], rounding: int, *, rules: SegmentRules | None = None) -> Curve | None:

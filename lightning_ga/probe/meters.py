@@ -14,12 +14,13 @@ from lightning_ga.memory.allocator import WITH_STATISTICS, AllocatorMeter
 from lightning_ga.memory.attribution import StepOrigins
 from lightning_ga.memory.device import available_memory, is_emulated
 from lightning_ga.memory.origin_meter import OriginMeter, Owners
-from lightning_ga.memory.segments import ROUNDING, SegmentRules
+from lightning_ga.memory.segment_rules import ROUNDING, SegmentRules
 from lightning_ga.memory.trace import MemoryTrace
 
 # Share of a CPU's available memory that a step may take: the rest is for kernels' scratch and other processes.
 CPU_SHARE = 0.8
 UNBOUNDED = 1 << 60
+GARBAGE = 0.005  # share of a device's room that may be held by what nobody refers to any more
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,9 @@ class Meter(Protocol):
 
     def room(self) -> int:
         """Return the bytes that the device can still give."""
+
+    def may_hold_garbage(self, tensors: Iterable[Tensor | None]) -> bool:
+        """Return whether memory may be held by what only the cycle collector finds, besides these tensors."""
 
     def run(self, step: Callable[[], object], samples: int, *, budget: int, record: bool) -> Measurement:
         """Run a step of so many samples; ``record`` asks for its traces."""
@@ -123,6 +127,10 @@ class TensorMeter:
             return self._given
         return int((CPU_SHARE if self.deadly else 1) * available_memory(self.device))
 
+    def may_hold_garbage(self, tensors: Iterable[Tensor | None]) -> bool:
+        """Return whether memory may be held by what only the cycle collector finds: it cannot be told."""
+        return not self.deadly
+
     def run(self, step: Callable[[], object], samples: int, *, budget: int, record: bool) -> Measurement:
         """Run a step; it is recorded in any case, as that changes nothing here."""
         self._tensors.start(record=True, budget=budget)
@@ -176,6 +184,10 @@ class CachingMeter:
     def room(self) -> int:
         """Return the bytes that the device can still give."""
         return available_memory(self.device)
+
+    def may_hold_garbage(self, tensors: Iterable[Tensor | None]) -> bool:
+        """Return whether much more is alive than these tensors."""
+        return self.count(tensors) - self._tensors.live_bytes > GARBAGE * self.room()
 
     def run(self, step: Callable[[], object], samples: int, *, budget: int, record: bool) -> Measurement:
         """Run a step: the device's own limit stops it."""

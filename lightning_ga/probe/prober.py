@@ -100,9 +100,9 @@ class Prober:
     def _running(self) -> Iterator[None]:
         """Return a context in which optimizers are watched and the budget is kept to.
 
-        ``gc.collect`` leaves older objects aside inside: it takes half a second in a process of usual size.
+        ``gc.collect`` leaves older objects aside inside.
         """
-        if not self._meter.deadly:  # what no one refers to any more may hold memory of the device
+        if self._meter.may_hold_garbage(self._resident()):  # a full collection takes seconds in a large process
             gc.collect()
         mine = gc.get_freeze_count() == 0
         hook = register_optimizer_step_pre_hook(self._on_optimizer_step)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import isqrt, sqrt
 
-from lightning_ga.memory.segments import SegmentRules
+from lightning_ga.memory.segment_rules import SegmentRules
 from lightning_ga.memory.trace import MemoryTrace
 from lightning_ga.plan.records import Method, Trial
 from lightning_ga.probe.curve import Curve, Step, fit_curve
@@ -22,7 +22,9 @@ from lightning_ga.probe.prediction import PeakPredictor, largest_fitting
 
 CURVE_POINTS = 32
 ENOUGH = 0.99  # of what may still fit: no further trial where sizes are not exact
+MANY_TRIALS, NEARLY = 5, 0.98  # after so many, two samples in a hundred are not worth another
 MOST_TRIALS = 12  # where sizes are not exact
+HOLES = 200  # part of the budget that holes take which no trace shows: half a percent
 # Percent of the budget to spare after each failure. What an allocator reserved for a step that fits corrects the
 # prediction, so it is better to have one soon than to fail again.
 SPARES, EXACT_SPARES = (8, 25), (2, 4, 8)
@@ -114,7 +116,7 @@ class Search:
     ) -> None:
         self.budget = budget
         self.rounding = rounding
-        self.rules = rules
+        self.rules = None if rules is None else replace(rules, budget=budget)
         self.predict_only = predict_only
         self._closest = int(closest * budget)
         self.limit = 0
@@ -230,7 +232,8 @@ class Search:
     def _is_enough(self, guess: int) -> bool:
         """Whether the limit, tried beyond the traces, is near enough to where it should be, or trials are used up."""
         beyond = self.limit > max(self._sizes) or self._misses > 0
-        return (beyond and self.limit >= ENOUGH * guess) or (self.limit > 0 and self._trials >= MOST_TRIALS)
+        enough = ENOUGH if self._trials < MANY_TRIALS else NEARLY
+        return (beyond and self.limit >= enough * guess) or (self.limit > 0 and self._trials >= MOST_TRIALS)
 
     def _is_proven(self) -> bool:
         """Whether a replay counts as a trial: one confirmed it, and none ever contradicted it."""
@@ -241,12 +244,17 @@ class Search:
         low, high = self.limit, self.ceiling - 1
         if self._curve is None:
             return _between(low, self.ceiling) if self._misses else min(2 * low, high)
+        large = low > max(self._sizes)  # a large step is in the curve: it is nearly right
+        blind = self._curve.misses_blocks and not large
         guess = largest_fitting(self._curve.needs, low + 1, self._high, self.budget)
+        if blind and guess > HOLES:  # below, the last sample that does not fit leaves as much
+            guess = largest_fitting(self._curve.needs, low + 1, self._high, self.budget - self.budget // HOLES)
         if guess < self.ceiling:
-            return guess
+            # What failed just above tells more than the last bytes of a prediction.
+            return max(low, min(guess, high - high // 100)) if self._misses and large and self.rounding > 1 else guess
         # The curve said that the size that failed fits. An allocator may be fragmented: spare some of the budget.
         spares = SPARES if self.rounding > 1 else EXACT_SPARES
-        if self.rounding > 1 and low > max(self._sizes):  # a large step is in the curve: it is nearly right
+        if self.rounding > 1 and large:
             guess = high - high // 100 if self._misses == 1 else 0
         elif (self._replay is not None or len(self._curve.lines) > 1) and self._misses <= len(spares):
             spare = self.budget * spares[self._misses - 1] // 100

@@ -4,6 +4,7 @@ import doctest
 import importlib
 import json
 import logging
+import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -16,7 +17,7 @@ from torch import nn
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT))  # benchmarks are not installed
 
-from benchmarks import gpu, output, probe  # noqa: E402
+from benchmarks import allocator, gpu, output, probe  # noqa: E402
 from benchmarks.probing import cells, emulation, models, prediction, programs, tables, throughput  # noqa: E402
 from benchmarks.probing.cells import Cell  # noqa: E402
 from benchmarks.probing.devices import EMULATED, FAKE, TRAINER, memory  # noqa: E402
@@ -273,3 +274,28 @@ def test_a_device_is_fresh() -> None:
             Training(TINY).step(4)
     with memory(EMULATED, 4096), pytest.raises(torch.OutOfMemoryError):
         Training(TINY)
+
+
+def test_settings_of_the_allocator_are_told_in_80_columns_and_judged() -> None:
+    """The worst cell decides; the device is named, as it may be simulated."""
+    cell = {"model": "MLP", "gib": 2.0, "found": 99, "limit": 100, "steps": 4, "failed": 0, "errors": 0}
+    record = {
+        "device": "Simulated CUDA device",
+        "models": ["MLP"],
+        "budgets": [2.0],
+        "settings": {name: [cell] for name in allocator.SETTINGS},
+    }
+    assert all(target.met for target in allocator.targets(record["settings"]))
+    worse = {"as it is": [cell, cell | {"found": 97, "steps": 7, "errors": 2}]}
+    assert [target.met for target in allocator.targets(worse)] == [False] * 4
+    shown = allocator.text(record)
+    assert max(map(len, shown.splitlines())) <= output.WIDTH
+    assert "Simulated" in shown
+
+
+def test_the_gpu_benchmarks_need_neither_hydra_nor_the_hub_of_timm() -> None:
+    """On a machine with a GPU, PyTorch, Lightning and timm are enough."""
+    blocked = "import sys; sys.modules |= dict.fromkeys(('hydra', 'omegaconf', 'huggingface_hub'))"
+    code = f"{blocked}; import benchmarks.gpu, benchmarks.soak; benchmarks.gpu.MODELS['resnet34d 32'].build()"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -163,7 +163,7 @@ def test_cuda_memory_and_the_fraction_that_enforces_a_budget(monkeypatch: pytest
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 100)
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: fractions[-1], raising=False)
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, device: fractions.append(share))
-    assert (available_memory(device), total_memory(device)) == (600 + 200 - 50, 1000)
+    assert (available_memory(device), total_memory(device)) == (600 + 200 - 9, 1000)
     with enforced_budget(device, 250):
         assert fractions == [1.0, 0.2505]  # CUDA cuts 250.5 bytes off to 250
         assert available_memory(device) == 250 - 100

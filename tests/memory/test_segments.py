@@ -12,7 +12,9 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from lightning_ga.memory.segments import KIB, MIB, SegmentRules, Segments, replay_segments
+from lightning_ga.memory.segment_replay import replay_segments
+from lightning_ga.memory.segment_rules import KIB, MIB, SegmentRules
+from lightning_ga.memory.segments import Segments
 from lightning_ga.memory.trace import MemoryTrace, Segment
 from lightning_ga.plan.records import ProbeResult, Trial, outdated
 from lightning_ga.probe.search import Search, trace_sizes
@@ -90,6 +92,29 @@ def test_of_equal_holes_the_lowest_is_used() -> None:
     assert [segments.allocate(12 * MIB).address for _ in range(4)] == [place * 12 * MIB for place in range(4)]
 
 
+def test_whole_blocks_go_back_where_the_budget_has_no_room_left() -> None:
+    """Those that ``max_split_size_mb`` gives out whole; more than there are to give back is needed otherwise."""
+    segments = Segments(SegmentRules(max_split_size=32 * MIB, budget=100 * MIB))
+    whole = segments.allocate(60 * MIB)
+    segments.allocate(30 * MIB)
+    segments.release(whole)
+    segments.allocate(31 * MIB)
+    assert segments.reserved == 62 * MIB
+    assert segments.peaks == (90 * MIB, 90 * MIB, 90 * MIB)
+    segments.allocate(40 * MIB)
+    assert segments.peaks.needed > 100 * MIB
+
+
+def test_what_was_free_for_long_goes_back_above_a_threshold() -> None:
+    """``garbage_collection_threshold``: half of 100 MiB is passed when the third block asks for a segment."""
+    segments = Segments(SegmentRules(collection=0.5, budget=100 * MIB))
+    segments.release(segments.allocate(40 * MIB))
+    segments.allocate(45 * MIB)
+    segments.allocate(70 * MIB)
+    assert segments.reserved == 116 * MIB
+    assert segments.peaks.reserved == 116 * MIB
+
+
 def layout_of(held: list[Any], numbers: dict[int, int]) -> tuple[Segment, ...]:
     """The segments of all blocks that are held, with the numbers of those that have one."""
     heads: dict[int, Any] = {}
@@ -137,7 +162,7 @@ def test_holes_between_what_was_there_before_are_used(before: list[Action], duri
             device.release(blocks.pop(number))
             events.append(~number)
     trace = MemoryTrace(1, (alive - sum(size for size, _ in initial), *sizes), tuple(events), layout=layout)
-    assert replay_segments(trace.sizes, trace) == (peak, device.reserved)
+    assert replay_segments(trace.sizes, trace) == (peak, device.reserved, device.reserved)
 
 
 def stream(samples: int) -> MemoryTrace:

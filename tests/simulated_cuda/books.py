@@ -2,12 +2,16 @@
 
 import random
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from lightning_ga.memory.allocator import AllocatorMeter
-from lightning_ga.memory.segments import MIB, SegmentRules, Segments, replay_segments
+from lightning_ga.memory.segment_replay import replay_segments, segments_of
+from lightning_ga.memory.segment_rules import MIB, SegmentRules
+from lightning_ga.memory.segments import Segments
 
 Sizes = Callable[[random.Random], int]
 SIZES: dict[str, Sizes] = {
@@ -35,7 +39,8 @@ class Both:
     """A block in both allocators."""
 
     def __init__(self, segments: Segments, size: int) -> None:
-        self.tensor, self.segments, self.block = on_device(size), segments, segments.allocate(size)
+        self.segments, self.block = segments, segments.allocate(size)
+        self.tensor = on_device(size)
 
     def __del__(self) -> None:
         self.segments.release(self.block)
@@ -52,7 +57,7 @@ def same_books(programs: int, setting: str = "") -> None:
         for seed in range(programs):
             torch.cuda.empty_cache()
             assert torch.cuda.memory_reserved() == 0
-            choices, segments, held = random.Random(seed), Segments(rules), []
+            choices, segments, held = random.Random(seed), segments_of(rules), []
             for step in range(400):
                 random_steps(choices, sizes, held, lambda size, books=segments: Both(books, size), 1)
                 real = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
@@ -75,8 +80,36 @@ def same_replay(programs: int, setting: str = "") -> None:
             trace, reserved = meter.trace(1), torch.cuda.max_memory_reserved()
             assert undisturbed
             assert trace is not None
-            assert replay_segments(trace.sizes, trace, rules) == (peak, reserved), (name, seed)
+            assert replay_segments(trace.sizes, trace, rules)[:2] == (peak, reserved), (name, seed)
             held.clear()
+
+
+BUDGET = 400 * MIB
+
+
+def same_under_pressure(programs: int, setting: str = "") -> None:
+    """Where memory is short, the same blocks go back to the device, up to the first request that finds no room."""
+    rules = replace(rules_with(setting), budget=BUDGET)
+    meter = AllocatorMeter(torch.device("cuda", 0))
+    torch.cuda.set_per_process_memory_fraction((BUDGET + 0.5) / torch.cuda.mem_get_info()[1])
+    ended = 0
+    for name, sizes in SIZES.items():
+        for seed in range(programs):
+            torch.cuda.empty_cache()
+            choices, segments, held = random.Random(seed), segments_of(rules), []
+            before = meter.troubles()
+            for step in range(400):
+                with suppress(torch.OutOfMemoryError):
+                    random_steps(choices, sizes, held, lambda size, books=segments: Both(books, size), 1)
+                if meter.troubles() != before:
+                    ended += 1
+                    break
+                assert segments.peaks.needed <= BUDGET, (name, seed, step)
+                real = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+                assert real == (segments.allocated, segments.reserved), (name, seed, step)
+            assert (meter.troubles() != before) == (segments.peaks.needed > BUDGET), (name, seed)
+            held.clear()
+    assert ended > programs
 
 
 def rules_with(setting: str) -> SegmentRules:
@@ -93,7 +126,10 @@ def told_of_settings() -> None:
     """Rules that ``Segments`` does not know are noticed, also where they were set at run time."""
     meter = AllocatorMeter(torch.device("cuda", 0))
     assert meter.rules == SegmentRules()
-    for setting in ("expandable_segments:True", "max_split_size_mb:64,max_non_split_rounding_mb:64"):
+    for setting in (
+        "expandable_segments:True,large_segment_size_mb:64",
+        "max_split_size_mb:64,max_non_split_rounding_mb:64",
+    ):
         torch._C._accelerator_setAllocatorSettings(setting)
         assert meter.rules is None, setting
         torch._C._accelerator_setAllocatorSettings("expandable_segments:False")

@@ -24,8 +24,9 @@ constexpr const char* NAMES[COUNTERS] = {"launches", "products", "stream_waits",
                                          "copies_on_device", "fills", "mallocs", "frees", "memory_queries"};
 
 struct Block {
-  size_t bytes;
+  size_t bytes;  // of addresses
   int device;
+  size_t taken;
 };
 
 std::mutex mutex;
@@ -142,12 +143,13 @@ void discharge(size_t bytes, int device) {
   used[device] -= bytes;
 }
 
-void* allocate(size_t bytes, int device) {
+void* allocate(size_t bytes, int device, size_t rounding) {
+  size_t taken = (bytes + rounding - 1) / rounding * rounding;
   bytes = (bytes + PAGE - 1) / PAGE * PAGE;
-  if (!charge(bytes, device)) return nullptr;
+  if (!charge(taken, device)) return nullptr;
   std::lock_guard guard(mutex);
   char* address = grows_down() ? highest_gap(bytes) : lowest_gap(bytes);
-  blocks[address] = {bytes, device};
+  blocks[address] = {bytes, device, taken};
   return address;
 }
 
@@ -155,9 +157,9 @@ bool release(void* address) {
   std::lock_guard guard(mutex);
   auto found = blocks.find((char*)address);
   if (found == blocks.end()) return false;
-  auto [bytes, device] = found->second;
+  auto [bytes, device, taken] = found->second;
   if (bytes > KEPT) madvise(address, bytes, MADV_DONTNEED);
-  used[device] -= bytes;
+  used[device] -= taken;
   blocks.erase(found);
   return true;
 }
@@ -165,7 +167,7 @@ bool release(void* address) {
 void map(void* address, size_t bytes, int device) {
   mprotect(address, bytes, PROT_READ | PROT_WRITE);
   std::lock_guard guard(mutex);
-  blocks[(char*)address] = {bytes, device};
+  blocks[(char*)address] = {bytes, device, bytes};
 }
 
 void unmap(void* address, size_t bytes) {

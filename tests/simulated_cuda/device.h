@@ -37,7 +37,7 @@ size_t total_bytes();
 size_t free_bytes(int device);
 size_t used_bytes(int device);
 size_t& most_used_bytes(int device);  // since it was last set
-void* allocate(size_t bytes, int device);  // null when the device is full
+void* allocate(size_t bytes, int device, size_t rounding = PAGE);  // null when the device is full
 bool release(void* address);
 int device_of(const void* address);  // -1 for the host's memory
 void* allocate_pinned(size_t bytes);

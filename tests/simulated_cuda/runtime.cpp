@@ -19,9 +19,11 @@ thread_local cudaError_t last_error = cudaSuccess;
 
 cudaError_t failed(cudaError_t error) { return last_error = error; }
 
-cudaError_t take(void** address, size_t bytes) {
+constexpr size_t POOL_ROUNDING = 512;  // of cudaMallocAsync
+
+cudaError_t take(void** address, size_t bytes, size_t rounding = PAGE) {
   count(MALLOC);
-  *address = allocate(bytes, current);
+  *address = allocate(bytes, current, rounding);
   return *address ? cudaSuccess : failed(cudaErrorMemoryAllocation);
 }
 
@@ -35,15 +37,22 @@ void count_copy(const void* to, const void* from) {
   count(leaves && arrives ? ON_DEVICE : leaves ? TO_HOST : FROM_HOST);
 }
 
+// Without values, nothing is written into the device's memory: large steps take none of the host's.
+bool has_values() {
+  static const char* which = getenv("SIMULATED_CUDA_VALUES");
+  static const bool some = !which || strcmp(which, "none");
+  return some;
+}
+
 cudaError_t copy(void* to, const void* from, size_t bytes) {
   count_copy(to, from);
-  if (bytes && to != from) memmove(to, from, bytes);
+  if (bytes && to != from && (has_values() || device_of(to) < 0)) memmove(to, from, bytes);
   return cudaSuccess;
 }
 
 cudaError_t fill(void* address, int value, size_t bytes) {
   count(FILL);
-  memset(address, value, bytes);
+  if (has_values()) memset(address, value, bytes);
   return cudaSuccess;
 }
 
@@ -57,7 +66,9 @@ int capability() {
 // ---- memory ----
 EXPORT cudaError_t cudaMalloc(void** address, size_t bytes) { return take(address, bytes); }
 EXPORT cudaError_t cudaMallocManaged(void** address, size_t bytes, unsigned) { return take(address, bytes); }
-EXPORT cudaError_t cudaMallocAsync(void** address, size_t bytes, cudaStream_t) { return take(address, bytes); }
+EXPORT cudaError_t cudaMallocAsync(void** address, size_t bytes, cudaStream_t) {
+  return take(address, bytes, POOL_ROUNDING);
+}
 EXPORT cudaError_t cudaFree(void* address) { return give(address); }
 EXPORT cudaError_t cudaFreeAsync(void* address, cudaStream_t) { return give(address); }
 

@@ -15,12 +15,27 @@ if device_counters.is_loaded():
 
 @pytest.mark.parametrize(
     "setting",
-    ["", "max_split_size_mb:32", "roundup_power2_divisions:4", "roundup_power2_divisions:[4:2,16:8,64:1,>:2]"],
+    [
+        "",
+        "max_split_size_mb:32",
+        "roundup_power2_divisions:4",
+        "roundup_power2_divisions:[4:2,16:8,64:1,>:2]",
+        "expandable_segments:True",
+    ],
 )
 @pytest.mark.parametrize(("check", "programs"), [("same_books", 2), ("same_replay", 40)])
 def test_the_books_are_those_of_the_allocator(check: str, programs: int, setting: str, tmp_path: Path) -> None:
     """In a process of its own: blocks of earlier tests would have holes."""
     ended = forked(getattr(books, check), programs, setting, folder=tmp_path)
+    assert ended.code == 0, ended.output
+
+
+@pytest.mark.parametrize(
+    "setting",
+    ["", "max_split_size_mb:32", "garbage_collection_threshold:0.5", "expandable_segments:True"],
+)
+def test_the_books_give_back_what_the_allocator_gives_back(setting: str, tmp_path: Path) -> None:
+    ended = forked(books.same_under_pressure, 12, setting, folder=tmp_path)
     assert ended.code == 0, ended.output
 
 

@@ -1,0 +1,232 @@
+"""Is the limit found under every setting of CUDA's allocator? ``python -m benchmarks.allocator``.
+
+Each setting has a process of its own, as most hold from its start. In it, every model looks for the limit in every
+budget, which training steps of that size and of one sample more confirm. ``cuda:1`` is left out where there is one
+device.
+Without a GPU, on the simulated device::
+
+    SIMULATED_CUDA_DEVICES=2 SIMULATED_CUDA_VALUES=none sh tests/simulated_cuda/run.sh PYTHON \\
+        tests/simulated_cuda/device_values.py benchmarks.allocator
+
+Exits with 1 if a target is missed, and with 2 where there is no CUDA device.
+"""
+
+import argparse
+import ctypes
+import gc
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.output import RESULTS, as_text, read_json, write_json
+from benchmarks.probe import quiet
+from benchmarks.probing.cells import HIGH, SMALL, exhaustive, passes
+from benchmarks.probing.devices import GIB, capped_cuda
+from benchmarks.probing.models import MODELS
+from benchmarks.probing.tables import Target, shown
+from benchmarks.probing.training import Training
+from lightning_ga import find_micro_batch
+
+FOUND, MEDIAN, MOST, ERRORS = 0.98, 4, 6, 1
+BUDGETS = (2.0, 8.0, 24.0)  # GiB
+SMALL_IMAGES, FEW_GIB = "resnet34d 32", 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """How a user has set the allocator up.
+
+    Attributes:
+        text: ``PYTORCH_CUDA_ALLOC_CONF``.
+        device: Where the training is.
+        bounded: What bounds it: ``"budget"`` is the argument, ``"fraction"`` one that was set before, ``"others"``
+            memory that is taken outside of PyTorch's allocator.
+    """
+
+    text: str = ""
+    device: str = "cuda:0"
+    bounded: str = "budget"
+
+
+SETTINGS = {
+    "as it is": Setting(),
+    "expandable_segments": Setting("expandable_segments:True"),
+    "max_split_size_mb:128": Setting("max_split_size_mb:128"),
+    "max_split_size_mb:512": Setting("max_split_size_mb:512"),
+    "roundup_power2:4": Setting("roundup_power2_divisions:4"),
+    "roundup_power2:8": Setting("roundup_power2_divisions:8"),
+    "garbage_collection:0.6": Setting("garbage_collection_threshold:0.6"),
+    "a fraction, set before": Setting(bounded="fraction"),
+    "other processes": Setting(bounded="others"),
+    "cuda:1": Setting(device="cuda:1"),
+    "cudaMallocAsync": Setting("backend:cudaMallocAsync"),
+}
+
+
+def measure(setting: Setting, model: str, gib: float) -> dict[str, Any]:
+    """Look for the limit in one budget, then confirm it."""
+    budget = int(gib * GIB)
+    with _bounded(setting, budget):
+        training = Training(MODELS[model], setting.device)
+        started = time.process_time()
+        found = find_micro_batch(
+            training.step,
+            high=HIGH,
+            budget=budget if setting.bounded == "budget" else None,
+            device=setting.device,
+            resident=training.resident,
+        )
+        seconds, errors = time.process_time() - started, training.counter.ooms
+        del training
+        return {
+            "model": model,
+            "gib": gib,
+            "found": found.limit,
+            "limit": _true_limit(model, setting.device, found.limit),
+            "method": found.method,
+            "steps": found.steps,
+            "failed": sum(not trial.fits for trial in found.trials),
+            "errors": errors,
+            "cpu_seconds": round(seconds, 2),
+        }
+
+
+def _true_limit(model: str, device: str, guess: int) -> int:
+    gc.collect()
+    torch.cuda.empty_cache()
+    training = Training(MODELS[model], device)
+    training.step(SMALL)
+    return exhaustive(lambda size: passes(training, size), guess)
+
+
+@contextmanager
+def _bounded(setting: Setting, budget: int) -> Iterator[None]:
+    gc.collect()
+    with torch.cuda.device(setting.device):
+        torch.cuda.init()
+        if setting.bounded != "others":
+            with capped_cuda(budget):
+                yield
+            return
+        torch.cuda.empty_cache()
+        taken = _take(torch.cuda.mem_get_info()[0] - budget)
+        try:
+            yield
+        finally:
+            gc.collect()
+            torch.cuda.empty_cache()
+            _cuda().cudaFree(taken)
+
+
+def _take(size: int) -> ctypes.c_void_p:
+    """Take memory of the current device that PyTorch's allocator does not know of, as another process would."""
+    taken = ctypes.c_void_p()
+    code = _cuda().cudaMalloc(ctypes.byref(taken), ctypes.c_size_t(size))
+    if code:
+        raise RuntimeError(f"cudaMalloc of {size} bytes failed with {code}.")
+    return taken
+
+
+def _cuda() -> Any:
+    """CUDA's runtime as this process has it."""
+    here = ctypes.CDLL(None)
+    return here if hasattr(here, "cudaMalloc") else ctypes.CDLL(f"libcudart.so.{torch.version.cuda.split('.')[0]}")
+
+
+def _cells(models: Sequence[str], gibs: Sequence[float]) -> list[tuple[str, float]]:
+    """Pair models and budgets; without cuDNN, convolutions are launched sample by sample: few small images then."""
+    few = [] if torch.backends.cudnn.enabled else [SMALL_IMAGES]
+    return [(model, gib) for gib in gibs for model in models if model not in few or gib <= FEW_GIB]
+
+
+def measured_apart(name: str, folder: Path) -> list[dict[str, Any]]:
+    """Measure all cells of a setting in a process of its own, started as this one was."""
+    path = folder / "cells.json"
+    environment = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": SETTINGS[name].text}
+    subprocess.run([*sys.orig_argv, "--only", name, "--record", str(path)], env=environment, check=True)
+    cells: list[dict[str, Any]] = json.loads(path.read_text())
+    return cells
+
+
+def targets(settings: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Target]:
+    """Judge all cells of all settings."""
+    cells = [cell for each in settings.values() for cell in each]
+    least = min((cell["found"] / cell["limit"] for cell in cells), default=0.0)
+    steps = [cell["steps"] for cell in cells] or [0]
+    errors = max((cell["errors"] for cell in cells), default=0)
+    median = max((statistics.median(cell["steps"] for cell in each) for each in settings.values()), default=0)
+    return [
+        Target("found ÷ limit, least", least, least >= FOUND, f"at least {FOUND}"),
+        Target("training steps, median of the worst setting", median, median <= MEDIAN, f"at most {MEDIAN}"),
+        Target("training steps, most", max(steps), max(steps) <= MOST, f"at most {MOST}"),
+        Target("out-of-memory errors of a search, most", errors, errors <= ERRORS, f"at most {ERRORS}"),
+    ]
+
+
+def text(record: Mapping[str, Any]) -> str:
+    """A row for each setting."""
+    table = shown("setting", ("cells", "found ÷ limit", "least", "steps", "most", "OOMs, most"))
+    for name, cells in record["settings"].items():
+        shares, steps = [cell["found"] / cell["limit"] for cell in cells], [cell["steps"] for cell in cells]
+        numbers = (f"{statistics.median(shares):.3f}", f"{min(shares):.3f}", f"{statistics.median(steps):g}")
+        table.add_row(name, str(len(cells)), *numbers, str(max(steps)), str(max(cell["errors"] for cell in cells)))
+    gibs = ", ".join(f"{gib:g}" for gib in record["budgets"])
+    caption = f"{record['device']}: {len(record['models'])} models, each in {gibs} GiB. found ÷ limit and steps:\n"
+    return as_text(table, caption + "median over cells. OOMs, most: errors caught in one search.")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, show, write; 1 if a target is missed, 2 without a CUDA device."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.allocator", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--settings", nargs="*", default=list(SETTINGS), choices=list(SETTINGS), help="default: all")
+    parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS), help="default: all")
+    parser.add_argument("--budgets", nargs="*", type=float, default=list(BUDGETS), help=f"GiB (default: {BUDGETS})")
+    parser.add_argument("--only", choices=list(SETTINGS), help=argparse.SUPPRESS)  # in a process of its own
+    parser.add_argument("--record", type=Path, help=argparse.SUPPRESS)
+    asked = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        print("benchmarks.allocator needs a CUDA device, and PyTorch sees none.", file=sys.stderr)
+        return 2
+    quiet()
+    if asked.only:
+        cells = [measure(SETTINGS[asked.only], model, gib) for model, gib in _cells(asked.models, asked.budgets)]
+        asked.record.write_text(json.dumps(cells))
+        return 0
+    record = measured(asked)
+    print(text(record))
+    for target in record["targets"]:
+        print(f"{'met   ' if target['met'] else 'MISSED'} {target['what']}: {target['value']:.3g}, {target['asked']}")
+    return int(not all(target["met"] for target in record["targets"]))
+
+
+def measured(asked: argparse.Namespace) -> dict[str, Any]:
+    """Measure setting by setting; each is kept, beside those that were measured before in the same cells."""
+    record: dict[str, Any] = {"device": torch.cuda.get_device_name(), "models": asked.models, "budgets": asked.budgets}
+    before = read_json("allocator") if (RESULTS / "allocator.json").exists() else {}
+    same = all(before.get(name) == value for name, value in record.items())
+    record["settings"] = before["settings"] if same else {}
+    for name in asked.settings:
+        if torch.device(SETTINGS[name].device).index >= torch.cuda.device_count():
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            record["settings"][name] = measured_apart(name, Path(folder))
+        record["targets"] = [asdict(target) for target in targets(record["settings"])]
+        write_json("allocator", record)
+    return record
+
+
+if __name__ == "__main__":
+    sys.exit(main())
