@@ -73,18 +73,19 @@ class PiecewiseRun:
         sizes = plan_accumulation(samples, micro_batch=most).chunks[0]
         sizes = sizes if pieces is None else split_evenly(samples, pieces)
         with whole_batch_metrics(self._attempts.state.metrics):
-            outcome = run_pieces(even_pieces(sizes), self._run_piece)
-        results, weights = zip(*outcome.results)
-        sizes = tuple(piece.samples for piece in outcome.pieces)
+            done = run_pieces(even_pieces(sizes), self._run_piece)
+        results, weights = zip(*(ran for _, ran in done))
+        sizes = tuple(piece.samples for piece, _ in done)
         return BatchResult(results, sizes, weights, tuple(self._refused), self._draws)
 
-    def _run_piece(self, piece: Piece) -> tuple[bool, Any]:
-        """Run one piece: whether it went through, and what it returned and weighs."""
+    def _run_piece(self, piece: Piece) -> tuple[Any, float] | None:
+        """Run one piece; return its result and what it weighs, or ``None`` if memory ran out."""
         task, attempts = self._task, self._attempts
         while True:
             taken = attempts.attempt(task.stage, partial(self._take, piece))
             if taken.failure is not None:
-                return self._failed(piece.samples, task.batch, taken.failure)
+                self._failed(piece.samples, task.batch, taken.failure)
+                return None
             tried = task.attempt(piece)
             ran = attempts.attempt(task.stage, partial(self._run, tried, taken.result))
             if not isinstance(ran.result, _PieceError):
@@ -92,14 +93,15 @@ class PiecewiseRun:
             self._cut_otherwise(ran.result.error, piece, tried)
         if ran.failure is not None:
             self._drop(tried, ran.failure)
-            return self._failed(piece.samples, taken.result, ran.failure)
+            self._failed(piece.samples, taken.result, ran.failure)
+            return None
         attempts.learn()
         if self._failure is not None:  # a step that failed before it came to wait for the others
             attempts.raise_if_others_wait(task.stage, self._failure)
             self._draws = self._draws or attempts.state.draws_numbers()
         weight = task.weigh(taken.result, piece)
         self._ledger.keep(weight, piece.samples)
-        return True, (ran.result, weight)
+        return ran.result, weight
 
     def _take(self, piece: Piece) -> Any:
         """Cut a piece, and keep what may change before it has run."""
@@ -121,10 +123,9 @@ class PiecewiseRun:
         self._ledger.drop()
         self._attempts.undo(self._task.stage, tried.undo, failure)
 
-    def _failed(self, samples: int, part: Any, failure: Exception) -> tuple[bool, None]:
+    def _failed(self, samples: int, part: Any, failure: Exception) -> None:
         self._failure, self._anew = failure, True
         self._refuse(samples, part, failure)
-        return False, None
 
     def _refuse(self, samples: int, part: Any, failure: Exception) -> None:
         """Note that so many samples do not fit."""
