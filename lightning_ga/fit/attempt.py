@@ -21,15 +21,10 @@ _EXCHANGES = "its step exchanges values with the other ranks (all_gather, all_re
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """What came of an attempt.
+    """What came of an attempt."""
 
-    Attributes:
-        result: What was returned.
-        failure: The out-of-memory error that ended it; ``None`` if it went through.
-    """
-
-    result: Any = None
-    failure: Exception | None = None
+    result: Any = None  # what was returned
+    failure: Exception | None = None  # the out-of-memory error that ended it; ``None`` if it went through
 
 
 class AttemptRunner:

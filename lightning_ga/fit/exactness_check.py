@@ -37,15 +37,10 @@ _SEEDS = 8  # further passes with other random numbers, where some are drawn
 
 @dataclass(frozen=True, slots=True)
 class Verdicts:
-    """The results of the check.
+    """The results of the check."""
 
-    Attributes:
-        training: For the micro-batches that training runs.
-        splitting: For batches that are cut in the step.
-    """
-
-    training: Exactness
-    splitting: Exactness
+    training: Exactness  # for the micro-batches that training runs
+    splitting: Exactness  # for batches that are cut in the step
 
     def unless(self, other: "Verdicts") -> "Verdicts":
         """Return these verdicts, with those of the other check where only that found something inexact."""
@@ -57,19 +52,12 @@ class Verdicts:
 
 @dataclass(frozen=True, slots=True)
 class _Passes:
-    """The results of micro-batches run one after the other.
+    """The results of micro-batches run one after the other."""
 
-    Attributes:
-        gradients: The gradient of each.
-        changed: Names of the state that they changed besides gradients.
-        changed_in_step: Those that ``training_step`` or the backward pass changed, and no hook.
-        draws: Whether random numbers were drawn.
-    """
-
-    gradients: list[list[torch.Tensor]]
-    changed: tuple[str, ...]
-    changed_in_step: tuple[str, ...]
-    draws: bool
+    gradients: list[list[torch.Tensor]]  # the gradient of each
+    changed: tuple[str, ...]  # names of the state that they changed besides gradients
+    changed_in_step: tuple[str, ...]  # those that ``training_step`` or the backward pass changed, and no hook
+    draws: bool  # whether random numbers were drawn
 
 
 class ExactnessCheck:

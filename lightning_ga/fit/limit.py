@@ -29,19 +29,12 @@ NO_LIMIT = 2**31
 
 @dataclass(frozen=True, slots=True)
 class _Search:
-    """What to search for.
+    """What to search for."""
 
-    Attributes:
-        high: Largest micro-batch that is of use.
-        rank_samples: Samples of a window on one rank.
-        total: Samples of the epoch over all ranks; ``None`` if that is not known.
-        recipe_batch: Samples of the recipe's batches on one rank.
-    """
-
-    high: int
-    rank_samples: int
-    total: int | None
-    recipe_batch: int
+    high: int  # largest micro-batch that is of use
+    rank_samples: int  # samples of a window on one rank
+    total: int | None  # samples of the epoch over all ranks; ``None`` if that is not known
+    recipe_batch: int  # samples of the recipe's batches on one rank
 
 
 class TrainingLimit:

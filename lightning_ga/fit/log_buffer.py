@@ -18,19 +18,12 @@ from lightning_ga.batch.merge import weighted_mean
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One call of ``log``.
+    """One call of ``log``."""
 
-    Attributes:
-        fx: The hook that it was called in.
-        name: Name of the value.
-        value: The value, without a graph.
-        settings: All other arguments.
-    """
-
-    fx: str
+    fx: str  # the hook that it was called in
     name: str
-    value: Any
-    settings: dict[str, Any]
+    value: Any  # without a graph
+    settings: dict[str, Any]  # all other arguments
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,23 +12,14 @@ HOOKS_APART = "The hooks of its transfer saw the parts one by one; whether its r
 
 @dataclass(frozen=True, slots=True)
 class OomEvent:
-    """An out-of-memory error that cost a retry, not the run.
+    """An out-of-memory error that cost a retry, not the run."""
 
-    Attributes:
-        stage: ``"training"``, ``"validation"``, ``"test"``, ``"prediction"`` or ``"the optimizer's step"``.
-        step: Optimizer steps taken before it.
-        samples: Samples of the smallest attempt that ran out of memory; 0 where it had none.
-        fits: Samples of the largest attempt that succeeded instead; 0 where it had none.
-        memory: State of the device's memory, as text.
-        result: ``SAME_RESULT``, or a sentence on how the result in parts differs from that of the whole batch.
-    """
-
-    stage: str
-    step: int
-    samples: int
-    fits: int
-    memory: str
-    result: str = ""
+    stage: str  # ``"training"``, ``"validation"``, ``"test"``, ``"prediction"`` or ``"the optimizer's step"``
+    step: int  # optimizer steps taken before it
+    samples: int  # samples of the smallest attempt that ran out of memory; 0 where it had none
+    fits: int  # samples of the largest attempt that succeeded instead; 0 where it had none
+    memory: str  # state of the device's memory, as text
+    result: str = ""  # ``SAME_RESULT``, or a sentence on how the result in parts differs from that of the whole batch
 
     def __str__(self) -> str:
         if not self.samples:

@@ -59,21 +59,13 @@ class OomReporter:
 
 @dataclass(frozen=True, slots=True)
 class TrainingBatches:
-    """What is known of the batches of training.
+    """What is known of the batches of training."""
 
-    Attributes:
-        source: How they are made.
-        verdict: Says in a sentence whether a batch in parts has the gradient of the whole.
-        samples: Says how many samples the batch that is trained on should hold, where that is known.
-        samples_again: Fetches its samples again, where they are at hand.
-        samples_of_next: Says how many samples the next batch should hold, where that is known.
-    """
-
-    source: Callable[[], BatchSource] = lambda: ReadyMadeBatches(list)
-    verdict: Callable[[], str] = str
-    samples: Callable[[], int | None] = lambda: None
-    samples_again: Callable[[], CollatedAgain | None] = lambda: None
-    samples_of_next: Callable[[Any], int | None] = lambda _: None
+    source: Callable[[], BatchSource] = lambda: ReadyMadeBatches(list)  # how they are made
+    verdict: Callable[[], str] = str  # says in a sentence whether a batch in parts has the gradient of the whole
+    samples: Callable[[], int | None] = lambda: None  # how many the current one should hold, where that is known
+    samples_again: Callable[[], CollatedAgain | None] = lambda: None  # those of the current one, where at hand
+    samples_of_next: Callable[[Any], int | None] = lambda _: None  # how many the next one should hold
 
 
 class OomHandler:
