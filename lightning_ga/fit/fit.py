@@ -347,13 +347,13 @@ class Fit:
         expected = self.source.expected(chunk)
         if not self.source.may_drop:  # stacked: every part is as long as the batch
             return min(chunk.count, length_of_first(batch))
-        reader = self.oom_handler.reader("training")
+        reader = self.oom_handler.reader()
         return reader.count(batch, expected=expected, otherwise=chunk.count, on_host=on_host)
 
     def _read_streams(self) -> None:
         """Look at what comes as it comes before training reads it: later there is nothing to look at."""
         if self.source.streams and (self.source.cut_in_step or self.options.on_oom == "split"):
-            reader = self.oom_handler.reader("training")
+            reader = self.oom_handler.reader()
             with hooks_apart(self.trainer):
                 for on_host in (True, False):
                     reader.look(on_host=on_host)
@@ -364,7 +364,7 @@ class Fit:
             return
         self.source.check_cut()
         with hooks_apart(self.trainer):
-            self.oom_handler.reader("training").check(self._first_samples, on_host=True)
+            self.oom_handler.reader().check(self._first_samples, on_host=True)
         if self._why_in_step:
             rank_zero_info(
                 f"AutoAccumulate cuts batches in the training step, where they are too large. {self._why_in_step}"
@@ -383,7 +383,7 @@ class Fit:
                 self.trainer,
                 source.user_loader,
                 source.sample_indices(epoch)[: SAMPLES if source.keeps_groups else None],
-                reader=self.oom_handler.reader("training"),
+                reader=self.oom_handler.reader(),
                 count=self.options.normalize if callable(self.options.normalize) else None,
                 limit=limit,
                 in_step=source.cut_in_step,

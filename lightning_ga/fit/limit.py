@@ -167,7 +167,7 @@ class TrainingLimit:
             search.rank_samples,
             self._handler.memory,
             batch_samples=search.recipe_batch if source.cut_in_step else None,
-            reader=self._handler.reader("training"),
+            reader=self._handler.reader(),
         )
 
     def _run_probe(self, source: TrainingSource, epoch: int, search: _Search) -> None:

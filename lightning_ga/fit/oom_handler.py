@@ -118,9 +118,9 @@ class OomHandler:
         """Run no more samples of training at once from here on."""
         self._retrier.lower("training", samples)
 
-    def reader(self, stage: str) -> BatchReader:
-        """Return what counts and cuts the batches of a stage."""
-        return self._retrier.reader(stage)
+    def reader(self) -> BatchReader:
+        """Return what counts and cuts the batches of training."""
+        return self._retrier.readers.reader("training")
 
     def memory(self) -> Iterator[torch.Tensor]:
         """Yield what is kept on the device while training runs."""
