@@ -37,7 +37,7 @@ class AttemptRunner:
 
     def __init__(self, trainer: Any, policy: RetryPolicy) -> None:
         self._trainer = trainer
-        self._policy = policy
+        self.policy = policy  # what an out-of-memory error leads to
         self._suspended = False
         self._distributed = agreement.is_distributed(trainer)
         self._foreseen: Callable[[], int] = lambda: 0  # collectives that a retry does not run again
@@ -46,11 +46,6 @@ class AttemptRunner:
         self._last_failures: dict[str, Exception] = {}  # by stage
         self._state: AttemptSnapshot | None = None  # made where it is first needed
         self._noting: RemovableHandle | None = None  # the steps of optimizers within attempts
-
-    @property
-    def policy(self) -> RetryPolicy:
-        """What an out-of-memory error leads to."""
-        return self._policy
 
     @property
     def is_active(self) -> bool:
@@ -78,7 +73,7 @@ class AttemptRunner:
         self._foreseen = foreseen
         self.read_module()
         self.state.weights.expect(changing)
-        self._policy = policy
+        self.policy = policy
         if policy.retries:
             self._noting = self.state.weights.note_steps()
         self._lockstep |= {"training"} if policy.lockstep else set()
@@ -121,12 +116,12 @@ class AttemptRunner:
 
     def take(self, batch: Any, *, anew: bool) -> None:
         """Remember what an attempt at these samples may change; all of it ``anew`` but within a window."""
-        if self._policy.retries:
+        if self.policy.retries:
             self.state.take(batch, anew=anew)
 
     def learn(self) -> None:
         """Note that an attempt went through: what changes in one shows."""
-        if self._state is not None and self._state.is_learning and self._policy.retries:
+        if self._state is not None and self._state.is_learning and self.policy.retries:
             self._state.learn()
 
     def undo(self, stage: str, also: Callable[[], str | None], failure: Exception | None) -> None:
@@ -168,7 +163,7 @@ class AttemptRunner:
 
     def raise_if_others_wait(self, stage: str, failure: Exception) -> None:
         """End here if other ranks would wait for what a retry does."""
-        why = self._policy.refusal or (_EXCHANGES if stage in self._lockstep else None)
+        why = self.policy.refusal or (_EXCHANGES if stage in self._lockstep else None)
         if why is None:
             return
         if is_ambiguous_out_of_memory(failure):
@@ -185,7 +180,7 @@ class AttemptRunner:
             run()
         except Exception as error:
             exchanged = self._collectives() != before
-            if not self._policy.retries or not is_out_of_memory(error) or exchanged:
+            if not self.policy.retries or not is_out_of_memory(error) or exchanged:
                 raise
             failure = error
         else:
@@ -208,5 +203,5 @@ class AttemptRunner:
     def _acts_upon(self, error: Exception) -> bool:
         """Return whether an error leads to a retry, or to a sentence on why there is none."""
         if is_out_of_memory(error):
-            return self._policy.retries or self._policy.refusal is not None
-        return self._policy.retries and is_ambiguous_out_of_memory(error)
+            return self.policy.retries or self.policy.refusal is not None
+        return self.policy.retries and is_ambiguous_out_of_memory(error)

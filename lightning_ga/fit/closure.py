@@ -51,7 +51,7 @@ class MicroBatchClosures:
         self._evaluates_again = evaluates_again(trainer.optimizers[0])
         self._warned = False
         self._trained = closures.TrainedTensors(trainer)
-        self._parameters = self._trained.now()
+        self.parameters = self._trained.now()  # what may have a gradient, as of the window's start
         self._repeated: list[Tensor] | None = None
         self.runs_as_stock = False  # whether nothing is to be done around the pass over a whole micro-batch
         self._marks = WindowGradientMarks()
@@ -121,27 +121,22 @@ class MicroBatchClosures:
         if self._reducer is not None:
             self._reducer.begin_epoch()
 
-    @property
-    def parameters(self) -> list[Tensor]:
-        """What may have a gradient, as of the window's start."""
-        return self._parameters
-
     def begin_window(self) -> None:
         """Look for what may have a gradient."""
         self._marks.forget()
-        self._parameters = self._trained.now()
+        self.parameters = self._trained.now()
 
     def gradients_before(self) -> GradientSnapshot:
         """Return the gradients before a backward pass."""
-        return self._marks.take(self._parameters, self._repeated or ())
+        return self._marks.take(self.parameters, self._repeated or ())
 
     def accumulations(self) -> Accumulations | None:
         """Return what counts the accumulations of the first pass that goes through."""
-        return Accumulations(self._parameters) if self._repeated is None else None
+        return Accumulations(self.parameters) if self._repeated is None else None
 
     def new_gradients(self) -> bool:
         """Return whether tensors have a gradient that were not there when the window started."""
-        known = set(map(id, self._parameters))
+        known = set(map(id, self.parameters))
         now = closures.TrainedTensors(self.trainer).now()
         return any(tensor.grad is not None for tensor in now if id(tensor) not in known)
 

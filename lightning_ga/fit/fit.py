@@ -64,9 +64,9 @@ class Fit:
         self.recipe_factor: int = trainer.accumulate_grad_batches
         self.gradients = WindowGradients(trainer, options.normalize)
         self._active = active
-        self._plan: AccumulationPlan | None = None
+        self.plan: AccumulationPlan | None = None  # of a full window; none before the data are set up
         self._fed_at_most = 1  # samples of a batch as the loader yields it
-        self._exactness: Exactness | None = None
+        self.exactness: Exactness | None = None  # of training, as measured
         self._splitting: Exactness | None = None  # of batches that are cut in the step, be it after an error
         self._watch = WindowWatch(trainer)
         self._momenta: Momenta | None = None
@@ -92,19 +92,9 @@ class Fit:
         self._limit = TrainingLimit(trainer, request, options, self.oom_handler)
 
     @property
-    def plan(self) -> AccumulationPlan | None:
-        """How a full window is cut; ``None`` before the data are set up."""
-        return self._plan
-
-    @property
     def probe(self) -> ProbeResult | None:
         """What the probe found; ``None`` where none was needed."""
         return self._limit.probe
-
-    @property
-    def exactness(self) -> Exactness | None:
-        """What the exactness check measured; ``None`` if there was none."""
-        return self._exactness
 
     @property
     def source(self) -> TrainingSource:
@@ -195,7 +185,7 @@ class Fit:
             self._momenta = Momenta(trainer.lightning_module)
             self._rescale_momenta()
         self._frequencies = self._frequencies_in_steps()
-        changing = {name for found in (self._exactness, self._splitting) if found is not None for name in found.tensors}
+        changing = {name for found in (self.exactness, self._splitting) if found is not None for name in found.tensors}
         self.oom_handler.watch_training(self.gradients, cut_in_step=self.source.cut_in_step, changing=changing)
         self._held.callback(intervals.stop_only_unless(trainer, lambda: self._progress.within_batch))
         self._progress.resume(self.source, same_epoch=same_epoch)
@@ -211,7 +201,7 @@ class Fit:
 
     def prepare(self, batch: Any) -> None:
         """Weigh the next micro-batch, and say whether schedules of the learning rate are due after it."""
-        if self._exactness is not None and self._watch.is_looking:
+        if self.exactness is not None and self._watch.is_looking:
             self._tell_of_changes(self._watch.changed())
         source, index = self.source, loops.micro_batch_index(self.trainer)
         chunk = source.chunk(index)
@@ -277,7 +267,7 @@ class Fit:
         if current_device() is not None:
             return
         self._refuse_what_cannot_be_cut(epoch)
-        if self._exactness is None or self._exactness.cause == "unmeasured":
+        if self.exactness is None or self.exactness.cause == "unmeasured":
             self._verify(epoch, limit)
 
     def _hold_to_budget(self) -> None:
@@ -308,11 +298,11 @@ class Fit:
         done = self._progress.samples_done(epoch)
         planned = plan_epoch(self.source, self.request, epoch, micro_batch=self._limit.micro_batch, samples_done=done)
         self.trainer.accumulate_grad_batches = planned.fed.factor
-        self._fed_at_most, self._plan = planned.fed.micro_batch_size, planned.plan
+        self._fed_at_most, self.plan = planned.fed.micro_batch_size, planned.plan
 
     def _rescale_momenta(self) -> None:
-        if self._momenta is not None and self._plan is not None:
-            self._momenta.rescale(self._plan.factor)
+        if self._momenta is not None and self.plan is not None:
+            self._momenta.rescale(self.plan.factor)
 
     def _cuts(self, epoch: int) -> bool:
         """Return whether batches of the recipe have to be cut, or may have to be."""
@@ -391,16 +381,16 @@ class Fit:
         except LayoutError as why:
             verdict = uncuttable(rounding(self.trainer), str(why))
             verdicts = Verdicts(verdict, verdict)
-        self._exactness, self._splitting = verdicts.training, verdicts.splitting
+        self.exactness, self._splitting = verdicts.training, verdicts.splitting
 
     def _tell_of_changes(self, tensors: tuple[str, ...]) -> None:
         """Warn once where training shows that not all passes of a window meet the same model."""
-        found = found_to_change(self._exactness, tensors)
-        if found is self._exactness or self._plan is None:
+        found = found_to_change(self.exactness, tensors)
+        if found is self.exactness or self.plan is None:
             return
-        if self._plan.factor == 1 and (self.oom_handler.limit or self._fed_at_most) >= self._fed_at_most:
+        if self.plan.factor == 1 and (self.oom_handler.limit or self._fed_at_most) >= self._fed_at_most:
             return
-        self._exactness = found
+        self.exactness = found
         rank_zero_warn(f"Accumulation is not exact for this training, {found}.", category=ExactnessWarning)
 
     def _splitting_sentence(self) -> str:
@@ -442,10 +432,10 @@ class Fit:
     def warnings(self) -> list[str]:
         """Return what the user should know before training: inexact gradients, wrong horizons of schedules."""
         found, steps = [], self.optimizer_steps()
-        accumulates = self._plan is not None and self._plan.factor > 1
-        if accumulates and self._exactness is not None and self._exactness.cause in INEXACT:
-            known = self._exactness.cause == "batch_norm" and self.options.batch_norm != "warn"
-            found += [] if known else [f"Accumulation is not exact for this model, {self._exactness}."]
+        accumulates = self.plan is not None and self.plan.factor > 1
+        if accumulates and self.exactness is not None and self.exactness.cause in INEXACT:
+            known = self.exactness.cause == "batch_norm" and self.options.batch_norm != "warn"
+            found += [] if known else [f"Accumulation is not exact for this model, {self.exactness}."]
         if accumulates and self.source.streams and self.source.workers > 1:
             found.append(
                 "Several data workers read an iterable dataset in turn, a micro-batch each, so windows hold other "
@@ -472,6 +462,6 @@ class Fit:
                 f"; limit {self.probe.limit} within {format_bytes(self.probe.budget_bytes)}, found by "
                 f"{how} in {self.probe.steps} steps and {self.probe.seconds:.1f} s"
             )
-        silent = self._exactness is None or self._exactness.cause in ("exact", *INEXACT)
-        measured = "" if silent else f"; exactness: {str(self._exactness).removesuffix('.')}"
-        return f"{self._plan}{found}{measured}."
+        silent = self.exactness is None or self.exactness.cause in ("exact", *INEXACT)
+        measured = "" if silent else f"; exactness: {str(self.exactness).removesuffix('.')}"
+        return f"{self.plan}{found}{measured}."

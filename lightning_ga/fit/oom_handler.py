@@ -37,24 +37,19 @@ class OomReporter:
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        self._events = 0
-
-    @property
-    def events(self) -> int:
-        """Errors that were survived, those before a resume too."""
-        return self._events
+        self.events = 0  # those before a resume too
 
     def count_on(self, events: int) -> None:
         """Count on from what a checkpoint says."""
-        self._events = events
+        self.events = events
 
     def __call__(self, event: OomEvent) -> None:
         """An error was survived, on this rank."""
-        self._events += 1
+        self.events += 1
         rank = f"Rank {self._trainer.global_rank}: " if self._trainer.world_size > 1 else ""
         warnings.warn(f"{rank}{event}", stacklevel=2)
         for logger in self._trainer.loggers:
-            logger.log_metrics({"oom_events": self._events}, step=self._trainer.global_step)
+            logger.log_metrics({"oom_events": self.events}, step=self._trainer.global_step)
 
 
 @dataclass(frozen=True, slots=True)

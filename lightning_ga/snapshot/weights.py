@@ -43,7 +43,7 @@ class WeightSnapshot:
         self._silent: set[int] = set()  # weights that are trained and change without raising their version
         self._looks = LOOKS
         self._changing: dict[int, Tensor] = {}
-        self._changing_names: tuple[str, ...] = ()
+        self.changing: tuple[str, ...] = ()  # names of the weights that attempts change
         self._copies = SmallCopies()
         self._stepped: set[str] = set()
 
@@ -60,11 +60,6 @@ class WeightSnapshot:
     def is_learning(self) -> bool:
         """Whether the attempts are still to come that show what changes."""
         return self._looks > 0
-
-    @property
-    def changing(self) -> tuple[str, ...]:
-        """Names of the weights that attempts change."""
-        return self._changing_names
 
     def note_steps(self) -> RemovableHandle:
         """Note the optimizers that step after the last ``take``, until the handle is removed."""
@@ -114,7 +109,7 @@ class WeightSnapshot:
         new = {id(parameter): parameter for parameter in parameters if id(parameter) not in self._changing}
         if new:
             self._changing |= new
-            self._changing_names = tuple(self._names[key] for key in self._changing)
+            self.changing = tuple(self._names[key] for key in self._changing)
             self._copies = SmallCopies(self._changing.values())
 
     def _changed(self) -> list[Tensor]:
