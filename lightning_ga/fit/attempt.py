@@ -10,7 +10,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_ga.compat import agreement
 from lightning_ga.compat.collectives import collectives_run
 from lightning_ga.errors import UserError
-from lightning_ga.fit.messages import cannot_run_again, changed_by_the_step, of_rank
+from lightning_ga.fit.messages import OutOfMemory, of_rank
 from lightning_ga.fit.retry_policy import RetryPolicy
 from lightning_ga.memory.device import describe_memory
 from lightning_ga.memory.oom import is_ambiguous_out_of_memory, is_out_of_memory, release
@@ -138,7 +138,7 @@ class AttemptRunner:
         lost = self.state.restore()
         lost = also() or lost
         if lost is not None and failure is not None:
-            raise self.told(changed_by_the_step(stage, lost, self.memory())) from failure
+            raise self.told(self.out_of_memory(stage).changed_by_the_step(lost)) from failure
 
     def attempt(self, stage: str, run: Callable[[], Any]) -> Attempt:
         """Run something, and free the memory of what failed outside of the ``except`` block, which pins it.
@@ -168,7 +168,7 @@ class AttemptRunner:
             return
         if is_ambiguous_out_of_memory(failure):
             raise failure
-        raise self.told(cannot_run_again(stage, why, self.memory())) from failure
+        raise self.told(self.out_of_memory(stage).cannot_run_again(why)) from failure
 
     def again_if_memory_runs_out(self, run: Callable[[], None]) -> None:
         """Run what undoes itself where it fails: with the step's memory freed, there is room for it.
@@ -191,6 +191,10 @@ class AttemptRunner:
     def told(self, error: UserError) -> UserError:
         """Return the error as one rank of several says it."""
         return of_rank(error, self._trainer.world_size)
+
+    def out_of_memory(self, stage: str) -> OutOfMemory:
+        """Return the sentences for memory that has run out in a stage."""
+        return OutOfMemory(stage, self.memory())
 
     def memory(self) -> str:
         """Describe the device's memory."""

@@ -12,7 +12,7 @@ from lightning_ga.fit.batch_metrics import whole_batch_metrics
 from lightning_ga.fit.batch_readers import BatchReaders
 from lightning_ga.fit.batch_task import BatchResult, BatchTask, TaskAttempt
 from lightning_ga.fit.log_buffer import LogBuffer
-from lightning_ga.fit.messages import a_piece_failed, cannot_be_cut, one_sample_too_large
+from lightning_ga.fit.messages import a_piece_failed
 from lightning_ga.fit.pieces import Piece, even_pieces, run_pieces
 from lightning_ga.loading.reader import BatchSlices
 from lightning_ga.memory.oom import is_ambiguous_out_of_memory, is_out_of_memory, release
@@ -134,7 +134,7 @@ class PiecewiseRun:
             return
         if is_ambiguous_out_of_memory(failure):
             raise failure
-        told = one_sample_too_large(self._task.stage, describe_value(part), self._attempts.memory())
+        told = self._attempts.out_of_memory(self._task.stage).one_sample_too_large(describe_value(part))
         raise self._attempts.told(told) from failure
 
     def _cut_batch(self) -> BatchSlices:
@@ -151,7 +151,7 @@ class PiecewiseRun:
         except LayoutError as why:
             if self._failure is None:
                 raise
-            told = cannot_be_cut(task.stage, str(why), self._attempts.memory())
+            told = self._attempts.out_of_memory(task.stage).cannot_be_cut(str(why))
             raise self._attempts.told(told) from self._failure
 
     def _cut_otherwise(self, error: Exception, piece: Piece, tried: TaskAttempt) -> None:
@@ -167,9 +167,9 @@ class PiecewiseRun:
             return
         stage, failure = self._task.stage, self._attempts.last_failure(self._task.stage)
         if failure is None:
-            error.add_note(str(a_piece_failed(stage, piece.samples, piece.of, None, error)))
+            error.add_note(str(a_piece_failed(stage, piece, None, error)))
             raise error
-        told = a_piece_failed(stage, piece.samples, piece.of, self._attempts.memory(), error)
+        told = a_piece_failed(stage, piece, self._attempts.memory(), error)
         raise self._attempts.told(told) from failure
 
     def _collated_anew(self, error: Exception, tried: TaskAttempt) -> BatchSlices | None:

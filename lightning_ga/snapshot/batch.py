@@ -1,6 +1,5 @@
 """Keep the containers of a batch before an attempt, and restore them."""
 
-from collections import deque
 from collections.abc import MutableMapping
 from dataclasses import is_dataclass
 from typing import Any
@@ -9,6 +8,7 @@ from torch import Tensor
 
 from lightning_ga.batch.pytree import open_container
 from lightning_ga.snapshot.checksums import checksums, differ
+from lightning_ga.snapshot.contents import refill
 
 
 class BatchSnapshot:
@@ -69,12 +69,3 @@ def _place_of(tensor: Tensor, node: Any, path: str = "batch") -> str | None:
         return path
     places = (_place_of(tensor, child, path + name) for name, child in open_container(node) or ())
     return next((place for place in places if place is not None), None)
-
-
-def refill(container: Any, contents: Any) -> None:
-    """Put contents back into the container that they were copied from."""
-    container.clear()
-    if isinstance(container, (list, deque)):
-        container.extend(contents)
-    else:
-        container.update(contents)

@@ -7,6 +7,7 @@ from operator import is_
 from torch import Tensor
 from torch.nn import Module
 
+from lightning_ga.snapshot.contents import refill
 from lightning_ga.snapshot.copies import LargeCopy, SmallCopies, is_small, is_writable
 
 
@@ -70,8 +71,7 @@ class BufferSnapshot:
         first = (path for path, table, had in marks if table and not had and not self._anew)
         self._first = next(first, None)
         for table, had in zip(self._tables, self._tables_had):
-            table.clear()
-            table.update(had)
+            refill(table, had)
         self._small.restore()
         for large in self._large:
             large.restore()

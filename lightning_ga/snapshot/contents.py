@@ -28,14 +28,19 @@ class Contents:
     def restore(self) -> None:
         """Put everything back."""
         for container, content in self._kept:
-            if isinstance(container, dict) and list(container) == list(content):
-                container.update(content)  # never empty: what belongs to the trainer may be read meanwhile
-                continue
-            container.clear()
-            (container.extend if isinstance(container, (list, deque)) else container.update)(content)
+            refill(container, content)
 
 
-class ObjectState:
+def refill(container: Any, content: Any) -> None:
+    """Put content back into the container that it was copied from."""
+    if isinstance(container, dict) and list(container) == list(content):
+        container.update(content)  # never empty: what belongs to the trainer may be read meanwhile
+        return
+    container.clear()
+    (container.extend if isinstance(container, (list, deque)) else container.update)(content)
+
+
+class ObjectState(Contents):
     """Attributes of objects, and containers in them: counters, caches, settings.
 
     Tensors, arrays and other objects in them are left as they are.
@@ -44,11 +49,7 @@ class ObjectState:
     def __init__(self, objects: Iterable[Any]) -> None:
         seen: set[int] = set()
         attributes = [vars(owner) for owner in objects]
-        self._contents = Contents(thing for kept in attributes for thing in contained(kept, seen, longest=_LONGEST))
-
-    def restore(self) -> None:
-        """Put everything back."""
-        self._contents.restore()
+        super().__init__(thing for kept in attributes for thing in contained(kept, seen, longest=_LONGEST))
 
 
 def contained(value: Any, seen: set[int], longest: int = sys.maxsize) -> Iterator[Any]:
