@@ -28,12 +28,7 @@ class Attempt:
 
 
 class AttemptRunner:
-    """Runs attempts, undoes those that ran out of memory, and learns in which stages ranks wait for each other.
-
-    Args:
-        trainer: The Trainer.
-        policy: What an out-of-memory error leads to.
-    """
+    """Runs attempts, undoes those that ran out of memory, and learns in which stages ranks wait for each other."""
 
     def __init__(self, trainer: Any, policy: RetryPolicy) -> None:
         self._trainer = trainer

@@ -87,12 +87,7 @@ class MicroBatchClosures:
         )
 
     def run(self, passes: "_Passes", *, anew: bool) -> BatchResult:
-        """Run the passes of one micro-batch, and share buffers after the last of a window.
-
-        Args:
-            passes: Makes the passes.
-            anew: Whether the optimizer may have changed weights since the pass before.
-        """
+        """Run the passes of one micro-batch; ``anew`` if the optimizer may have changed weights since the last one."""
         attempts, reduction = self.retrier.attempts, passes.reduction
         task = BatchTask(
             passes.batch,

@@ -157,15 +157,7 @@ class ExactnessCheck:
     def _judge(
         self, whole: _Passes, parts: list[Any], sizes: Sequence[int], again: Callable[[int], Any], *, cut: bool
     ) -> Exactness:
-        """Compare parts with the whole.
-
-        Args:
-            whole: The pass of the whole batch.
-            parts: Its parts.
-            sizes: Samples of each part.
-            again: Returns the whole batch once more, with random numbers of some seed.
-            cut: Whether the parts are cut in the step, and are one batch of the loop.
-        """
+        """Compare parts with the whole, which ``again`` makes once more with random numbers of a seed."""
         changed = (whole.changed_in_step if cut else whole.changed) or self._kept(whole, again)
         counts = [self._items(part, size, cut=cut) for part, size in zip(parts, sizes)]
         if not all(number > 0 for number in counts):

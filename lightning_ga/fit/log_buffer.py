@@ -59,12 +59,7 @@ class LogBuffer:
         self._open.append(Entry(fx, name, _detached(value), settings))
 
     def keep(self, weight: float, samples: int = 0) -> None:
-        """Keep the entries of a piece that succeeded.
-
-        Args:
-            weight: Weight of the piece in means.
-            samples: Samples of the piece.
-        """
+        """Keep the entries of a piece that succeeded, of this weight in means."""
         self._pieces.append(_Piece(weight, samples, self._open))
         self._open = []
 
@@ -73,12 +68,7 @@ class LogBuffer:
         self._open = []
 
     def replay(self, log: Callable[..., None], run: Callable[[Callable[[], None]], None] = lambda log: log()) -> None:
-        """Log each entry once, merged over the pieces.
-
-        Args:
-            log: Takes entries; if it fails, nothing must have been logged.
-            run: Calls the function that logs one entry.
-        """
+        """Log each entry once, merged over the pieces: ``run`` calls what logs one entry."""
         groups: dict[tuple[str, str, int], list[_Part]] = {}
         for piece in self._pieces:
             times: dict[tuple[str, str], int] = {}

@@ -29,11 +29,7 @@ from lightning_ga.memory.allocator import RetryWatch
 
 
 class OomReporter:
-    """Counts the errors that were survived, and reports each: a warning, and a value in the loggers.
-
-    Args:
-        trainer: The Trainer.
-    """
+    """Counts the errors that were survived, and reports each: a warning, and a value in the loggers."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -124,11 +120,7 @@ class OomHandler:
             yield from self._reducer.memory()
 
     def read_module(self, *, cut_in_step: bool) -> None:
-        """Look at the module anew, as it has been moved, and make what training keeps.
-
-        Args:
-            cut_in_step: Whether batches are cut in the step even if nothing fails.
-        """
+        """Look at the module anew, as it has been moved, and make what training keeps if batches are cut so."""
         self._retrier.attempts.read_module()
         self._reducer = ranks.gradient_reducer(self._trainer) if self._policy(cut_in_step).by_hand else None
 

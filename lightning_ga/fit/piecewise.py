@@ -57,11 +57,7 @@ class PiecewiseRun:
         self._slices = self._cut_batch()
 
     def run(self, limit: int | None, pieces: int | None) -> BatchResult:
-        """Run the pieces.
-
-        Args:
-            limit: Most samples of a piece, where that is known.
-            pieces: How many there are, where ranks have to agree.
+        """Run the pieces, of no more samples than the limit, or as many as the ranks have agreed on.
 
         Raises:
             UserError: If one sample alone does not fit, or something cannot be undone.

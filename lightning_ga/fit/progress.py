@@ -9,11 +9,7 @@ from lightning_ga.plan.checkpoint import Position, RunState
 
 
 class Progress:
-    """The place of a fit in its data, in samples of all ranks and in batches of the recipe.
-
-    Args:
-        trainer: The Trainer.
-    """
+    """The place of a fit in its data, in samples of all ranks and in batches of the recipe."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer

@@ -34,12 +34,7 @@ class RankFacts:
 
 
 def evaluation_policy(facts: RankFacts, *, wanted: bool) -> RetryPolicy:
-    """Decide for evaluation, and for training before it begins.
-
-    Args:
-        facts: How the ranks depend on each other.
-        wanted: Whether the user asked for retries.
-    """
+    """Decide for evaluation, and for training before it begins."""
     sharded = facts.why_no_retries() if facts.sharded else None
     return RetryPolicy(wanted and not facts.sharded, sharded if wanted else None)
 

@@ -19,11 +19,7 @@ LOOKS = 8  # micro-batches before which the model is looked at
 
 
 class WindowWatch:
-    """Compares the model before a micro-batch with what it was before the one before, within a window.
-
-    Args:
-        trainer: The Trainer.
-    """
+    """Compares the model before a micro-batch with what it was before the one before, within a window."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer

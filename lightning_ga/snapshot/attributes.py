@@ -35,9 +35,6 @@ class AttributeSnapshot:
 
     Modules that keep nothing of this kind are many. After the first attempts they are looked at where a window
     begins; what one of them has come to gather since then is noticed at a failure, not undone.
-
-    Args:
-        module: The module whose attributes a step may change.
     """
 
     def __init__(self, module: Module) -> None:

@@ -14,9 +14,7 @@ from lightning_ga.snapshot.contents import refill
 class BatchSnapshot:
     """Containers of a batch as they are, and versions of its tensors: nothing is copied.
 
-    Args:
-        batch: Tensors in any structure.
-        by_value: Whether values are compared, too, as the step may change them without raising a version.
+    Values are compared, too, where the step may change them without raising a version.
     """
 
     def __init__(self, batch: Any, *, by_value: bool = False) -> None:

@@ -17,9 +17,6 @@ class BufferSnapshot:
     Small ones are copied in any case: BatchNorm changes its statistics without raising their version,
     and so does all that writes to ``buffer.data``. A step may also put new tensors in the place of its
     buffers: then the old ones come back.
-
-    Args:
-        module: The module whose buffers may change in a step.
     """
 
     def __init__(self, module: Module) -> None:

@@ -16,11 +16,7 @@ _OPAQUE = (torch.Tensor, np.ndarray, str, bytes, int, float, type, ModuleType)
 
 
 class Contents:
-    """Dictionaries, lists, sets and queues, refilled in place; what lies in them is left as it is.
-
-    Args:
-        things: Containers, tensors and anything else; only containers are kept.
-    """
+    """Dictionaries, lists, sets and queues, refilled in place; what lies in them is left as it is."""
 
     def __init__(self, things: Iterable[Any]) -> None:
         self._kept = [(thing, copy.copy(thing)) for thing in things if isinstance(thing, _CONTAINERS)]
@@ -66,12 +62,7 @@ def contained(value: Any, seen: set[int], longest: int = sys.maxsize) -> Iterato
 
 
 def reachable(value: Any, most: int = 10_000) -> Iterator[Any]:
-    """An object and those with attributes that it holds, at any depth: a dataset, what it wraps, transforms.
-
-    Args:
-        value: The object.
-        most: Values to look at, so that large data are not searched through.
-    """
+    """An object and those with attributes that it holds, at any depth; of large data only ``most`` values."""
     pending, seen = deque([value]), set[int]()
     while pending and len(seen) < most:
         value = pending.popleft()

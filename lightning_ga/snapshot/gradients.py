@@ -127,9 +127,6 @@ class Accumulations:
     themselves, as fused kernels do, give autograd nothing to add, or have written before it adds, and
     parameters that are frozen between steps are not counted: what changed otherwise than by one addition
     is taken for one of these.
-
-    Args:
-        parameters: Parameters that may have a gradient.
     """
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:

@@ -26,9 +26,6 @@ class WeightSnapshot:
     attempts it is done where a window begins; of weights that were seen to change within a window, before every
     attempt. One that changes in a later window for the first time is noticed at a failure in that window, be it
     that an earlier attempt has changed it.
-
-    Args:
-        module: The module whose parameters no optimizer changes within an attempt.
     """
 
     def __init__(self, module: Module) -> None:
