@@ -16,7 +16,7 @@ from lightning_ga.compat.step_counts import wrong_horizons
 from lightning_ga.errors import ExactnessWarning, UserError
 from lightning_ga.fit.batch_norm import Momenta
 from lightning_ga.fit.epochs import optimizer_steps, plan_epoch
-from lightning_ga.fit.exactness_check import Verdicts, rounding
+from lightning_ga.fit.exactness_check import both, rounding
 from lightning_ga.fit.limit import TrainingLimit
 from lightning_ga.fit.oom_handler import OomHandler, OomReporter, TrainingBatches
 from lightning_ga.fit.progress import Progress
@@ -379,8 +379,7 @@ class Fit:
                 in_step=source.cut_in_step,
             )
         except LayoutError as why:
-            verdict = uncuttable(rounding(self.trainer), str(why))
-            verdicts = Verdicts(verdict, verdict)
+            verdicts = both(uncuttable(rounding(self.trainer), str(why)))
         self.exactness, self._splitting = verdicts.training, verdicts.splitting
 
     def _tell_of_changes(self, tensors: tuple[str, ...]) -> None:

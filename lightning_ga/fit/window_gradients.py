@@ -56,7 +56,7 @@ class WindowGradients:
         self._half, self._handles = [], []
 
     def begin_epoch(self, micro_batch: int, *, known: bool) -> None:
-        """Begin an epoch, with the most samples of a micro-batch, and whether those of each window are known in advance."""
+        """Begin an epoch, with the most samples of a micro-batch; those of windows are ``known`` in advance, or not."""
         self._sparse = None  # looked for once an epoch, when there are gradients to be seen
         world_size, sum_over_ranks = self._trainer.world_size, partial(agreement.sum_over_ranks, self._trainer)
         if self._by_samples and known:
