@@ -33,7 +33,7 @@ class AttemptRunner:
     def __init__(self, trainer: Any, policy: RetryPolicy) -> None:
         self._trainer = trainer
         self.policy = policy  # what an out-of-memory error leads to
-        self._suspended = False
+        self.is_active = True  # whether errors are acted upon
         self._distributed = agreement.is_distributed(trainer)
         self._foreseen: Callable[[], int] = lambda: 0  # collectives that a retry does not run again
         self._lockstep: set[str] = set()
@@ -41,11 +41,6 @@ class AttemptRunner:
         self._last_failures: dict[str, Exception] = {}  # by stage
         self._state: AttemptSnapshot | None = None  # made where it is first needed
         self._noting: RemovableHandle | None = None  # the steps of optimizers within attempts
-
-    @property
-    def is_active(self) -> bool:
-        """Whether errors are acted upon."""
-        return not self._suspended
 
     @property
     def state(self) -> AttemptSnapshot:
@@ -87,11 +82,11 @@ class AttemptRunner:
     @contextmanager
     def suspended(self) -> Iterator[None]:
         """Return a context in which nothing is caught: a probe wants to see its own errors."""
-        before, self._suspended = self._suspended, True
+        before, self.is_active = self.is_active, False
         try:
             yield
         finally:
-            self._suspended = before
+            self.is_active = before
 
     def waits_for_others(self, stage: str) -> bool:
         """Whether ranks wait for each other within the steps of a stage."""

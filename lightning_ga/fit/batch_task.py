@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from lightning_ga.fit.pieces import Piece
+from lightning_ga.loading.batch_source import BatchSource, ReadyMadeBatches
 from lightning_ga.loading.reader import CollatedAgain
 
 
@@ -28,6 +29,17 @@ class Evaluation(TaskAttempt):
     def __call__(self, part: Any) -> Any:
         """Run these samples."""
         return self._step(part)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingBatches:
+    """What is known of the batches of training."""
+
+    source: Callable[[], BatchSource] = lambda: ReadyMadeBatches(list)  # how they are made
+    verdict: Callable[[], str] = str  # says in a sentence whether a batch in parts has the gradient of the whole
+    samples: Callable[[], int | None] = lambda: None  # how many the current one should hold, where that is known
+    samples_again: Callable[[], CollatedAgain | None] = lambda: None  # those of the current one, where at hand
+    samples_of_next: Callable[[Any], int | None] = lambda _: None  # how many the next one should hold
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,12 +12,11 @@ from lightning_ga.batch.merge import merge_outputs
 from lightning_ga.compat import closures, loops, ranks
 from lightning_ga.compat.reduction import GradientReducer, WindowReduction
 from lightning_ga.errors import ExactnessWarning
-from lightning_ga.fit.batch_task import BatchResult, BatchTask
+from lightning_ga.fit.batch_task import BatchResult, BatchTask, TrainingBatches
 from lightning_ga.fit.lbfgs import evaluates_again
 from lightning_ga.fit.oom_retry import OomRetrier
 from lightning_ga.fit.pieces import Piece
 from lightning_ga.fit.window_gradients import WindowGradients
-from lightning_ga.loading.reader import CollatedAgain
 from lightning_ga.plan.window_weights import WindowWeights
 from lightning_ga.snapshot.gradients import Accumulations, GradientSnapshot, WindowGradientMarks, left_alone
 
@@ -31,8 +30,7 @@ class MicroBatchClosures:
         trainer: The Trainer.
         retrier: Runs batches in pieces.
         gradients: The weights of the window.
-        samples: Says how many samples the micro-batch should hold, where that is known.
-        samples_again: Fetches the samples of the micro-batch again, where they are at hand.
+        batches: What is known of the micro-batches.
         reducer: Averages gradients over ranks, where that is done by hand.
     """
 
@@ -41,13 +39,11 @@ class MicroBatchClosures:
         trainer: Any,
         retrier: OomRetrier,
         gradients: WindowGradients,
-        *,
-        samples: Callable[[], int | None],
-        samples_again: Callable[[], CollatedAgain | None],
+        batches: TrainingBatches,
         reducer: GradientReducer | None,
     ) -> None:
         self.trainer, self.retrier, self.gradients = trainer, retrier, gradients
-        self._samples, self._samples_again, self._reducer = samples, samples_again, reducer
+        self._batches, self._reducer = batches, reducer
         self._evaluates_again = evaluates_again(trainer.optimizers[0])
         self._warned = False
         self._trained = closures.TrainedTensors(trainer)
@@ -93,9 +89,9 @@ class MicroBatchClosures:
             passes.batch,
             "training",
             passes.attempt,
-            self._samples(),
+            self._batches.samples(),
             weigh=passes.share,
-            again=self._samples_again,
+            again=self._batches.samples_again,
             within_window=not (anew or self._evaluates_again or loops.begins_window(self.trainer)),
         )
         done = self.retrier.run(task)

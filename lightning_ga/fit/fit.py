@@ -15,16 +15,17 @@ from lightning_ga.compat import checkpoint as loop_state
 from lightning_ga.compat.step_counts import wrong_horizons
 from lightning_ga.errors import ExactnessWarning, UserError
 from lightning_ga.fit.batch_norm import Momenta
+from lightning_ga.fit.batch_task import TrainingBatches
 from lightning_ga.fit.epochs import optimizer_steps, plan_epoch
 from lightning_ga.fit.exactness_check import both, rounding
 from lightning_ga.fit.limit import TrainingLimit
-from lightning_ga.fit.oom_handler import OomHandler, OomReporter, TrainingBatches
+from lightning_ga.fit.oom_handler import OomHandler, OomReporter
 from lightning_ga.fit.progress import Progress
 from lightning_ga.fit.verify import SAMPLES, measure_exactness
 from lightning_ga.fit.window_gradients import WindowGradients
 from lightning_ga.fit.window_watch import WindowWatch
 from lightning_ga.loading.prebatched import PrebatchedSource
-from lightning_ga.loading.reader import CollatedAgain, length_of_first
+from lightning_ga.loading.reader import length_of_first
 from lightning_ga.loading.recipe_batches import SourceSettings
 from lightning_ga.loading.source import MicroBatchSource
 from lightning_ga.loading.stateful import load_states, states_of
@@ -354,14 +355,11 @@ class Fit:
             return
         self.source.check_cut()
         with hooks_apart(self.trainer):
-            self.oom_handler.reader().check(self._first_samples, on_host=True)
+            self.oom_handler.reader().check(lambda: self.source.samples_at(0), on_host=True)
         if self._why_in_step:
             rank_zero_info(
                 f"AutoAccumulate cuts batches in the training step, where they are too large. {self._why_in_step}"
             )
-
-    def _first_samples(self) -> CollatedAgain | None:
-        return self.source.samples_at(0)
 
     def _verify(self, epoch: int, limit: int) -> None:
         """Measure exactness on no more samples than the limit, if that is wanted."""

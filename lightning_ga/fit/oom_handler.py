@@ -3,7 +3,6 @@
 import warnings
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -14,7 +13,7 @@ from torch.utils.data import IterableDataset
 from lightning_ga.batch.merge import merge_outputs
 from lightning_ga.compat import agreement, closures, dataloaders, evaluation, loops, ranks
 from lightning_ga.compat.reduction import GradientReducer
-from lightning_ga.fit.batch_task import BatchTask, Evaluation
+from lightning_ga.fit.batch_task import BatchTask, Evaluation, TrainingBatches
 from lightning_ga.fit.closure import MakeClosure, MicroBatchClosures
 from lightning_ga.fit.lbfgs import LbfgsWindow, evaluates_again
 from lightning_ga.fit.messages import OomEvent
@@ -46,17 +45,6 @@ class OomReporter:
         warnings.warn(f"{rank}{event}", stacklevel=2)
         for logger in self._trainer.loggers:
             logger.log_metrics({"oom_events": self.events}, step=self._trainer.global_step)
-
-
-@dataclass(frozen=True, slots=True)
-class TrainingBatches:
-    """What is known of the batches of training."""
-
-    source: Callable[[], BatchSource] = lambda: ReadyMadeBatches(list)  # how they are made
-    verdict: Callable[[], str] = str  # says in a sentence whether a batch in parts has the gradient of the whole
-    samples: Callable[[], int | None] = lambda: None  # how many the current one should hold, where that is known
-    samples_again: Callable[[], CollatedAgain | None] = lambda: None  # those of the current one, where at hand
-    samples_of_next: Callable[[Any], int | None] = lambda _: None  # how many the next one should hold
 
 
 class OomHandler:
@@ -150,14 +138,7 @@ class OomHandler:
         self._retrier.attempts.begin_training(policy, changing, foreseen)
         wrap: Callable[..., Any] | None = None
         if self._wanted or cut_in_step or must_average:
-            self._steps = MicroBatchClosures(
-                trainer,
-                self._retrier,
-                gradients,
-                samples=self._training.samples,
-                samples_again=self._training.samples_again,
-                reducer=reducer,
-            )
+            self._steps = MicroBatchClosures(trainer, self._retrier, gradients, self._training, reducer)
             wrap = self._steps.closure
         if evaluates_again(trainer.optimizers[0]):
             wrap = _chained(LbfgsWindow(trainer, gradients).closure, wrap)
