@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_ga.batch.pytree import open_container
-from lightning_ga.snapshot.checksums import checksums, differ
+from lightning_ga.snapshot.checksums import changed_by_value, checksums
 from lightning_ga.snapshot.contents import refill
 
 
@@ -32,19 +32,15 @@ class BatchSnapshot:
 
     def lost(self) -> str | None:
         """Name a tensor that was changed in place."""
-        changed = self._changed_by_version() or self._changed_by_value()
+        changed = self._changed_by_version() or changed_by_value(self._tensors, self._sums)
         return f"its batch in place ({_place_of(changed[0], self._batch)})" if changed else None
 
     def changes_unseen(self) -> bool:
         """Return whether values have changed where no version tells."""
-        return bool(self._sums) and bool(self._changed_by_value()) and not self._changed_by_version()
+        return bool(changed_by_value(self._tensors, self._sums)) and not self._changed_by_version()
 
     def _changed_by_version(self) -> list[Tensor]:
         return [tensor for tensor, version in zip(self._tensors, self._versions) if tensor._version != version]
-
-    def _changed_by_value(self) -> list[Tensor]:
-        sums = zip(self._tensors, self._sums, checksums(self._tensors) if self._sums else ())
-        return [tensor for tensor, before, now in sums if differ(before, now)]
 
     def _take(self, node: Any) -> None:
         if isinstance(node, Tensor):

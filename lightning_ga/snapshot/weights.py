@@ -7,7 +7,7 @@ from torch.nn import Module
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from lightning_ga.snapshot.checksums import checksums, differ
+from lightning_ga.snapshot.checksums import changed_by_value, checksums
 from lightning_ga.snapshot.copies import SmallCopies
 
 LOOKS = 8  # attempts in which the values of all weights are compared
@@ -84,7 +84,7 @@ class WeightSnapshot:
             return
         self._looks -= 1
         self._copy_from_now_on(p for p in self._changed() if not p.requires_grad)
-        self._silent |= {id(parameter) for parameter in self._changed_by_value() if parameter.requires_grad}
+        self._silent |= {id(p) for p in changed_by_value(self._summed, self._sums) if p.requires_grad}
         if not self._looks:
             self._summed = [parameter for parameter in self._parameters if id(parameter) in self._silent]
 
@@ -113,8 +113,5 @@ class WeightSnapshot:
         marks = zip(self._parameters, self._versions)
         by_version = [parameter for parameter, version in marks if parameter._version != version]
         known = {id(parameter) for parameter in by_version}
-        return [*by_version, *(parameter for parameter in self._changed_by_value() if id(parameter) not in known)]
-
-    def _changed_by_value(self) -> list[Tensor]:
-        sums = zip(self._summed, self._sums, checksums(self._summed))
-        return [parameter for parameter, before, now in sums if differ(before, now)]
+        by_value = changed_by_value(self._summed, self._sums)
+        return [*by_version, *(parameter for parameter in by_value if id(parameter) not in known)]
