@@ -16,6 +16,7 @@ from lightning_ga.fit.fit import Fit
 from lightning_ga.fit.oom_handler import OomHandler, OomReporter
 from lightning_ga.memory.oom import is_out_of_memory
 from lightning_ga.plan.accumulation import AccumulationPlan
+from lightning_ga.plan.budget import parse_budget
 from lightning_ga.plan.checkpoint import RunState
 from lightning_ga.plan.config import Options, read_request, require_choice
 from lightning_ga.plan.exactness import Exactness
@@ -94,7 +95,7 @@ class AutoAccumulate(Callback):
         )
         if normalize not in ("samples", None) and not callable(normalize):
             raise UserError(f'{normalize=} must be "samples", None or a callable that counts the items of a batch.')
-        checks.check_budget(memory_budget)
+        parse_budget(memory_budget, total_bytes=1 << 40)  # refused here if it is one of no device
         if batch_norm == "rescale":
             rank_zero_warn(RESCALE_IS_DEPRECATED, category=FutureWarning)
         self._request = read_request(effective_batch_size, accumulate, micro_batch_size, max_micro_batch_size)

@@ -10,7 +10,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_ga.compat import agreement
 from lightning_ga.compat.collectives import collectives_run
 from lightning_ga.errors import UserError
-from lightning_ga.fit.messages import cannot_run_again, changed_by_the_step, of_rank
+from lightning_ga.fit.messages import OutOfMemory, of_rank
 from lightning_ga.fit.retry_policy import RetryPolicy
 from lightning_ga.memory.device import describe_memory
 from lightning_ga.memory.oom import is_ambiguous_out_of_memory, is_out_of_memory, release
@@ -21,29 +21,19 @@ _EXCHANGES = "its step exchanges values with the other ranks (all_gather, all_re
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """What came of an attempt.
+    """What came of an attempt."""
 
-    Attributes:
-        result: What was returned.
-        failure: The out-of-memory error that ended it; ``None`` if it went through.
-    """
-
-    result: Any = None
-    failure: Exception | None = None
+    result: Any = None  # what was returned
+    failure: Exception | None = None  # the out-of-memory error that ended it; ``None`` if it went through
 
 
 class AttemptRunner:
-    """Runs attempts, undoes those that ran out of memory, and learns in which stages ranks wait for each other.
-
-    Args:
-        trainer: The Trainer.
-        policy: What an out-of-memory error leads to.
-    """
+    """Runs attempts, undoes those that ran out of memory, and learns in which stages ranks wait for each other."""
 
     def __init__(self, trainer: Any, policy: RetryPolicy) -> None:
         self._trainer = trainer
-        self._policy = policy
-        self._suspended = False
+        self.policy = policy  # what an out-of-memory error leads to
+        self.is_active = True  # whether errors are acted upon
         self._distributed = agreement.is_distributed(trainer)
         self._foreseen: Callable[[], int] = lambda: 0  # collectives that a retry does not run again
         self._lockstep: set[str] = set()
@@ -51,16 +41,6 @@ class AttemptRunner:
         self._last_failures: dict[str, Exception] = {}  # by stage
         self._state: AttemptSnapshot | None = None  # made where it is first needed
         self._noting: RemovableHandle | None = None  # the steps of optimizers within attempts
-
-    @property
-    def policy(self) -> RetryPolicy:
-        """What an out-of-memory error leads to."""
-        return self._policy
-
-    @property
-    def is_active(self) -> bool:
-        """Whether errors are acted upon."""
-        return not self._suspended
 
     @property
     def state(self) -> AttemptSnapshot:
@@ -83,7 +63,7 @@ class AttemptRunner:
         self._foreseen = foreseen
         self.read_module()
         self.state.weights.expect(changing)
-        self._policy = policy
+        self.policy = policy
         if policy.retries:
             self._noting = self.state.weights.note_steps()
         self._lockstep |= {"training"} if policy.lockstep else set()
@@ -102,11 +82,11 @@ class AttemptRunner:
     @contextmanager
     def suspended(self) -> Iterator[None]:
         """Return a context in which nothing is caught: a probe wants to see its own errors."""
-        before, self._suspended = self._suspended, True
+        before, self.is_active = self.is_active, False
         try:
             yield
         finally:
-            self._suspended = before
+            self.is_active = before
 
     def waits_for_others(self, stage: str) -> bool:
         """Whether ranks wait for each other within the steps of a stage."""
@@ -126,12 +106,12 @@ class AttemptRunner:
 
     def take(self, batch: Any, *, anew: bool) -> None:
         """Remember what an attempt at these samples may change; all of it ``anew`` but within a window."""
-        if self._policy.retries:
+        if self.policy.retries:
             self.state.take(batch, anew=anew)
 
     def learn(self) -> None:
         """Note that an attempt went through: what changes in one shows."""
-        if self._state is not None and self._state.is_learning and self._policy.retries:
+        if self._state is not None and self._state.is_learning and self.policy.retries:
             self._state.learn()
 
     def undo(self, stage: str, also: Callable[[], str | None], failure: Exception | None) -> None:
@@ -148,7 +128,7 @@ class AttemptRunner:
         lost = self.state.restore()
         lost = also() or lost
         if lost is not None and failure is not None:
-            raise self.told(changed_by_the_step(stage, lost, self.memory())) from failure
+            raise self.told(self.out_of_memory(stage).changed_by_the_step(lost)) from failure
 
     def attempt(self, stage: str, run: Callable[[], Any]) -> Attempt:
         """Run something, and free the memory of what failed outside of the ``except`` block, which pins it.
@@ -173,12 +153,12 @@ class AttemptRunner:
 
     def raise_if_others_wait(self, stage: str, failure: Exception) -> None:
         """End here if other ranks would wait for what a retry does."""
-        why = self._policy.refusal or (_EXCHANGES if stage in self._lockstep else None)
+        why = self.policy.refusal or (_EXCHANGES if stage in self._lockstep else None)
         if why is None:
             return
         if is_ambiguous_out_of_memory(failure):
             raise failure
-        raise self.told(cannot_run_again(stage, why, self.memory())) from failure
+        raise self.told(self.out_of_memory(stage).cannot_run_again(why)) from failure
 
     def again_if_memory_runs_out(self, run: Callable[[], None]) -> None:
         """Run what undoes itself where it fails: with the step's memory freed, there is room for it.
@@ -190,7 +170,7 @@ class AttemptRunner:
             run()
         except Exception as error:
             exchanged = self._collectives() != before
-            if not self._policy.retries or not is_out_of_memory(error) or exchanged:
+            if not self.policy.retries or not is_out_of_memory(error) or exchanged:
                 raise
             failure = error
         else:
@@ -201,6 +181,10 @@ class AttemptRunner:
     def told(self, error: UserError) -> UserError:
         """Return the error as one rank of several says it."""
         return of_rank(error, self._trainer.world_size)
+
+    def out_of_memory(self, stage: str) -> OutOfMemory:
+        """Return the sentences for memory that has run out in a stage."""
+        return OutOfMemory(stage, self.memory())
 
     def memory(self) -> str:
         """Describe the device's memory."""
@@ -213,5 +197,5 @@ class AttemptRunner:
     def _acts_upon(self, error: Exception) -> bool:
         """Return whether an error leads to a retry, or to a sentence on why there is none."""
         if is_out_of_memory(error):
-            return self._policy.retries or self._policy.refusal is not None
-        return self._policy.retries and is_ambiguous_out_of_memory(error)
+            return self.policy.retries or self.policy.refusal is not None
+        return self.policy.retries and is_ambiguous_out_of_memory(error)

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torchmetrics import Metric
 from torchmetrics.metric import CompositionalMetric
 from torchmetrics.wrappers.abstract import WrapperMetric
@@ -53,7 +54,8 @@ class _BatchOf:
         else:
             metric.reset()
         value = self._forward(*arguments, **named)
-        self._states[count + 1] = _without_graph(metric_state(metric))
+        # Without the graphs of a forward pass that computes states with gradients enabled.
+        self._states[count + 1] = apply_to_collection(metric_state(metric), torch.Tensor, torch.Tensor.detach)
         if metric.full_state_update is False:  # its states can be added
             before = self._before if count >= self._first else seen  # the user's code has reset the metric
             set_metric_state(metric, self._states[count + 1])
@@ -90,13 +92,3 @@ class _BatchOf:
         finally:
             metric._to_sync = to_sync
             set_metric_state(metric, {**seen, "_computed": None, "_is_synced": False})
-
-
-def _without_graph(state: dict[str, Any]) -> dict[str, Any]:
-    """Detach the states of a piece, which ``forward`` computes with gradients enabled."""
-    return {
-        name: [thing.detach() if isinstance(thing, torch.Tensor) else thing for thing in value]
-        if isinstance(value, list)
-        else value
-        for name, value in state.items()
-    }

@@ -32,11 +32,7 @@ def rescaled_momentum(momentum: float, factor: int) -> float:
 
 
 class Momenta:
-    """The momenta of a module's BatchNorm layers while they are rescaled.
-
-    Args:
-        module: The module; layers without momentum (cumulative averages) are left alone.
-    """
+    """The momenta of a module's BatchNorm layers while they are rescaled; layers without momentum are left alone."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         layers = [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]

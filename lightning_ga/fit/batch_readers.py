@@ -1,7 +1,7 @@
 """Readers of the batches of each loader, made when they are first needed."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 from lightning_ga.compat import transfer
@@ -56,10 +56,8 @@ class BatchReaders:
             on_host: Whether the batch has not been moved to the device.
             anew: Whether samples are read in any case.
         """
-        with nullcontext() if reader.is_read(on_host=on_host) and not anew else self._isolated():
+        if reader.is_read(on_host=on_host) and not anew:
             yield
-
-    @contextmanager
-    def _isolated(self) -> Iterator[None]:
+            return
         with self._attempts.suspended(), hooks_apart(self._trainer):
             yield

@@ -5,7 +5,6 @@ from typing import Any
 from lightning_ga.compat import closures
 from lightning_ga.errors import UserError
 from lightning_ga.plan.accumulation import require_count, require_effective_batch
-from lightning_ga.plan.budget import parse_budget
 from lightning_ga.plan.config import Request
 
 _BY_HAND = """\
@@ -17,15 +16,6 @@ _BY_HAND = """\
     optimizer.step()
 """
 _RIVALS = ("GradientAccumulationScheduler", "BatchSizeFinder")
-
-
-def check_budget(memory_budget: int | float | str | None) -> None:
-    """Refuse a budget that is not an amount of memory, on whatever device it will be.
-
-    Raises:
-        UserError: Naming the value and what may stand there.
-    """
-    parse_budget(memory_budget, total_bytes=1 << 40)
 
 
 def check_trainer(trainer: Any, module: Any, request: Request) -> None:

@@ -12,12 +12,11 @@ from lightning_ga.batch.merge import merge_outputs
 from lightning_ga.compat import closures, loops, ranks
 from lightning_ga.compat.reduction import GradientReducer, WindowReduction
 from lightning_ga.errors import ExactnessWarning
-from lightning_ga.fit.batch_task import BatchResult, BatchTask
+from lightning_ga.fit.batch_task import BatchResult, BatchTask, TrainingBatches
 from lightning_ga.fit.lbfgs import evaluates_again
 from lightning_ga.fit.oom_retry import OomRetrier
 from lightning_ga.fit.pieces import Piece
 from lightning_ga.fit.window_gradients import WindowGradients
-from lightning_ga.loading.reader import CollatedAgain
 from lightning_ga.plan.window_weights import WindowWeights
 from lightning_ga.snapshot.gradients import Accumulations, GradientSnapshot, WindowGradientMarks, left_alone
 
@@ -31,8 +30,7 @@ class MicroBatchClosures:
         trainer: The Trainer.
         retrier: Runs batches in pieces.
         gradients: The weights of the window.
-        samples: Says how many samples the micro-batch should hold, where that is known.
-        samples_again: Fetches the samples of the micro-batch again, where they are at hand.
+        batches: What is known of the micro-batches.
         reducer: Averages gradients over ranks, where that is done by hand.
     """
 
@@ -41,17 +39,15 @@ class MicroBatchClosures:
         trainer: Any,
         retrier: OomRetrier,
         gradients: WindowGradients,
-        *,
-        samples: Callable[[], int | None],
-        samples_again: Callable[[], CollatedAgain | None],
+        batches: TrainingBatches,
         reducer: GradientReducer | None,
     ) -> None:
         self.trainer, self.retrier, self.gradients = trainer, retrier, gradients
-        self._samples, self._samples_again, self._reducer = samples, samples_again, reducer
+        self._batches, self._reducer = batches, reducer
         self._evaluates_again = evaluates_again(trainer.optimizers[0])
         self._warned = False
         self._trained = closures.TrainedTensors(trainer)
-        self._parameters = self._trained.now()
+        self.parameters = self._trained.now()  # what may have a gradient, as of the window's start
         self._repeated: list[Tensor] | None = None
         self.runs_as_stock = False  # whether nothing is to be done around the pass over a whole micro-batch
         self._marks = WindowGradientMarks()
@@ -87,20 +83,15 @@ class MicroBatchClosures:
         )
 
     def run(self, passes: "_Passes", *, anew: bool) -> BatchResult:
-        """Run the passes of one micro-batch, and share buffers after the last of a window.
-
-        Args:
-            passes: Makes the passes.
-            anew: Whether the optimizer may have changed weights since the pass before.
-        """
+        """Run the passes of one micro-batch; ``anew`` if the optimizer may have changed weights since the last one."""
         attempts, reduction = self.retrier.attempts, passes.reduction
         task = BatchTask(
             passes.batch,
             "training",
             passes.attempt,
-            self._samples(),
+            self._batches.samples(),
             weigh=passes.share,
-            again=self._samples_again,
+            again=self._batches.samples_again,
             within_window=not (anew or self._evaluates_again or loops.begins_window(self.trainer)),
         )
         done = self.retrier.run(task)
@@ -121,27 +112,22 @@ class MicroBatchClosures:
         if self._reducer is not None:
             self._reducer.begin_epoch()
 
-    @property
-    def parameters(self) -> list[Tensor]:
-        """What may have a gradient, as of the window's start."""
-        return self._parameters
-
     def begin_window(self) -> None:
         """Look for what may have a gradient."""
         self._marks.forget()
-        self._parameters = self._trained.now()
+        self.parameters = self._trained.now()
 
     def gradients_before(self) -> GradientSnapshot:
         """Return the gradients before a backward pass."""
-        return self._marks.take(self._parameters, self._repeated or ())
+        return self._marks.take(self.parameters, self._repeated or ())
 
     def accumulations(self) -> Accumulations | None:
         """Return what counts the accumulations of the first pass that goes through."""
-        return Accumulations(self._parameters) if self._repeated is None else None
+        return Accumulations(self.parameters) if self._repeated is None else None
 
     def new_gradients(self) -> bool:
         """Return whether tensors have a gradient that were not there when the window started."""
-        known = set(map(id, self._parameters))
+        known = set(map(id, self.parameters))
         now = closures.TrainedTensors(self.trainer).now()
         return any(tensor.grad is not None for tensor in now if id(tensor) not in known)
 

@@ -15,21 +15,13 @@ from lightning_ga.plan.exactness import Exactness, unmeasured
 
 @dataclass(frozen=True, slots=True)
 class Differences:
-    """Differences between the gradients of two parts of a batch and that of the whole.
+    """Differences between the gradients of two parts of a batch and that of the whole."""
 
-    Attributes:
-        error: ‖weighted sum of the parts − whole‖ ÷ ‖whole‖.
-        summed: ‖sum of the parts − whole‖ ÷ ‖whole‖.
-        share: The weight of the first part, of two that add up to one, with the smallest error.
-        best: The error with that weight.
-        size: ‖whole‖.
-    """
-
-    error: float
-    summed: float
-    share: float
-    best: float
-    size: float
+    error: float  # ‖weighted sum of the parts − whole‖ ÷ ‖whole‖
+    summed: float  # ‖sum of the parts − whole‖ ÷ ‖whole‖
+    share: float  # the weight of the first part, of two that add up to one, with the smallest error
+    best: float  # the error with that weight
+    size: float  # ‖whole‖
 
     @property
     def finite(self) -> bool:

@@ -9,15 +9,10 @@ from lightning_ga.plan.config import Request
 
 @dataclass(frozen=True, slots=True)
 class PlannedEpoch:
-    """How one epoch is cut.
+    """How one epoch is cut."""
 
-    Attributes:
-        fed: How the loader cuts its full windows.
-        plan: How full windows are cut in the end: further than that where batches are cut in the step.
-    """
-
-    fed: AccumulationPlan
-    plan: AccumulationPlan
+    fed: AccumulationPlan  # how the loader cuts its full windows
+    plan: AccumulationPlan  # how full windows are cut in the end: further than that where batches are cut in the step
 
 
 def plan_epoch(

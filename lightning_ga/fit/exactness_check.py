@@ -37,15 +37,10 @@ _SEEDS = 8  # further passes with other random numbers, where some are drawn
 
 @dataclass(frozen=True, slots=True)
 class Verdicts:
-    """The results of the check.
+    """The results of the check."""
 
-    Attributes:
-        training: For the micro-batches that training runs.
-        splitting: For batches that are cut in the step.
-    """
-
-    training: Exactness
-    splitting: Exactness
+    training: Exactness  # for the micro-batches that training runs
+    splitting: Exactness  # for batches that are cut in the step
 
     def unless(self, other: "Verdicts") -> "Verdicts":
         """Return these verdicts, with those of the other check where only that found something inexact."""
@@ -57,19 +52,12 @@ class Verdicts:
 
 @dataclass(frozen=True, slots=True)
 class _Passes:
-    """The results of micro-batches run one after the other.
+    """The results of micro-batches run one after the other."""
 
-    Attributes:
-        gradients: The gradient of each.
-        changed: Names of the state that they changed besides gradients.
-        changed_in_step: Those that ``training_step`` or the backward pass changed, and no hook.
-        draws: Whether random numbers were drawn.
-    """
-
-    gradients: list[list[torch.Tensor]]
-    changed: tuple[str, ...]
-    changed_in_step: tuple[str, ...]
-    draws: bool
+    gradients: list[list[torch.Tensor]]  # the gradient of each
+    changed: tuple[str, ...]  # names of the state that they changed besides gradients
+    changed_in_step: tuple[str, ...]  # those that ``training_step`` or the backward pass changed, and no hook
+    draws: bool  # whether random numbers were drawn
 
 
 class ExactnessCheck:
@@ -169,15 +157,7 @@ class ExactnessCheck:
     def _judge(
         self, whole: _Passes, parts: list[Any], sizes: Sequence[int], again: Callable[[int], Any], *, cut: bool
     ) -> Exactness:
-        """Compare parts with the whole.
-
-        Args:
-            whole: The pass of the whole batch.
-            parts: Its parts.
-            sizes: Samples of each part.
-            again: Returns the whole batch once more, with random numbers of some seed.
-            cut: Whether the parts are cut in the step, and are one batch of the loop.
-        """
+        """Compare parts with the whole, which ``again`` makes once more with random numbers of a seed."""
         changed = (whole.changed_in_step if cut else whole.changed) or self._kept(whole, again)
         counts = [self._items(part, size, cut=cut) for part, size in zip(parts, sizes)]
         if not all(number > 0 for number in counts):

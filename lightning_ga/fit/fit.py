@@ -15,16 +15,17 @@ from lightning_ga.compat import checkpoint as loop_state
 from lightning_ga.compat.step_counts import wrong_horizons
 from lightning_ga.errors import ExactnessWarning, UserError
 from lightning_ga.fit.batch_norm import Momenta
+from lightning_ga.fit.batch_task import TrainingBatches
 from lightning_ga.fit.epochs import optimizer_steps, plan_epoch
-from lightning_ga.fit.exactness_check import Verdicts, rounding
+from lightning_ga.fit.exactness_check import both, rounding
 from lightning_ga.fit.limit import TrainingLimit
-from lightning_ga.fit.oom_handler import OomHandler, OomReporter, TrainingBatches
+from lightning_ga.fit.oom_handler import OomHandler, OomReporter
 from lightning_ga.fit.progress import Progress
 from lightning_ga.fit.verify import SAMPLES, measure_exactness
 from lightning_ga.fit.window_gradients import WindowGradients
 from lightning_ga.fit.window_watch import WindowWatch
 from lightning_ga.loading.prebatched import PrebatchedSource
-from lightning_ga.loading.reader import CollatedAgain, length_of_first
+from lightning_ga.loading.reader import length_of_first
 from lightning_ga.loading.recipe_batches import SourceSettings
 from lightning_ga.loading.source import MicroBatchSource
 from lightning_ga.loading.stateful import load_states, states_of
@@ -64,9 +65,9 @@ class Fit:
         self.recipe_factor: int = trainer.accumulate_grad_batches
         self.gradients = WindowGradients(trainer, options.normalize)
         self._active = active
-        self._plan: AccumulationPlan | None = None
+        self.plan: AccumulationPlan | None = None  # of a full window; none before the data are set up
         self._fed_at_most = 1  # samples of a batch as the loader yields it
-        self._exactness: Exactness | None = None
+        self.exactness: Exactness | None = None  # of training, as measured
         self._splitting: Exactness | None = None  # of batches that are cut in the step, be it after an error
         self._watch = WindowWatch(trainer)
         self._momenta: Momenta | None = None
@@ -92,19 +93,9 @@ class Fit:
         self._limit = TrainingLimit(trainer, request, options, self.oom_handler)
 
     @property
-    def plan(self) -> AccumulationPlan | None:
-        """How a full window is cut; ``None`` before the data are set up."""
-        return self._plan
-
-    @property
     def probe(self) -> ProbeResult | None:
         """What the probe found; ``None`` where none was needed."""
         return self._limit.probe
-
-    @property
-    def exactness(self) -> Exactness | None:
-        """What the exactness check measured; ``None`` if there was none."""
-        return self._exactness
 
     @property
     def source(self) -> TrainingSource:
@@ -195,7 +186,7 @@ class Fit:
             self._momenta = Momenta(trainer.lightning_module)
             self._rescale_momenta()
         self._frequencies = self._frequencies_in_steps()
-        changing = {name for found in (self._exactness, self._splitting) if found is not None for name in found.tensors}
+        changing = {name for found in (self.exactness, self._splitting) if found is not None for name in found.tensors}
         self.oom_handler.watch_training(self.gradients, cut_in_step=self.source.cut_in_step, changing=changing)
         self._held.callback(intervals.stop_only_unless(trainer, lambda: self._progress.within_batch))
         self._progress.resume(self.source, same_epoch=same_epoch)
@@ -211,7 +202,7 @@ class Fit:
 
     def prepare(self, batch: Any) -> None:
         """Weigh the next micro-batch, and say whether schedules of the learning rate are due after it."""
-        if self._exactness is not None and self._watch.is_looking:
+        if self.exactness is not None and self._watch.is_looking:
             self._tell_of_changes(self._watch.changed())
         source, index = self.source, loops.micro_batch_index(self.trainer)
         chunk = source.chunk(index)
@@ -277,7 +268,7 @@ class Fit:
         if current_device() is not None:
             return
         self._refuse_what_cannot_be_cut(epoch)
-        if self._exactness is None or self._exactness.cause == "unmeasured":
+        if self.exactness is None or self.exactness.cause == "unmeasured":
             self._verify(epoch, limit)
 
     def _hold_to_budget(self) -> None:
@@ -308,11 +299,11 @@ class Fit:
         done = self._progress.samples_done(epoch)
         planned = plan_epoch(self.source, self.request, epoch, micro_batch=self._limit.micro_batch, samples_done=done)
         self.trainer.accumulate_grad_batches = planned.fed.factor
-        self._fed_at_most, self._plan = planned.fed.micro_batch_size, planned.plan
+        self._fed_at_most, self.plan = planned.fed.micro_batch_size, planned.plan
 
     def _rescale_momenta(self) -> None:
-        if self._momenta is not None and self._plan is not None:
-            self._momenta.rescale(self._plan.factor)
+        if self._momenta is not None and self.plan is not None:
+            self._momenta.rescale(self.plan.factor)
 
     def _cuts(self, epoch: int) -> bool:
         """Return whether batches of the recipe have to be cut, or may have to be."""
@@ -347,13 +338,13 @@ class Fit:
         expected = self.source.expected(chunk)
         if not self.source.may_drop:  # stacked: every part is as long as the batch
             return min(chunk.count, length_of_first(batch))
-        reader = self.oom_handler.reader("training")
+        reader = self.oom_handler.reader()
         return reader.count(batch, expected=expected, otherwise=chunk.count, on_host=on_host)
 
     def _read_streams(self) -> None:
         """Look at what comes as it comes before training reads it: later there is nothing to look at."""
         if self.source.streams and (self.source.cut_in_step or self.options.on_oom == "split"):
-            reader = self.oom_handler.reader("training")
+            reader = self.oom_handler.reader()
             with hooks_apart(self.trainer):
                 for on_host in (True, False):
                     reader.look(on_host=on_host)
@@ -364,14 +355,11 @@ class Fit:
             return
         self.source.check_cut()
         with hooks_apart(self.trainer):
-            self.oom_handler.reader("training").check(self._first_samples, on_host=True)
+            self.oom_handler.reader().check(lambda: self.source.samples_at(0), on_host=True)
         if self._why_in_step:
             rank_zero_info(
                 f"AutoAccumulate cuts batches in the training step, where they are too large. {self._why_in_step}"
             )
-
-    def _first_samples(self) -> CollatedAgain | None:
-        return self.source.samples_at(0)
 
     def _verify(self, epoch: int, limit: int) -> None:
         """Measure exactness on no more samples than the limit, if that is wanted."""
@@ -383,24 +371,23 @@ class Fit:
                 self.trainer,
                 source.user_loader,
                 source.sample_indices(epoch)[: SAMPLES if source.keeps_groups else None],
-                reader=self.oom_handler.reader("training"),
+                reader=self.oom_handler.reader(),
                 count=self.options.normalize if callable(self.options.normalize) else None,
                 limit=limit,
                 in_step=source.cut_in_step,
             )
         except LayoutError as why:
-            verdict = uncuttable(rounding(self.trainer), str(why))
-            verdicts = Verdicts(verdict, verdict)
-        self._exactness, self._splitting = verdicts.training, verdicts.splitting
+            verdicts = both(uncuttable(rounding(self.trainer), str(why)))
+        self.exactness, self._splitting = verdicts.training, verdicts.splitting
 
     def _tell_of_changes(self, tensors: tuple[str, ...]) -> None:
         """Warn once where training shows that not all passes of a window meet the same model."""
-        found = found_to_change(self._exactness, tensors)
-        if found is self._exactness or self._plan is None:
+        found = found_to_change(self.exactness, tensors)
+        if found is self.exactness or self.plan is None:
             return
-        if self._plan.factor == 1 and (self.oom_handler.limit or self._fed_at_most) >= self._fed_at_most:
+        if self.plan.factor == 1 and (self.oom_handler.limit or self._fed_at_most) >= self._fed_at_most:
             return
-        self._exactness = found
+        self.exactness = found
         rank_zero_warn(f"Accumulation is not exact for this training, {found}.", category=ExactnessWarning)
 
     def _splitting_sentence(self) -> str:
@@ -442,10 +429,10 @@ class Fit:
     def warnings(self) -> list[str]:
         """Return what the user should know before training: inexact gradients, wrong horizons of schedules."""
         found, steps = [], self.optimizer_steps()
-        accumulates = self._plan is not None and self._plan.factor > 1
-        if accumulates and self._exactness is not None and self._exactness.cause in INEXACT:
-            known = self._exactness.cause == "batch_norm" and self.options.batch_norm != "warn"
-            found += [] if known else [f"Accumulation is not exact for this model, {self._exactness}."]
+        accumulates = self.plan is not None and self.plan.factor > 1
+        if accumulates and self.exactness is not None and self.exactness.cause in INEXACT:
+            known = self.exactness.cause == "batch_norm" and self.options.batch_norm != "warn"
+            found += [] if known else [f"Accumulation is not exact for this model, {self.exactness}."]
         if accumulates and self.source.streams and self.source.workers > 1:
             found.append(
                 "Several data workers read an iterable dataset in turn, a micro-batch each, so windows hold other "
@@ -472,6 +459,6 @@ class Fit:
                 f"; limit {self.probe.limit} within {format_bytes(self.probe.budget_bytes)}, found by "
                 f"{how} in {self.probe.steps} steps and {self.probe.seconds:.1f} s"
             )
-        silent = self._exactness is None or self._exactness.cause in ("exact", *INEXACT)
-        measured = "" if silent else f"; exactness: {str(self._exactness).removesuffix('.')}"
-        return f"{self._plan}{found}{measured}."
+        silent = self.exactness is None or self.exactness.cause in ("exact", *INEXACT)
+        measured = "" if silent else f"; exactness: {str(self.exactness).removesuffix('.')}"
+        return f"{self.plan}{found}{measured}."

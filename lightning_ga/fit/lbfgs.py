@@ -33,12 +33,7 @@ class _Part:
 
 
 class LbfgsWindow:
-    """Keeps the micro-batches of a window and gives the loop closures that run them again.
-
-    Args:
-        trainer: The Trainer.
-        gradients: The weights of the window.
-    """
+    """Keeps the micro-batches of a window and gives the loop closures that run them again."""
 
     def __init__(self, trainer: Any, gradients: WindowGradients) -> None:
         self._trainer = trainer

@@ -29,19 +29,12 @@ NO_LIMIT = 2**31
 
 @dataclass(frozen=True, slots=True)
 class _Search:
-    """What to search for.
+    """What to search for."""
 
-    Attributes:
-        high: Largest micro-batch that is of use.
-        rank_samples: Samples of a window on one rank.
-        total: Samples of the epoch over all ranks; ``None`` if that is not known.
-        recipe_batch: Samples of the recipe's batches on one rank.
-    """
-
-    high: int
-    rank_samples: int
-    total: int | None
-    recipe_batch: int
+    high: int  # largest micro-batch that is of use
+    rank_samples: int  # samples of a window on one rank
+    total: int | None  # samples of the epoch over all ranks; ``None`` if that is not known
+    recipe_batch: int  # samples of the recipe's batches on one rank
 
 
 class TrainingLimit:
@@ -56,19 +49,9 @@ class TrainingLimit:
 
     def __init__(self, trainer: Any, request: Request, options: Options, handler: OomHandler) -> None:
         self._trainer, self._request, self._options, self._handler = trainer, request, options, handler
-        self._micro_batch: int | None = None
-        self._probe: ProbeResult | None = None
+        self.micro_batch: int | None = None  # most samples of one; none before that is known
+        self.probe: ProbeResult | None = None  # what was found; none where no probe was needed
         self._kind: Mapping[str, Any] | None = None  # of training step, as the cache knows it
-
-    @property
-    def micro_batch(self) -> int | None:
-        """Most samples of a micro-batch; ``None`` before that is known."""
-        return self._micro_batch
-
-    @property
-    def probe(self) -> ProbeResult | None:
-        """What the probe found; ``None`` where none was needed."""
-        return self._probe
 
     def hardware(self) -> str:
         """Return what the limit is found on; on anything else it is looked for again."""
@@ -89,20 +72,20 @@ class TrainingLimit:
         found = self._find(source, epoch, kept)
         if kept is not None and kept.limit is not None:  # memory ran out in that run
             found = min(found, kept.limit)
-        self._micro_batch = found
+        self.micro_batch = found
         return found
 
     def lower(self) -> None:
         """Plan no more samples than proved too much on any rank; ranks call this together."""
         limit = agreement.smallest_over_ranks(self._trainer, self._handler.limit or NO_LIMIT)
-        if self._micro_batch is None or limit >= self._micro_batch:
+        if self.micro_batch is None or limit >= self.micro_batch:
             return
-        self._micro_batch = limit
+        self.micro_batch = limit
         self._handler.lower(limit)
-        if self._probe is not None:
-            self._probe = lowered(self._probe, limit)
+        if self.probe is not None:
+            self.probe = lowered(self.probe, limit)
             if self._kind is not None and self._options.cache:
-                LimitCache().write(self._kind, self._probe)
+                LimitCache().write(self._kind, self.probe)
 
     def _find(self, source: TrainingSource, epoch: int, kept: RunState | None) -> int:
         device, asked = current_device(), self._request.micro_batch
@@ -114,14 +97,14 @@ class TrainingLimit:
             return NO_LIMIT
         if device is not None:
             setup = self._setup(source, epoch, search)
-            self._probe = estimate(setup, device, high=search.high, budget=self._options.budget)
-            return self._probe.limit
-        self._probe = self._still_valid(kept, search.high)
-        if self._probe is None:
+            self.probe = estimate(setup, device, high=search.high, budget=self._options.budget)
+            return self.probe.limit
+        self.probe = self._still_valid(kept, search.high)
+        if self.probe is None:
             self._run_probe(source, epoch, search)
-        if self._probe is None:
+        if self.probe is None:
             return recipe_micro_batch(source, self._request, epoch)
-        return self._of_use(source, epoch, search, self._probe)
+        return self._of_use(source, epoch, search, self.probe)
 
     def _search(self, source: TrainingSource, epoch: int) -> _Search:
         total = source.total(epoch)
@@ -174,7 +157,7 @@ class TrainingLimit:
             search.rank_samples,
             self._handler.memory,
             batch_samples=search.recipe_batch if source.cut_in_step else None,
-            reader=self._handler.reader("training"),
+            reader=self._handler.reader(),
         )
 
     def _run_probe(self, source: TrainingSource, epoch: int, search: _Search) -> None:
@@ -193,7 +176,7 @@ class TrainingLimit:
                 "with micro-batches as the recipe has them; give micro_batch_size=… to choose."
             )
         else:
-            self._probe, self._kind = found or (None, None)
+            self.probe, self._kind = found or (None, None)
 
     def _still_valid(self, kept: RunState | None, high: int) -> ProbeResult | None:
         """Return what the run found that wrote the checkpoint, if it still holds and is high enough."""

@@ -18,19 +18,12 @@ from lightning_ga.batch.merge import weighted_mean
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One call of ``log``.
+    """One call of ``log``."""
 
-    Attributes:
-        fx: The hook that it was called in.
-        name: Name of the value.
-        value: The value, without a graph.
-        settings: All other arguments.
-    """
-
-    fx: str
+    fx: str  # the hook that it was called in
     name: str
-    value: Any
-    settings: dict[str, Any]
+    value: Any  # without a graph
+    settings: dict[str, Any]  # all other arguments
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +59,7 @@ class LogBuffer:
         self._open.append(Entry(fx, name, _detached(value), settings))
 
     def keep(self, weight: float, samples: int = 0) -> None:
-        """Keep the entries of a piece that succeeded.
-
-        Args:
-            weight: Weight of the piece in means.
-            samples: Samples of the piece.
-        """
+        """Keep the entries of a piece that succeeded, of this weight in means."""
         self._pieces.append(_Piece(weight, samples, self._open))
         self._open = []
 
@@ -80,12 +68,7 @@ class LogBuffer:
         self._open = []
 
     def replay(self, log: Callable[..., None], run: Callable[[Callable[[], None]], None] = lambda log: log()) -> None:
-        """Log each entry once, merged over the pieces.
-
-        Args:
-            log: Takes entries; if it fails, nothing must have been logged.
-            run: Calls the function that logs one entry.
-        """
+        """Log each entry once, merged over the pieces: ``run`` calls what logs one entry."""
         groups: dict[tuple[str, str, int], list[_Part]] = {}
         for piece in self._pieces:
             times: dict[tuple[str, str], int] = {}

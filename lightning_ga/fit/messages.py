@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from lightning_ga.errors import RankError, UserError
+from lightning_ga.fit.pieces import Piece
 from lightning_ga.plan.exactness import SAME_RESULT
 
 SAME_BUT_RANDOM = "Its parts draw random numbers of their own (dropout, say); apart from these the result is the same."
@@ -12,23 +13,14 @@ HOOKS_APART = "The hooks of its transfer saw the parts one by one; whether its r
 
 @dataclass(frozen=True, slots=True)
 class OomEvent:
-    """An out-of-memory error that cost a retry, not the run.
+    """An out-of-memory error that cost a retry, not the run."""
 
-    Attributes:
-        stage: ``"training"``, ``"validation"``, ``"test"``, ``"prediction"`` or ``"the optimizer's step"``.
-        step: Optimizer steps taken before it.
-        samples: Samples of the smallest attempt that ran out of memory; 0 where it had none.
-        fits: Samples of the largest attempt that succeeded instead; 0 where it had none.
-        memory: State of the device's memory, as text.
-        result: ``SAME_RESULT``, or a sentence on how the result in parts differs from that of the whole batch.
-    """
-
-    stage: str
-    step: int
-    samples: int
-    fits: int
-    memory: str
-    result: str = ""
+    stage: str  # ``"training"``, ``"validation"``, ``"test"``, ``"prediction"`` or ``"the optimizer's step"``
+    step: int  # optimizer steps taken before it
+    samples: int  # samples of the smallest attempt that ran out of memory; 0 where it had none
+    fits: int  # samples of the largest attempt that succeeded instead; 0 where it had none
+    memory: str  # state of the device's memory, as text
+    result: str = ""  # ``SAME_RESULT``, or a sentence on how the result in parts differs from that of the whole batch
 
     def __str__(self) -> str:
         if not self.samples:
@@ -46,48 +38,57 @@ def of_rank(error: UserError, world_size: int) -> UserError:
     return RankError(str(error)) if world_size > 1 else error
 
 
-def one_sample_too_large(stage: str, sample: object, memory: str) -> UserError:
-    """Return the error for a single sample that does not fit.
+@dataclass(frozen=True, slots=True)
+class OutOfMemory:
+    """An out-of-memory error that ends the run, as each of these sentences tells it."""
 
-    Args:
-        stage: The stage, as in ``OomEvent``.
-        sample: Description of the sample.
-        memory: State of the device's memory, as text.
-    """
-    return UserError(
-        f"Memory ran out in {stage} with one sample alone ({sample}; {memory}), so there is nothing left to split: "
-        "train in a lower precision (precision='bf16-mixed'), use activation checkpointing, or raise memory_budget "
-        "and free the device of other processes."
-    )
+    stage: str  # as in ``OomEvent``
+    memory: str  # state of the device's memory, as text
+
+    def one_sample_too_large(self, sample: object) -> UserError:
+        """Return the error for a single sample, described so, that does not fit."""
+        return UserError(
+            f"Memory ran out in {self.stage} with one sample alone ({sample}; {self.memory}), so there is nothing left "
+            "to split: train in a lower precision (precision='bf16-mixed'), use activation checkpointing, or raise "
+            "memory_budget and free the device of other processes."
+        )
+
+    def cannot_be_cut(self, why: str) -> UserError:
+        """Return the error for a batch that is too large and cannot be cut into samples."""
+        return UserError(
+            f"Memory ran out in {self.stage} ({self.memory}), and the batch cannot be run again in parts. {why} Or use "
+            "a smaller batch_size in its loader."
+        )
+
+    def changed_by_the_step(self, what: str) -> UserError:
+        """Return the error for a failed step that has changed state of which no copy was made."""
+        return UserError(
+            f"Memory ran out in {self.stage} ({self.memory}) after the step had changed {what}, so it cannot be run "
+            "again with the same result: let it change a copy, or change weights in a hook such as "
+            "on_train_batch_end; or give a lower max_micro_batch_size or memory_budget."
+        )
+
+    def cannot_run_again(self, why: str) -> UserError:
+        """Return the error for a failed rank whose retry would leave the other ranks waiting."""
+        return UserError(
+            f"Memory ran out in {self.stage} ({self.memory}), and this rank cannot run the batch again alone, as "
+            f"others would wait: {why}. Go on from the last checkpoint with a lower max_micro_batch_size or "
+            "memory_budget (in evaluation: a smaller batch_size of its loader)."
+        )
 
 
-def cannot_be_cut(stage: str, why: str, memory: str) -> UserError:
-    """Return the error for a batch that is too large and cannot be cut into samples.
-
-    Args:
-        stage: The stage, as in ``OomEvent``.
-        why: Why it cannot be cut, as a sentence.
-        memory: State of the device's memory, as text.
-    """
-    return UserError(
-        f"Memory ran out in {stage} ({memory}), and the batch cannot be run again in parts. {why} Or use a smaller "
-        "batch_size in its loader."
-    )
-
-
-def a_piece_failed(stage: str, samples: int, whole: int, memory: str | None, error: Exception) -> UserError:
+def a_piece_failed(stage: str, piece: Piece, memory: str | None, error: Exception) -> UserError:
     """Return the error for a failure in a part of a batch that was cut in the step.
 
     Args:
         stage: The stage, as in ``OomEvent``.
-        samples: Samples of the part.
-        whole: Samples of the batch.
+        piece: The part.
         memory: State of the memory if it had run out; ``None`` if the batch was cut for the limit.
         error: The failure.
     """
     why = f"after memory had run out ({memory})" if memory else "as batches of that size are more than the limit"
     return UserError(
-        f"In {stage} a part of {samples} samples of a batch of {whole} failed, which was cut {why}: "
+        f"In {stage} a part of {piece.samples} samples of a batch of {piece.of} failed, which was cut {why}: "
         f"{type(error).__name__}: {error}. If the whole batch does not fail, its parts need something of the whole "
         "(padding to the longest, say): define split_batch(self, batch, sizes) on the LightningModule, or use "
         'micro_batching="loader" with a lower max_micro_batch_size.'
@@ -104,36 +105,6 @@ def optimizer_step_failed(memory: str, *, again: bool = False) -> UserError:
     return UserError(
         f"Memory ran out inside the optimizer's step ({memory}) {why}: resume from the last checkpoint, and leave the "
         "step more memory (a lower memory_budget or max_micro_batch_size, or foreach=False in the optimizer)."
-    )
-
-
-def changed_by_the_step(stage: str, what: str, memory: str) -> UserError:
-    """Return the error for a failed step that has changed state of which no copy was made.
-
-    Args:
-        stage: The stage, as in ``OomEvent``.
-        what: What it has changed.
-        memory: State of the device's memory, as text.
-    """
-    return UserError(
-        f"Memory ran out in {stage} ({memory}) after the step had changed {what}, so it cannot be run again with the "
-        "same result: let it change a copy, or change weights in a hook such as on_train_batch_end; or give a lower "
-        "max_micro_batch_size or memory_budget."
-    )
-
-
-def cannot_run_again(stage: str, why: str, memory: str) -> UserError:
-    """Return the error for a failed rank whose retry would leave the other ranks waiting.
-
-    Args:
-        stage: The stage, as in ``OomEvent``.
-        why: Why the others would wait.
-        memory: State of the device's memory, as text.
-    """
-    return UserError(
-        f"Memory ran out in {stage} ({memory}), and this rank cannot run the batch again alone, as others would wait: "
-        f"{why}. Go on from the last checkpoint with a lower max_micro_batch_size or memory_budget (in evaluation: a "
-        "smaller batch_size of its loader)."
     )
 
 

@@ -3,7 +3,6 @@
 import warnings
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -14,7 +13,7 @@ from torch.utils.data import IterableDataset
 from lightning_ga.batch.merge import merge_outputs
 from lightning_ga.compat import agreement, closures, dataloaders, evaluation, loops, ranks
 from lightning_ga.compat.reduction import GradientReducer
-from lightning_ga.fit.batch_task import BatchTask, Evaluation
+from lightning_ga.fit.batch_task import BatchTask, Evaluation, TrainingBatches
 from lightning_ga.fit.closure import MakeClosure, MicroBatchClosures
 from lightning_ga.fit.lbfgs import LbfgsWindow, evaluates_again
 from lightning_ga.fit.messages import OomEvent
@@ -29,51 +28,23 @@ from lightning_ga.memory.allocator import RetryWatch
 
 
 class OomReporter:
-    """Counts the errors that were survived, and reports each: a warning, and a value in the loggers.
-
-    Args:
-        trainer: The Trainer.
-    """
+    """Counts the errors that were survived, and reports each: a warning, and a value in the loggers."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        self._events = 0
-
-    @property
-    def events(self) -> int:
-        """Errors that were survived, those before a resume too."""
-        return self._events
+        self.events = 0  # those before a resume too
 
     def count_on(self, events: int) -> None:
         """Count on from what a checkpoint says."""
-        self._events = events
+        self.events = events
 
     def __call__(self, event: OomEvent) -> None:
         """An error was survived, on this rank."""
-        self._events += 1
+        self.events += 1
         rank = f"Rank {self._trainer.global_rank}: " if self._trainer.world_size > 1 else ""
         warnings.warn(f"{rank}{event}", stacklevel=2)
         for logger in self._trainer.loggers:
-            logger.log_metrics({"oom_events": self._events}, step=self._trainer.global_step)
-
-
-@dataclass(frozen=True, slots=True)
-class TrainingBatches:
-    """What is known of the batches of training.
-
-    Attributes:
-        source: How they are made.
-        verdict: Says in a sentence whether a batch in parts has the gradient of the whole.
-        samples: Says how many samples the batch that is trained on should hold, where that is known.
-        samples_again: Fetches its samples again, where they are at hand.
-        samples_of_next: Says how many samples the next batch should hold, where that is known.
-    """
-
-    source: Callable[[], BatchSource] = lambda: ReadyMadeBatches(list)
-    verdict: Callable[[], str] = str
-    samples: Callable[[], int | None] = lambda: None
-    samples_again: Callable[[], CollatedAgain | None] = lambda: None
-    samples_of_next: Callable[[Any], int | None] = lambda _: None
+            logger.log_metrics({"oom_events": self.events}, step=self._trainer.global_step)
 
 
 class OomHandler:
@@ -126,9 +97,9 @@ class OomHandler:
         """Run no more samples of training at once from here on."""
         self._retrier.lower("training", samples)
 
-    def reader(self, stage: str) -> BatchReader:
-        """Return what counts and cuts the batches of a stage."""
-        return self._retrier.reader(stage)
+    def reader(self) -> BatchReader:
+        """Return what counts and cuts the batches of training."""
+        return self._retrier.readers.reader("training")
 
     def memory(self) -> Iterator[torch.Tensor]:
         """Yield what is kept on the device while training runs."""
@@ -137,11 +108,7 @@ class OomHandler:
             yield from self._reducer.memory()
 
     def read_module(self, *, cut_in_step: bool) -> None:
-        """Look at the module anew, as it has been moved, and make what training keeps.
-
-        Args:
-            cut_in_step: Whether batches are cut in the step even if nothing fails.
-        """
+        """Look at the module anew, as it has been moved, and make what training keeps if batches are cut so."""
         self._retrier.attempts.read_module()
         self._reducer = ranks.gradient_reducer(self._trainer) if self._policy(cut_in_step).by_hand else None
 
@@ -171,14 +138,7 @@ class OomHandler:
         self._retrier.attempts.begin_training(policy, changing, foreseen)
         wrap: Callable[..., Any] | None = None
         if self._wanted or cut_in_step or must_average:
-            self._steps = MicroBatchClosures(
-                trainer,
-                self._retrier,
-                gradients,
-                samples=self._training.samples,
-                samples_again=self._training.samples_again,
-                reducer=reducer,
-            )
+            self._steps = MicroBatchClosures(trainer, self._retrier, gradients, self._training, reducer)
             wrap = self._steps.closure
         if evaluates_again(trainer.optimizers[0]):
             wrap = _chained(LbfgsWindow(trainer, gradients).closure, wrap)

@@ -26,7 +26,6 @@ from lightning_ga.fit.messages import (
 from lightning_ga.fit.piecewise import PiecewiseRun
 from lightning_ga.fit.retry_policy import RetryPolicy
 from lightning_ga.loading.batch_source import BatchSource
-from lightning_ga.loading.reader import BatchReader
 from lightning_ga.plan.exactness import SAME_RESULT
 from lightning_ga.snapshot.random_numbers import RandomState
 
@@ -56,7 +55,7 @@ class OomRetrier:
         self._trainer = trainer
         self._report, self._verdict, self._samples_of_next = report, verdict, samples_of_next
         self.attempts = AttemptRunner(trainer, policy)  # runs and undoes attempts
-        self._readers = BatchReaders(trainer, self.attempts, source)
+        self.readers = BatchReaders(trainer, self.attempts, source)  # count and cut batches
         self._limits: dict[str, int] = {}  # most samples of a piece, by stage
         self._unmovable: set[str] = set()  # stages in which there was no memory for the hooks of a transfer
         self._move: Callable[[Any], Any] | None = None  # of pieces, while the current batch stays on the host
@@ -80,10 +79,6 @@ class OomRetrier:
         """Run no more samples at once from here on."""
         self._limits[stage] = min(samples, self._limits.get(stage, samples))
 
-    def reader(self, stage: str, loader: int = 0) -> BatchReader:
-        """Return what counts and cuts the batches of a loader."""
-        return self._readers.reader(stage, loader)
-
     def memory(self) -> Iterator[Tensor]:
         """Yield what is kept on the device while batches run."""
         if self.policy.retries:
@@ -104,7 +99,7 @@ class OomRetrier:
             whole = fits and self._move is None
             result, failure = self._whole(task, ledger) if whole else (None, self._not_moved)
             if result is None:
-                made = PiecewiseRun(self.attempts, self._readers, task, ledger, move=self._move, failure=failure)
+                made = PiecewiseRun(self.attempts, self.readers, task, ledger, move=self._move, failure=failure)
                 result = made.run(limit, pieces)
                 self._learn_limit(task.stage, result)
             if ledger.noted:
@@ -146,10 +141,10 @@ class OomRetrier:
         if limit is None or (self._hooks_move_batches and stage not in self._unmovable):
             return False
         expected = self._samples_of_next(batch) if stage == "training" else None
-        return self._readers.count(batch, stage, expected, loader, on_host=True) > limit
+        return self.readers.count(batch, stage, expected, loader, on_host=True) > limit
 
     def _samples(self, task: BatchTask) -> int:
-        return self._readers.count(task.batch, task.stage, task.expected, task.loader, on_host=self.on_host)
+        return self.readers.count(task.batch, task.stage, task.expected, task.loader, on_host=self.on_host)
 
     def _pieces_of_all_ranks(self, task: BatchTask, limit: int) -> int | None:
         """Return how many pieces every rank runs, where they wait for each other; ``None``: each as it likes."""

@@ -2,24 +2,18 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Some neighbouring samples of a batch.
+    """Some neighbouring samples of a batch."""
 
-    Attributes:
-        start: The first.
-        stop: One after the last.
-        of: Samples of the batch.
-    """
-
-    start: int
-    stop: int
-    of: int
+    start: int  # the first
+    stop: int  # one after the last
+    of: int  # samples of the batch
 
     @property
     def samples(self) -> int:
@@ -41,53 +35,29 @@ class Piece:
         return Piece(self.start, middle, self.of), Piece(middle, self.stop, self.of)
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome(Generic[Result]):
-    """What came of a batch.
-
-    Attributes:
-        pieces: The pieces that ran, in order.
-        results: What each returned.
-        failed: Samples of the pieces that did not fit, in the order they were tried.
-    """
-
-    pieces: tuple[Piece, ...]
-    results: tuple[Result, ...]
-    failed: tuple[int, ...]
-
-
-class TooLargeError(Exception):
-    """One sample alone does not fit."""
-
-
-def run_pieces(pieces: Sequence[Piece], attempt: Callable[[Piece], tuple[bool, Result | None]]) -> Outcome[Result]:
-    """Run pieces in order; each that fails is run again in halves.
+def run_pieces(pieces: Sequence[Piece], attempt: Callable[[Piece], Result | None]) -> list[tuple[Piece, Result]]:
+    """Run pieces in order, each that fails again in halves; return those that ran, with their results.
 
     Args:
         pieces: What to run.
-        attempt: Runs a piece: whether it went through, and what it returned. One that did not has
-            undone what it changed.
-
-    Raises:
-        TooLargeError: If a piece of one sample fails.
+        attempt: Runs a piece and returns its result; ``None`` for one that failed and has undone what it changed.
+            It raises where a single sample fails.
 
     Examples:
-        >>> run_pieces([Piece(0, 5, of=5)], lambda piece: (piece.samples <= 2, piece.samples)).results
-        (2, 1, 2)
+        >>> done = run_pieces([Piece(0, 5, of=5)], lambda piece: piece.samples if piece.samples <= 2 else None)
+        >>> [result for _, result in done]
+        [2, 1, 2]
     """
-    waiting, done, failed = list(reversed(pieces)), [], []
+    waiting, done = list(reversed(pieces)), []
     while waiting:
         piece = waiting.pop()
-        went_through, result = attempt(piece)
-        if went_through:
+        result = attempt(piece)
+        if result is not None:
             done.append((piece, result))
             continue
-        failed.append(piece.samples)
-        if piece.samples <= 1:
-            raise TooLargeError
         # What failed once fails again at its size: the pieces that wait are cut as well before they are tried.
         waiting = [part for other in waiting for part in _cut(other, piece.samples)] + [*reversed(piece.halves())]
-    return Outcome(tuple(piece for piece, _ in done), tuple(result for _, result in done), tuple(failed))  # type: ignore[misc]
+    return done
 
 
 def _cut(piece: Piece, too_large: int) -> tuple[Piece, ...]:

@@ -12,7 +12,7 @@ from lightning_ga.fit.batch_metrics import whole_batch_metrics
 from lightning_ga.fit.batch_readers import BatchReaders
 from lightning_ga.fit.batch_task import BatchResult, BatchTask, TaskAttempt
 from lightning_ga.fit.log_buffer import LogBuffer
-from lightning_ga.fit.messages import a_piece_failed, cannot_be_cut, one_sample_too_large
+from lightning_ga.fit.messages import a_piece_failed
 from lightning_ga.fit.pieces import Piece, even_pieces, run_pieces
 from lightning_ga.loading.reader import BatchSlices
 from lightning_ga.memory.oom import is_ambiguous_out_of_memory, is_out_of_memory, release
@@ -57,11 +57,7 @@ class PiecewiseRun:
         self._slices = self._cut_batch()
 
     def run(self, limit: int | None, pieces: int | None) -> BatchResult:
-        """Run the pieces.
-
-        Args:
-            limit: Most samples of a piece, where that is known.
-            pieces: How many there are, where ranks have to agree.
+        """Run the pieces, of no more samples than the limit, or as many as the ranks have agreed on.
 
         Raises:
             UserError: If one sample alone does not fit, or something cannot be undone.
@@ -73,18 +69,19 @@ class PiecewiseRun:
         sizes = plan_accumulation(samples, micro_batch=most).chunks[0]
         sizes = sizes if pieces is None else split_evenly(samples, pieces)
         with whole_batch_metrics(self._attempts.state.metrics):
-            outcome = run_pieces(even_pieces(sizes), self._run_piece)
-        results, weights = zip(*outcome.results)
-        sizes = tuple(piece.samples for piece in outcome.pieces)
+            done = run_pieces(even_pieces(sizes), self._run_piece)
+        results, weights = zip(*(ran for _, ran in done))
+        sizes = tuple(piece.samples for piece, _ in done)
         return BatchResult(results, sizes, weights, tuple(self._refused), self._draws)
 
-    def _run_piece(self, piece: Piece) -> tuple[bool, Any]:
-        """Run one piece: whether it went through, and what it returned and weighs."""
+    def _run_piece(self, piece: Piece) -> tuple[Any, float] | None:
+        """Run one piece; return its result and what it weighs, or ``None`` if memory ran out."""
         task, attempts = self._task, self._attempts
         while True:
             taken = attempts.attempt(task.stage, partial(self._take, piece))
             if taken.failure is not None:
-                return self._failed(piece.samples, task.batch, taken.failure)
+                self._failed(piece.samples, task.batch, taken.failure)
+                return None
             tried = task.attempt(piece)
             ran = attempts.attempt(task.stage, partial(self._run, tried, taken.result))
             if not isinstance(ran.result, _PieceError):
@@ -92,14 +89,15 @@ class PiecewiseRun:
             self._cut_otherwise(ran.result.error, piece, tried)
         if ran.failure is not None:
             self._drop(tried, ran.failure)
-            return self._failed(piece.samples, taken.result, ran.failure)
+            self._failed(piece.samples, taken.result, ran.failure)
+            return None
         attempts.learn()
         if self._failure is not None:  # a step that failed before it came to wait for the others
             attempts.raise_if_others_wait(task.stage, self._failure)
             self._draws = self._draws or attempts.state.draws_numbers()
         weight = task.weigh(taken.result, piece)
         self._ledger.keep(weight, piece.samples)
-        return True, (ran.result, weight)
+        return ran.result, weight
 
     def _take(self, piece: Piece) -> Any:
         """Cut a piece, and keep what may change before it has run."""
@@ -121,10 +119,9 @@ class PiecewiseRun:
         self._ledger.drop()
         self._attempts.undo(self._task.stage, tried.undo, failure)
 
-    def _failed(self, samples: int, part: Any, failure: Exception) -> tuple[bool, None]:
+    def _failed(self, samples: int, part: Any, failure: Exception) -> None:
         self._failure, self._anew = failure, True
         self._refuse(samples, part, failure)
-        return False, None
 
     def _refuse(self, samples: int, part: Any, failure: Exception) -> None:
         """Note that so many samples do not fit."""
@@ -133,7 +130,7 @@ class PiecewiseRun:
             return
         if is_ambiguous_out_of_memory(failure):
             raise failure
-        told = one_sample_too_large(self._task.stage, describe_value(part), self._attempts.memory())
+        told = self._attempts.out_of_memory(self._task.stage).one_sample_too_large(describe_value(part))
         raise self._attempts.told(told) from failure
 
     def _cut_batch(self) -> BatchSlices:
@@ -150,7 +147,7 @@ class PiecewiseRun:
         except LayoutError as why:
             if self._failure is None:
                 raise
-            told = cannot_be_cut(task.stage, str(why), self._attempts.memory())
+            told = self._attempts.out_of_memory(task.stage).cannot_be_cut(str(why))
             raise self._attempts.told(told) from self._failure
 
     def _cut_otherwise(self, error: Exception, piece: Piece, tried: TaskAttempt) -> None:
@@ -166,9 +163,9 @@ class PiecewiseRun:
             return
         stage, failure = self._task.stage, self._attempts.last_failure(self._task.stage)
         if failure is None:
-            error.add_note(str(a_piece_failed(stage, piece.samples, piece.of, None, error)))
+            error.add_note(str(a_piece_failed(stage, piece, None, error)))
             raise error
-        told = a_piece_failed(stage, piece.samples, piece.of, self._attempts.memory(), error)
+        told = a_piece_failed(stage, piece, self._attempts.memory(), error)
         raise self._attempts.told(told) from failure
 
     def _collated_anew(self, error: Exception, tried: TaskAttempt) -> BatchSlices | None:

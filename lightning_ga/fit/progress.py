@@ -9,41 +9,22 @@ from lightning_ga.plan.checkpoint import Position, RunState
 
 
 class Progress:
-    """The place of a fit in its data, in samples of all ranks and in batches of the recipe.
-
-    Args:
-        trainer: The Trainer.
-    """
+    """The place of a fit in its data, in samples of all ranks and in batches of the recipe."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        self._position = Position(agreement.shared_seed(trainer), loops.training_epoch(trainer), 0, 0)
-        self._restored: RunState | None = None
+        self.position = Position(agreement.shared_seed(trainer), loops.training_epoch(trainer), 0, 0)
+        self.restored: RunState | None = None  # what was read from a checkpoint
         self._passed = 0, 0  # batches of the recipe after the last micro-batch: of its epoch, and before that
-        self._within_batch = False
-
-    @property
-    def position(self) -> Position:
-        """What a checkpoint keeps of the place."""
-        return self._position
-
-    @property
-    def restored(self) -> RunState | None:
-        """What was read from a checkpoint; ``None`` in a fit that begins anew."""
-        return self._restored
-
-    @property
-    def within_batch(self) -> bool:
-        """Whether the last micro-batch ended within a batch of the recipe."""
-        return self._within_batch
+        self.within_batch = False  # whether the last micro-batch ended within a batch of the recipe
 
     def restore(self, state: RunState) -> None:
         """Go on where a checkpoint was written."""
-        self._restored, self._position = state, state.position
+        self.restored, self.position = state, state.position
 
     def samples_done(self, epoch: int) -> int:
         """Return the samples of an epoch that optimizer steps have used, over all ranks."""
-        return self._position.samples_done if epoch == self._position.epoch else 0
+        return self.position.samples_done if epoch == self.position.epoch else 0
 
     def take_over(self, source: TrainingSource, recipe_factor: int) -> bool:
         """Take the place over from a restored loop; return whether it is within the epoch that goes on.
@@ -54,26 +35,26 @@ class Progress:
         if loops.restarts_in_epoch(trainer):
             loops.reopen_epoch(trainer)
             epoch = loops.training_epoch(trainer)
-            if self._restored is None:
+            if self.restored is None:
                 done, before = loops.batches_done(trainer)
                 samples = source.samples_of(done - done % recipe_factor) * source.sharded_ranks
-                self._position = replace(self._position, epoch=epoch, samples_done=samples, batches_before=before)
-        within = self._restored is not None or self._position.samples_done > 0
-        return within and self._position.epoch == epoch
+                self.position = replace(self.position, epoch=epoch, samples_done=samples, batches_before=before)
+        within = self.restored is not None or self.position.samples_done > 0
+        return within and self.position.epoch == epoch
 
     def enter(self, source: TrainingSource, epoch: int) -> None:
         """Count the recipe's batches on where one epoch follows another."""
-        if epoch == self._position.epoch:
+        if epoch == self.position.epoch:
             return
         passed = source.epoch_batches
         if passed is None:  # a stream: as many as it turned out to hold
-            passed = source.recipe_batches(self._position.samples_done // source.sharded_ranks)
-        before = self._position.batches_before + passed * (epoch - self._position.epoch)
-        self._position = replace(self._position, epoch=epoch, samples_done=0, batches_before=before)
+            passed = source.recipe_batches(self.position.samples_done // source.sharded_ranks)
+        before = self.position.batches_before + passed * (epoch - self.position.epoch)
+        self.position = replace(self.position, epoch=epoch, samples_done=0, batches_before=before)
 
     def begin_epoch(self) -> None:
         """Begin an epoch with a whole batch."""
-        self._within_batch = False
+        self.within_batch = False
 
     def resume(self, source: TrainingSource, *, same_epoch: bool) -> None:
         """Let a restored loop go on at its sample, in this run's micro-batches."""
@@ -87,7 +68,7 @@ class Progress:
         loops.move_to_micro_batch(trainer, done, same_epoch=same_epoch)
         if done:
             before, after = source.batches_after(done - 2), source.batches_after(done - 1)
-            self._passed = after, self._position.batches_before
+            self._passed = after, self.position.batches_before
             self._schedule_validation(source, before, after)
         loops.align_logger_steps(trainer)
 
@@ -96,17 +77,17 @@ class Progress:
         index = loops.micro_batch_index(self._trainer)
         if window_is_over:
             done = source.chunk(index).window_end * source.sharded_ranks
-            self._position = replace(self._position, samples_done=done)
+            self.position = replace(self.position, samples_done=done)
         before, after = source.batches_after(index - 1), source.batches_after(index)
-        self._passed = after, self._position.batches_before
-        self._within_batch = after == before
+        self._passed = after, self.position.batches_before
+        self.within_batch = after == before
         self._schedule_validation(source, before, after)
 
     def recipe_counts(self) -> tuple[int, int]:
         """Return the batches of the recipe that were trained on: in the loop's epoch, and before it."""
         started = loops.batches_processed(self._trainer) > 0  # the loop counts a new epoch only with its first batch
-        return self._passed if started else (0, self._position.batches_before)
+        return self._passed if started else (0, self.position.batches_before)
 
     def _schedule_validation(self, source: TrainingSource, before: int, after: int) -> None:
-        offset = self._position.batches_before if self._trainer.check_val_every_n_epoch is None else 0
+        offset = self.position.batches_before if self._trainer.check_val_every_n_epoch is None else 0
         intervals.validate_when_due(self._trainer, offset + before, offset + after, source.epoch_batches)

@@ -5,40 +5,24 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """What an out-of-memory error leads to.
+    """What an out-of-memory error leads to."""
 
-    Attributes:
-        retries: Whether what failed is run again.
-        refusal: Why it cannot be, though that was asked for.
-        by_hand: Whether gradients are averaged over ranks here, so that a rank may run more passes than others.
-        lockstep: Whether ranks wait for each other within a training step, as far as one can tell beforehand.
-        undecided: Whether the first training batch has to show that.
-    """
-
-    retries: bool
-    refusal: str | None = None
-    by_hand: bool = False
-    lockstep: bool = False
-    undecided: bool = False
+    retries: bool  # whether what failed is run again
+    refusal: str | None = None  # why it cannot be, though that was asked for
+    by_hand: bool = False  # whether gradients are averaged over ranks here: one may run more passes than others
+    lockstep: bool = False  # whether ranks wait for each other within a training step, if that is known beforehand
+    undecided: bool = False  # whether the first training batch has to show that
 
 
 @dataclass(frozen=True, slots=True)
 class RankFacts:
-    """How the ranks of a training depend on each other.
-
-    Attributes:
-        strategy: Name of the strategy.
-        distributed: Whether there are several ranks.
-        sharded: Whether ranks hold parts of the model.
-        reduces_itself: Whether the strategy exchanges gradients in a way that is not ``DistributedDataParallel``'s.
-        waits_in_forward: Why ranks wait for each other in forward passes; ``None`` if they do not.
-    """
+    """How the ranks of a training depend on each other."""
 
     strategy: str
-    distributed: bool = False
-    sharded: bool = False
-    reduces_itself: bool = False
-    waits_in_forward: str | None = None
+    distributed: bool = False  # whether there are several ranks
+    sharded: bool = False  # whether ranks hold parts of the model
+    reduces_itself: bool = False  # whether gradients are exchanged otherwise than by ``DistributedDataParallel``
+    waits_in_forward: str | None = None  # why ranks wait for each other in forward passes; ``None`` if they do not
 
     def why_no_retries(self) -> str | None:
         """Say why a rank cannot run a training batch again by itself; ``None`` if it can."""
@@ -50,12 +34,7 @@ class RankFacts:
 
 
 def evaluation_policy(facts: RankFacts, *, wanted: bool) -> RetryPolicy:
-    """Decide for evaluation, and for training before it begins.
-
-    Args:
-        facts: How the ranks depend on each other.
-        wanted: Whether the user asked for retries.
-    """
+    """Decide for evaluation, and for training before it begins."""
     sharded = facts.why_no_retries() if facts.sharded else None
     return RetryPolicy(wanted and not facts.sharded, sharded if wanted else None)
 

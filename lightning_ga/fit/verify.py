@@ -53,30 +53,28 @@ def measure_exactness(
         limit: Largest micro-batch that is known to fit, in samples.
         in_step: Whether training cuts batches in the step.
     """
+
+    def check(size: int, prepare: Callable[[], None], tolerance: float) -> Verdicts:
+        samples = telling_samples(loader, indices, size)
+        if len(samples) < 2:
+            return both(unmeasured(tolerance, f"the training data hold {len(samples)} samples"))
+        passes = ExactnessCheck(trainer, loader, reader, prepare, count, tolerance)
+        verdicts = passes.run(samples, in_step=in_step)
+        if size >= 4 and verdicts.training.cause == "exact":  # one cut is no proof: other samples, in equal parts
+            verdicts = verdicts.unless(passes.run(samples[-4:], in_step=in_step))
+        return verdicts
+
     sizes = [min(SAMPLES, len(indices))] if _is_small(trainer.lightning_module) else []
     sizes += [size for size in [min(SAMPLES, limit, len(indices))] if size not in sizes]
     for size in sizes:
-        verdicts = _measured(trainer, loader, indices, size, reader, count, in_step, spare=size <= limit // 2)
+        verdicts = _measured(trainer, check, size, spare=size <= limit // 2)
         if verdicts is not None:
             return verdicts
     return both(unmeasured(rounding(trainer), f"memory ran out in the check, on {sizes[-1]} samples"))
 
 
-def _measured(
-    trainer: Any,
-    loader: "DataLoader[Any]",
-    indices: list[Any],
-    size: int,
-    reader: BatchReader,
-    count: Callable[[Any], float] | None,
-    in_step: bool,
-    *,
-    spare: bool,
-) -> Verdicts | None:
-    """Run the check on so many samples; ``None`` if memory runs out.
-
-    ``spare`` says that there is memory for more precision.
-    """
+def _measured(trainer: Any, check: Callable[..., Verdicts], size: int, *, spare: bool) -> Verdicts | None:
+    """Run the check on so many samples, precisely if there is memory to spare; ``None`` if it runs out."""
     module = trainer.lightning_module
     plain = spare or _is_small(module)
     tolerance = rounding(trainer, plain=plain)
@@ -88,16 +86,7 @@ def _measured(
     failure = None
     try:
         with isolated(trainer) as prepare, exact_arithmetic(trainer, plain=plain), without_dropout():
-            check = ExactnessCheck(trainer, loader, reader, prepare, count, tolerance)
-            samples = telling_samples(loader, indices, size)
-            if len(samples) < 2:
-                return both(unmeasured(tolerance, f"the training data hold {len(samples)} samples"))
-            verdicts = check.run(samples, in_step=in_step)
-            if (
-                size >= 4 and verdicts.training.cause == "exact"
-            ):  # one exact cut is no proof: other samples, in equal parts
-                verdicts = verdicts.unless(check.run(samples[-4:], in_step=in_step))
-            return verdicts
+            return check(size, prepare, tolerance)
     except Exception as error:  # the check must never cost a run
         failure = error
     if is_out_of_memory(failure):

@@ -28,7 +28,7 @@ class WindowGradients:
         self._trainer = trainer
         self._counts: Callable[[Any], Any] | None = normalize if callable(normalize) else None
         self._by_samples = normalize == "samples"
-        self._weights: WindowWeights = StockWindow()
+        self.weights: WindowWeights = StockWindow()  # of the window, as far as it has come
         self.counts_samples = False  # whether the samples of each micro-batch have to be known
         self._zeroing: AccumulationHooks | None = None
         self._sparse: list[torch.nn.Parameter] | None = None
@@ -55,27 +55,17 @@ class WindowGradients:
         gradient_dtype.end(self._half)
         self._half, self._handles = [], []
 
-    @property
-    def weights(self) -> WindowWeights:
-        """Where the weights of the window are."""
-        return self._weights
-
     def begin_epoch(self, micro_batch: int, *, known: bool) -> None:
-        """Begin an epoch.
-
-        Args:
-            micro_batch: Most samples of its micro-batches.
-            known: Whether the samples of each window are known in advance.
-        """
+        """Begin an epoch, with the most samples of a micro-batch; those of windows are ``known`` in advance, or not."""
         self._sparse = None  # looked for once an epoch, when there are gradients to be seen
         world_size, sum_over_ranks = self._trainer.world_size, partial(agreement.sum_over_ranks, self._trainer)
         if self._by_samples and known:
-            self._weights = KnownWindow(world_size)
+            self.weights = KnownWindow(world_size)
         elif self._by_samples:
-            self._weights = LateWindow(world_size, sum_over_ranks=sum_over_ranks, reference=micro_batch, fixed=True)
-        elif self._counts is not None and isinstance(self._weights, StockWindow):
-            self._weights = LateWindow(world_size, sum_over_ranks=sum_over_ranks)
-        self.counts_samples = not isinstance(self._weights, StockWindow)
+            self.weights = LateWindow(world_size, sum_over_ranks=sum_over_ranks, reference=micro_batch, fixed=True)
+        elif self._counts is not None and isinstance(self.weights, StockWindow):
+            self.weights = LateWindow(world_size, sum_over_ranks=sum_over_ranks)
+        self.counts_samples = not isinstance(self.weights, StockWindow)
 
     def weigh(self, batch: Any, chunk: Chunk, index: int, *, sharded_ranks: int, samples: int) -> None:
         """Weigh the next micro-batch.
@@ -87,11 +77,11 @@ class WindowGradients:
             sharded_ranks: Ranks with an order of their own.
             samples: Samples that it holds.
         """
-        if isinstance(self._weights, StockWindow):
+        if isinstance(self.weights, StockWindow):
             return
         factor = self._trainer.accumulate_grad_batches
         count = samples if self._counts is None else count_items(self._counts, batch)
-        self._weights = self._weights.weigh(
+        self.weights = self.weights.weigh(
             count if chunk.count else 0,
             planned=chunk.count,
             window=chunk.window_samples * sharded_ranks,
@@ -116,21 +106,21 @@ class WindowGradients:
     @contextmanager
     def weighing_a_part(self, share: float) -> Iterator[None]:
         """Return a context in which the next backward pass is that of a part of the micro-batch."""
-        self._weights = self._weights.part(share)
+        self.weights = self.weights.part(share)
         try:
             yield
         finally:
-            self._weights = self._weights.whole()
+            self.weights = self.weights.whole()
 
     def put_back(self, weights: WindowWeights) -> None:
         """Go on with weights as they were, with no hook left on a parameter."""
-        self._weights = weights
+        self.weights = weights
         self._stop_zeroing()
 
     def apply_weight(self, loss: torch.Tensor) -> None:
         """Let the backward pass that begins weigh as much, and keep a weightless one out altogether."""
-        weight = self._weights.weight * self._weights.share
-        self._weights = self._weights.trained()
+        weight = self.weights.weight * self.weights.share
+        self.weights = self.weights.trained()
         if weight != 1.0:
             loss.register_hook(lambda gradient: gradient * weight)  # type: ignore[no-untyped-call]
         if weight == 0.0:
@@ -143,7 +133,7 @@ class WindowGradients:
         if self._sparse is None:
             self._sparse = sparse_parameters(self._trainer.lightning_module)
         coalesce_gradients(self._sparse)
-        if self._half and (self._trainer.accumulate_grad_batches > 1 or self._weights.share != 1.0):
+        if self._half and (self._trainer.accumulate_grad_batches > 1 or self.weights.share != 1.0):
             gradient_dtype.widen(self._half)
 
     def close_window(self, optimizer: torch.optim.Optimizer) -> None:
@@ -154,7 +144,7 @@ class WindowGradients:
 
     def window_scale(self) -> float:
         """Return what the window's weighted sum is to be multiplied by; ranks ask together."""
-        scale, self._weights = self._weights.close(self._trainer.accumulate_grad_batches)
+        scale, self.weights = self.weights.close(self._trainer.accumulate_grad_batches)
         return scale
 
     def _stop_zeroing(self) -> None:

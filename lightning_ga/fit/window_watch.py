@@ -19,11 +19,7 @@ LOOKS = 8  # micro-batches before which the model is looked at
 
 
 class WindowWatch:
-    """Compares the model before a micro-batch with what it was before the one before, within a window.
-
-    Args:
-        trainer: The Trainer.
-    """
+    """Compares the model before a micro-batch with what it was before the one before, within a window."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -41,7 +37,8 @@ class WindowWatch:
         if not self._looks or factor == 1:
             return ()
         self._looks -= 1
-        named = dict(_named(self._trainer.lightning_module))
+        module = self._trainer.lightning_module
+        named = dict([*kept_buffers(module), *module.named_parameters()])
         before, self._before = self._before, {**dict(zip(named, checksums(named.values()))), **self._learning_rates()}
         if loops.micro_batch_index(self._trainer) % factor == 0:
             return ()
@@ -58,8 +55,3 @@ def kept_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     parts = (part for part in module.modules() if isinstance(part, (_NormBase, Metric)))
     own = {id(buffer) for part in parts for buffer in part.buffers(recurse=False)}
     yield from ((name, buffer) for name, buffer in module.named_buffers() if id(buffer) not in own)
-
-
-def _named(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from kept_buffers(module)
-    yield from module.named_parameters()

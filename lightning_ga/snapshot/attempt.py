@@ -22,11 +22,7 @@ from lightning_ga.snapshot.weights import WeightSnapshot
 
 
 class AttemptSnapshot:
-    """Random numbers, buffers, weights, attributes, metrics and the batch before an attempt.
-
-    Args:
-        module: The LightningModule.
-    """
+    """Random numbers, buffers, weights, attributes, metrics and the batch before an attempt."""
 
     def __init__(self, module: Module) -> None:
         self.buffers = BufferSnapshot(module)
@@ -46,12 +42,7 @@ class AttemptSnapshot:
         yield from self._attributes.tensors()
 
     def take(self, batch: Any, *, anew: bool = True) -> None:
-        """Remember everything as it is now, before an attempt at these samples.
-
-        Args:
-            batch: The samples.
-            anew: False within a window: what attempts do not change is looked at where it begins.
-        """
+        """Remember what an attempt at a batch may change; not ``anew`` within a window, where less is looked at."""
         self._random = RandomState()
         self._batch = BatchSnapshot(batch, by_value=self._writes_batch or self.weights.is_learning)
         self.buffers.take(anew=anew)

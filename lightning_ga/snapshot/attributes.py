@@ -13,17 +13,15 @@ from torch import Tensor
 from torch.nn import Module
 from torchmetrics import Metric
 
-from lightning_ga.snapshot.batch import refill
+from lightning_ga.snapshot.contents import refill
 from lightning_ga.snapshot.copies import SmallCopies, is_small, is_writable
 from lightning_ga.snapshot.random_numbers import GENERATORS, generator_state, have_moved, restore_generator
 
 FEW = 64  # tensors of a list that are copied before every attempt
 LOOKS = 8  # attempts before which all modules are looked at
 _MODE = itemgetter("training")
-_TABLES = {
-    *vars(LightningModule()),
-    "_hparams",
-}  # what Lightning and nn.Module keep of themselves: modes, tables, hooks
+# What Lightning and nn.Module keep of themselves: modes, tables, hooks.
+_TABLES = {*vars(LightningModule()), "_hparams"}
 
 
 class AttributeSnapshot:
@@ -35,9 +33,6 @@ class AttributeSnapshot:
 
     Modules that keep nothing of this kind are many. After the first attempts they are looked at where a window
     begins; what one of them has come to gather since then is noticed at a failure, not undone.
-
-    Args:
-        module: The module whose attributes a step may change.
     """
 
     def __init__(self, module: Module) -> None:
@@ -55,7 +50,7 @@ class AttributeSnapshot:
         self._copied: list[Tensor] = []
         self._copies = SmallCopies()
         self._watched: list[tuple[str, Tensor, int]] = []
-        self._containers: list[_Contents] = []
+        self._containers: list[tuple[Any, Any]] = []  # each with its content; a long list with its length
         self._tails: list[tuple[dict[str, Any], str, int, int]] = []  # of lists that are not kept alive
         self._generators: list[tuple[Any, Any]] = []
         self.take()
@@ -89,8 +84,8 @@ class AttributeSnapshot:
         for attributes, name, value in self._kept:
             attributes[name] = value
         self._copies.restore()
-        for contents in self._containers:
-            contents.restore()
+        for container, content in self._containers:
+            _refill(container, content)
         for attributes, name, key, length in self._tails:
             if id(attributes.get(name)) == key:
                 del attributes[name][length:]
@@ -135,7 +130,8 @@ class AttributeSnapshot:
 
     def _gather(self, place: str, container: Any) -> None:
         """Keep what a container of tensors or of containers holds, at any depth of dictionaries and short lists."""
-        self._containers.append(_Contents(container))
+        is_long = isinstance(container, list) and len(container) > FEW
+        self._containers.append((container, len(container) if is_long else copy.copy(container)))
         if _holds_tensors(container):
             for tensor in _things(container):
                 self._watch(place, tensor, copies=len(container) <= FEW)
@@ -185,22 +181,14 @@ class _Owner:
         return [name for name in new if _is_gathered(self.attributes[name])]
 
 
-class _Contents:
-    """What a container holds: all of it, or of a long list how much it is, as steps append to such."""
-
-    def __init__(self, container: Any) -> None:
-        self._container = container
-        long = isinstance(container, list) and len(container) > FEW
-        self._kept: Any = len(container) if long else copy.copy(container)
-
-    def restore(self) -> None:
-        """Give the container its contents back, unless it has come to hold numbers."""
-        if not _is_gathered(self._container):
-            return
-        if isinstance(self._kept, int):
-            del self._container[self._kept :]
-        else:
-            refill(self._container, self._kept)
+def _refill(container: Any, content: Any) -> None:
+    """Give a container its content back, or a long list its length, unless it has come to hold numbers."""
+    if not _is_gathered(container):
+        return
+    if isinstance(content, int):
+        del container[content:]
+    else:
+        refill(container, content)
 
 
 @cache

@@ -1,6 +1,5 @@
 """Keep the containers of a batch before an attempt, and restore them."""
 
-from collections import deque
 from collections.abc import MutableMapping
 from dataclasses import is_dataclass
 from typing import Any
@@ -8,15 +7,14 @@ from typing import Any
 from torch import Tensor
 
 from lightning_ga.batch.pytree import open_container
-from lightning_ga.snapshot.checksums import checksums, differ
+from lightning_ga.snapshot.checksums import changed_by_value, checksums
+from lightning_ga.snapshot.contents import refill
 
 
 class BatchSnapshot:
     """Containers of a batch as they are, and versions of its tensors: nothing is copied.
 
-    Args:
-        batch: Tensors in any structure.
-        by_value: Whether values are compared, too, as the step may change them without raising a version.
+    Values are compared, too, where the step may change them without raising a version.
     """
 
     def __init__(self, batch: Any, *, by_value: bool = False) -> None:
@@ -34,19 +32,15 @@ class BatchSnapshot:
 
     def lost(self) -> str | None:
         """Name a tensor that was changed in place."""
-        changed = self._changed_by_version() or self._changed_by_value()
+        changed = self._changed_by_version() or changed_by_value(self._tensors, self._sums)
         return f"its batch in place ({_place_of(changed[0], self._batch)})" if changed else None
 
     def changes_unseen(self) -> bool:
         """Return whether values have changed where no version tells."""
-        return bool(self._sums) and bool(self._changed_by_value()) and not self._changed_by_version()
+        return bool(changed_by_value(self._tensors, self._sums)) and not self._changed_by_version()
 
     def _changed_by_version(self) -> list[Tensor]:
         return [tensor for tensor, version in zip(self._tensors, self._versions) if tensor._version != version]
-
-    def _changed_by_value(self) -> list[Tensor]:
-        sums = zip(self._tensors, self._sums, checksums(self._tensors) if self._sums else ())
-        return [tensor for tensor, before, now in sums if differ(before, now)]
 
     def _take(self, node: Any) -> None:
         if isinstance(node, Tensor):
@@ -69,12 +63,3 @@ def _place_of(tensor: Tensor, node: Any, path: str = "batch") -> str | None:
         return path
     places = (_place_of(tensor, child, path + name) for name, child in open_container(node) or ())
     return next((place for place in places if place is not None), None)
-
-
-def refill(container: Any, contents: Any) -> None:
-    """Put contents back into the container that they were copied from."""
-    container.clear()
-    if isinstance(container, (list, deque)):
-        container.extend(contents)
-    else:
-        container.update(contents)

@@ -7,6 +7,7 @@ from operator import is_
 from torch import Tensor
 from torch.nn import Module
 
+from lightning_ga.snapshot.contents import refill
 from lightning_ga.snapshot.copies import LargeCopy, SmallCopies, is_small, is_writable
 
 
@@ -16,9 +17,6 @@ class BufferSnapshot:
     Small ones are copied in any case: BatchNorm changes its statistics without raising their version,
     and so does all that writes to ``buffer.data``. A step may also put new tensors in the place of its
     buffers: then the old ones come back.
-
-    Args:
-        module: The module whose buffers may change in a step.
     """
 
     def __init__(self, module: Module) -> None:
@@ -70,8 +68,7 @@ class BufferSnapshot:
         first = (path for path, table, had in marks if table and not had and not self._anew)
         self._first = next(first, None)
         for table, had in zip(self._tables, self._tables_had):
-            table.clear()
-            table.update(had)
+            refill(table, had)
         self._small.restore()
         for large in self._large:
             large.restore()

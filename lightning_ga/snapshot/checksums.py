@@ -4,7 +4,7 @@ Fused kernels and whatever writes to ``tensor.data`` raise no version (``_versio
 takes too long to be done before every attempt: it is done until it is known which tensors need it.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -29,6 +29,12 @@ def checksums(tensors: Iterable[Tensor]) -> list[int | None]:
             return _all_sums(listed)
     except RuntimeError:
         return [None] * len(listed)
+
+
+def changed_by_value(tensors: Sequence[Tensor], before: Sequence[int | None]) -> list[Tensor]:
+    """Return the tensors that have other sums than before; none where there were no sums."""
+    sums = zip(tensors, before, checksums(tensors) if before else ())
+    return [tensor for tensor, then, now in sums if differ(then, now)]
 
 
 def differ(before: float | None, now: float | None) -> bool:

@@ -16,11 +16,7 @@ _OPAQUE = (torch.Tensor, np.ndarray, str, bytes, int, float, type, ModuleType)
 
 
 class Contents:
-    """Dictionaries, lists, sets and queues, refilled in place; what lies in them is left as it is.
-
-    Args:
-        things: Containers, tensors and anything else; only containers are kept.
-    """
+    """Dictionaries, lists, sets and queues, refilled in place; what lies in them is left as it is."""
 
     def __init__(self, things: Iterable[Any]) -> None:
         self._kept = [(thing, copy.copy(thing)) for thing in things if isinstance(thing, _CONTAINERS)]
@@ -28,14 +24,19 @@ class Contents:
     def restore(self) -> None:
         """Put everything back."""
         for container, content in self._kept:
-            if isinstance(container, dict) and list(container) == list(content):
-                container.update(content)  # never empty: what belongs to the trainer may be read meanwhile
-                continue
-            container.clear()
-            (container.extend if isinstance(container, (list, deque)) else container.update)(content)
+            refill(container, content)
 
 
-class ObjectState:
+def refill(container: Any, content: Any) -> None:
+    """Put content back into the container that it was copied from."""
+    if isinstance(container, dict) and list(container) == list(content):
+        container.update(content)  # never empty: what belongs to the trainer may be read meanwhile
+        return
+    container.clear()
+    (container.extend if isinstance(container, (list, deque)) else container.update)(content)
+
+
+class ObjectState(Contents):
     """Attributes of objects, and containers in them: counters, caches, settings.
 
     Tensors, arrays and other objects in them are left as they are.
@@ -44,11 +45,7 @@ class ObjectState:
     def __init__(self, objects: Iterable[Any]) -> None:
         seen: set[int] = set()
         attributes = [vars(owner) for owner in objects]
-        self._contents = Contents(thing for kept in attributes for thing in contained(kept, seen, longest=_LONGEST))
-
-    def restore(self) -> None:
-        """Put everything back."""
-        self._contents.restore()
+        super().__init__(thing for kept in attributes for thing in contained(kept, seen, longest=_LONGEST))
 
 
 def contained(value: Any, seen: set[int], longest: int = sys.maxsize) -> Iterator[Any]:
@@ -65,12 +62,7 @@ def contained(value: Any, seen: set[int], longest: int = sys.maxsize) -> Iterato
 
 
 def reachable(value: Any, most: int = 10_000) -> Iterator[Any]:
-    """An object and those with attributes that it holds, at any depth: a dataset, what it wraps, transforms.
-
-    Args:
-        value: The object.
-        most: Values to look at, so that large data are not searched through.
-    """
+    """An object and those with attributes that it holds, at any depth; of large data only ``most`` values."""
     pending, seen = deque([value]), set[int]()
     while pending and len(seen) < most:
         value = pending.popleft()

@@ -25,11 +25,7 @@ def is_writable(tensor: Tensor) -> bool:
 
 
 class SmallCopies:
-    """Copies of small tensors, made in few calls: vectors of a kind are joined, which takes one.
-
-    Args:
-        tensors: Tensors that can be written to.
-    """
+    """Copies of small tensors that can be written to, made in few calls: vectors of a kind are joined."""
 
     def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
         kinds: dict[object, list[Tensor]] = {}
@@ -92,10 +88,6 @@ class LargeCopy:
 
     Its version tells of most changes, and the first attempt that goes through shows whether it changes
     without one: then it is copied every time.
-
-    Args:
-        name: What the user calls the tensor.
-        tensor: The tensor.
     """
 
     def __init__(self, name: str, tensor: Tensor) -> None:

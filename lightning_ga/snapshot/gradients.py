@@ -42,27 +42,23 @@ class GradientSnapshot:
             apart = set(map(id, repeated))
             self._parameters = [parameter for parameter in self._parameters if id(parameter) not in apart]
         self._copies = [None if p.grad is None else p.grad.clone() for p in repeated] if repeated else []
-        self._gradients = known or [parameter.grad for parameter in self._parameters]
+        # In the order of the parameters that are not repeated.
+        self.gradients: Sequence[Tensor | None] = known or [parameter.grad for parameter in self._parameters]
         self._is_known = known is not None
-        self._versions = [-1 if gradient is None else gradient._version for gradient in self._gradients]
+        self._versions = [-1 if gradient is None else gradient._version for gradient in self.gradients]
 
     @cached_property
     def _before(self) -> dict[int, tuple[Tensor | None, int]]:
         """Each gradient and its version, by the ``id`` of its parameter."""
-        return dict(zip(map(id, self._parameters), zip(self._gradients, self._versions)))
+        return dict(zip(map(id, self._parameters), zip(self.gradients, self._versions)))
 
     def are_complete(self, parameters: Iterable[Tensor]) -> bool:
         """Return whether all of these have the whole contribution of the attempt's samples, as far as that shows."""
         return all(id(p) in self._before and _has_changed(p, *self._before[id(p)]) for p in parameters)
 
-    @property
-    def gradients(self) -> Sequence[Tensor | None]:
-        """The gradients, in the order of the parameters that are not repeated."""
-        return self._gradients
-
     def lost(self) -> str | None:
         """Name what may have happened before the attempt, or in it: nobody knows."""
-        pairs = zip(self._parameters, self._gradients) if self._is_known else ()
+        pairs = zip(self._parameters, self.gradients) if self._is_known else ()
         replaced = any(gradient is not None and parameter.grad is not gradient for parameter, gradient in pairs)
         return "gradients, other tensors being in their place now" if replaced else None
 
@@ -74,7 +70,7 @@ class GradientSnapshot:
                     parameter.grad = gradient
                 else:
                     parameter.grad.copy_(gradient)
-        marks = zip(self._parameters, self._gradients, self._versions)
+        marks = zip(self._parameters, self.gradients, self._versions)
         return [parameter for parameter, gradient, version in marks if _has_changed(parameter, gradient, version)]
 
 
@@ -131,9 +127,6 @@ class Accumulations:
     themselves, as fused kernels do, give autograd nothing to add, or have written before it adds, and
     parameters that are frozen between steps are not counted: what changed otherwise than by one addition
     is taken for one of these.
-
-    Args:
-        parameters: Parameters that may have a gradient.
     """
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:

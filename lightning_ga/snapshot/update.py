@@ -19,9 +19,6 @@ class UpdateSnapshot:
 
     An optimizer of a thousand weights keeps thousands of values: where they lie is looked for only when their
     names or types are others.
-
-    Args:
-        optimizer: The optimizer.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -130,13 +127,7 @@ def _alive(kept: _Kept) -> list[Tensor | None]:
 
 
 class _Layout:
-    """Where the numbers and tensors lie among the values of an optimizer's groups and states, in order.
-
-    Args:
-        lengths: How many values each group and state has.
-        names: The names of all of them.
-        types: Their types.
-    """
+    """Where the numbers and tensors lie among the values of an optimizer's groups and states, in order."""
 
     def __init__(self, lengths: list[int], names: list[Any], types: list[type]) -> None:
         self._lengths, self.names, self._types = lengths, names, types

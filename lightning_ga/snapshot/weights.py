@@ -7,7 +7,7 @@ from torch.nn import Module
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from lightning_ga.snapshot.checksums import checksums, differ
+from lightning_ga.snapshot.checksums import changed_by_value, checksums
 from lightning_ga.snapshot.copies import SmallCopies
 
 LOOKS = 8  # attempts in which the values of all weights are compared
@@ -26,9 +26,6 @@ class WeightSnapshot:
     attempts it is done where a window begins; of weights that were seen to change within a window, before every
     attempt. One that changes in a later window for the first time is noticed at a failure in that window, be it
     that an earlier attempt has changed it.
-
-    Args:
-        module: The module whose parameters no optimizer changes within an attempt.
     """
 
     def __init__(self, module: Module) -> None:
@@ -43,7 +40,7 @@ class WeightSnapshot:
         self._silent: set[int] = set()  # weights that are trained and change without raising their version
         self._looks = LOOKS
         self._changing: dict[int, Tensor] = {}
-        self._changing_names: tuple[str, ...] = ()
+        self.changing: tuple[str, ...] = ()  # names of the weights that attempts change
         self._copies = SmallCopies()
         self._stepped: set[str] = set()
 
@@ -60,11 +57,6 @@ class WeightSnapshot:
     def is_learning(self) -> bool:
         """Whether the attempts are still to come that show what changes."""
         return self._looks > 0
-
-    @property
-    def changing(self) -> tuple[str, ...]:
-        """Names of the weights that attempts change."""
-        return self._changing_names
 
     def note_steps(self) -> RemovableHandle:
         """Note the optimizers that step after the last ``take``, until the handle is removed."""
@@ -92,7 +84,7 @@ class WeightSnapshot:
             return
         self._looks -= 1
         self._copy_from_now_on(p for p in self._changed() if not p.requires_grad)
-        self._silent |= {id(parameter) for parameter in self._changed_by_value() if parameter.requires_grad}
+        self._silent |= {id(p) for p in changed_by_value(self._summed, self._sums) if p.requires_grad}
         if not self._looks:
             self._summed = [parameter for parameter in self._parameters if id(parameter) in self._silent]
 
@@ -114,15 +106,12 @@ class WeightSnapshot:
         new = {id(parameter): parameter for parameter in parameters if id(parameter) not in self._changing}
         if new:
             self._changing |= new
-            self._changing_names = tuple(self._names[key] for key in self._changing)
+            self.changing = tuple(self._names[key] for key in self._changing)
             self._copies = SmallCopies(self._changing.values())
 
     def _changed(self) -> list[Tensor]:
         marks = zip(self._parameters, self._versions)
         by_version = [parameter for parameter, version in marks if parameter._version != version]
         known = {id(parameter) for parameter in by_version}
-        return [*by_version, *(parameter for parameter in self._changed_by_value() if id(parameter) not in known)]
-
-    def _changed_by_value(self) -> list[Tensor]:
-        sums = zip(self._summed, self._sums, checksums(self._summed))
-        return [parameter for parameter, before, now in sums if differ(before, now)]
+        by_value = changed_by_value(self._summed, self._sums)
+        return [*by_version, *(parameter for parameter in by_value if id(parameter) not in known)]

@@ -7,8 +7,9 @@ import pytest
 import pytorch_lightning
 from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler
 
+from lightning_ga import AutoAccumulate
 from lightning_ga.errors import UserError
-from lightning_ga.fit.checks import check_budget, check_schedule, check_trainer
+from lightning_ga.fit.checks import check_schedule, check_trainer
 from lightning_ga.plan.config import Request, read_request
 
 
@@ -47,14 +48,14 @@ def asked(effective: Any = None, accumulate: Any = None, micro_batch: Any = "aut
 @pytest.mark.parametrize("budget", [None, 0.5, 1.0, 2**30, "10GiB", "512 MB"])
 def test_amounts_of_memory_pass(budget: Any) -> None:
     """A share, bytes, or text with a unit."""
-    check_budget(budget)
+    AutoAccumulate(memory_budget=budget)
 
 
 @pytest.mark.parametrize("budget", [0, -1, 1.5, 0.0, "10 gallons", "", True])
 def test_what_is_no_amount_of_memory_is_refused(budget: Any) -> None:
     """The message holds the value as the user wrote it."""
     with pytest.raises(UserError, match=f"memory_budget={budget!r}"):
-        check_budget(budget)
+        AutoAccumulate(memory_budget=budget)
 
 
 def test_a_plain_training_passes() -> None:
