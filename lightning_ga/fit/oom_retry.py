@@ -160,7 +160,10 @@ class OomRetrier:
 
     def _whole(self, task: BatchTask, ledger: LogBuffer) -> tuple[BatchResult | None, Exception | None]:
         """Run the batch as it is; the result, or the error that ended it."""
-        self.attempts.take(task.batch, anew=not task.within_window)
+        take = partial(self.attempts.take, task.batch, anew=not task.within_window)
+        taken = self.attempts.attempt(task.stage, take)
+        if taken.failure is not None:
+            return None, taken.failure
         tried = task.attempt(None)
         ran = self.attempts.attempt(task.stage, partial(tried, task.batch))
         if ran.failure is None:

@@ -65,7 +65,7 @@ def read_loader(loader: object, *, world_size: int, shard: bool = True, shuffle:
         _require_length(batch_sampler, "batch sampler")
         shared = (shard and not isinstance(sampler, DistributedSampler)) or world_size == 1
         return LoaderRecipe(FromBatches(batch_sampler), None, False, shared)
-    if not shuffle:
+    if not shuffle and loader.batch_size is not None:  # a batch sampler that was given stays, as in Lightning
         return LoaderRecipe(Sequential(_length(loader.dataset)), loader.batch_size, loader.drop_last, shared=True)
     order, shared = _read_sampler(sampler, world_size, shard=shard or world_size == 1)
     return LoaderRecipe(order, batch_sampler.batch_size, batch_sampler.drop_last, shared)

@@ -27,6 +27,7 @@ class UpdateSnapshot:
         self._layout = _Layout([], [], [])
         self._owners: list[dict[Any, Any]] = []
         self._numbers: list[float] = []
+        self._contents: list[_Contents] = []  # of the optimizer, and of what lies within groups and states
         self._state: _Kept = []
         self._state_versions: list[int] = []
         self._weights: list[Tensor] = []
@@ -45,7 +46,9 @@ class UpdateSnapshot:
             self._layout = _Layout(lengths, names, types)
         self._numbers = [values[place] for place in self._layout.numbers]
         held = [values[place] for place in self._layout.tensors]
-        held += _tensors(values[place] for place in self._layout.containers)
+        within = [values[place] for place in self._layout.containers]
+        self._contents = [*map(_Contents, (vars(self._optimizer), *_containers(within)))]
+        held += _tensors(within)
         self._state = self._kept(held)
         self._state_versions = [tensor._version for tensor in held]
         weights = [weight for group in groups for weight in group["params"]]
@@ -60,6 +63,7 @@ class UpdateSnapshot:
     def forget(self) -> None:
         """Let go of all tensors, after the update."""
         self._owners, self._state, self._weights, self._gradients = [], [], [], []
+        self._contents = []
 
     def have_changed(self) -> bool:
         """Return whether a weight, its gradient, or a tensor of the state is another now."""
@@ -98,6 +102,8 @@ class UpdateSnapshot:
             for place in range(start, end):
                 if place in numbers:
                     owner[self._layout.names[place]] = numbers[place]
+        for contents in self._contents:
+            contents.restore()
 
     def _kept(self, tensors: list[Tensor]) -> "_Kept":
         return tensors if self._own else [*map(weakref.ref, tensors)]
@@ -142,6 +148,31 @@ class _Layout:
         return types == self._types and names == self.names and lengths == self._lengths
 
 
+class _Contents:
+    """The names and numbers of a dictionary, or the length and numbers of a list.
+
+    Args:
+        container: A dictionary or a list.
+    """
+
+    def __init__(self, container: Any) -> None:
+        self._container = container
+        items = container.items() if isinstance(container, dict) else enumerate(container)
+        self._length, self._names = len(container), {*container} if isinstance(container, dict) else None
+        self._numbers = [(name, value) for name, value in items if isinstance(value, (int, float))]
+
+    def restore(self) -> None:
+        """Remove what was added, and set numbers back."""
+        if self._names is None:
+            del self._container[self._length :]
+        else:
+            for name in self._container.keys() - self._names:
+                del self._container[name]
+        if self._names is not None or len(self._container) == self._length:
+            for name, number in self._numbers:
+                self._container[name] = number
+
+
 def is_own(optimizer: Optimizer) -> bool:
     """Return whether an optimizer is PyTorch's own."""
     return type(optimizer).__module__.startswith("torch.optim.")
@@ -154,3 +185,12 @@ def _tensors(values: Any) -> Iterator[Tensor]:
             yield value
         elif isinstance(value, (dict, list, tuple)):
             yield from _tensors(value.values() if isinstance(value, dict) else value)
+
+
+def _containers(values: Any) -> Iterator[Any]:
+    """Yield the dictionaries and lists among values, in whatever they lie."""
+    for value in values:
+        if isinstance(value, (dict, list, tuple)):
+            if not isinstance(value, tuple):
+                yield value
+            yield from _containers(value.values() if isinstance(value, dict) else value)

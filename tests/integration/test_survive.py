@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from lightning_ga import AutoAccumulate, UserError
+from lightning_ga.snapshot.attempt import AttemptSnapshot
 from lightning_ga.testing import limit_memory
 
 pytestmark = pytest.mark.filterwarnings("ignore:Memory ran out in:UserWarning")
@@ -123,6 +124,26 @@ def test_weights_that_reentrant_checkpoints_share(mode: str) -> None:
         module, callback, _, _ = train(at, mode=mode, module=Shared(), epochs=1)
         assert callback.oom_events == 1, at
         assert worst_error(module.gradients, whole.gradients) <= 1e-12, at
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_memory_runs_out_where_the_state_before_an_attempt_is_copied(mode: str) -> None:
+    """Copies take memory, too: a batch that leaves no room for them runs in pieces."""
+    whole, _, _, _ = train(mode=mode, epochs=1)
+    for call in range(1, 6):
+        take, calls = AttemptSnapshot.take, []
+
+        def fails_once(*given: Any, take: Any = take, calls: Any = calls, call: int = call, **settings: Any) -> None:
+            calls.append(None)
+            if len(calls) == call:
+                raise torch.OutOfMemoryError("CUDA out of memory, in a copy.")
+            take(*given, **settings)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(AttemptSnapshot, "take", fails_once)
+            module, callback, _, _ = train(mode=mode, epochs=1)
+        assert callback.oom_events == 1, call
+        assert worst_error(module.gradients, whole.gradients) <= 1e-12, call
 
 
 def test_memory_runs_out_again_and_again() -> None:

@@ -302,6 +302,10 @@ def test_overfitting_reads_the_order_of_the_dataset() -> None:
         read_loader(DataLoader(Numbers(), 3, shuffle=True), world_size=1, shuffle=False).order, Sequential
     )
     assert isinstance(read_loader(LOADERS["list of batches"](), world_size=1, shuffle=False).order, FromBatches)
+    given = DataLoader(Numbers(), batch_sampler=BatchSampler(SubsetRandomSampler(range(4)), 3, drop_last=True))
+    recipe = read_loader(given, world_size=1, shuffle=False)
+    assert isinstance(recipe.order, FromSampler)
+    assert (recipe.order.size, recipe.batch_size, recipe.drop_last) == (4, 3, True)
 
 
 class Endless:

@@ -1,5 +1,6 @@
 """What a failed update has changed is seen, and what it had begun to make is removed."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -19,19 +20,24 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 class Counting(torch.optim.Optimizer):
-    """Keeps numbers, lists and tensors in its states, and replaces tensors."""
+    """Keeps numbers, lists and tensors in its states, and numbers of its own, and replaces tensors."""
 
     def __init__(self, weights: Any) -> None:
         super().__init__(weights, {"lr": 0.1, "seen": 0})
+        self.steps = 0
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.steps += 1
         for group in self.param_groups:
             group["seen"] += 1
             for weight in group["params"]:
                 state = self.state[weight]
                 state["count"] = state.get("count", 0) + 1
                 state.setdefault("kept", []).append(weight.grad.clone())
+                nested = state.setdefault("nested", ({"count": 0, "scales": []},))
+                nested[0]["count"] += 1
+                nested[0]["scales"].append(float(state["count"]))
                 state["mean"] = state.get("mean", 0.0) + weight.grad
                 if state["count"] > 1:
                     state["late"] = weight.grad.clone()
@@ -75,15 +81,19 @@ def test_what_a_step_had_begun_is_removed_and_numbers_are_set_back() -> None:
     """In every state of an optimizer's life: before its first step, and where a step adds names to its states."""
     for steps in (0, 1, 3):
         net, optimizer = trained(Counting, steps)
-        before = {key: {**state, "kept": [*state["kept"]]} for key, state in optimizer.state.items()}
+        before = copy.deepcopy({id(key): {**state, "mean": None} for key, state in optimizer.state.items()})
         snapshot = UpdateSnapshot(optimizer)
         snapshot.take()
         snapshot.take()  # its second look knows where all lies
         optimizer.step()
         snapshot.restore()
         assert [group["seen"] for group in optimizer.param_groups] == [steps]
-        assert {key: [*state] for key, state in optimizer.state.items()} == {k: [*s] for k, s in before.items()}
-        assert all(optimizer.state[key]["count"] == state["count"] for key, state in before.items())
+        after = {id(key): state for key, state in optimizer.state.items()}
+        assert vars(optimizer)["steps"] == steps
+        assert {key: [*state] for key, state in after.items()} == {key: [*state] for key, state in before.items()}
+        for key, state in before.items():
+            assert after[key]["count"] == state["count"] == len(after[key]["kept"])
+            assert after[key]["nested"] == state["nested"]
 
 
 @pytest.mark.parametrize("name", ["AdamW", "AdamW by lists", "AdamW fused", "Counting"])
