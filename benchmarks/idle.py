@@ -34,9 +34,9 @@ ALLOWED_SECONDS, ALLOWED_SHARE = 60e-6, 0.02
 STOCK = "stock Lightning"
 AGAIN, EMPTY = "stock Lightning again", "an empty callback"
 KINDS = {
-    "LayerNorm, SGD": {"batch_norm": False},
-    "BatchNorm, SGD": {"batch_norm": True},
-    "LayerNorm, AdamW": {"batch_norm": False, "adam": True},
+    "layer, SGD": {"batch_norm": False},
+    "batch, SGD": {"batch_norm": True},
+    "layer, AdamW": {"batch_norm": False, "adam": True},
 }
 MODES = {"loader mode": "loader", "step mode": "step"}
 PROGRAMS = (STOCK, AGAIN, EMPTY, *MODES)
@@ -133,9 +133,9 @@ def summarize(bouts: Sequence[Mapping[str, Sequence[float]]]) -> list[dict[str, 
 def table(cells: Sequence[dict[str, Any]]) -> Table:
     """Cells as they are shown."""
     shown = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for title in ("modules", "of"):
+    for title in ("modules", "norm, optimizer"):
         shown.add_column(title, no_wrap=True)
-    for title in ("stock", "again", "empty", *MODES, "allowed"):
+    for title in ("stock", "again", "empty", "loader", "step", "allowed"):
         shown.add_column(title, justify="right", no_wrap=True)
     for cell in cells:
         rows = cell["rows"]

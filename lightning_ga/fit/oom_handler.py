@@ -81,6 +81,7 @@ class OomHandler:
         self._reducer: GradientReducer | None = None  # where gradients are averaged over ranks by hand
         self._steps: MicroBatchClosures | None = None
         self._retries = RetryWatch(trainer.strategy.root_device)
+        self._update: OptimizerRetry | None = None
         self._release_step: Callable[[], None] = lambda: None
 
     @property
@@ -143,8 +144,8 @@ class OomHandler:
         if evaluates_again(trainer.optimizers[0]):
             wrap = _chained(LbfgsWindow(trainer, gradients).closure, wrap)
         elif policy.retries:
-            repeatable = OptimizerRetry(trainer, self._report, prepare=gradients.round_sums)
-            self._release_step = closures.intercept_optimizer_step(trainer, repeatable, repeatable.gradients_are_ready)
+            update = self._update = OptimizerRetry(trainer, self._report, prepare=gradients.round_sums)
+            self._release_step = closures.intercept_optimizer_step(trainer, update, update.gradients_are_ready)
         if wrap is not None:
             closures.intercept_closures(trainer, wrap)
 
@@ -165,6 +166,8 @@ class OomHandler:
 
     def after_window(self, micro_batch: int) -> None:
         """Plan smaller passes between two windows where the allocator struggles with passes of this size."""
+        if self._update is not None:
+            self._update.forget()
         if not self._retrier.policy.retries or not self._retries.struggles() or micro_batch == 1:
             return
         self.lower(min(self.limit or micro_batch, max(1, micro_batch * 15 // 16)))

@@ -51,8 +51,12 @@ class OptimizerRetry:
             self._run_again(lambda: step(*(() if closure is None else (None,)), *given, **settings), failure)
             return losses[0] if losses else None
         finally:
-            self._is_update = False
-            self._before.forget()
+            self.forget()
+
+    def forget(self) -> None:
+        """Let go of gradients where a window is over: a step that a gradient scaler skips is never called."""
+        self._is_update = False
+        self._before.forget()
 
     def _run_again(self, update: Callable[[], Any], failure: Exception) -> None:
         """Free what the failed update pins, undo what it began, and run it once more."""

@@ -1,8 +1,10 @@
 """Memory runs out at every operation of an optimizer's update: the same weights, or an error that says so."""
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import timm.optim
 import torch
@@ -184,3 +186,37 @@ def test_the_step_of_an_optimizer_is_its_own_again_after_training() -> None:
 
         train(factory)
         assert ("step" in vars(made[0])) == (name == "scheduled")
+
+
+class Skipped(pl.Callback):
+    """Sees which gradients of a window are alive in the next one, once these are zeroed."""
+
+    def __init__(self) -> None:
+        self.gradients: list[weakref.ref[torch.Tensor]] = []
+        self.alive: list[int] = []
+
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        self.gradients = [weakref.ref(weight.grad) for weight in module.parameters() if weight.grad is not None]
+
+    def on_before_backward(self, trainer: Any, module: Any, loss: Any) -> None:
+        if trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0:
+            optimizer = trainer.optimizers[0]
+            optimizer.zero_grad()
+            self.alive.append(sum(gradient() is not None for gradient in self.gradients))
+
+
+def test_a_step_that_the_scaler_skips_leaves_no_gradients_behind() -> None:
+    """Else the next window would hold them beside its own."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
+    skipped = Skipped()
+    module, trainer = fit(
+        DataLoader(Samples(32, torch.float32), batch_size=8),
+        AutoAccumulate(micro_batch_size=4),
+        skipped,
+        module=Regression(dtype=torch.float32),
+        max_epochs=1,
+        plugins=pl.plugins.MixedPrecision("16-mixed", "cpu", scaler),
+    )
+    assert scaler.get_scale() < 2.0**127
+    assert len(skipped.alive) > 1
+    assert not any(skipped.alive)
