@@ -28,6 +28,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from benchmarks.measure import quiet
 from benchmarks.output import as_text, write_json
+from benchmarks.trainers import quiet_trainer
 from benchmarks.training import EFFECTIVE, TRAINED_ON, digits
 from lightning_ga import AutoAccumulate
 
@@ -94,16 +95,7 @@ def train(schedule: Schedule, micro: int, batch_norm: Literal["ignore", "rescale
     module = Digits(schedule)
     order = DistributedSampler(dataset, num_replicas=1, rank=0, seed=seed)
     callback = AutoAccumulate(EFFECTIVE, micro_batch_size=micro, batch_norm=batch_norm, verify=False)
-    trainer = pl.Trainer(
-        max_epochs=epochs,
-        accelerator="cpu",
-        devices=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[callback],
-    )
+    trainer = quiet_trainer(max_epochs=epochs, callbacks=[callback])
     trainer.fit(module, DataLoader(dataset, batch_size=micro, sampler=order))
     return module
 

@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.measure import quiet
 from benchmarks.output import as_text, write_json
+from benchmarks.trainers import quiet_trainer
 from benchmarks.turns import Stopwatch, take_turns
 from lightning_ga import AutoAccumulate
 
@@ -87,16 +88,7 @@ def fit(
         )
         program = {"callbacks": [ours, watch]}
         batch = MICRO * FACTOR if name == "step mode" else MICRO
-    trainer = pl.Trainer(
-        max_epochs=1,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **{"devices": 1, **settings},
-        **program,
-    )
+    trainer = quiet_trainer(max_epochs=1, **settings, **program)
     trainer.fit(Layers(modules, batch_norm=batch_norm, adam=adam), DataLoader(data, batch_size=batch))
 
 

@@ -30,6 +30,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.measure import quiet
 from benchmarks.output import as_text, write_json
+from benchmarks.trainers import quiet_trainer
 from benchmarks.turns import Stopwatch, take_turns
 from lightning_ga import AutoAccumulate
 from lightning_ga.fit.window_gradients import scale_gradients
@@ -78,16 +79,7 @@ def fit(watch: Stopwatch, *, name: str, model: str, windows: int) -> None:
         normalize: Any = count_labels if "token" in name else "samples"
         ours = AutoAccumulate(MICRO * FACTOR, micro_batch_size=MICRO, normalize=normalize)
         settings = {"callbacks": [ours, watch]}
-    trainer = pl.Trainer(
-        max_epochs=1,
-        accelerator="cpu",
-        devices=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **settings,
-    )
+    trainer = quiet_trainer(max_epochs=1, **settings)
     trainer.fit(Images(model), DataLoader(data, batch_size=MICRO))
 
 

@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset, defa
 
 from benchmarks.measure import quiet
 from benchmarks.output import as_text, error, write_json
+from benchmarks.trainers import quiet_trainer
 from lightning_ga import AutoAccumulate
 
 EFFECTIVE = 64
@@ -158,16 +159,7 @@ def train(program: Program, seed: int, epochs: int) -> Trained:
     settings: dict[str, Any] = {"accumulate_grad_batches": program.factor}
     if not program.stock:
         settings = {"callbacks": [AutoAccumulate(EFFECTIVE, micro_batch_size=program.micro, batch_norm="ignore")]}
-    trainer = pl.Trainer(
-        max_epochs=epochs,
-        accelerator="cpu",
-        devices=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **settings,
-    )
+    trainer = quiet_trainer(max_epochs=epochs, **settings)
     trainer.fit(module, loader)
     weights = torch.cat([parameter.detach().flatten().double() for parameter in module.parameters()])
     with torch.no_grad():

@@ -17,7 +17,7 @@ from lightning_ga.plan.records import ProbeResult
 
 CONTEXT = 512 * 2**20  # bytes of the CUDA context and of kernels' code, which no tensor can use
 WORKSPACE = 32 * 2**20  # bytes that cuBLAS takes at the first product: the most of all generations
-MARGIN = 0.05  # share of the device for fragmentation, as ``memory.device`` leaves on a real one
+MARGIN = 0.05  # share of the device for fragmentation: a probe on a device counts holes, an estimate cannot
 ALLOCATION = 512  # bytes that CUDA's allocator rounds up to
 
 
