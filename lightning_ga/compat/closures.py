@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from itertools import chain
 from operator import is_
 from types import MethodType
@@ -18,25 +18,20 @@ import torch
 from lightning_ga.compat import patching
 
 
-def intercept_closures(trainer: Any, wrap: Callable[..., Any]) -> None:
-    """Let the loop take its closures from ``wrap(make, kwargs, optimizer, batch_idx)`` (``automatic.py:163``).
+def intercept_closures(trainer: Any, wrap: Callable[..., Callable[..., Any]]) -> None:
+    """Let the loop's closures run ``wrap(whole, make, kwargs, optimizer, batch_idx)`` (``automatic.py:163``).
 
-    What that returns has a method ``closure`` as Lightning's own has: it runs the micro-batch, and returns its
-    result with the ``loss`` for the optimizer and the output as ``asdict()``.
+    ``whole`` is Lightning's own closure, and ``make`` makes others of the last three. What comes of it runs the
+    micro-batch, and returns a result with the ``loss`` for the optimizer and the output as ``asdict()``.
     """
     loop = trainer.fit_loop.epoch_loop.automatic_optimization
-    make = type(loop)._make_closure
+    make = partial(type(loop)._make_closure, loop)
 
     def make_ours(*given: Any) -> Any:
         """Return a closure of Lightning's own class, which reports an ``optimizer_step`` that never calls it."""
-        whole = make(loop, *given)
-        prepared = [whole]  # for the first pass over the whole batch
-
-        def make_again(kwargs: Any, *others: Any) -> Any:
-            return prepared.pop() if prepared and kwargs is given[0] else make(loop, kwargs, *others)
-
+        whole = make(*given)
         closure = object.__new__(type(whole))
-        vars(closure).update(vars(whole), closure=wrap(make_again, *given).closure)
+        vars(closure).update(vars(whole), closure=wrap(whole, make, *given))
         return closure
 
     patching.shadow(loop, "_make_closure", make_ours)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch.utils.hooks import RemovableHandle
@@ -39,15 +40,13 @@ class AttemptRunner:
         self._lockstep: set[str] = set()
         self._undecided: set[str] = set()
         self._last_failures: dict[str, Exception] = {}  # by stage
-        self._state: AttemptSnapshot | None = None  # made where it is first needed
+        self._is_taken = False  # whether ``state`` is what it was before the attempt that runs
         self._noting: RemovableHandle | None = None  # the steps of optimizers within attempts
 
-    @property
+    @cached_property
     def state(self) -> AttemptSnapshot:
         """What attempts change, as it was before."""
-        if self._state is None:
-            self._state = AttemptSnapshot(self._trainer.lightning_module)
-        return self._state
+        return AttemptSnapshot(self._trainer.lightning_module)
 
     def begin_training(
         self, policy: RetryPolicy, changing: Collection[str], foreseen: Callable[[], int] = lambda: 0
@@ -77,7 +76,7 @@ class AttemptRunner:
 
     def read_module(self) -> None:
         """Look at the module anew: its buffers and metrics are other objects once it has been moved."""
-        self._state = AttemptSnapshot(self._trainer.lightning_module)
+        self.state = AttemptSnapshot(self._trainer.lightning_module)
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
@@ -106,16 +105,18 @@ class AttemptRunner:
 
     def take(self, batch: Any, *, anew: bool) -> None:
         """Remember what an attempt at these samples may change; all of it ``anew`` but within a window."""
+        self._is_taken = False
         if self.policy.retries:
             self.state.take(batch, anew=anew)
+            self._is_taken = True
 
     def learn(self) -> None:
         """Note that an attempt went through: what changes in one shows."""
-        if self._state is not None and self._state.is_learning and self.policy.retries:
-            self._state.learn()
+        if self._is_taken and self.state.is_learning:
+            self.state.learn()
 
     def undo(self, stage: str, also: Callable[[], str | None], failure: Exception | None) -> None:
-        """Put back what an attempt changed.
+        """Put back what an attempt changed; nothing if memory ran out before it began.
 
         Args:
             stage: What the attempt was for.
@@ -125,6 +126,8 @@ class AttemptRunner:
         Raises:
             UserError: If something cannot be put back.
         """
+        if not self._is_taken:
+            return
         lost = self.state.restore()
         lost = also() or lost
         if lost is not None and failure is not None:

@@ -20,17 +20,6 @@ class TaskAttempt(Protocol):
         return None
 
 
-class Evaluation(TaskAttempt):
-    """An attempt at a step of an evaluation loop, which changes nothing of its own."""
-
-    def __init__(self, step: Callable[[Any], Any]) -> None:
-        self._step = step
-
-    def __call__(self, part: Any) -> Any:
-        """Run these samples."""
-        return self._step(part)
-
-
 @dataclass(frozen=True, slots=True)
 class TrainingBatches:
     """What is known of the batches of training."""
@@ -42,18 +31,36 @@ class TrainingBatches:
     samples_of_next: Callable[[Any], int | None] = lambda _: None  # how many the next one should hold
 
 
-@dataclass(frozen=True, slots=True)
 class BatchTask:
-    """One batch and how it is run."""
+    """One batch and how it is run.
 
-    batch: Any
-    stage: str  # ``"training"``, ``"validation"``, ``"test"`` or ``"prediction"``
-    attempt: Callable[[Piece | None], TaskAttempt]  # makes an attempt at one piece, or at all of it
-    expected: int | None = None  # samples that it should hold, where that is known
-    loader: int = 0  # which of several loaders of its stage it comes from
-    weigh: Callable[[Any, Piece], float] = lambda _, piece: float(piece.samples)  # in means over the batch
-    again: Callable[[], CollatedAgain | None] = lambda: None  # fetches its samples again, where they are at hand
-    within_window: bool = False  # whether no optimizer has stepped since the batch before
+    Args:
+        batch: The batch.
+        stage: ``"training"``, ``"validation"``, ``"test"`` or ``"prediction"``.
+        loader: Which of several loaders of its stage it comes from.
+    """
+
+    within_window = False  # whether no optimizer has stepped since the batch before
+
+    def __init__(self, batch: Any, stage: str, loader: int = 0) -> None:
+        self.batch, self.stage, self.loader = batch, stage, loader
+
+    @property
+    def expected(self) -> int | None:
+        """Samples that it should hold, where that is known."""
+        return None
+
+    def attempt(self, piece: Piece | None) -> TaskAttempt:
+        """Return an attempt at one piece, or at all of it."""
+        raise NotImplementedError
+
+    def weigh(self, part: Any, piece: Piece) -> float:
+        """Return what a piece weighs in means over the batch."""
+        return float(piece.samples)
+
+    def again(self) -> CollatedAgain | None:
+        """Fetch its samples again; ``None`` where they are not at hand."""
+        return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,10 +17,9 @@ from lightning_ga.fit.lbfgs import evaluates_again
 from lightning_ga.fit.oom_retry import OomRetrier
 from lightning_ga.fit.pieces import Piece
 from lightning_ga.fit.window_gradients import WindowGradients
+from lightning_ga.loading.reader import CollatedAgain
 from lightning_ga.plan.window_weights import WindowWeights
 from lightning_ga.snapshot.gradients import Accumulations, GradientSnapshot, WindowGradientMarks, left_alone
-
-MakeClosure = Callable[[Any, Optimizer, int], Any]
 
 
 class MicroBatchClosures:
@@ -43,8 +42,8 @@ class MicroBatchClosures:
         reducer: GradientReducer | None,
     ) -> None:
         self.trainer, self.retrier, self.gradients = trainer, retrier, gradients
-        self._batches, self._reducer = batches, reducer
-        self._evaluates_again = evaluates_again(trainer.optimizers[0])
+        self.batches, self._reducer = batches, reducer
+        self.evaluates_again = evaluates_again(trainer.optimizers[0])
         self._warned = False
         self._trained = closures.TrainedTensors(trainer)
         self.parameters = self._trained.now()  # what may have a gradient, as of the window's start
@@ -60,16 +59,11 @@ class MicroBatchClosures:
         """
         return self._repeated is not None and not self.retrier.attempts.waits_for_others("training")
 
-    def closure(self, make: MakeClosure, kwargs: Any, optimizer: Optimizer, batch_idx: int) -> "MicroBatchClosure":
-        """Return the closure of one micro-batch."""
-        whole = kwargs["batch"]
+    def closure(self, whole: Any, make: Callable[..., Any], *given: Any) -> Callable[..., Any]:
+        """Return what runs one micro-batch; see ``closures.intercept_closures``."""
+        return MicroBatch(self, whole, make, *given).run
 
-        def make_for(batch: Any) -> Any:
-            return make(kwargs if batch is whole else {**kwargs, "batch": batch}, optimizer, batch_idx)
-
-        return MicroBatchClosure(self, make_for, whole)
-
-    def evaluated_again(self) -> None:
+    def warn_of_second_evaluation(self) -> None:
         """Warn once where an optimizer (SAM, say) evaluates a closure again that holds a part of the window."""
         if self._warned or self.trainer.accumulate_grad_batches == 1:
             return
@@ -82,21 +76,11 @@ class MicroBatchClosures:
             category=ExactnessWarning,
         )
 
-    def run(self, passes: "_Passes", *, anew: bool) -> BatchResult:
-        """Run the passes of one micro-batch; ``anew`` if the optimizer may have changed weights since the last one."""
-        attempts, reduction = self.retrier.attempts, passes.reduction
-        task = BatchTask(
-            passes.batch,
-            "training",
-            passes.attempt,
-            self._batches.samples(),
-            weigh=passes.share,
-            again=self._batches.samples_again,
-            within_window=not (anew or self._evaluates_again or loops.begins_window(self.trainer)),
-        )
-        done = self.retrier.run(task)
+    def run(self, micro_batch: "MicroBatch") -> BatchResult:
+        """Run the passes of one micro-batch."""
+        done, reduction = self.retrier.run(micro_batch), micro_batch.reduction
         if reduction is not None:
-            attempts.again_if_memory_runs_out(reduction.finish)  # no backward pass has done it
+            self.retrier.attempts.again_if_memory_runs_out(reduction.finish)  # no backward pass has done it
             ranks.share_buffers(ranks.distributed_module(self.trainer))
         return done
 
@@ -145,48 +129,70 @@ class MicroBatchClosures:
             self._marks.forget()
 
 
-class MicroBatchClosure:
-    """Forward, zeroing of gradients and backward of one micro-batch.
+class MicroBatch(BatchTask):
+    """Forward, zeroing of gradients and backward of one micro-batch, in one pass or in several.
 
     Args:
         steps: What all micro-batches share.
-        make: Makes Lightning's closure for a batch, or for a part of one.
-        batch: The micro-batch.
+        whole: Lightning's closure of the whole micro-batch, for one pass.
+        make: Makes further ones of the arguments that follow.
+        kwargs: What the step gets, with the ``batch``.
+        optimizer: The optimizer.
+        batch_idx: The number of the micro-batch.
     """
 
-    def __init__(self, steps: MicroBatchClosures, make: Callable[[Any], Any], batch: Any) -> None:
-        self._steps, self._make, self._batch = steps, make, batch
+    def __init__(
+        self,
+        steps: MicroBatchClosures,
+        whole: Any,
+        make: Callable[..., Any],
+        kwargs: Any,
+        optimizer: Optimizer,
+        batch_idx: int,
+    ) -> None:
+        super().__init__(kwargs["batch"], "training")
+        self.steps, self._prepared, self._make = steps, whole, make
+        self._given = kwargs, optimizer, batch_idx
         self._evaluated = False
+        self.reduction: WindowReduction | None = None
+        self._zeroed = False  # whether gradients are
+        self._complete: dict[Piece | None, list[Tensor]] = {}  # gradients that a failed piece left complete
 
-    def closure(self, *_: Any) -> Any:
+    def run(self, *_: Any) -> Any:
         """Run the micro-batch; its result, Lightning's own where it ran whole."""
-        again, self._evaluated = self._evaluated, True
-        if again:
-            self._steps.evaluated_again()
-        done = self._steps.run(_Passes(self._steps, self._make, self._batch), anew=again)
+        steps = self.steps
+        if self._evaluated:
+            steps.warn_of_second_evaluation()
+        # The optimizer may have changed weights since the last pass.
+        anew = self._evaluated or steps.evaluates_again or loops.begins_window(steps.trainer)
+        self._evaluated, self.within_window = True, not anew
+        self._zeroed, self._complete, self.reduction = False, {}, steps.reduction()
+        done = steps.run(self)
         return _merged(done) if done.sizes else done.results[0]
 
+    @property
+    def expected(self) -> int | None:
+        """Samples that it should hold, where that is known."""
+        return self.steps.batches.samples()
 
-class _Passes:
-    """The passes over one micro-batch: what those that failed left complete, and whether gradients are zeroed."""
-
-    def __init__(self, steps: MicroBatchClosures, make: Callable[[Any], Any], batch: Any) -> None:
-        self.steps, self.batch, self.reduction = steps, batch, steps.reduction()
-        self._make = make
-        self._zeroed = False
-        self._complete: dict[Piece | None, list[Tensor]] = {}  # gradients that a failed piece left complete
+    def again(self) -> CollatedAgain | None:
+        """Fetch its samples again; ``None`` where they are not at hand."""
+        return self.steps.batches.samples_again()
 
     def attempt(self, piece: Piece | None) -> "_Pass":
         """Return a pass over the whole micro-batch or a piece of it."""
         return _Pass(self, piece)
 
-    def share(self, part: Any, piece: Piece) -> float:
+    def weigh(self, part: Any, piece: Piece) -> float:
         """Return what a piece weighs in the micro-batch."""
         return self.steps.gradients.share_of(part, self.batch, samples=piece.samples, whole=piece.of)
 
     def closure(self, part: Any) -> Any:
         """Return Lightning's closure for a part; it zeroes gradients until they are known to be."""
-        closure = self._make(part)
+        closure, self._prepared = self._prepared, None
+        if closure is None or part is not self.batch:
+            kwargs, *others = self._given
+            closure = self._make(kwargs if part is self.batch else {**kwargs, "batch": part}, *others)
         if self._zeroed:
             closures.zero_no_gradients(closure)
         return closure
@@ -208,18 +214,18 @@ class _Passes:
 class _Pass:
     """One forward and backward pass over some samples."""
 
-    def __init__(self, passes: _Passes, piece: Piece | None) -> None:
-        self._passes, self._piece = passes, piece
+    def __init__(self, batch: MicroBatch, piece: Piece | None) -> None:
+        self._batch, self._piece = batch, piece
         self._weights: WindowWeights | None = None  # as they were; none where samples did not reach the device
         self._gradients: GradientSnapshot | None = None  # as they were; none where they are zeroed anew after an error
         completes = piece is None or piece.is_last
-        self._reduction = passes.reduction if completes else None
+        self._reduction = batch.reduction if completes else None
         self._starts_window = False
 
     def __call__(self, part: Any) -> Any:
         """Run it; Lightning's result, of a piece what ``training_step`` returned, the loss without its graph."""
-        passes, steps = self._passes, self._passes.steps
-        closure = passes.closure(part)
+        batch, steps = self._batch, self._batch.steps
+        closure = batch.closure(part)
         self._starts_window = closures.zeroes_gradients(closure)
         self._weights = steps.gradients.weights
         if self._starts_window:
@@ -234,7 +240,7 @@ class _Pass:
             with self._context(part), nullcontext() if counted is None else counted.counted():
                 result = closure.closure()
             steps.went_through(counted)
-        passes.have_zeroed()
+        batch.have_zeroed()
         if self._piece is None:
             return result
         return None if result.loss is None else result.asdict()
@@ -245,14 +251,14 @@ class _Pass:
         Returns:
             What cannot be undone, in words.
         """
-        passes, steps, reduction = self._passes, self._passes.steps, self._reduction
+        batch, steps, reduction = self._batch, self._batch.steps, self._reduction
         if self._weights is not None:
             steps.gradients.put_back(self._weights)
         if self._gradients is None or (self._starts_window and not (reduction and reduction.has_sent)):
             return None
         is_closing = reduction is not None and reduction.is_closing
-        passes.failed(self._piece, steps.parameters if is_closing else self._gradients.restore())
-        passes.have_zeroed()
+        batch.failed(self._piece, steps.parameters if is_closing else self._gradients.restore())
+        batch.have_zeroed()
         lost = self._gradients.lost()
         if reduction is not None:
             reduction.receive()
@@ -260,7 +266,7 @@ class _Pass:
 
     def _take_gradients(self) -> None:
         """Mark the gradients that the backward pass adds to."""
-        self._gradients = self._passes.steps.gradients_before()
+        self._gradients = self._batch.steps.gradients_before()
 
     def _are_complete(self, parameters: Iterable[Tensor]) -> bool:
         """Return whether the backward pass has been through with these."""
@@ -268,13 +274,13 @@ class _Pass:
 
     def _context(self, part: Any) -> AbstractContextManager[Any]:
         """Return a context in which the backward pass weighs what it should, and reduces if it should."""
-        steps, piece = self._passes.steps, self._piece
-        complete = self._passes.complete_for(piece)
+        steps, piece = self._batch.steps, self._piece
+        complete = self._batch.complete_for(piece)
         stack = ExitStack()
         if steps.retrier.policy.by_hand or (piece is not None and not piece.is_last):
             stack.enter_context(closures.accumulating(steps.trainer))
         if piece is not None:
-            stack.enter_context(steps.gradients.weighing_a_part(self._passes.share(part, piece)))
+            stack.enter_context(steps.gradients.weighing_a_part(self._batch.weigh(part, piece)))
             stack.enter_context(left_alone(complete))
         if self._reduction is not None:
             stack.enter_context(closures.around_backward(steps.trainer, self._take_gradients, self._reduction.finish))

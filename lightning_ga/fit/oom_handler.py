@@ -4,26 +4,24 @@ import warnings
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
-from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils.data import IterableDataset
 
 from lightning_ga.batch.merge import merge_outputs
-from lightning_ga.compat import agreement, closures, dataloaders, evaluation, loops, ranks
+from lightning_ga.compat import agreement, closures, dataloaders, evaluation, ranks
 from lightning_ga.compat.reduction import GradientReducer
-from lightning_ga.fit.batch_task import BatchTask, Evaluation, TrainingBatches
-from lightning_ga.fit.closure import MakeClosure, MicroBatchClosures
-from lightning_ga.fit.lbfgs import LbfgsWindow, evaluates_again
+from lightning_ga.fit.batch_task import TrainingBatches
+from lightning_ga.fit.closure import MicroBatchClosures
+from lightning_ga.fit.evaluation import EvaluatedBatch
+from lightning_ga.fit.lbfgs import LbfgsWindow, Wrap, evaluates_again
 from lightning_ga.fit.messages import OomEvent
 from lightning_ga.fit.oom_retry import OomRetrier
 from lightning_ga.fit.optimizer_retry import OptimizerRetry
 from lightning_ga.fit.retry_policy import RankFacts, RetryPolicy, evaluation_policy, training_policy
 from lightning_ga.fit.window_gradients import WindowGradients
 from lightning_ga.loading.batch_source import BatchSource, CollatedBatches, ReadyMadeBatches, is_collated
-from lightning_ga.loading.reader import BatchReader, CollatedAgain
-from lightning_ga.loading.samples import collect_samples
+from lightning_ga.loading.reader import BatchReader
 from lightning_ga.memory.allocator import RetryWatch
 
 
@@ -137,12 +135,12 @@ class OomHandler:
         reducer = self._reducer if policy.by_hand else None
         foreseen = partial(getattr, reducer, "collectives", 0)
         self._retrier.attempts.begin_training(policy, changing, foreseen)
-        wrap: Callable[..., Any] | None = None
+        wrap: Wrap | None = None
         if self._wanted or cut_in_step or must_average:
             self._steps = MicroBatchClosures(trainer, self._retrier, gradients, self._training, reducer)
             wrap = self._steps.closure
         if evaluates_again(trainer.optimizers[0]):
-            wrap = _chained(LbfgsWindow(trainer, gradients).closure, wrap)
+            wrap = LbfgsWindow(trainer, gradients, wrap).closure
         elif policy.retries:
             update = self._update = OptimizerRetry(trainer, self._report, prepare=gradients.round_sums)
             self._release_step = closures.intercept_optimizer_step(trainer, update, update.gradients_are_ready)
@@ -207,28 +205,12 @@ class OomHandler:
             return step(*arguments)
         if policy.retries:
             ranks.share_buffers_before_forward(self._trainer)
-        batch, *rest = arguments  # the number of the batch, and that of its loader where there are several
-        loader = rest[1] if len(rest) > 1 else 0
+        batch, number, *loader = arguments  # a loop's loaders are numbered where there are several
+        task = EvaluatedBatch(self._trainer, step, batch, number, *loader or (None,))
         self._evaluated = batch
-        evaluated = Evaluation(lambda part: step(part, *rest))
-        task = BatchTask(
-            batch,
-            loops.stage(self._trainer),
-            lambda _: evaluated,
-            loader=loader,
-            again=lambda: self._evaluated_again(rest[0], loader),
-        )
         done = retrier.run(task)
         self._evaluated = None
         return merge_outputs(done.results, done.sizes) if done.sizes else done.results[0]
-
-    def _evaluated_again(self, number: int, loader: int) -> CollatedAgain | None:
-        """The samples of a batch of an evaluation loop, fetched again."""
-        (user_loader, *others), _ = dataloaders.evaluation_loaders(self._trainer, loader)
-        if others or not is_collated(user_loader) or isinstance(user_loader.dataset, IterableDataset):
-            return None
-        indices = next(islice(user_loader.batch_sampler, number, None), None)
-        return None if indices is None else CollatedAgain(user_loader, collect_samples(user_loader, list(indices)))
 
     def _source_of(self, stage: str, loader: int) -> BatchSource:
         """What is known of the batches of a stage's loader."""
@@ -238,17 +220,6 @@ class OomHandler:
         if all(map(is_collated, loaders)):
             return CollatedBatches(loaders, combine)
         return ReadyMadeBatches(lambda: [self._evaluated], prepared=True)
-
-
-def _chained(outer: Callable[..., Any], inner: Callable[..., Any] | None) -> Callable[..., Any]:
-    """Closures of ``outer`` that are made of those of ``inner``."""
-    if inner is None:
-        return outer
-
-    def wrap(make: MakeClosure, *given: Any) -> Any:
-        return outer(partial(inner, make), *given)
-
-    return wrap
 
 
 def rank_facts(trainer: Any) -> RankFacts:

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_ga.compat import agreement, log_capture, loops, transfer
-from lightning_ga.fit.attempt import AttemptRunner
+from lightning_ga.fit.attempt import Attempt, AttemptRunner
 from lightning_ga.fit.batch_readers import BatchReaders
 from lightning_ga.fit.batch_task import BatchResult, BatchTask
 from lightning_ga.fit.log_buffer import LogBuffer
@@ -91,22 +91,16 @@ class OomRetrier:
             UserError: If one sample alone does not fit, or the batch cannot be split.
         """
         ledger = LogBuffer()
-        with log_capture.HeldBackLogs(self._trainer, task.stage, ledger.note) as log:
-            limit, pieces, fits = self._limits.get(task.stage), None, True
-            if limit is not None:
-                pieces = self._pieces_of_all_ranks(task, limit)
-                fits = self._samples(task) <= limit if pieces is None else pieces == 1
-            whole = fits and self._move is None
-            result, failure = self._whole(task, ledger) if whole else (None, self._not_moved)
-            if result is None:
-                made = PiecewiseRun(self.attempts, self.readers, task, ledger, move=self._move, failure=failure)
-                result = made.run(limit, pieces)
-                self._learn_limit(task.stage, result)
+        results = log_capture.hold_back(self._trainer, task.stage, ledger.note)
+        try:
+            done = self._run(task, ledger)
             if ledger.noted:
-                ledger.replay(log, self.attempts.again_if_memory_runs_out)
+                ledger.replay(partial(log_capture.log, results), self.attempts.again_if_memory_runs_out)
+        finally:
+            log_capture.let_go(results)
         self.attempts.ran(task.stage)
         self._move = self._not_moved = None
-        return result
+        return done
 
     def move(self, move: Callable[[Any], Any], batch: Any, loader: int = 0) -> Any:
         """Move a batch to the device; one that is too large stays on the host and is moved in pieces.
@@ -158,22 +152,38 @@ class OomRetrier:
             return None
         raise self.attempts.told(fewer_samples_than_ranks(pieces, samples))
 
-    def _whole(self, task: BatchTask, ledger: LogBuffer) -> tuple[BatchResult | None, Exception | None]:
-        """Run the batch as it is; the result, or the error that ended it."""
-        take = partial(self.attempts.take, task.batch, anew=not task.within_window)
-        taken = self.attempts.attempt(task.stage, take)
-        if taken.failure is not None:
-            return None, taken.failure
-        tried = task.attempt(None)
-        ran = self.attempts.attempt(task.stage, partial(tried, task.batch))
-        if ran.failure is None:
-            self.attempts.learn()
-            if ledger.noted:
-                ledger.keep(1.0)
-            return BatchResult((ran.result,)), None
-        ledger.drop()
-        self.attempts.undo(task.stage, tried.undo, ran.failure)
-        return None, ran.failure
+    def _run(self, task: BatchTask, ledger: LogBuffer) -> BatchResult:
+        limit, pieces, fits, failure = self._limits.get(task.stage), None, True, self._not_moved
+        if limit is not None:
+            pieces = self._pieces_of_all_ranks(task, limit)
+            fits = self._samples(task) <= limit if pieces is None else pieces == 1
+        if fits and self._move is None:
+            ran = self._whole(task, ledger)
+            if ran.failure is None:
+                return BatchResult((ran.result,))
+            failure = ran.failure
+        made = PiecewiseRun(self.attempts, self.readers, task, ledger, move=self._move, failure=failure)
+        result = made.run(limit, pieces)
+        self._learn_limit(task.stage, result)
+        return result
+
+    def _whole(self, task: BatchTask, ledger: LogBuffer) -> Attempt:
+        """Run the batch as it is."""
+        attempts, tried = self.attempts, task.attempt(None)
+
+        def run() -> Any:
+            attempts.take(task.batch, anew=not task.within_window)
+            return tried(task.batch)
+
+        ran = attempts.attempt(task.stage, run)
+        if ran.failure is not None:
+            ledger.drop()
+            attempts.undo(task.stage, tried.undo, ran.failure)
+            return ran
+        attempts.learn()
+        if ledger.noted:
+            ledger.keep(1.0)
+        return ran
 
     def _learn_limit(self, stage: str, result: BatchResult) -> None:
         """Where memory ran out, the largest piece that fits is the limit from now on."""

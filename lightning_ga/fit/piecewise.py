@@ -54,6 +54,7 @@ class PiecewiseRun:
         self._refused: list[int] = []  # samples of the attempts that ran out of memory
         self._anew = not task.within_window or failure is not None  # whether all state is looked at anew
         self._draws = False
+        self._part: Any = task.batch  # what runs, or is cut
         self._slices = self._cut_batch()
 
     def run(self, limit: int | None, pieces: int | None) -> BatchResult:
@@ -64,7 +65,7 @@ class PiecewiseRun:
         """
         samples = self._slices.samples
         if self._failure is not None:
-            self._refuse(samples, self._task.batch, self._failure)
+            self._refuse(samples, self._failure)
         most = min([samples if limit is None else limit, *((size + 1) // 2 for size in self._refused)])
         sizes = plan_accumulation(samples, micro_batch=most).chunks[0]
         sizes = sizes if pieces is None else split_evenly(samples, pieces)
@@ -78,35 +79,29 @@ class PiecewiseRun:
         """Run one piece; return its result and what it weighs, or ``None`` if memory ran out."""
         task, attempts = self._task, self._attempts
         while True:
-            taken = attempts.attempt(task.stage, partial(self._take, piece))
-            if taken.failure is not None:
-                self._failed(piece.samples, task.batch, taken.failure)
-                return None
             tried = task.attempt(piece)
-            ran = attempts.attempt(task.stage, partial(self._run, tried, taken.result))
+            ran = attempts.attempt(task.stage, partial(self._run, tried, piece))
             if not isinstance(ran.result, _PieceError):
                 break
             self._cut_otherwise(ran.result.error, piece, tried)
         if ran.failure is not None:
             self._drop(tried, ran.failure)
-            self._failed(piece.samples, taken.result, ran.failure)
+            self._failed(piece.samples, ran.failure)
             return None
         attempts.learn()
         if self._failure is not None:  # a step that failed before it came to wait for the others
             attempts.raise_if_others_wait(task.stage, self._failure)
             self._draws = self._draws or attempts.state.draws_numbers()
-        weight = task.weigh(taken.result, piece)
+        weight = task.weigh(self._part, piece)
         self._ledger.keep(weight, piece.samples)
         return ran.result, weight
 
-    def _take(self, piece: Piece) -> Any:
-        """Cut a piece, and keep what may change before it has run."""
-        part = self._slices.take(piece.start, piece.stop)
+    def _run(self, tried: TaskAttempt, piece: Piece) -> Any:
+        """Cut a piece, keep what may change, and run it."""
+        self._part = self._task.batch
+        self._part = part = self._slices.take(piece.start, piece.stop)
         self._attempts.take(part, anew=self._anew)
         self._anew = False
-        return part
-
-    def _run(self, tried: TaskAttempt, part: Any) -> Any:
         try:
             return tried(part if self._move is None else self._move(part))
         except Exception as error:
@@ -119,18 +114,18 @@ class PiecewiseRun:
         self._ledger.drop()
         self._attempts.undo(self._task.stage, tried.undo, failure)
 
-    def _failed(self, samples: int, part: Any, failure: Exception) -> None:
+    def _failed(self, samples: int, failure: Exception) -> None:
         self._failure, self._anew = failure, True
-        self._refuse(samples, part, failure)
+        self._refuse(samples, failure)
 
-    def _refuse(self, samples: int, part: Any, failure: Exception) -> None:
+    def _refuse(self, samples: int, failure: Exception) -> None:
         """Note that so many samples do not fit."""
         self._refused.append(samples)
         if samples > 1:
             return
         if is_ambiguous_out_of_memory(failure):
             raise failure
-        told = self._attempts.out_of_memory(self._task.stage).one_sample_too_large(describe_value(part))
+        told = self._attempts.out_of_memory(self._task.stage).one_sample_too_large(describe_value(self._part))
         raise self._attempts.told(told) from failure
 
     def _cut_batch(self) -> BatchSlices:

@@ -3,7 +3,10 @@
 import ctypes
 import random
 from collections.abc import Callable, Iterable
-from typing import Any
+from functools import partial
+from operator import eq
+from types import NoneType
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -98,8 +101,14 @@ class RandomState:
         random.setstate(self._python)
 
 
-Memory = tuple[int, int]
-"""Address and size in bytes, a multiple of eight."""
+class _Memory(NamedTuple):
+    """Some memory, a multiple of eight bytes."""
+
+    address: int
+    size: int
+    owner: object  # keeps it from being freed
+
+
 _END = 128
 
 
@@ -110,52 +119,46 @@ class _WatchedGenerator:
 
     Args:
         read: Returns the state.
-        lies_in: Returns the memory that all of the state lies in; nothing where that is not known.
+        lies_in: Returns the memory that all of the state lies in, and whatever may put another in its place; nothing
+            where that is not known.
         besides: Returns what else belongs to the state.
     """
 
     def __init__(
-        self,
-        read: Callable[[], Any],
-        lies_in: Callable[[], tuple[Memory, ...]],
-        besides: Callable[[], object] = lambda: None,
+        self, read: Callable[[], Any], lies_in: Callable[[], tuple[_Memory, ...]], besides: Callable[[], Any] = NoneType
     ) -> None:
         self._read, self._lies_in, self._besides = read, lies_in, besides
-        self._places: tuple[Memory, ...] = ()
-        self._views: list[tuple[memoryview, memoryview]] = []  # the memory, and a copy of it
+        self._memory: tuple[_Memory, ...] = ()
+        self._now: list[memoryview] = []
+        self._before: list[memoryview] = []  # a copy
         self._beside: object = None
         self._state: Any = None
 
     def state(self) -> Any:
         """Return the state; it belongs to all that have asked for it."""
-        places, beside = self._lies_in(), self._besides()
-        if places != self._places:
-            self._places, self._views = places, [_view_and_copy(*end) for place in places for end in _ends(*place)]
-        elif self._views and beside == self._beside and all(now == before for now, before in self._views):
-            return self._state
-        for now, before in self._views:
-            before[:] = now
-        self._beside, self._state = beside, self._read()
+        if not self._now or self._besides() != self._beside or not all(map(eq, self._now, self._before)):
+            self._memory, self._beside, self._state = self._lies_in(), self._besides(), self._read()
+            self._now = [_view(address, size) for place in self._memory for address, size in _ends(*place[:2])]
+            self._before = [memoryview(bytes(view)).cast("Q") for view in self._now]
         return self._state
 
 
-def _ends(address: int, size: int) -> tuple[Memory, ...]:
+def _ends(address: int, size: int) -> tuple[tuple[int, int], ...]:
     """Return the ends of some memory: a draw moves the position, at one of them, or renews all words."""
     return ((address, size),) if size <= 2 * _END else ((address, _END), (address + size - _END, _END))
 
 
-def _view_and_copy(address: int, size: int) -> tuple[memoryview, memoryview]:
-    words = memoryview((ctypes.c_uint64 * (size // 8)).from_address(address)).cast("B").cast("Q")
-    return words, memoryview(bytearray(size)).cast("Q")
+def _view(address: int, size: int) -> memoryview:
+    return memoryview((ctypes.c_uint64 * (size // 8)).from_address(address)).cast("B").cast("Q")
 
 
-def _within(value: object) -> Memory:
+def _within(value: object) -> _Memory:
     """Return the memory of an object, but for its head, which counts references."""
     head = object.__basicsize__
-    return id(value) + head, (type(value).__basicsize__ - head) // 8 * 8
+    return _Memory(id(value) + head, (type(value).__basicsize__ - head) // 8 * 8, value)
 
 
-def _lies_in_torch(generator: torch.Generator) -> tuple[Memory, ...]:
+def _lies_in_torch(generator: torch.Generator) -> tuple[_Memory, ...]:
     """Find the state within ``CPUGeneratorImpl``: 20 bytes, 624 words, and what is left of pairs of normal numbers.
 
     In ``aten/src/ATen/core/MT19937RNGEngine.h`` of torch 2.15; the words begin at byte 24 of the state as it is read.
@@ -163,19 +166,19 @@ def _lies_in_torch(generator: torch.Generator) -> tuple[Memory, ...]:
     words = generator.get_state()[24:].view(torch.int64)[:8].to(torch.int32).numpy().tobytes()
     address: int = generator._cdata  # type: ignore[attr-defined]
     place = ctypes.string_at(address, 512).find(words)
-    return () if place < 20 else ((address + place - 20, 20 + 4 * 624 + 28),)
+    return () if place < 20 else (_Memory(address + place - 20, 20 + 4 * 624 + 28, generator),)
 
 
-def _lies_in_numpy(generator: Any, bits: object) -> tuple[Memory, ...]:
+def _lies_in_numpy(generator: Any, bits: object) -> tuple[_Memory, ...]:
     """NumPy's bits may come from another generator than the Mersenne Twister, whose state lies elsewhere."""
     return (_within(generator), _within(bits)) if type(bits) is np.random.MT19937 else ()
 
 
-def _shows(places: tuple[Memory, ...], draw: Callable[[], object]) -> bool:
+def _shows(memory: tuple[_Memory, ...], draw: Callable[[], object]) -> bool:
     """Return whether memory shows each of two draws, of which the second may be what is left of a pair."""
     seen = []
     for _ in range(3):
-        seen.append([ctypes.string_at(*end) for place in places for end in _ends(*place)])
+        seen.append([ctypes.string_at(*end) for place in memory for end in _ends(*place[:2])])
         draw()
     return seen[0] != seen[1] != seen[2]
 
@@ -201,4 +204,4 @@ _numpy = _WatchedGenerator(
     np.random.get_state,
     lambda: _lies_in_numpy(_NUMPY, np.random.get_bit_generator()) if _WATCHES[1] else (),  # type: ignore[attr-defined]
 )
-_python = _WatchedGenerator(random.getstate, lambda: _PYTHONS_MEMORY, lambda: _PYTHON.gauss_next)
+_python = _WatchedGenerator(random.getstate, lambda: _PYTHONS_MEMORY, partial(getattr, _PYTHON, "gauss_next"))
