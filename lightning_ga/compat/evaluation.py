@@ -26,10 +26,8 @@ def intercept_evaluation(trainer: Any, around: Callable[..., Any], move: Callabl
     to_device = type(strategy).batch_to_device
 
     def batch_to_device(batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
-        def to_there(part: Any) -> Any:
-            return to_device(strategy, part, device=device, dataloader_idx=dataloader_idx)
-
-        return move(to_there, batch, dataloader_idx)
+        moved = partial(to_device, strategy, device=device, dataloader_idx=dataloader_idx)
+        return move(moved, batch, dataloader_idx)
 
     patching.shadow(strategy, "batch_to_device", batch_to_device)
 

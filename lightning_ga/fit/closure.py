@@ -47,9 +47,9 @@ class MicroBatchClosures:
         self._warned = False
         self._trained = closures.TrainedTensors(trainer)
         self.parameters = self._trained.now()  # what may have a gradient, as of the window's start
-        self._repeated: list[Tensor] | None = None
+        self.repeated: list[Tensor] | None = None  # that passes add to more than once; none before the first pass
         self.runs_as_stock = False  # whether nothing is to be done around the pass over a whole micro-batch
-        self._marks = WindowGradientMarks()
+        self.marks = WindowGradientMarks()
 
     @property
     def overlaps(self) -> bool:
@@ -57,7 +57,7 @@ class MicroBatchClosures:
 
         Not so where ranks wait for each other in it, as the order of what they do has to stay the same.
         """
-        return self._repeated is not None and not self.retrier.attempts.waits_for_others("training")
+        return self.repeated is not None and not self.retrier.attempts.waits_for_others("training")
 
     def closure(self, whole: Any, make: Callable[..., Any], *given: Any) -> Callable[..., Any]:
         """Return what runs one micro-batch; see ``closures.intercept_closures``."""
@@ -98,16 +98,12 @@ class MicroBatchClosures:
 
     def begin_window(self) -> None:
         """Look for what may have a gradient."""
-        self._marks.forget()
+        self.marks.forget()
         self.parameters = self._trained.now()
-
-    def gradients_before(self) -> GradientSnapshot:
-        """Return the gradients before a backward pass."""
-        return self._marks.take(self.parameters, self._repeated or ())
 
     def accumulations(self) -> Accumulations | None:
         """Return what counts the accumulations of the first pass that goes through."""
-        return Accumulations(self.parameters) if self._repeated is None else None
+        return Accumulations(self.parameters) if self.repeated is None else None
 
     def new_gradients(self) -> bool:
         """Return whether tensors have a gradient that were not there when the window started."""
@@ -121,12 +117,12 @@ class MicroBatchClosures:
         No gradients are held after the last pass of a window.
         """
         if counted is not None:
-            self._repeated = counted.repeated()
+            self.repeated = counted.repeated()
             self.runs_as_stock = self._reducer is None
             if self._reducer is not None:
                 self._reducer.expect(counted.order())
         if loops.window_is_over(self.trainer):
-            self._marks.forget()
+            self.marks.forget()
 
 
 class MicroBatch(BatchTask):
@@ -266,7 +262,8 @@ class _Pass:
 
     def _take_gradients(self) -> None:
         """Mark the gradients that the backward pass adds to."""
-        self._gradients = self._batch.steps.gradients_before()
+        steps = self._batch.steps
+        self._gradients = steps.marks.take(steps.parameters, steps.repeated or ())
 
     def _are_complete(self, parameters: Iterable[Tensor]) -> bool:
         """Return whether the backward pass has been through with these."""

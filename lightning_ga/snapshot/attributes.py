@@ -61,11 +61,14 @@ class AttributeSnapshot:
 
     def take(self, *, anew: bool = True) -> None:
         """Remember what there is, before an attempt; ``anew`` where a window begins."""
-        before = self._copied
         self._modes = [*map(_MODE, self._states)]
+        self._everywhere = anew or self._looks > 0
+        if not self._everywhere and not self._keeping:
+            return
+        before = self._copied
         self._kept, self._copied, self._watched, self._generators = [], [], [], []
         self._containers, self._tails = [], []
-        self._look(everywhere=anew or self._looks > 0)
+        self._look()
         if len(self._copied) != len(before) or not all(map(is_, self._copied, before)):
             self._copies = SmallCopies()  # the old ones go first
             self._copies = SmallCopies(self._copied)
@@ -103,15 +106,14 @@ class AttributeSnapshot:
         changed = (place for place, tensor, version in self._watched if tensor._version != version)
         return next((f"a tensor in place that is no buffer ({place})" for place in changed), None)
 
-    def _look(self, *, everywhere: bool) -> None:
+    def _look(self) -> None:
         """Look at all modules, or at those that keep something."""
-        for owner in self._owners if everywhere else self._keeping:
+        for owner in self._owners if self._everywhere else self._keeping:
             for name in owner.names():
                 self._take(owner, name, owner.attributes[name])
-        if everywhere:
+        if self._everywhere:
             self._looks = max(0, self._looks - 1)
             self._keeping = [owner for owner in self._owners if owner.keeps]
-        self._everywhere = everywhere
 
     def _take(self, owner: "_Owner", name: str, value: Any) -> None:
         place = owner.place(name)
@@ -154,13 +156,14 @@ class _Owner:
         self.path, self.attributes = path, attributes
         self._known: list[str] = []
         self._types: list[type] = []
+        self._own: dict[str, type] | None = None  # without what Lightning and PyTorch keep
         self._names: list[str] = []
-        self._changes = -1
+        self._has_changed = False
 
     @property
     def keeps(self) -> bool:
         """Whether it has attributes that are kept, or attributes of it come, go or change their types."""
-        return bool(self._names) or self._changes > 0
+        return bool(self._names) or self._has_changed
 
     def place(self, name: str) -> str:
         """Return the path of an attribute."""
@@ -171,8 +174,9 @@ class _Owner:
         known, types = [*self.attributes], [*map(type, self.attributes.values())]
         if known != self._known or types != self._types:
             self._known, self._types = known, types
-            self._changes += 1
-            self._names = [name for name, kind in zip(known, types) if name not in _TABLES and _is_kept(kind)]
+            before, self._own = self._own, {name: kind for name, kind in zip(known, types) if name not in _TABLES}
+            self._has_changed = self._has_changed or before not in (None, self._own)
+            self._names = [name for name, kind in self._own.items() if _is_kept(kind)]
         return self._names
 
     def new(self) -> list[str]:

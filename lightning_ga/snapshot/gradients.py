@@ -33,15 +33,16 @@ class GradientSnapshot:
 
     def __init__(
         self,
-        parameters: Iterable[Tensor],
+        parameters: Sequence[Tensor],
         repeated: Sequence[Tensor] = (),
         known: Sequence[Tensor | None] | None = None,
     ) -> None:
-        self._parameters, self._repeated = [*parameters], [*repeated]
+        self._parameters, self._repeated = parameters, repeated
+        self._copies: list[Tensor | None] = []
         if repeated:
             apart = set(map(id, repeated))
-            self._parameters = [parameter for parameter in self._parameters if id(parameter) not in apart]
-        self._copies = [None if p.grad is None else p.grad.clone() for p in repeated] if repeated else []
+            self._parameters = [parameter for parameter in parameters if id(parameter) not in apart]
+            self._copies = [None if p.grad is None else p.grad.clone() for p in repeated]
         # In the order of the parameters that are not repeated.
         self.gradients: Sequence[Tensor | None] = known or [parameter.grad for parameter in self._parameters]
         self._is_known = known is not None
@@ -100,7 +101,8 @@ class WindowGradientMarks:
         known = self._known if parameters is self._parameters else []
         if not known or self._looks:
             taken = GradientSnapshot(parameters)
-            self._learn(known, taken.gradients)
+            if self._looks:
+                self._learn(known, taken.gradients)
             self._parameters, self._known = parameters, [*taken.gradients]
             self._without = [place for place, gradient in enumerate(self._known) if gradient is None]
             return taken
