@@ -123,7 +123,7 @@ class AutoAccumulate(Callback):
     @property
     def exactness(self) -> Exactness | None:
         """What the exactness check measured; ``None`` before training and with ``verify=False``."""
-        return self._fit.exactness if self._fit else None
+        return self._fit.exactness.training if self._fit else None
 
     def optimizer_steps(self) -> int | None:
         """Optimizer steps of the whole training; see ``lightning_ga.optimizer_steps``."""

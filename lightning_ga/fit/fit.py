@@ -1,41 +1,34 @@
 """One fit: wires loader, plan, limit, weights and survival to the hooks of a Trainer."""
 
-import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
-from torch.utils.data import DataLoader, IterableDataset
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch.utils.data import DataLoader
 
-from lightning_ga.batch.layout import LayoutError
-from lightning_ga.compat import agreement, dataloaders, intervals, loops
 from lightning_ga.compat import checkpoint as loop_state
+from lightning_ga.compat import dataloaders, intervals, loops
 from lightning_ga.compat.step_counts import wrong_horizons
-from lightning_ga.errors import ExactnessWarning, UserError
+from lightning_ga.errors import UserError
 from lightning_ga.fit.batch_norm import Momenta
 from lightning_ga.fit.batch_task import TrainingBatches
 from lightning_ga.fit.epochs import optimizer_steps, plan_epoch
-from lightning_ga.fit.exactness_check import both, rounding
+from lightning_ga.fit.exactness import TrainingExactness
 from lightning_ga.fit.limit import TrainingLimit
 from lightning_ga.fit.oom_handler import OomHandler, OomReporter
 from lightning_ga.fit.progress import Progress
-from lightning_ga.fit.verify import SAMPLES, measure_exactness
+from lightning_ga.fit.training_data import TrainingData
 from lightning_ga.fit.window_gradients import WindowGradients
-from lightning_ga.fit.window_watch import WindowWatch
 from lightning_ga.loading.prebatched import PrebatchedSource
 from lightning_ga.loading.reader import length_of_first
-from lightning_ga.loading.recipe_batches import SourceSettings
-from lightning_ga.loading.source import MicroBatchSource
-from lightning_ga.loading.stateful import load_states, states_of
 from lightning_ga.loading.training_source import TrainingSource
 from lightning_ga.memory.device import enforced_budget, total_memory
 from lightning_ga.plan.accumulation import AccumulationPlan
 from lightning_ga.plan.budget import parse_budget
 from lightning_ga.plan.checkpoint import RunState
 from lightning_ga.plan.config import Options, Request
-from lightning_ga.plan.exactness import INEXACT, Exactness, found_to_change, splitting_sentence, uncuttable
+from lightning_ga.plan.exactness import INEXACT
 from lightning_ga.plan.planned_device import current_device
 from lightning_ga.plan.records import ProbeResult
 from lightning_ga.plan.units import format_bytes
@@ -67,19 +60,15 @@ class Fit:
         self._active = active
         self.plan: AccumulationPlan | None = None  # of a full window; none before the data are set up
         self._fed_at_most = 1  # samples of a batch as the loader yields it
-        self.exactness: Exactness | None = None  # of training, as measured
-        self._splitting: Exactness | None = None  # of batches that are cut in the step, be it after an error
-        self._watch = WindowWatch(trainer)
+        self.exactness = TrainingExactness(trainer, options)
         self._momenta: Momenta | None = None
         self._begun: tuple[TrainingSource, int] | None = None  # what the loops were told of last
         self._frequencies: dict[int, int] = {}
         self._samples: int | None = None  # that the batch which is trained on should hold
         self._as_planned = False  # whether every batch holds the samples that were fetched for it
         self._progress = Progress(trainer)
-        self._loader_states: list[Any] = []
-        self._source: TrainingSource | None = None
-        self._given: Any = None  # the training data as the user gave them
-        self._why_in_step = ""
+        cut_in_step = options.micro_batching == "step"
+        self._data = TrainingData(trainer, cut_in_step=cut_in_step, recipe_factor=self.recipe_factor)
         self._held = ExitStack()
         batches = TrainingBatches(
             source=lambda: self.source.batch_source,
@@ -100,8 +89,8 @@ class Fit:
     @property
     def source(self) -> TrainingSource:
         """The training data as they are cut."""
-        assert self._source is not None, "the training data are not set up yet"
-        return self._source
+        assert self._data.source is not None, "the training data are not set up yet"
+        return self._data.source
 
     # --- data ----------------------------------------------------------------------------------
 
@@ -109,60 +98,16 @@ class Fit:
         """Cut the user's loader into micro-batches; it yields none before the limit is known."""
         if not self._active():
             return loader
-        dataloaders.warn_of_overfitting(self.trainer, loader)
-        self._source = self._make_source(loader)
-        self._loader_states = []
+        source = self._data.cut(loader, self._progress.position.seed)
         self._arrange(loops.training_epoch(self.trainer))
-        self._given = loader
-        return self._source.loader
+        return source.loader
 
     def set_up_data(self, set_up: Callable[[], None]) -> None:
-        """Let the loop set its data up, with the recipe's limits read in the recipe's batches."""
-        trainer = self.trainer
-        if not self._active():
+        """Let the loop set its data up, with a loader that is cut."""
+        if self._active():
+            self._data.set_up(set_up)
+        else:
             set_up()
-            return
-        self._limit_batches, self._shard = trainer.limit_train_batches, dataloaders.shards_data(trainer)
-        known = self._source
-        if known is None:
-            dataloaders.forget_loaders(trainer)
-        with dataloaders.micro_batch_units(trainer), warnings.catch_warnings():
-            set_up()
-        if self._source is not None and self._source is not known:
-            dataloaders.show_loaders(trainer, self._given)
-            batches = self._source.epoch_batches
-            intervals.set_validation_interval(trainer, batches)
-            dataloaders.resize_epoch(trainer, self._source.length, at_most=self._source.at_most)
-
-    def _make_source(self, loader: Any) -> TrainingSource:
-        trainer = self.trainer
-        settings = SourceSettings(
-            recipe_factor=self.recipe_factor,
-            world_size=trainer.world_size,
-            rank=trainer.global_rank,
-            seed=self._progress.position.seed,
-            limit_batches=self._limit_batches,
-            shard=self._shard,
-            shuffle=not trainer.overfit_batches,
-            largest_over_ranks=partial(agreement.largest_over_ranks, trainer),
-            cut_in_step=self.options.micro_batching == "step",
-        )
-        try:
-            source: TrainingSource = MicroBatchSource(loader, settings)
-        except UserError as why:
-            self._why_in_step = str(why)
-            return self._make_prebatched(loader, settings)
-        dataloaders.load_later(trainer, self._loader_states)
-        return source
-
-    def _make_prebatched(self, loader: Any, settings: SourceSettings) -> PrebatchedSource:
-        batches = dataloaders.batches_of(self.trainer, loader)
-        if self._loader_states:
-            load_states(batches.loaders, self._loader_states)
-        source = PrebatchedSource(batches, settings, hook=getattr(self.trainer.lightning_module, "split_batch", None))
-        if not any(isinstance(getattr(part, "dataset", None), IterableDataset) for part in source.loaders):
-            warnings.filterwarnings("ignore", "Your `IterableDataset` has `__len__` defined")  # it is ours
-        return source
 
     # --- epochs --------------------------------------------------------------------------------
 
@@ -186,8 +131,8 @@ class Fit:
             self._momenta = Momenta(trainer.lightning_module)
             self._rescale_momenta()
         self._frequencies = self._frequencies_in_steps()
-        changing = {name for found in (self.exactness, self._splitting) if found is not None for name in found.tensors}
-        self.oom_handler.watch_training(self.gradients, cut_in_step=self.source.cut_in_step, changing=changing)
+        cut_in_step, changing = self.source.cut_in_step, self.exactness.changing
+        self.oom_handler.watch_training(self.gradients, cut_in_step=cut_in_step, changing=changing)
         self._held.callback(intervals.stop_only_unless(trainer, lambda: self._progress.within_batch))
         self._progress.resume(self.source, same_epoch=same_epoch)
         with self.source.seeded_as_before():
@@ -202,8 +147,8 @@ class Fit:
 
     def prepare(self, batch: Any) -> None:
         """Weigh the next micro-batch, and say whether schedules of the learning rate are due after it."""
-        if self.exactness is not None and self._watch.is_looking:
-            self._tell_of_changes(self._watch.changed())
+        if self.exactness.is_looking:
+            self.exactness.look(accumulates=self._accumulates)
         source, index = self.source, loops.micro_batch_index(self.trainer)
         chunk = source.chunk(index)
         if self.gradients.counts_samples:
@@ -221,7 +166,8 @@ class Fit:
         self._progress.advance(self.source, window_is_over=over)
         if over:
             self.oom_handler.after_window(self._limit.micro_batch or 1)
-            self._tell_of_changes(self.oom_handler.weights_that_passes_change())
+            changing = self.oom_handler.weights_that_passes_change()
+            self.exactness.found_changed(changing, accumulates=self._accumulates)
 
     def check_epoch(self) -> None:
         """Refuse a loader whose own ``__iter__`` has ended the epoch before its last micro-batch.
@@ -268,7 +214,7 @@ class Fit:
         if current_device() is not None:
             return
         self._refuse_what_cannot_be_cut(epoch)
-        if self.exactness is None or self.exactness.cause == "unmeasured":
+        if not self.exactness.is_measured:
             self._verify(epoch, limit)
 
     def _hold_to_budget(self) -> None:
@@ -356,42 +302,25 @@ class Fit:
         self.source.check_cut()
         with hooks_apart(self.trainer):
             self.oom_handler.reader().check(lambda: self.source.samples_at(0), on_host=True)
-        if self._why_in_step:
+        if self._data.why_in_step:
             rank_zero_info(
-                f"AutoAccumulate cuts batches in the training step, where they are too large. {self._why_in_step}"
+                f"AutoAccumulate cuts batches in the training step, where they are too large. {self._data.why_in_step}"
             )
 
     def _verify(self, epoch: int, limit: int) -> None:
         """Measure exactness on no more samples than the limit, if that is wanted."""
-        if not self.options.verify or current_device() is not None:
-            return
-        source = self.source
-        try:
-            verdicts = measure_exactness(
-                self.trainer,
-                source.user_loader,
-                source.sample_indices(epoch)[: SAMPLES if source.keeps_groups else None],
-                reader=self.oom_handler.reader(),
-                count=self.options.normalize if callable(self.options.normalize) else None,
-                limit=limit,
-                in_step=source.cut_in_step,
-            )
-        except LayoutError as why:
-            verdicts = both(uncuttable(rounding(self.trainer), str(why)))
-        self.exactness, self._splitting = verdicts.training, verdicts.splitting
+        if self.options.verify and current_device() is None:
+            self.exactness.measure(self.source, self.oom_handler.reader(), epoch=epoch, limit=limit)
 
-    def _tell_of_changes(self, tensors: tuple[str, ...]) -> None:
-        """Warn once where training shows that not all passes of a window meet the same model."""
-        found = found_to_change(self.exactness, tensors)
-        if found is self.exactness or self.plan is None:
-            return
-        if self.plan.factor == 1 and (self.oom_handler.limit or self._fed_at_most) >= self._fed_at_most:
-            return
-        self.exactness = found
-        rank_zero_warn(f"Accumulation is not exact for this training, {found}.", category=ExactnessWarning)
+    @property
+    def _accumulates(self) -> bool:
+        """Whether a window takes several passes."""
+        if self.plan is None:
+            return False
+        return self.plan.factor > 1 or (self.oom_handler.limit or self._fed_at_most) < self._fed_at_most
 
     def _splitting_sentence(self) -> str:
-        return splitting_sentence(found_to_change(self._splitting, self.oom_handler.weights_that_passes_change()))
+        return self.exactness.splitting_sentence(self.oom_handler.weights_that_passes_change())
 
     # --- records -------------------------------------------------------------------------------
 
@@ -410,29 +339,28 @@ class Fit:
         """Let a checkpoint count the recipe's batches, and keep the place of data that have one."""
         done, before = self._progress.recipe_counts()
         loop_state.count_recipe_batches(checkpoint, key, done=done, before=before)
-        if isinstance(self._source, PrebatchedSource):
-            loop_state.save_loaders(checkpoint, states_of(self._source.loaders))
+        self._data.save_place(checkpoint)
 
     def load_loop(self, checkpoint: dict[str, Any], key: str) -> None:
         """Undo ``save_loop`` in a checkpoint that is being read."""
         loop_state.count_micro_batches(checkpoint, key)
-        self._loader_states = loop_state.take_loaders(checkpoint)
+        self._data.load_place(checkpoint)
 
     def optimizer_steps(self) -> int | None:
         """Count the optimizer steps of the whole training; ``None`` where the data or the epochs have no end."""
         epochs = loops.all_epochs(self.trainer)
-        if epochs is None or self._source is None:
+        if epochs is None or self._data.source is None:
             return None
         limit, most = self._limit.micro_batch, self.trainer.max_steps
-        return optimizer_steps(self._source, self.request, epochs, micro_batch=limit, max_steps=most)
+        return optimizer_steps(self.source, self.request, epochs, micro_batch=limit, max_steps=most)
 
     def warnings(self) -> list[str]:
         """Return what the user should know before training: inexact gradients, wrong horizons of schedules."""
         found, steps = [], self.optimizer_steps()
-        accumulates = self.plan is not None and self.plan.factor > 1
-        if accumulates and self.exactness is not None and self.exactness.cause in INEXACT:
-            known = self.exactness.cause == "batch_norm" and self.options.batch_norm != "warn"
-            found += [] if known else [f"Accumulation is not exact for this model, {self.exactness}."]
+        accumulates, exactness = self.plan is not None and self.plan.factor > 1, self.exactness.training
+        if accumulates and exactness is not None and exactness.cause in INEXACT:
+            known = exactness.cause == "batch_norm" and self.options.batch_norm != "warn"
+            found += [] if known else [f"Accumulation is not exact for this model, {exactness}."]
         if accumulates and self.source.streams and self.source.workers > 1:
             found.append(
                 "Several data workers read an iterable dataset in turn, a micro-batch each, so windows hold other "
@@ -459,6 +387,7 @@ class Fit:
                 f"; limit {self.probe.limit} within {format_bytes(self.probe.budget_bytes)}, found by "
                 f"{how} in {self.probe.steps} steps and {self.probe.seconds:.1f} s"
             )
-        silent = self.exactness is None or self.exactness.cause in ("exact", *INEXACT)
-        measured = "" if silent else f"; exactness: {str(self.exactness).removesuffix('.')}"
+        exactness = self.exactness.training
+        silent = exactness is None or exactness.cause in ("exact", *INEXACT)
+        measured = "" if silent else f"; exactness: {str(exactness).removesuffix('.')}"
         return f"{self.plan}{found}{measured}."

@@ -278,7 +278,7 @@ def test_gradients_that_a_failed_pass_touched_are_complete(fails_after: int) -> 
     inputs = torch.randn(6, 3, dtype=torch.float64)
     layers(inputs[:2]).mean().backward()  # an earlier micro-batch
     before = [parameter.grad.clone() for parameter in layers.parameters()]
-    marks = GradientSnapshot(layers.parameters())
+    marks = GradientSnapshot([*layers.parameters()])
     stopper = list(layers.parameters())[::-2][fails_after]
 
     def stop(_: torch.Tensor) -> None:
@@ -323,7 +323,7 @@ def test_gradients_that_are_added_to_more_than_once_come_back(fails_at: int) -> 
         run(inputs).backward()
     assert accumulations.repeated() == list(shared.parameters())
     before = [parameter.grad.clone() for parameter in shared.parameters()]
-    marks = GradientSnapshot(shared.parameters(), accumulations.repeated())
+    marks = GradientSnapshot([*shared.parameters()], accumulations.repeated())
     hook = shared.bias.register_hook(count)
     with pytest.raises(torch.OutOfMemoryError):
         run(inputs).backward()
