@@ -7,13 +7,26 @@ import re
 import sys
 from pathlib import Path
 
-from benchmarks import allocator, batch_norm, chaos, fidelity, idle, overhead, planning, probe, sampler, training
+from benchmarks import (
+    allocator,
+    batch_norm,
+    chaos,
+    exchange,
+    fidelity,
+    idle,
+    overhead,
+    planning,
+    probe,
+    sampler,
+    training,
+)
 from benchmarks.output import read_json
 
 TEXTS = {
     "allocator": allocator.text,
     "batch_norm": batch_norm.text,
     "chaos": chaos.text,
+    "exchange": exchange.text,
     "fidelity": fidelity.text,
     "idle": idle.text,
     "overhead": overhead.text,
