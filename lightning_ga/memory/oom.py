@@ -16,6 +16,8 @@ Nothing is freed inside ``except ... as error``: keep the error, leave the block
 
 import gc
 from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
 
 import torch
 
@@ -96,18 +98,42 @@ def release(error: BaseException) -> None:
     """
     for link in _chain(error, suppressed=True):
         link.__traceback__ = None
+    _settle_backward_threads()
     gc.collect()
     empty_caches()
 
 
 def empty_caches() -> None:
     """Return unused cached blocks of every accelerator in use to its device; start no accelerator."""
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.empty_cache()
-    if torch.xpu.is_available() and torch.xpu.is_initialized():  # type: ignore[no-untyped-call]
-        torch.xpu.empty_cache()
+    for backend in _backends_in_use():
+        backend.empty_cache()
     if torch.backends.mps.is_available():
         torch.mps.empty_cache()
+
+
+def _settle_backward_threads() -> None:
+    """Let the threads of backward passes let go of what failed in them: they do so before they take up other work.
+
+    An error wakes the main thread while the device's thread still holds it, and the gradients that it worked on
+    (``Engine::thread_main`` in ``torch/csrc/autograd/engine.cpp``).
+    """
+    for device in _devices_in_use():
+        with suppress(Exception), torch.inference_mode(False), torch.enable_grad():  # memory may be short even now
+            some = torch.zeros((), device=device, requires_grad=True)
+            torch.autograd.backward(some.clone())
+
+
+def _devices_in_use() -> Iterator[torch.device]:
+    """Yield the accelerators that hold something."""
+    for backend in _backends_in_use():
+        kind, places = backend.__name__.removeprefix("torch."), range(backend.device_count())
+        yield from (torch.device(kind, place) for place in places if backend.memory_allocated(place))
+    if torch.backends.mps.is_available() and torch.mps.current_allocated_memory():
+        yield torch.device("mps")
+
+
+def _backends_in_use() -> Iterator[Any]:
+    return (each for each in (torch.cuda, torch.xpu) if each.is_available() and each.is_initialized())
 
 
 def _is_one(error: BaseException) -> bool:
