@@ -1,11 +1,17 @@
 """Copy tensors before an attempt, and write the copies back after one that failed."""
 
+from array import array
 from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
 
 SMALL = 2**20  # bytes of a tensor that is copied before every attempt
+
+
+def versions(tensors: Iterable[Tensor | None]) -> "array[int]":
+    """Return how often each tensor was written to; -1 for none. Unlike a list, the garbage collector passes it over."""
+    return array("q", [-1 if tensor is None else tensor._version for tensor in tensors])
 
 
 def is_small(tensor: Tensor) -> bool:

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from lightning_ga.snapshot.copies import versions
+
 Mark = tuple[int, int]
 """Which tensor a gradient is, and how often that was written to."""
 _NO_GRADIENT: Mark = (0, 0)
@@ -46,7 +48,7 @@ class GradientSnapshot:
         # In the order of the parameters that are not repeated.
         self.gradients: Sequence[Tensor | None] = known or [parameter.grad for parameter in self._parameters]
         self._is_known = known is not None
-        self._versions = [-1 if gradient is None else gradient._version for gradient in self.gradients]
+        self._versions = versions(self.gradients)
 
     @cached_property
     def _before(self) -> dict[int, tuple[Tensor | None, int]]:

@@ -8,6 +8,8 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_ga.snapshot.copies import versions
+
 
 class UpdateSnapshot:
     """An optimizer's tensors by their versions, and its numbers, before an update: nothing is copied.
@@ -29,11 +31,11 @@ class UpdateSnapshot:
         self._numbers: list[float] = []
         self._contents: list[_Contents] = []  # of the optimizer, and of what lies within groups and states
         self._state: _Kept = []
-        self._state_versions: list[int] = []
+        self._state_versions = versions(())
         self._weights: list[Tensor] = []
-        self._versions: list[int] = []
+        self._versions = versions(())
         self._gradients: _Kept = []
-        self._gradient_versions: list[int] = []
+        self._gradient_versions = versions(())
 
     def take(self) -> None:
         """Look at everything, before an update."""
@@ -50,15 +52,15 @@ class UpdateSnapshot:
         self._contents = [*map(_Contents, (vars(self._optimizer), *_containers(within)))]
         held += _tensors(within)
         self._state = self._kept(held)
-        self._state_versions = [tensor._version for tensor in held]
+        self._state_versions = versions(held)
         weights = [weight for group in groups for weight in group["params"]]
         found = [weight.grad for weight in weights]
         gradients = [gradient for gradient in found if gradient is not None]
         every = len(gradients) == len(weights)
         self._weights = weights if every else [w for w, gradient in zip(weights, found) if gradient is not None]
-        self._versions = [weight._version for weight in self._weights]
+        self._versions = versions(self._weights)
         self._gradients = self._kept(gradients)
-        self._gradient_versions = [gradient._version for gradient in gradients]
+        self._gradient_versions = versions(gradients)
 
     def forget(self) -> None:
         """Let go of all tensors, after the update."""

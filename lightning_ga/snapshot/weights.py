@@ -1,6 +1,7 @@
 """Tell which weights an attempt has changed, and restore those that steps change."""
 
 from collections.abc import Collection, Iterable, Iterator
+from operator import attrgetter
 
 from torch import Tensor
 from torch.nn import Module
@@ -8,8 +9,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from lightning_ga.snapshot.checksums import changed_by_value, checksums
-from lightning_ga.snapshot.copies import SmallCopies
+from lightning_ga.snapshot.copies import SmallCopies, versions
 
+_IS_TRAINED = attrgetter("requires_grad")
 LOOKS = 8  # attempts in which the values of all weights are compared
 
 
@@ -31,10 +33,10 @@ class WeightSnapshot:
     def __init__(self, module: Module) -> None:
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
         self._parameters = list(module.parameters())
-        self._versions: list[int] = []
+        self._versions = versions(())
         self._restless: set[int] = set()  # places of weights that change within windows
         self._looks_within = LOOKS
-        self._trained: list[bool] = []
+        self._trained = b""  # a list of a thousand values would be searched by the garbage collector
         self._summed = self._parameters  # whose versions may not tell
         self._sums: list[int | None] = []
         self._silent: set[int] = set()  # weights that are trained and change without raising their version
@@ -68,13 +70,13 @@ class WeightSnapshot:
         if self._changing:
             self._copies.take()
         if anew or self._looks_within:
-            before, self._versions = self._versions, [parameter._version for parameter in self._parameters]
+            before, self._versions = self._versions, versions(self._parameters)
             if not anew:
                 self._looks_within -= 1
                 self._restless.update(at for at, pair in enumerate(zip(before, self._versions)) if pair[0] != pair[1])
         for place in self._restless:
             self._versions[place] = self._parameters[place]._version
-        self._trained = [parameter.requires_grad for parameter in self._parameters]
+        self._trained = bytes(map(_IS_TRAINED, self._parameters))
         self._sums = checksums(self._summed) if self._summed else []
         self._stepped.clear()
 
@@ -93,7 +95,7 @@ class WeightSnapshot:
         self._copies.restore()
         for parameter, trained in zip(self._parameters, self._trained):
             if parameter.requires_grad != trained:
-                parameter.requires_grad_(trained)
+                parameter.requires_grad_(bool(trained))
 
     def lost(self) -> str | None:
         """Name weights that have changed and of which there is no copy."""
