@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_ga.errors import UserError
-from lightning_ga.plan.budget import parse_device_memory
+from lightning_ga.plan.budget import require_bytes
 
 KNOWN = ("lightning_ga.", "lightning.pytorch.", "torch.optim.")  # classes whose keys mean what the table says
 MODELS = "lightning_ga.models."
@@ -241,7 +241,7 @@ def check_planned_device(config: Config) -> None:
     memory = config["device_memory"]
     if memory is None:
         return
-    parse_device_memory(memory)
+    require_bytes("device_memory", memory)
     if not config["dry_run"]:
         raise UserError(
             f"device_memory={memory} plans for a device that is not here, and nothing can be trained on it: "
