@@ -1,7 +1,5 @@
 """The plan in words: its table before the first step, and its JSON. Made from frozen records alone."""
 
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -60,7 +58,7 @@ def plan_rows(records: PlanRecords) -> list[tuple[str, str]]:
     plan, probe, exactness = records.plan, records.probe, records.exactness
     rows = []
     if plan is not None:
-        rows.append(("effective batch", describe_window(plan)))
+        rows.append(("effective batch", str(plan).removeprefix("effective batch ")))
     if probe is not None:
         rows += probe_rows(probe, plan) if records.device is None else estimate_rows(probe, plan, records.device)
     if exactness is not None:
@@ -142,40 +140,6 @@ def counted(count: int, thing: str) -> str:
         ('1 trial', '3 trials')
     """
     return f"{count} {thing}{'s' * (count != 1)}"
-
-
-def describe_window(plan: AccumulationPlan) -> str:
-    """An effective batch as chunks × factor × ranks.
-
-    Examples:
-        >>> from lightning_ga.plan.accumulation import plan_accumulation
-        >>> describe_window(plan_accumulation(32, micro_batch=8))
-        '32 = 8 × 4 × 1 (micro-batch × factor × ranks)'
-        >>> describe_window(plan_accumulation(256, micro_batch=48, world_size=2))
-        '256 = (43 + 43 + 42) × 2 ranks, factor 3'
-        >>> describe_window(plan_accumulation(5, micro_batch=2, world_size=2))
-        '5 = (2 + 1) + (1 + 1), factor 2'
-    """
-    effective, sizes = plan.effective_batch_size, {size for rank in plan.chunks for size in rank}
-    if len(sizes) == 1:
-        return f"{effective} = {sizes.pop()} × {plan.factor} × {plan.world_size} (micro-batch × factor × ranks)"
-    shares = Counter(f"({describe_chunks(rank)})" for rank in plan.chunks)
-    if len(shares) == 1 and plan.world_size == 1:
-        return f"{effective} = {describe_chunks(plan.chunks[0])}, factor {plan.factor}"
-    parts = [share if ranks == 1 else f"{share} × {ranks} ranks" for share, ranks in shares.items()]
-    return f"{effective} = {' + '.join(parts)}, factor {plan.factor}"
-
-
-def describe_chunks(chunks: Sequence[int]) -> str:
-    """Chunks one by one, or counted when there are many.
-
-    Examples:
-        >>> describe_chunks((4, 3)), describe_chunks((4, 4, 4, 3, 3, 3, 3))
-        ('4 + 3', '3 × 4 + 4 × 3')
-    """
-    if len(chunks) <= 4:
-        return " + ".join(map(str, chunks))
-    return " + ".join(f"{count} × {size}" for size, count in Counter(chunks).items())
 
 
 def format_seconds(seconds: float) -> str:

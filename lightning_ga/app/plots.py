@@ -1,7 +1,6 @@
 """The pictures that a run leaves: its loss, and what the probe found."""
 
 import math
-import re
 from collections.abc import Iterable, Mapping
 from io import StringIO
 from typing import Any
@@ -16,9 +15,9 @@ from lightning_ga.app.run_files import Curve
 from lightning_ga.plan.records import ProbeResult, Trial
 from lightning_ga.plan.units import format_bytes
 
-INKS = ("#000000", "#696969")  # black and "dimgray", which a dark page would hide
 PREDICTED, FITS, REFUSED = "C0", "C2", "C3"
 SVG_WIDTH = 5.2  # inches: text is read on a narrow screen too
+SVG_METADATA = ("Creator", "Date", "Format", "Type")  # left out: they differ from run to run, or say what is seen
 WIDE = 2.5  # times all that is drawn: a budget above is told, not drawn
 
 
@@ -47,9 +46,11 @@ def comparison_figure(runs: Mapping[str, Mapping[str, Curve]]) -> Figure | None:
         colour = f"C{number % 10}"
         draw_curve(axes, train, color=colour, linewidth=2, label=f"{name}, training")
         draw_curve(axes, validation, color=colour, linewidth=1.5, linestyle="--", marker="o", markersize=4)
+    if not drawn:
+        return None
     label_losses(axes, drawn)
     axes.set_title("Loss: training (moving mean) and validation (dashed)")
-    return figure if drawn else None
+    return figure
 
 
 def draw_curve(axes: Axes, curve: Curve, **style: Any) -> None:
@@ -98,19 +99,14 @@ def probe_figure(probe: ProbeResult) -> Figure:
 
 
 def as_svg(figure: Figure, title: str) -> str:
-    """A figure as SVG for a page, as wide as its place, with black and grey in the colour of the page's text."""
+    """A figure as SVG for a page; names inside are made from the title, as a page may hold several."""
     width, height = figure.get_size_inches()
     figure.set_size_inches(SVG_WIDTH, SVG_WIDTH * height / width)
     file = StringIO()
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": title}):
-        figure.savefig(file, format="svg", transparent=True)
-    text = file.getvalue()
-    svg = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", text[text.index("<svg") :], flags=re.DOTALL)
-    opening, rest = svg.split(">", 1)
-    opening = re.sub(r' (width|height|xmlns:xlink)="[^"]*"', "", opening)
-    for ink in INKS:
-        rest = rest.replace(ink, "currentColor")
-    return f'{opening} role="img" aria-label="{title}">{rest.replace("xlink:href", "href")}'
+        figure.savefig(file, format="svg", transparent=True, metadata=dict.fromkeys(SVG_METADATA))
+    svg = file.getvalue()
+    return svg[svg.index("<svg") :].replace("<svg", f'<svg role="img" aria-label="{title}"', 1)
 
 
 def draw_memory(axes: Axes, probe: ProbeResult) -> None:

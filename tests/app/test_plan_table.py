@@ -29,7 +29,7 @@ def test_the_table_says_how_a_window_is_cut_and_what_the_probe_found():
         plan_table(PlanRecords(plan_accumulation(256, micro_batch=48, world_size=2), PROBE, setting="a model"))
     )
     for part in (
-        "256 = (43 + 43 + 42) × 2 ranks",
+        "256 in 3 micro-batches of at most 43 on each of 2 ranks",
         "peak 1.9 GiB at the limit, of a budget of 2.0 GiB",
         "48 samples",
         "1 trial, 4 steps, 1.2 s",
