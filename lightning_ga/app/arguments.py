@@ -1,14 +1,11 @@
 """Put what was typed into the order that Hydra takes, and read from it what files must not decide."""
 
 from collections.abc import Mapping, Sequence
-from itertools import islice
 
+from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from lightning_ga.errors import UserError
-
-WITH_VALUE = ("--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd")
-
 
 NEEDED = ("model", "data", "optimizer", "trainer", "precision", "paths")  # groups without which there is no run
 WITHOUT = {"accumulate": "off", "logger": "none", "callbacks": "none", "lr_scheduler": "none"}
@@ -51,18 +48,9 @@ def options_first(arguments: Sequence[str]) -> list[str]:
 
 
 def split_options(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Options with their values, and overrides."""
-    options: list[str] = []
-    overrides: list[str] = []
-    rest = iter(arguments)
-    for argument in rest:
-        if not argument.startswith("-"):
-            overrides.append(argument)
-            continue
-        options.append(argument)
-        if argument in WITH_VALUE:
-            options += list(islice(rest, 1))
-    return options, overrides
+    """Options with their values, and overrides, told apart by Hydra's own parser."""
+    overrides: list[str] = get_args_parser().parse_intermixed_args(list(arguments)).overrides
+    return [argument for argument in arguments if argument not in overrides], overrides
 
 
 def rank_overrides(arguments: Sequence[str], environment: Mapping[str, str]) -> list[str]:

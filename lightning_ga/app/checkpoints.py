@@ -15,7 +15,6 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from lightning_ga.app.walk import settings
-from lightning_ga.compat.atomic import PART
 from lightning_ga.errors import UserError
 
 BUILT_ELSEWHERE = ("optimizer", "lr_scheduler")  # they do not decide whether weights fit
@@ -46,12 +45,10 @@ class Runs:
     def latest(self, kind: str) -> Path:
         """The latest ``last`` or ``best`` checkpoint."""
         path = next(self.files(f"{kind}.ckpt"), None)
-        if path is not None:
-            return path
-        folders = " or ".join(f"{str(root)!r}" for root in self.roots)
-        torn = next(self.files(f"{kind}.ckpt{PART}"), None)
-        begun = f" ({str(torn)!r} was being written when its run was killed, and is not whole)" if torn else ""
-        raise UserError(f"ckpt_path={kind}: no run of this model below {folders} has left one{begun}; train it first.")
+        if path is None:
+            folders = " or ".join(f"{str(root)!r}" for root in self.roots)
+            raise UserError(f"ckpt_path={kind}: no run of this model below {folders} has left one; train it first.")
+        return path
 
 
 def find_checkpoint(wanted: str, runs: Runs, *, kind: str = "last") -> Path:
@@ -63,7 +60,7 @@ def find_checkpoint(wanted: str, runs: Runs, *, kind: str = "last") -> Path:
         kind: Which checkpoint of a run's folder is meant: ``last`` or ``best``.
 
     Raises:
-        UserError: If there is no such file, or it is not whole.
+        UserError: If there is no such file.
     """
     path = runs.latest(wanted) if wanted in ("last", "best") else Path(wanted)
     if path.is_dir():
@@ -72,7 +69,6 @@ def find_checkpoint(wanted: str, runs: Runs, *, kind: str = "last") -> Path:
         raise UserError(
             f"ckpt_path={wanted} is not a file; give last, best, the folder of a run or the path of a .ckpt file."
         )
-    require_whole(path, runs.roots)
     return path
 
 
@@ -97,18 +93,6 @@ def architecture(model: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in model.items() if key not in (*BUILT_ELSEWHERE, "pretrained", "init_from")}
 
 
-def require_whole(path: Path, roots: Sequence[Path]) -> None:
-    """Refuse a checkpoint whose writing was cut off; another is named, and none is taken in its place."""
-    if not begins_as_archive(path) or zipfile.is_zipfile(path):
-        return
-    others = Runs(saved_config(path).get("model") or {}, roots).files("*.ckpt")
-    whole = next((other for other in others if zipfile.is_zipfile(other)), None)
-    raise UserError(
-        f"{str(path)!r} is a torn checkpoint: its end is missing, as when writing or copying it was cut off. "
-        f"Nothing was loaded in its place: give the path of another one{f', such as {str(whole)!r}' if whole else ''}."
-    )
-
-
 def begins_as_archive(path: Path) -> bool:
     """Whether a file begins as those of ``torch.save`` do."""
     with path.open("rb") as file:
@@ -124,9 +108,11 @@ def read_safely(path: Path) -> Any:
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=begins_as_archive(path))
     except Exception as error:  # on bytes that are no pickle the unpickler fails in any way
+        torn = begins_as_archive(path) and not zipfile.is_zipfile(path)
+        reason = "its end is missing, as when writing or copying it was cut off" if torn else unsafe_part(error)
         raise UserError(
-            f"{str(path)!r} is not a checkpoint of tensors and plain values ({unsafe_part(error)}): give "
-            "ckpt_path=last, ckpt_path=best or the path of a .ckpt file."
+            f"{str(path)!r} is not a checkpoint of tensors and plain values ({reason}): give ckpt_path=last, "
+            "ckpt_path=best or the path of a .ckpt file."
         ) from error
 
 
