@@ -45,11 +45,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     """
     printable_everywhere(sys.stdout, sys.stderr)
     arguments = list(sys.argv[1:] if argv is None else argv)
-    show_traceback = TRACEBACK in arguments or os.environ.get(FULL_ERROR) == "1"
-    arguments = options_first([argument for argument in arguments if argument != TRACEBACK])
-    if "--version" in arguments:
+    if "--version" in arguments:  # Hydra's parser would print its own
         print(f"lightning_ga {version('lightning_ga')}")
         return
+    show_traceback = TRACEBACK in arguments or os.environ.get(FULL_ERROR) == "1"
+    arguments = options_first([argument for argument in arguments if argument != TRACEBACK])
     try:
         with sigterm_ends():
             run_hydra(arguments, show_traceback)

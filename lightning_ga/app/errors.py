@@ -62,7 +62,7 @@ def explain(error: BaseException, keys: Sequence[str] = ()) -> str:
         if isinstance(cause, UserError):
             return " ".join([one_line(cause), *getattr(cause, "__notes__", ())])
         if isinstance(cause, MarkedYAMLError):
-            return explain_yaml(cause)
+            return f"A configuration file is no valid YAML: {one_line(cause)}."
     if is_out_of_memory(error):
         return explain_out_of_memory(error)
     refused = logger_error(error)
@@ -104,13 +104,6 @@ def explain_grammar(error: OverrideParseException) -> str:
         f"{error.override} cannot be read: a value with signs such as = , : {{ }} [ ] ( ) or a blank is quoted twice, "
         f"for the shell and for Hydra: '{key}=\"{quoted}\"'"
     )
-
-
-def explain_yaml(error: MarkedYAMLError) -> str:
-    """A file that is no YAML: which one, and where."""
-    mark = error.problem_mark or error.context_mark
-    place = "A configuration file" if mark is None else f"{mark.name!r}, line {mark.line + 1}, column {mark.column + 1}"
-    return f"{place} is no valid YAML: {error.problem or error.context}."
 
 
 def explain_key(key: str, error: BaseException, keys: Sequence[str]) -> str:

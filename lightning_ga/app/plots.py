@@ -10,10 +10,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from lightning_ga.app.plan_table import counted, describe_search
+from lightning_ga.app.plan_table import describe_search
 from lightning_ga.app.run_files import Curve
 from lightning_ga.plan.records import ProbeResult, Trial
-from lightning_ga.plan.units import format_bytes
+from lightning_ga.plan.units import counted, format_bytes
 
 PREDICTED, FITS, REFUSED = "C0", "C2", "C3"
 SVG_WIDTH = 5.2  # inches: text is read on a narrow screen too

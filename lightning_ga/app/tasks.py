@@ -22,7 +22,6 @@ from lightning_ga.app.build import Fit, build, make
 from lightning_ga.app.interrupts import interruptions_told
 from lightning_ga.app.page import write_page
 from lightning_ga.app.plan_report import find_accumulate
-from lightning_ga.app.plan_table import counted
 from lightning_ga.app.plots import loss_figure
 from lightning_ga.app.predictions import save_predictions
 from lightning_ga.app.progress import quiet_lightning
@@ -32,6 +31,7 @@ from lightning_ga.app.terminal import printed_to, warn
 from lightning_ga.app.values import Config
 from lightning_ga.errors import UserError
 from lightning_ga.plan.planned_device import planned_device
+from lightning_ga.plan.units import counted
 
 Metrics = dict[str, float]
 MOST_CLASSES_SHOWN = 20

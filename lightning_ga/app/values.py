@@ -112,7 +112,7 @@ RULES: Mapping[str, Rule] = {
     "dry_run": SWITCH,
     "test": SWITCH,
     "progress": one_of("auto", "bar", "rich", "plain", "none"),
-    "compile": Rule("true, false or a mode of torch.compile", "true", lambda v: isinstance(v, bool | str) and v != ""),
+    "compile": one_of(True, False, "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
     "precision.float32_matmul": one_of("highest", "high", "medium"),
     "paths.data_dir": FOLDER,
     "paths.output_root": FOLDER,
