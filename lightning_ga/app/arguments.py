@@ -25,7 +25,7 @@ def check_arguments(arguments: Sequence[str], groups: Sequence[str]) -> None:
             raise UserError(
                 f"{override} leaves a run without {group}, which it needs; --help lists the options of {group}."
             )
-        if key in groups and value in ("", "null", "[]", "{}"):
+        if (key in groups or key.startswith("hydra/")) and value in ("", "null", "[]", "{}"):
             raise UserError(f"{override} chooses no option of {key}: {way_without(key)}; --help lists the options.")
 
 
@@ -33,7 +33,7 @@ def way_without(group: str) -> str:
     """What to write instead of no option."""
     if group in WITHOUT:
         return f"write {group}={WITHOUT[group]} to do without"
-    return "a run needs one: leave this out" if group in NEEDED else "none is chosen where it is left out"
+    return "a run needs one: leave this out" if group in NEEDED else "leave this out"
 
 
 def options_first(arguments: Sequence[str]) -> list[str]:

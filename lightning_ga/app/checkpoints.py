@@ -5,8 +5,7 @@ saves its resolved configuration beside its ``checkpoints`` folder, and that is 
 """
 
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,41 +27,19 @@ TRAINED_WITH = ("optimizer", "lr_scheduler", "accumulate")  # sections that a te
 MOST_TOLD = 6
 
 
-@dataclass(frozen=True, slots=True)
-class Runs:
-    """Earlier runs of a model: its resolved section, and the folders below which they are looked for."""
-
-    model: Mapping[str, Any]
-    roots: Sequence[Path]
-
-    def files(self, name: str) -> Iterator[Path]:
-        """Checkpoints of a name or pattern, the latest first."""
-        files = [path for root in self.roots for path in root.glob(f"**/checkpoints/{name}")]
-        for path in sorted(files, key=lambda path: path.stat().st_mtime, reverse=True):
-            if architecture(saved_config(path).get("model") or {}) == architecture(self.model):
-                yield path
-
-    def latest(self, kind: str) -> Path:
-        """The latest ``last`` or ``best`` checkpoint."""
-        path = next(self.files(f"{kind}.ckpt"), None)
-        if path is None:
-            folders = " or ".join(f"{str(root)!r}" for root in self.roots)
-            raise UserError(f"ckpt_path={kind}: no run of this model below {folders} has left one; train it first.")
-        return path
-
-
-def find_checkpoint(wanted: str, runs: Runs, *, kind: str = "last") -> Path:
+def find_checkpoint(wanted: str, model: Mapping[str, Any], roots: Sequence[Path], *, kind: str = "last") -> Path:
     """The file that ``ckpt_path`` means.
 
     Args:
         wanted: ``last``, ``best``, the folder of a run, or a path.
-        runs: Earlier runs of the same model.
+        model: The resolved section of the model, whose earlier runs ``last`` and ``best`` are looked for in.
+        roots: Folders below which these are.
         kind: Which checkpoint of a run's folder is meant: ``last`` or ``best``.
 
     Raises:
         UserError: If there is no such file.
     """
-    path = runs.latest(wanted) if wanted in ("last", "best") else Path(wanted)
+    path = latest(wanted, model, roots) if wanted in ("last", "best") else Path(wanted)
     if path.is_dir():
         path = of_run(path, kind)
     if not path.is_file():
@@ -70,6 +47,16 @@ def find_checkpoint(wanted: str, runs: Runs, *, kind: str = "last") -> Path:
             f"ckpt_path={wanted} is not a file; give last, best, the folder of a run or the path of a .ckpt file."
         )
     return path
+
+
+def latest(kind: str, model: Mapping[str, Any], roots: Sequence[Path]) -> Path:
+    """The latest ``last`` or ``best`` checkpoint of a run of a model, below some folders."""
+    paths = [path for root in roots for path in root.glob(f"**/checkpoints/{kind}.ckpt")]
+    for path in sorted(paths, key=lambda path: path.stat().st_mtime, reverse=True):
+        if architecture(saved_config(path).get("model") or {}) == architecture(model):
+            return path
+    folders = " or ".join(f"{str(root)!r}" for root in roots)
+    raise UserError(f"ckpt_path={kind}: no run of this model below {folders} has left one; train it first.")
 
 
 def of_run(folder: Path, kind: str) -> Path:
@@ -166,12 +153,6 @@ def require_same_optimizer(path: Path, content: Mapping[str, Any], optimizer: to
                     f"{', '.join(sorted(missing))}): give the optimizer= of its run, or start from its weights with "
                     f"model.init_from={path}."
                 )
-
-
-def describe(path: Path, content: Mapping[str, Any]) -> str:
-    """Which checkpoint was taken, in one line."""
-    steps = content["global_step"]
-    return f"Checkpoint: {path} (epoch {content.get('epoch', 0) + 1}, {steps:,} optimizer steps)"
 
 
 def differences(path: Path, config: Mapping[str, Any], *, fit: bool) -> str | None:

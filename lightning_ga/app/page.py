@@ -6,7 +6,7 @@ from pathlib import Path
 
 from jinja2 import Environment, PackageLoader
 
-from lightning_ga.app.plots import as_svg, comparison_figure, loss_figure, probe_figure
+from lightning_ga.app.plots import as_svg, loss_figure, probe_figure
 from lightning_ga.app.run_files import RunFiles, read_run
 from lightning_ga.app.values import shown
 from lightning_ga.app.walk import settings
@@ -38,7 +38,7 @@ def templates() -> Environment:
 
 def run_page(run: RunFiles) -> str:
     """The page of one run."""
-    losses = loss_figure(run.curves)
+    losses = loss_figure({run.name: run.curves})
     pictures = [as_svg(probe_figure(run.probe), "Memory by micro-batch")] if run.probe is not None else []
     pictures += [as_svg(losses, "Losses by optimizer step")] if losses is not None else []
     return (
@@ -58,7 +58,7 @@ def run_page(run: RunFiles) -> str:
 
 def comparison_page(runs: Sequence[RunFiles]) -> str:
     """Several runs side by side: a table of what differs and what came of it, and their curves."""
-    figure = comparison_figure({run.name: run.curves for run in runs})
+    figure = loss_figure({run.name: run.curves for run in runs})
     return (
         templates()
         .get_template("comparison.html")

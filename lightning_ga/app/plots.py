@@ -1,6 +1,5 @@
 """The pictures that a run leaves: its loss, and what the probe found."""
 
-import math
 from collections.abc import Iterable, Mapping
 from io import StringIO
 from typing import Any
@@ -21,35 +20,22 @@ SVG_METADATA = ("Creator", "Date", "Format", "Type")  # left out: they differ fr
 WIDE = 2.5  # times all that is drawn: a budget above is told, not drawn
 
 
-def loss_figure(curves: Mapping[str, Curve]) -> Figure | None:
-    """Training and validation loss by optimizer step; nothing without either."""
-    train, validation = curves.get("train/loss", []), curves.get("val/loss", [])
-    if not train and not validation:
-        return None
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
-    draw_curve(axes, train, color="C0", linewidth=1, alpha=0.35, label="training, each window")
-    draw_curve(axes, moving_mean(train), color="C0", linewidth=2, label="training, moving mean")
-    draw_curve(axes, validation, color="C1", linewidth=2, marker="o", label="validation")
-    label_losses(axes, [*train, *validation])
-    return figure
-
-
-def comparison_figure(runs: Mapping[str, Mapping[str, Curve]]) -> Figure | None:
-    """Losses of several runs by optimizer step, each in its colour; nothing where none has any."""
-    drawn: Curve = []
+def loss_figure(runs: Mapping[str, Mapping[str, Curve]]) -> Figure | None:
+    """Training and validation loss by optimizer step, each run in its colour; nothing where none has any."""
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     for number, (name, curves) in enumerate(runs.items()):
-        train, validation = moving_mean(curves.get("train/loss", [])), curves.get("val/loss", [])
-        drawn += [*train, *validation]
-        colour = f"C{number % 10}"
-        draw_curve(axes, train, color=colour, linewidth=2, label=f"{name}, training")
-        draw_curve(axes, validation, color=colour, linewidth=1.5, linestyle="--", marker="o", markersize=4)
-    if not drawn:
+        of_run, colour = f"{name}, " if len(runs) > 1 else "", f"C{number % 10}"
+        train, validation = curves.get("train/loss", []), curves.get("val/loss", [])
+        draw_curve(axes, train, color=colour, linewidth=1, alpha=0.35)
+        draw_curve(axes, moving_mean(train), color=colour, linewidth=2, label=f"{of_run}training")
+        draw_curve(axes, validation, color=colour, linestyle="--", marker="o", label=f"{of_run}validation")
+    if not axes.lines:
         return None
-    label_losses(axes, drawn)
-    axes.set_title("Loss: training (moving mean) and validation (dashed)")
+    axes.set(xlabel="optimizer step", ylabel="loss", title="Loss; thick lines are moving means")
+    axes.set_ylim(bottom=0)
+    tidy(axes)
+    axes.legend(frameon=False)
     return figure
 
 
@@ -57,15 +43,6 @@ def draw_curve(axes: Axes, curve: Curve, **style: Any) -> None:
     """A curve; nothing where it has no points."""
     if curve:
         axes.plot(*zip(*curve), **style)
-
-
-def label_losses(axes: Axes, points: Curve) -> None:
-    """Names, an axis from zero to the largest finite value, and a legend."""
-    axes.set(xlabel="optimizer step", ylabel="loss", title="Loss")
-    finite = [value for _, value in points if math.isfinite(value)]
-    axes.set_ylim(bottom=0, top=1.05 * (max(finite, default=0.0) or 1.0))
-    tidy(axes)
-    axes.legend(frameon=False)
 
 
 def moving_mean(curve: Curve, share: float = 0.1) -> Curve:

@@ -70,9 +70,9 @@ def wanted_checkpoint(run: Fit) -> Path | None:
             raise UserError(f"task={config.task} needs trained weights: give ckpt_path=best, ckpt_path=last or a path.")
         return None
     model: Any = OmegaConf.to_container(config.model)
-    runs = checkpoints.Runs(model, [Path(config.paths[key]) for key in ("output_root", "sweep_root")])
+    roots = [Path(config.paths[key]) for key in ("output_root", "sweep_root")]
     kind = "last" if config.task == "fit" else "best"
-    path = checkpoints.find_checkpoint(str(config.ckpt_path), runs, kind=kind)
+    path = checkpoints.find_checkpoint(str(config.ckpt_path), model, roots, kind=kind)
     take_checkpoint(run, path)
     return path
 
@@ -87,7 +87,8 @@ def take_checkpoint(run: Fit, path: Path) -> None:
         # Any one parameter does: what is compared are the settings that this kind of optimizer has.
         checkpoints.require_same_optimizer(path, content, make(run.config.optimizer)([next(run.model.parameters())]))
     if run.trainer.is_global_zero:
-        print(checkpoints.describe(path, content))
+        epoch, steps = content.get("epoch", 0) + 1, content["global_step"]
+        print(f"Checkpoint: {path} (epoch {epoch}, {steps:,} optimizer steps)")
         config: Any = OmegaConf.to_container(run.config)
         warn(checkpoints.differences(path, config, fit=is_fit))
 
@@ -191,7 +192,7 @@ def best_checkpoint(run: Fit) -> ModelCheckpoint | None:
 
 def save_curves(run: Fit) -> None:
     """Draw the loss curves from the CSV log."""
-    figure = loss_figure(read_run(run.folder).curves) if run.trainer.is_global_zero else None
+    figure = loss_figure({"": read_run(run.folder).curves}) if run.trainer.is_global_zero else None
     if figure is not None:
         figure.savefig(run.folder / "loss_curves.png", dpi=150)
 

@@ -202,8 +202,9 @@ def check_values(config: Config) -> None:
         if isinstance(section, dict) and is_known(section):
             section.update({name: as_whole(value) for name, value in section.items()})
     for key, rule in RULES.items():
-        place, name = section_of(config, key)
-        if name in place and is_known(place) and not rule.holds(place[name]):
+        section, _, name = key.rpartition(".")
+        place = config.get(section) if section else config
+        if isinstance(place, dict) and name in place and is_known(place) and not rule.holds(place[name]):
             raise UserError(rule.sentence(key, place[name]))
     if config["dry_run"] and config["task"] != "fit":
         raise UserError(
@@ -227,13 +228,6 @@ def as_whole(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: as_whole(size) if isinstance(key, int) else size for key, size in value.items()}
     return int(value) if isinstance(value, float) and value > 1 and value.is_integer() else value
-
-
-def section_of(config: Config, key: str) -> tuple[Config, str]:
-    """The section that a key lies in, empty where there is none, and the key's name in it."""
-    section, _, name = key.rpartition(".")
-    place = config.get(section) if section else config
-    return (place if isinstance(place, dict) else {}), name
 
 
 def check_planned_device(config: Config) -> None:

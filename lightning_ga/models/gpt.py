@@ -93,15 +93,7 @@ class GPT(ReferenceModule):
 
 
 class Decoder(nn.Module):
-    """Embeddings of tokens and places, blocks, and logits by the same embedding.
-
-    Args:
-        vocabulary: Number of tokens.
-        context: Most tokens of a text.
-        width: Channels of the residual stream.
-        depth: Number of blocks.
-        heads: Attention heads of a block.
-    """
+    """Embeddings of tokens and places, blocks, and logits by the same embedding; the arguments are those of ``GPT``."""
 
     def __init__(self, vocabulary: int, context: int, width: int, depth: int, heads: int) -> None:
         super().__init__()

@@ -12,7 +12,7 @@ from lightning_ga.models.classifier import Classifier
 from lightning_ga.models.group_norm import to_group_norm
 from lightning_ga.models.reference import MakeOptimizer, MakeScheduler
 
-OPENS_FILES = ("checkpoint_path", "pretrained_cfg", "pretrained_cfg_overlay")
+OPENS_FILES = {"checkpoint_path", "pretrained_cfg", "pretrained_cfg_overlay"}
 
 
 class TimmClassifier(Classifier):
@@ -67,7 +67,8 @@ def build_timm(name: str, *, image_size: int = 224, pretrained: bool = False, **
         UserError: For an unknown name (with the nearest ones), or weights that cannot be fetched.
     """
     require_timm_name(name)
-    refuse_files(arguments)
+    for option in OPENS_FILES & arguments.keys():
+        raise UserError(f"{option}=… makes timm open a file that may be a pickle: use model.init_from=PATH instead.")
     config = timm.get_pretrained_cfg(name, allow_unregistered=True)
     if config is not None and config.fixed_input_size:
         arguments.setdefault("img_size", image_size)
@@ -81,13 +82,6 @@ def build_timm(name: str, *, image_size: int = 224, pretrained: bool = False, **
             f"The weights for model.pretrained=true of {name!r} could not be fetched ({reason}): check the network, "
             "set HF_HUB_OFFLINE=1 where the cache has them, or train from scratch with model.pretrained=false."
         ) from error
-
-
-def refuse_files(arguments: Mapping[str, Any]) -> None:
-    """Refuse arguments by which timm opens files that may be pickles."""
-    for name in OPENS_FILES:
-        if name in arguments:
-            raise UserError(f"{name}=… makes timm open a file that may be a pickle: use model.init_from=PATH instead.")
 
 
 def require_timm_name(name: str) -> None:
