@@ -62,17 +62,15 @@ class GPT(ReferenceModule):
         return loss
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Count the loss over the tokens of the validation set."""
+        """Count the loss over the tokens of the validation set, or of the test set."""
         self.evaluated.update(self.token_loss(batch), count_tokens(batch))
+
+    test_step = validation_step
 
     def on_validation_epoch_end(self) -> None:
         """Log ``val/loss`` and ``val/perplexity``."""
         super().on_validation_epoch_end()
         self._log_evaluated("val")
-
-    def test_step(self, batch: Batch, batch_idx: int) -> None:
-        """Count the loss over the tokens of the test set."""
-        self.evaluated.update(self.token_loss(batch), count_tokens(batch))
 
     def on_test_epoch_end(self) -> None:
         """Log ``test/loss`` and ``test/perplexity``."""
