@@ -37,12 +37,7 @@ def way_without(group: str) -> str:
 
 
 def options_first(arguments: Sequence[str]) -> list[str]:
-    """Options before overrides: Hydra takes overrides in one piece only, and Lightning appends some for its ranks.
-
-    Examples:
-        >>> options_first(["model=mlp", "--config-dir", "mine", "seed=1"])
-        ['--config-dir', 'mine', 'model=mlp', 'seed=1']
-    """
+    """Options before overrides: Hydra takes overrides in one piece only, and Lightning appends some for its ranks."""
     options, overrides = split_options(arguments)
     return [*options, *overrides]
 
@@ -86,10 +81,6 @@ def typed_targets(arguments: Sequence[str]) -> tuple[str, ...]:
 
     Raises:
         UserError: If the value is no list of names.
-
-    Examples:
-        >>> typed_targets(["seed=1", "allow_targets=[mine, yours.models]"])
-        ('mine', 'yours.models')
     """
     typed = [argument for argument in split_options(arguments)[1] if argument.startswith("allow_targets=")]
     if not typed:
