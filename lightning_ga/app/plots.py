@@ -102,9 +102,7 @@ def draw_memory(axes: Axes, probe: ProbeResult) -> None:
     draw_budget(axes, probe.budget_bytes, scale, shown=shown)
     ring(axes, probe.limit, probe.peak_bytes / scale, f"limit: {probe.limit}, {format_bytes(probe.peak_bytes)}")
     axes.set_ylabel(f"peak memory, {unit}")
-    axes.set_xlim(
-        0, 1.05 * max([probe.limit, *(x for x, _ in probe.curve), *(t.micro_batch_size for t in probe.trials)])
-    )
+    axes.set_xlim(left=0)
     axes.set_ylim(0, 1.15 * max(top, shown * probe.budget_bytes) / scale)
     tidy(axes)
     axes.legend(frameon=False, loc="lower right")
