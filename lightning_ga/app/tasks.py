@@ -1,7 +1,5 @@
 """What a run does with what was built: fit, validate, test, predict, and what it leaves to read."""
 
-import functools
-import inspect
 import math
 import platform
 import shlex
@@ -79,7 +77,7 @@ def wanted_checkpoint(run: Fit) -> Path | None:
 
 def take_checkpoint(run: Fit, path: Path) -> None:
     """Refuse a checkpoint that this run cannot take, and tell which one it takes."""
-    content = checkpoints.read_safely(path)
+    content = checkpoints.read_safely(path)  # Lightning 2.5 would load anything: it gets nothing but plain values
     checkpoints.require_checkpoint(path, content)
     checkpoints.require_same_model(path, content["state_dict"], run.model.state_dict())
     is_fit = run.config.task == "fit"
@@ -97,7 +95,7 @@ def fit(run: Fit, checkpoint: Path | None) -> Metrics:
     """Train, from a checkpoint if there is one; then test the best weights."""
     memory = run.config.device_memory
     with nullcontext() if memory is None else planned_device(memory):
-        safely(run.trainer.fit)(run.model, datamodule=run.data, ckpt_path=checkpoint)
+        run.trainer.fit(run.model, datamodule=run.data, ckpt_path=checkpoint)
     tell_if_complete(run)
     if run.config.dry_run:
         return {}
@@ -130,13 +128,13 @@ def tell_if_complete(run: Fit) -> None:
 
 def validate(run: Fit, checkpoint: Path | None) -> Metrics:
     """Measure on the validation set."""
-    safely(run.trainer.validate)(run.model, datamodule=run.data, ckpt_path=checkpoint, verbose=False)
+    run.trainer.validate(run.model, datamodule=run.data, ckpt_path=checkpoint, verbose=False)
     return measured(run)
 
 
 def test(run: Fit, checkpoint: Path | None) -> Metrics:
     """Measure on the test set, with a report per class."""
-    safely(run.trainer.test)(run.model, datamodule=run.data, ckpt_path=checkpoint, verbose=False)
+    run.trainer.test(run.model, datamodule=run.data, ckpt_path=checkpoint, verbose=False)
     metrics = measured(run)
     confusion = getattr(run.model, "confusion", None)
     if confusion:
@@ -156,7 +154,7 @@ def predict(run: Fit, checkpoint: Path | None) -> Metrics:
     """Write what is predicted for every test sample to ``predictions.csv``."""
     if run.trainer.world_size > 1:
         raise UserError("task=predict runs on one device: use trainer.devices=1.")
-    batches = safely(run.trainer.predict)(run.model, datamodule=run.data, ckpt_path=checkpoint)
+    batches: Any = run.trainer.predict(run.model, datamodule=run.data, ckpt_path=checkpoint)
     save_predictions(run.folder / "predictions.csv", batches, run.data)
     return {}
 
@@ -167,16 +165,6 @@ TASKS: Mapping[str, Callable[[Fit, Path | None], Metrics]] = {
     "test": test,
     "predict": predict,
 }
-
-
-def safely(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A Trainer's method that loads tensors and plain values only.
-
-    Lightning 2.5 has no such argument; there the file has been checked when it was found.
-    """
-    if "weights_only" in inspect.signature(method).parameters:
-        return functools.partial(method, weights_only=True)
-    return method
 
 
 def measured(run: Fit) -> Metrics:
