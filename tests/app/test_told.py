@@ -22,7 +22,7 @@ def own_experiment(text: str) -> tuple[str, ...]:
     [
         ("data:\n  batch_size: 7\n", "does not begin with the line '# @package _global_'"),
         ("# @package _global_\ntrainr:\n  max_epochs: 1\n", "sets trainr, which nothing reads; did you mean trainer?"),
-        ("# @package _global_\ndata:\n  batch_size: [1\n", "is no valid YAML: while parsing a flow sequence in"),
+        ("# @package _global_\ndata:\n  batch_size: [1\n", 'small.yaml", line 4, column 1'),
         ("# @package _global_\ndata:\n\tbatch_size: 1\n", 'small.yaml", line 3, column 1'),
         ("# @package _global_\ntrainer:\n  max_epoch: 1\n", "unexpected keyword argument 'max_epoch'"),
         ("# @package _global_\npaths:\n  output: x\n", "sets paths.output, which nothing reads"),
