@@ -14,7 +14,9 @@ from lightning_ga.compat.planned_trainer import settings_on_this_host
 from lightning_ga.errors import UserError
 from lightning_ga.plan.accumulation import require_count
 from lightning_ga.plan.planned_device import DevicePlan, planned_device
+from lightning_ga.snapshot.contents import ObjectState
 from lightning_ga.snapshot.random_numbers import RandomState
+from lightning_ga.snapshot.state import Gradients
 
 _QUIET = {
     "logger": False,
@@ -107,26 +109,15 @@ def _split(callbacks: Any) -> tuple[list[AutoAccumulate], list[Any]]:
 @contextmanager
 def _unchanged(module: torch.nn.Module) -> Iterator[None]:
     """Afterwards the module is as it was: precisions convert its tensors, a Trainer sets its modes and itself."""
-    random_state = RandomState()
-    gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
-    known = (*module.parameters(), *module.buffers(), *(gradient for _, gradient in gradients if gradient is not None))
-    tensors = [(tensor, tensor.data) for tensor in known]
-    modes = [(child, child.training) for child in module.modules()]
-    tables: list[dict[str, Any]] = [t for child in module.modules() for t in (child._parameters, child._buffers)]
-    contents = [(table, dict(table)) for table in tables]
-    attached = vars(module).get("_trainer")
+    random_state, attributes, gradients = RandomState(), ObjectState(module.modules()), Gradients(module.parameters())
+    of_gradients = (parameter.grad for parameter in module.parameters() if parameter.grad is not None)
+    tensors = [(tensor, tensor.data) for tensor in (*module.parameters(), *module.buffers(), *of_gradients)]
     try:
         yield
     finally:
-        for table, content in contents:
-            table.update(content)
-        for parameter, _ in gradients:  # of another dtype by now, it would be refused
-            parameter.grad = None
+        attributes.restore()
+        module.zero_grad()  # gradients of another dtype would be refused
         for tensor, data in tensors:
             tensor.data = data
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
-        for child, training in modes:
-            child.training = training
-        vars(module)["_trainer"] = attached
+        gradients.restore()
         random_state.restore()

@@ -24,7 +24,7 @@ from lightning_ga.app.arguments import check_arguments, is_first_rank, options_f
 from lightning_ga.app.composed import checked_composition
 from lightning_ga.app.errors import chain, explain, is_expected
 from lightning_ga.app.interrupts import Interrupted, sigterm_ends
-from lightning_ga.app.sweep import Job, Outcome, done_before, report_sweep
+from lightning_ga.app.sweep import done_before, report_sweep
 from lightning_ga.app.terminal import printable_everywhere, wrapped_output
 from lightning_ga.app.values import Config, check_values, resolved
 from lightning_ga.errors import RankError
@@ -45,11 +45,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     """
     printable_everywhere(sys.stdout, sys.stderr)
     arguments = list(sys.argv[1:] if argv is None else argv)
-    show_traceback = TRACEBACK in arguments or os.environ.get(FULL_ERROR) == "1"
-    arguments = options_first([argument for argument in arguments if argument != TRACEBACK])
-    if "--version" in arguments:
+    if "--version" in arguments:  # Hydra's parser would print its own
         print(f"lightning_ga {version('lightning_ga')}")
         return
+    show_traceback = TRACEBACK in arguments or os.environ.get(FULL_ERROR) == "1"
+    arguments = options_first([argument for argument in arguments if argument != TRACEBACK])
     try:
         with sigterm_ends():
             run_hydra(arguments, show_traceback)
@@ -83,12 +83,11 @@ def run_hydra(arguments: Sequence[str], show_traceback: bool) -> None:
 
 
 class Jobs:
-    """What Hydra calls with each configuration, and what came of it."""
+    """What Hydra calls with each configuration."""
 
     def __init__(self, arguments: Sequence[str], *, show_traceback: bool) -> None:
         self._allow = typed_targets(arguments)
         self._show_traceback = show_traceback
-        self._done: list[Job] = []
         self._sweep: tuple[Path, str] | None = None
 
     def run(self, cfg: DictConfig) -> float | None:
@@ -101,8 +100,8 @@ class Jobs:
         os.environ.pop(FULL_ERROR, None)
         try:
             config = resolved(cfg)
-            check_values(config)
-            return self._run_checked(config) if HydraConfig.get().mode != RunMode.MULTIRUN else self._run_one_of(config)
+            before = self._done_before(config) if HydraConfig.get().mode == RunMode.MULTIRUN else None
+            return self._run(config) if before is None else before
         except Exception as error:
             if self._show_traceback or not is_expected(error):
                 raise
@@ -110,31 +109,24 @@ class Jobs:
                 fail(error)  # within the job: Hydra would add a line of its own
             hydra_job = HydraConfig.get().job
             print_error(f"job {hydra_job.num} ({hydra_job.override_dirname}): {explain(error)}")
-            self._note(None, "failed")
             raise ReportedError from error
         finally:
             os.environ[FULL_ERROR] = "1"
 
-    def _run_checked(self, config: Config) -> float | None:
+    def _done_before(self, config: Config) -> float | None:
+        self._sweep = Path(HydraConfig.get().sweep.dir), str(config["optimized_metric"])
+        return done_before(Path(HydraConfig.get().runtime.output_dir), config)
+
+    def _run(self, config: Config) -> float | None:
+        check_values(config)
         from lightning_ga.app.tasks import run_task  # imports torch: not before it is needed
 
         return run_task(config, self._allow)
 
-    def _run_one_of(self, config: Config) -> float | None:
-        self._sweep = Path(HydraConfig.get().sweep.dir), config["optimized_metric"]
-        before = done_before(Path(config["paths"]["output_dir"]), config)
-        value = self._run_checked(config) if before is None else before
-        self._note(value, "done" if before is None else "done before")
-        return value
-
-    def _note(self, value: float | None, outcome: Outcome) -> None:
-        config = HydraConfig.get()
-        self._done.append(Job(config.job.num, tuple(config.overrides.task), value, outcome))
-
     def report(self) -> None:
         """Print the table of a sweep."""
-        if self._sweep is not None and len(self._done) > 1:
-            report_sweep(self._done, *self._sweep)
+        if self._sweep is not None:
+            report_sweep(*self._sweep)
 
 
 def config_folder() -> Path:

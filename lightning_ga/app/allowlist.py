@@ -62,35 +62,29 @@ INSTEAD = {"timm.create_model": "it can unpickle files: use lightning_ga.models.
 def check_targets(config: Any, allow: Sequence[str] = ()) -> None:
     """Refuse targets off the list and outside of ``allow``, however deep, and text that would be resolved once more."""
     for key, value in walk(config):
-        if key.rpartition(".")[2] == "_target_":
-            check_target(value, allow, key)
+        if key.rpartition(".")[2] == "_target_" and not is_allowed(value, allow, key):
+            raise refused(value, key)
         if isinstance(value, str) and "${" in value:
             raise UserError(f"{key}={value} is an interpolation that is left after resolving: write the value itself.")
 
 
-def check_target(target: Any, allow: Sequence[str] = (), where: str = "_target_") -> None:
-    """Refuse a name that is not on the list, or leads to something defined elsewhere.
+def is_allowed(target: Any, allow: Sequence[str], where: str) -> bool:
+    """Whether a name is on the list and leads to what is defined there.
 
     Args:
         target: What ``_target_`` is.
         allow: Further packages or modules, of which anything may be built.
-        where: The path of the target, for the message.
-
-    Examples:
-        >>> check_target("torch.optim.Adam")
-        >>> check_target("torch.load")
-        Traceback (most recent call last):
-        ...
-        lightning_ga.errors.UserError: _target_=torch.load is not on the list of what a configuration may build...
+        where: The key of the target, for the message where there is nothing of its name.
     """
-    if isinstance(target, str) and is_below(target, allow):
-        return
-    kinds = kinds_of(target) if isinstance(target, str) else ()
+    if not isinstance(target, str):
+        return False
+    if is_below(target, allow):
+        return True
+    kinds = kinds_of(target)
     if not kinds or any(part.startswith("_") for part in target.split(".")):
-        raise refused(target, where)
+        return False
     found = found_at(target, where)
-    if not (target in NAMED or is_builder(target, found) or is_kind(found, kinds)):
-        raise refused(target, where)
+    return target in NAMED or is_builder(target, found) or is_kind(found, kinds)
 
 
 def kinds_of(target: str) -> tuple[str, ...]:

@@ -1,14 +1,11 @@
 """Put what was typed into the order that Hydra takes, and read from it what files must not decide."""
 
 from collections.abc import Mapping, Sequence
-from itertools import islice
 
+from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from lightning_ga.errors import UserError
-
-WITH_VALUE = ("--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd")
-
 
 NEEDED = ("model", "data", "optimizer", "trainer", "precision", "paths")  # groups without which there is no run
 WITHOUT = {"accumulate": "off", "logger": "none", "callbacks": "none", "lr_scheduler": "none"}
@@ -28,7 +25,7 @@ def check_arguments(arguments: Sequence[str], groups: Sequence[str]) -> None:
             raise UserError(
                 f"{override} leaves a run without {group}, which it needs; --help lists the options of {group}."
             )
-        if key in groups and value in ("", "null", "[]", "{}"):
+        if (key in groups or key.startswith("hydra/")) and value in ("", "null", "[]", "{}"):
             raise UserError(f"{override} chooses no option of {key}: {way_without(key)}; --help lists the options.")
 
 
@@ -36,33 +33,19 @@ def way_without(group: str) -> str:
     """What to write instead of no option."""
     if group in WITHOUT:
         return f"write {group}={WITHOUT[group]} to do without"
-    return "a run needs one: leave this out" if group in NEEDED else "none is chosen where it is left out"
+    return "a run needs one: leave this out" if group in NEEDED else "leave this out"
 
 
 def options_first(arguments: Sequence[str]) -> list[str]:
-    """Options before overrides: Hydra takes overrides in one piece only, and Lightning appends some for its ranks.
-
-    Examples:
-        >>> options_first(["model=mlp", "--config-dir", "mine", "seed=1"])
-        ['--config-dir', 'mine', 'model=mlp', 'seed=1']
-    """
+    """Options before overrides: Hydra takes overrides in one piece only, and Lightning appends some for its ranks."""
     options, overrides = split_options(arguments)
     return [*options, *overrides]
 
 
 def split_options(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Options with their values, and overrides."""
-    options: list[str] = []
-    overrides: list[str] = []
-    rest = iter(arguments)
-    for argument in rest:
-        if not argument.startswith("-"):
-            overrides.append(argument)
-            continue
-        options.append(argument)
-        if argument in WITH_VALUE:
-            options += list(islice(rest, 1))
-    return options, overrides
+    """Options with their values, and overrides, told apart by Hydra's own parser."""
+    overrides: list[str] = get_args_parser().parse_intermixed_args(list(arguments)).overrides
+    return [argument for argument in arguments if argument not in overrides], overrides
 
 
 def rank_overrides(arguments: Sequence[str], environment: Mapping[str, str]) -> list[str]:
@@ -98,10 +81,6 @@ def typed_targets(arguments: Sequence[str]) -> tuple[str, ...]:
 
     Raises:
         UserError: If the value is no list of names.
-
-    Examples:
-        >>> typed_targets(["seed=1", "allow_targets=[mine, yours.models]"])
-        ('mine', 'yours.models')
     """
     typed = [argument for argument in split_options(arguments)[1] if argument.startswith("allow_targets=")]
     if not typed:

@@ -5,8 +5,7 @@ saves its resolved configuration beside its ``checkpoints`` folder, and that is 
 """
 
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from lightning_ga.app.walk import settings
-from lightning_ga.compat.atomic import PART
 from lightning_ga.errors import UserError
 
 BUILT_ELSEWHERE = ("optimizer", "lr_scheduler")  # they do not decide whether weights fit
@@ -29,51 +27,36 @@ TRAINED_WITH = ("optimizer", "lr_scheduler", "accumulate")  # sections that a te
 MOST_TOLD = 6
 
 
-@dataclass(frozen=True, slots=True)
-class Runs:
-    """Earlier runs of a model: its resolved section, and the folders below which they are looked for."""
-
-    model: Mapping[str, Any]
-    roots: Sequence[Path]
-
-    def files(self, name: str) -> Iterator[Path]:
-        """Checkpoints of a name or pattern, the latest first."""
-        files = [path for root in self.roots for path in root.glob(f"**/checkpoints/{name}")]
-        for path in sorted(files, key=lambda path: path.stat().st_mtime, reverse=True):
-            if architecture(saved_config(path).get("model") or {}) == architecture(self.model):
-                yield path
-
-    def latest(self, kind: str) -> Path:
-        """The latest ``last`` or ``best`` checkpoint."""
-        path = next(self.files(f"{kind}.ckpt"), None)
-        if path is not None:
-            return path
-        folders = " or ".join(f"{str(root)!r}" for root in self.roots)
-        torn = next(self.files(f"{kind}.ckpt{PART}"), None)
-        begun = f" ({str(torn)!r} was being written when its run was killed, and is not whole)" if torn else ""
-        raise UserError(f"ckpt_path={kind}: no run of this model below {folders} has left one{begun}; train it first.")
-
-
-def find_checkpoint(wanted: str, runs: Runs, *, kind: str = "last") -> Path:
+def find_checkpoint(wanted: str, model: Mapping[str, Any], roots: Sequence[Path], *, kind: str = "last") -> Path:
     """The file that ``ckpt_path`` means.
 
     Args:
         wanted: ``last``, ``best``, the folder of a run, or a path.
-        runs: Earlier runs of the same model.
+        model: The resolved section of the model, whose earlier runs ``last`` and ``best`` are looked for in.
+        roots: Folders below which these are.
         kind: Which checkpoint of a run's folder is meant: ``last`` or ``best``.
 
     Raises:
-        UserError: If there is no such file, or it is not whole.
+        UserError: If there is no such file.
     """
-    path = runs.latest(wanted) if wanted in ("last", "best") else Path(wanted)
+    path = latest(wanted, model, roots) if wanted in ("last", "best") else Path(wanted)
     if path.is_dir():
         path = of_run(path, kind)
     if not path.is_file():
         raise UserError(
             f"ckpt_path={wanted} is not a file; give last, best, the folder of a run or the path of a .ckpt file."
         )
-    require_whole(path, runs.roots)
     return path
+
+
+def latest(kind: str, model: Mapping[str, Any], roots: Sequence[Path]) -> Path:
+    """The latest ``last`` or ``best`` checkpoint of a run of a model, below some folders."""
+    paths = [path for root in roots for path in root.glob(f"**/checkpoints/{kind}.ckpt")]
+    for path in sorted(paths, key=lambda path: path.stat().st_mtime, reverse=True):
+        if architecture(saved_config(path).get("model") or {}) == architecture(model):
+            return path
+    folders = " or ".join(f"{str(root)!r}" for root in roots)
+    raise UserError(f"ckpt_path={kind}: no run of this model below {folders} has left one; train it first.")
 
 
 def of_run(folder: Path, kind: str) -> Path:
@@ -97,18 +80,6 @@ def architecture(model: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in model.items() if key not in (*BUILT_ELSEWHERE, "pretrained", "init_from")}
 
 
-def require_whole(path: Path, roots: Sequence[Path]) -> None:
-    """Refuse a checkpoint whose writing was cut off; another is named, and none is taken in its place."""
-    if not begins_as_archive(path) or zipfile.is_zipfile(path):
-        return
-    others = Runs(saved_config(path).get("model") or {}, roots).files("*.ckpt")
-    whole = next((other for other in others if zipfile.is_zipfile(other)), None)
-    raise UserError(
-        f"{str(path)!r} is a torn checkpoint: its end is missing, as when writing or copying it was cut off. "
-        f"Nothing was loaded in its place: give the path of another one{f', such as {str(whole)!r}' if whole else ''}."
-    )
-
-
 def begins_as_archive(path: Path) -> bool:
     """Whether a file begins as those of ``torch.save`` do."""
     with path.open("rb") as file:
@@ -124,9 +95,11 @@ def read_safely(path: Path) -> Any:
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=begins_as_archive(path))
     except Exception as error:  # on bytes that are no pickle the unpickler fails in any way
+        torn = begins_as_archive(path) and not zipfile.is_zipfile(path)
+        reason = "its end is missing, as when writing or copying it was cut off" if torn else unsafe_part(error)
         raise UserError(
-            f"{str(path)!r} is not a checkpoint of tensors and plain values ({unsafe_part(error)}): give "
-            "ckpt_path=last, ckpt_path=best or the path of a .ckpt file."
+            f"{str(path)!r} is not a checkpoint of tensors and plain values ({reason}): give ckpt_path=last, "
+            "ckpt_path=best or the path of a .ckpt file."
         ) from error
 
 
@@ -180,12 +153,6 @@ def require_same_optimizer(path: Path, content: Mapping[str, Any], optimizer: to
                     f"{', '.join(sorted(missing))}): give the optimizer= of its run, or start from its weights with "
                     f"model.init_from={path}."
                 )
-
-
-def describe(path: Path, content: Mapping[str, Any]) -> str:
-    """Which checkpoint was taken, in one line."""
-    steps = content["global_step"]
-    return f"Checkpoint: {path} (epoch {content.get('epoch', 0) + 1}, {steps:,} optimizer steps)"
 
 
 def differences(path: Path, config: Mapping[str, Any], *, fit: bool) -> str | None:

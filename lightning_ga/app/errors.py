@@ -20,7 +20,6 @@ from yaml import MarkedYAMLError  # type: ignore[import-untyped] # it ships no t
 from lightning_ga.errors import UserError
 
 EXPECTED = (UserError, HydraException, OmegaConfBaseException, MarkedYAMLError)
-GROUP_IS_NULL = "Config group override must be a string or a list"
 FULL = (errno.ENOSPC, errno.EFBIG)  # the system does not always name the file
 PLACE_ERRORS = (  # of a file or folder that the user named
     *FULL,
@@ -40,7 +39,6 @@ def is_expected(error: BaseException) -> bool:
     return (
         isinstance(error, EXPECTED)
         or type(error).__name__ == "MisconfigurationException"  # Lightning's; not imported for this
-        or GROUP_IS_NULL in str(error)
         or is_out_of_memory(error)
         or logger_error(error) is not None
         or place_error(error) is not None
@@ -62,7 +60,7 @@ def explain(error: BaseException, keys: Sequence[str] = ()) -> str:
         if isinstance(cause, UserError):
             return " ".join([one_line(cause), *getattr(cause, "__notes__", ())])
         if isinstance(cause, MarkedYAMLError):
-            return explain_yaml(cause)
+            return f"A configuration file is no valid YAML: {one_line(cause)}."
     if is_out_of_memory(error):
         return explain_out_of_memory(error)
     refused = logger_error(error)
@@ -72,8 +70,6 @@ def explain(error: BaseException, keys: Sequence[str] = ()) -> str:
         return explain_grammar(error)
     if isinstance(error, MissingConfigException) and error.options:
         return explain_option(error)
-    if GROUP_IS_NULL in str(error):
-        return "A group is chosen by the name of an option, and not by null; --help lists the options."
     if str(error).startswith("Error merging override ") and error.__cause__ is not None:
         return f"{str(error).removeprefix('Error merging override ')}: {one_line(error.__cause__)}."
     unknown = re.match(r"Could not override '([^']+)'", str(error))
@@ -81,7 +77,8 @@ def explain(error: BaseException, keys: Sequence[str] = ()) -> str:
         return explain_key(unknown[1], error, keys)
     place = place_error(error)
     if place is not None:
-        return explain_place(place)
+        name = f"{str(place.filename)!r}" if place.filename else "A file of this run"
+        return f"{name} cannot be written: {place.strerror}. Choose another folder: {FOLDER_KEYS}."
     if isinstance(error, InstantiationException):
         return explain_constructor(error)
     return one_line(error)
@@ -104,13 +101,6 @@ def explain_grammar(error: OverrideParseException) -> str:
         f"{error.override} cannot be read: a value with signs such as = , : {{ }} [ ] ( ) or a blank is quoted twice, "
         f"for the shell and for Hydra: '{key}=\"{quoted}\"'"
     )
-
-
-def explain_yaml(error: MarkedYAMLError) -> str:
-    """A file that is no YAML: which one, and where."""
-    mark = error.problem_mark or error.context_mark
-    place = "A configuration file" if mark is None else f"{mark.name!r}, line {mark.line + 1}, column {mark.column + 1}"
-    return f"{place} is no valid YAML: {error.problem or error.context}."
 
 
 def explain_key(key: str, error: BaseException, keys: Sequence[str]) -> str:
@@ -176,12 +166,6 @@ def explain_out_of_memory(error: BaseException) -> str:
     way_out = "leave accumulate=auto and accumulate.on_oom=split as they are by default, or use a smaller batch"
     first = str(error).strip().partition(". ")[0].rstrip(".")
     return " ".join([f"Memory ran out ({first}): {way_out}.", *getattr(error, "__notes__", ())])
-
-
-def explain_place(error: OSError) -> str:
-    """A file or folder that cannot be written: why, and which keys choose another."""
-    name = f"{str(error.filename)!r}" if error.filename else "A file of this run"
-    return f"{name} cannot be written: {error.strerror}. Choose another folder: {FOLDER_KEYS}."
 
 
 def place_error(error: BaseException) -> OSError | None:

@@ -33,28 +33,22 @@ class PlanReport(Callback):
             console.print(plan_table(records))
             for line in records.memory:
                 console.print(line, markup=False)
-            warn(beyond_the_data(records.plan, training_samples(trainer)))
+            warn(beyond_the_data(records.plan, getattr(trainer.train_dataloader, "dataset", None)))
         if self.dry_run:
             trainer.fit_loop.epoch_loop.max_steps = trainer.global_step
 
 
-def training_samples(trainer: Trainer) -> int | None:
-    """Samples of the training set; nothing where it has no length."""
-    dataset: Any = getattr(trainer.train_dataloader, "dataset", None)
-    return len(dataset) if hasattr(dataset, "__len__") else None
-
-
-def beyond_the_data(plan: AccumulationPlan | None, samples: int | None) -> str | None:
+def beyond_the_data(plan: AccumulationPlan | None, data: Any) -> str | None:
     """What is odd about an effective batch that is larger than the training set; nothing where it is not.
 
     Examples:
         >>> from lightning_ga.plan.accumulation import plan_accumulation
-        >>> beyond_the_data(plan_accumulation(64, micro_batch=8), 1000)
+        >>> beyond_the_data(plan_accumulation(64, micro_batch=8), range(1000))
     """
-    if plan is None or samples is None or plan.effective_batch_size <= samples:
+    if plan is None or not hasattr(data, "__len__") or plan.effective_batch_size <= len(data):
         return None
     return (
-        f"The effective batch of {plan.effective_batch_size:,} samples is above the {samples:,} of the training set: "
+        f"The effective batch of {plan.effective_batch_size:,} samples is above the {len(data):,} of the training set: "
         "every epoch is a single optimizer step over all of them, and a larger batch changes nothing."
     )
 
@@ -87,15 +81,10 @@ def read_records(trainer: Trainer, module: LightningModule) -> PlanRecords:
 
 
 def current_plan(trainer: Trainer) -> AccumulationPlan | None:
-    """The plan of the epoch, or the recipe as it is where nothing plans."""
+    """The plan of the epoch; where nothing plans, the recipe as it is, if its loader has a batch size."""
     plan: AccumulationPlan | None = getattr(find_accumulate(trainer), "plan", None)
-    return plan or recipe_plan(trainer)
-
-
-def recipe_plan(trainer: Trainer) -> AccumulationPlan | None:
-    """The loader's batch size × accumulated batches × ranks; nothing if the loader has no batch size."""
     batch = getattr(trainer.train_dataloader, "batch_size", None)
-    if not isinstance(batch, int):
-        return None
+    if plan is not None or not isinstance(batch, int):
+        return plan
     factor, ranks = trainer.accumulate_grad_batches, trainer.world_size
     return AccumulationPlan(batch * factor * ranks, ranks, batch, factor, ((batch,) * factor,) * ranks)

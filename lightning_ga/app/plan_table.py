@@ -1,7 +1,5 @@
 """The plan in words: its table before the first step, and its JSON. Made from frozen records alone."""
 
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -13,7 +11,7 @@ from lightning_ga.plan.accumulation import AccumulationPlan
 from lightning_ga.plan.exactness import Exactness
 from lightning_ga.plan.planned_device import PlannedDevice
 from lightning_ga.plan.records import Method, ProbeResult
-from lightning_ga.plan.units import format_bytes
+from lightning_ga.plan.units import counted, format_bytes
 
 METHODS: dict[Method, str] = {  # what found a limit
     "replay": "predicted and verified",
@@ -60,7 +58,7 @@ def plan_rows(records: PlanRecords) -> list[tuple[str, str]]:
     plan, probe, exactness = records.plan, records.probe, records.exactness
     rows = []
     if plan is not None:
-        rows.append(("effective batch", describe_window(plan)))
+        rows.append(("effective batch", str(plan).removeprefix("effective batch ")))
     if probe is not None:
         rows += probe_rows(probe, plan) if records.device is None else estimate_rows(probe, plan, records.device)
     if exactness is not None:
@@ -74,7 +72,8 @@ def probe_rows(probe: ProbeResult, plan: AccumulationPlan | None) -> list[tuple[
     """The rows of what a probe found."""
     peak, budget = format_bytes(probe.peak_bytes), format_bytes(probe.budget_bytes)
     more = " or more" if plan is not None and plan.factor == 1 and plan.micro_batch_size == probe.limit else ""
-    fastest = [] if probe.fastest is None else [("fastest", describe_fastest(probe, probe.fastest))]
+    timed = f"of {len(probe.timings)} sizes that were timed (probe.png)"
+    fastest = [] if probe.fastest is None else [("fastest", f"{counted(probe.fastest, 'sample')}, {timed}")]
     return [
         ("memory", f"peak {peak} at the limit, of a budget of {budget}"),
         ("limit", f"{counted(probe.limit, 'sample')} per micro-batch{more}"),
@@ -114,75 +113,3 @@ def describe_search(probe: ProbeResult) -> str:
         return f"{probe.steps} steps worked out, {seconds} (estimate)"
     tried = f"{counted(len(probe.trials), 'trial')}, {counted(probe.steps, 'step')}"
     return f"{tried}, {seconds} ({probe.method}: {METHODS[probe.method]})"
-
-
-def describe_fastest(probe: ProbeResult, fastest: int) -> str:
-    """The micro-batch that was chosen for speed, beside the largest that was timed.
-
-    Examples:
-        >>> from lightning_ga.plan.records import Timing
-        >>> timings = (Timing(4, 16, 1.5), Timing(8, 8, 1.0), Timing(16, 4, 1.25))
-        >>> describe_fastest(ProbeResult(16, 1000, 900, (), 4, 0.4, "replay", timings=timings, fastest=8), 8)
-        '8 samples, 1.00 s a window (with 16: 1.25 s)'
-    """
-    seconds = {timing.micro_batch_size: timing.seconds for timing in probe.timings}
-    text = counted(fastest, "sample")
-    if fastest not in seconds:
-        return text
-    largest = max(seconds)
-    beside = f" (with {largest}: {format_seconds(seconds[largest])})" if largest != fastest else ""
-    return f"{text}, {format_seconds(seconds[fastest])} a window{beside}"
-
-
-def counted(count: int, thing: str) -> str:
-    """A number of things.
-
-    Examples:
-        >>> counted(1, "trial"), counted(3, "trial")
-        ('1 trial', '3 trials')
-    """
-    return f"{count} {thing}{'s' * (count != 1)}"
-
-
-def describe_window(plan: AccumulationPlan) -> str:
-    """An effective batch as chunks × factor × ranks.
-
-    Examples:
-        >>> from lightning_ga.plan.accumulation import plan_accumulation
-        >>> describe_window(plan_accumulation(32, micro_batch=8))
-        '32 = 8 × 4 × 1 (micro-batch × factor × ranks)'
-        >>> describe_window(plan_accumulation(256, micro_batch=48, world_size=2))
-        '256 = (43 + 43 + 42) × 2 ranks, factor 3'
-        >>> describe_window(plan_accumulation(5, micro_batch=2, world_size=2))
-        '5 = (2 + 1) + (1 + 1), factor 2'
-    """
-    effective, sizes = plan.effective_batch_size, {size for rank in plan.chunks for size in rank}
-    if len(sizes) == 1:
-        return f"{effective} = {sizes.pop()} × {plan.factor} × {plan.world_size} (micro-batch × factor × ranks)"
-    shares = Counter(f"({describe_chunks(rank)})" for rank in plan.chunks)
-    if len(shares) == 1 and plan.world_size == 1:
-        return f"{effective} = {describe_chunks(plan.chunks[0])}, factor {plan.factor}"
-    parts = [share if ranks == 1 else f"{share} × {ranks} ranks" for share, ranks in shares.items()]
-    return f"{effective} = {' + '.join(parts)}, factor {plan.factor}"
-
-
-def describe_chunks(chunks: Sequence[int]) -> str:
-    """Chunks one by one, or counted when there are many.
-
-    Examples:
-        >>> describe_chunks((4, 3)), describe_chunks((4, 4, 4, 3, 3, 3, 3))
-        ('4 + 3', '3 × 4 + 4 × 3')
-    """
-    if len(chunks) <= 4:
-        return " + ".join(map(str, chunks))
-    return " + ".join(f"{count} × {size}" for size, count in Counter(chunks).items())
-
-
-def format_seconds(seconds: float) -> str:
-    """Seconds, or milliseconds where these are few.
-
-    Examples:
-        >>> format_seconds(1.234), format_seconds(0.0421)
-        ('1.23 s', '42 ms')
-    """
-    return f"{seconds:.2f} s" if seconds >= 0.1 else f"{1000 * seconds:.{0 if seconds >= 0.01 else 1}f} ms"

@@ -1,7 +1,5 @@
 """The pictures that a run leaves: its loss, and what the probe found."""
 
-import math
-import re
 from collections.abc import Iterable, Mapping
 from io import StringIO
 from typing import Any
@@ -11,60 +9,40 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from lightning_ga.app.plan_table import counted, describe_search
+from lightning_ga.app.plan_table import describe_search
 from lightning_ga.app.run_files import Curve
 from lightning_ga.plan.records import ProbeResult, Trial
-from lightning_ga.plan.units import format_bytes
+from lightning_ga.plan.units import counted, format_bytes
 
-INKS = ("#000000", "#696969")  # black and "dimgray", which a dark page would hide
 PREDICTED, FITS, REFUSED = "C0", "C2", "C3"
 SVG_WIDTH = 5.2  # inches: text is read on a narrow screen too
+SVG_METADATA = ("Creator", "Date", "Format", "Type")  # left out: they differ from run to run, or say what is seen
 WIDE = 2.5  # times all that is drawn: a budget above is told, not drawn
 
 
-def loss_figure(curves: Mapping[str, Curve]) -> Figure | None:
-    """Training and validation loss by optimizer step; nothing without either."""
-    train, validation = curves.get("train/loss", []), curves.get("val/loss", [])
-    if not train and not validation:
-        return None
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
-    draw_curve(axes, train, color="C0", linewidth=1, alpha=0.35, label="training, each window")
-    draw_curve(axes, moving_mean(train), color="C0", linewidth=2, label="training, moving mean")
-    draw_curve(axes, validation, color="C1", linewidth=2, marker="o", label="validation")
-    label_losses(axes, [*train, *validation])
-    return figure
-
-
-def comparison_figure(runs: Mapping[str, Mapping[str, Curve]]) -> Figure | None:
-    """Losses of several runs by optimizer step, each in its colour; nothing where none has any."""
-    drawn: Curve = []
+def loss_figure(runs: Mapping[str, Mapping[str, Curve]]) -> Figure | None:
+    """Training and validation loss by optimizer step, each run in its colour; nothing where none has any."""
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     for number, (name, curves) in enumerate(runs.items()):
-        train, validation = moving_mean(curves.get("train/loss", [])), curves.get("val/loss", [])
-        drawn += [*train, *validation]
-        colour = f"C{number % 10}"
-        draw_curve(axes, train, color=colour, linewidth=2, label=f"{name}, training")
-        draw_curve(axes, validation, color=colour, linewidth=1.5, linestyle="--", marker="o", markersize=4)
-    label_losses(axes, drawn)
-    axes.set_title("Loss: training (moving mean) and validation (dashed)")
-    return figure if drawn else None
+        of_run, colour = f"{name}, " if len(runs) > 1 else "", f"C{number % 10}"
+        train, validation = curves.get("train/loss", []), curves.get("val/loss", [])
+        draw_curve(axes, train, color=colour, linewidth=1, alpha=0.35)
+        draw_curve(axes, moving_mean(train), color=colour, linewidth=2, label=f"{of_run}training")
+        draw_curve(axes, validation, color=colour, linestyle="--", marker="o", label=f"{of_run}validation")
+    if not axes.lines:
+        return None
+    axes.set(xlabel="optimizer step", ylabel="loss", title="Loss; thick lines are moving means")
+    axes.set_ylim(bottom=0)
+    tidy(axes)
+    axes.legend(frameon=False)
+    return figure
 
 
 def draw_curve(axes: Axes, curve: Curve, **style: Any) -> None:
     """A curve; nothing where it has no points."""
     if curve:
         axes.plot(*zip(*curve), **style)
-
-
-def label_losses(axes: Axes, points: Curve) -> None:
-    """Names, an axis from zero to the largest finite value, and a legend."""
-    axes.set(xlabel="optimizer step", ylabel="loss", title="Loss")
-    finite = [value for _, value in points if math.isfinite(value)]
-    axes.set_ylim(bottom=0, top=1.05 * (max(finite, default=0.0) or 1.0))
-    tidy(axes)
-    axes.legend(frameon=False)
 
 
 def moving_mean(curve: Curve, share: float = 0.1) -> Curve:
@@ -98,19 +76,14 @@ def probe_figure(probe: ProbeResult) -> Figure:
 
 
 def as_svg(figure: Figure, title: str) -> str:
-    """A figure as SVG for a page, as wide as its place, with black and grey in the colour of the page's text."""
+    """A figure as SVG for a page; names inside are made from the title, as a page may hold several."""
     width, height = figure.get_size_inches()
     figure.set_size_inches(SVG_WIDTH, SVG_WIDTH * height / width)
     file = StringIO()
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": title}):
-        figure.savefig(file, format="svg", transparent=True)
-    text = file.getvalue()
-    svg = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", text[text.index("<svg") :], flags=re.DOTALL)
-    opening, rest = svg.split(">", 1)
-    opening = re.sub(r' (width|height|xmlns:xlink)="[^"]*"', "", opening)
-    for ink in INKS:
-        rest = rest.replace(ink, "currentColor")
-    return f'{opening} role="img" aria-label="{title}">{rest.replace("xlink:href", "href")}'
+        figure.savefig(file, format="svg", transparent=True, metadata=dict.fromkeys(SVG_METADATA))
+    svg = file.getvalue()
+    return svg[svg.index("<svg") :].replace("<svg", f'<svg role="img" aria-label="{title}"', 1)
 
 
 def draw_memory(axes: Axes, probe: ProbeResult) -> None:
@@ -129,9 +102,7 @@ def draw_memory(axes: Axes, probe: ProbeResult) -> None:
     draw_budget(axes, probe.budget_bytes, scale, shown=shown)
     ring(axes, probe.limit, probe.peak_bytes / scale, f"limit: {probe.limit}, {format_bytes(probe.peak_bytes)}")
     axes.set_ylabel(f"peak memory, {unit}")
-    axes.set_xlim(
-        0, 1.05 * max([probe.limit, *(x for x, _ in probe.curve), *(t.micro_batch_size for t in probe.trials)])
-    )
+    axes.set_xlim(left=0)
     axes.set_ylim(0, 1.15 * max(top, shown * probe.budget_bytes) / scale)
     tidy(axes)
     axes.legend(frameon=False, loc="lower right")

@@ -19,6 +19,7 @@ from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from lightning_ga.app.plan_report import current_plan
 from lightning_ga.app.run_files import write_json
 from lightning_ga.app.terminal import keep_in_log
+from lightning_ga.plan.weights import tensors_in
 
 INFORMATION = (  # Lightning's loggers; which one it uses depends on the order of imports
     "lightning.fabric.utilities.rank_zero",
@@ -81,8 +82,9 @@ class EpochLog(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Count samples."""
-        self._samples += leading_size(batch) * trainer.world_size
+        """Count samples, which a batch has along the first axis of its first tensor."""
+        first = next(tensors_in(batch), None)
+        self._samples += (0 if first is None else first.shape[0]) * trainer.world_size
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Tell the epoch, its validation included."""
@@ -108,15 +110,6 @@ class EpochLog(Callback):
             }
         )
         write_json(self.folder / "epochs.json", self._records)
-
-
-def leading_size(batch: Any) -> int:
-    """Samples of a batch whose first tensor has them along its first axis; 0 of any other."""
-    if isinstance(batch, torch.Tensor):
-        return batch.shape[0] if batch.dim() else 0
-    if isinstance(batch, Mapping):
-        batch = tuple(batch.values())
-    return leading_size(batch[0]) if isinstance(batch, list | tuple) and batch else 0
 
 
 def memory_used(device: torch.device) -> tuple[str, int]:

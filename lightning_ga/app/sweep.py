@@ -1,41 +1,38 @@
-"""The jobs of a sweep: what each gave, a table at the end, and jobs that are already done."""
+"""The jobs of a sweep, as their folders tell: those that are already done, and a table at the end."""
 
 import csv
-import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 from omegaconf import OmegaConf
 
+from lightning_ga.app.run_files import read_json
 from lightning_ga.app.values import direction
 
-Outcome = Literal["done", "done before", "failed"]
 WIDTH = 80
 TABLE = "sweep.csv"
+RESULT = "result.json"
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
-    """One job of a sweep; its value is the optimized metric, where it measured one."""
+class Job(NamedTuple):
+    """One job of a sweep, by the name of its folder; its value is the optimized metric, where it measured one."""
 
-    number: int
-    overrides: tuple[str, ...]
+    name: str
+    overrides: list[str]
     value: float | None
-    outcome: Outcome
+    outcome: str
 
 
 def done_before(folder: Path, config: Mapping[str, Any]) -> float | None:
     """The optimized metric of a job that an earlier start of the same sweep has completed; nothing if none has."""
-    result, saved = folder / "result.json", folder / "config.yaml"
-    if not (result.is_file() and saved.is_file()):
+    saved = folder / "config.yaml"
+    result = read_json(folder / RESULT, None)
+    if result is None or not saved.is_file() or not agrees(OmegaConf.to_container(OmegaConf.load(saved)), config):
+        (folder / RESULT).unlink(missing_ok=True)  # of another configuration
         return None
-    before = OmegaConf.to_container(OmegaConf.load(saved))
-    if not agrees(before, config):
-        return None
-    value = json.loads(result.read_text(encoding="utf-8")).get(config["optimized_metric"])
+    value = result.get(config["optimized_metric"])
     return math.nan if value is None else float(value)
 
 
@@ -47,54 +44,34 @@ def agrees(saved: Any, now: Any) -> bool:
     return now is None or saved == now
 
 
-def table(jobs: Sequence[Job], metric: str) -> list[str]:
-    """The jobs in lines of 80 columns, the best first.
-
-    Examples:
-        >>> given = (("model=mlp", f"seed={seed}") for seed in (1, 2, 3))
-        >>> values = (0.5, "done"), (0.75, "done"), (None, "failed")
-        >>> jobs = [Job(number, overrides, *value) for number, (overrides, value) in enumerate(zip(given, values))]
-        >>> for line in table(jobs, "val/acc"):
-        ...     print(line)
-        job  val/acc      overrides
-          1  0.7500       seed=2
-          0  0.5000       seed=1
-          2  failed       seed=3
-    """
-    shared = set.intersection(*(set(job.overrides) for job in jobs)) if len(jobs) > 1 else set()
-    lines = [f"job  {metric:12} overrides"]
-    for job in ranked(jobs, metric):
-        value = "failed" if job.outcome == "failed" else "-" if job.value is None else f"{job.value:.4f}"
-        given = " ".join(override for override in job.overrides if override not in shared)
-        line = f"{job.number:3}  {value:12} {given}"
-        lines.append(line if len(line) <= WIDTH else f"{line[: WIDTH - 1]}…")
-    return lines
-
-
-def ranked(jobs: Sequence[Job], metric: str) -> list[Job]:
-    """The best first, then those without a value."""
+def read_jobs(folder: Path, metric: str) -> list[Job]:
+    """The jobs below a sweep's folder, the best first, then those without a value."""
+    jobs = []
+    for path in sorted(folder.glob("**/.hydra/overrides.yaml")):
+        job = path.parent.parent
+        result = read_json(job / RESULT, None)
+        overrides = [str(override) for override in OmegaConf.load(path)]
+        outcome = "failed" if result is None else "done"
+        jobs.append(Job(str(job.relative_to(folder)), overrides, (result or {}).get(metric), outcome))
     sign = -1 if direction(metric) == "max" else 1
-
-    def place(job: Job) -> float:
-        return math.inf if job.value is None or math.isnan(job.value) else sign * job.value
-
-    return sorted(jobs, key=place)
+    return sorted(jobs, key=lambda job: math.inf if job.value is None else sign * job.value)
 
 
-def report_sweep(jobs: Sequence[Job], folder: Path, metric: str) -> None:
-    """Print the table and keep it in the sweep's folder, with the way to run again what is missing.
-
-    Args:
-        jobs: In the order in which they ran.
-        folder: The sweep's folder.
-        metric: The optimized metric.
-    """
-    print("\n" + "\n".join(table(jobs, metric)))
+def report_sweep(folder: Path, metric: str) -> None:
+    """Print the jobs in lines of 80 columns and keep them as CSV, with the way to run again what is missing."""
+    jobs = read_jobs(folder, metric)
+    if len(jobs) < 2:
+        return
+    shared = set.intersection(*(set(job.overrides) for job in jobs))
+    print(f"\njob  {metric:12} overrides")
+    for job in jobs:
+        value = f"{job.value:.4f}" if job.value is not None else "-" if job.outcome == "done" else job.outcome
+        line = f"{job.name:>3}  {value:12} {' '.join(given for given in job.overrides if given not in shared)}"
+        print(line if len(line) <= WIDTH else f"{line[: WIDTH - 1]}…")
     with (folder / TABLE).open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(["job", metric, "outcome", "overrides"])
-        for job in ranked(jobs, metric):
-            writer.writerow([job.number, job.value, job.outcome, *job.overrides])
+        writer.writerows([job.name, job.value, job.outcome, *job.overrides] for job in jobs)
     print(f"Files: {folder}")
     if any(job.outcome == "failed" for job in jobs):
         print(f"To run again what is missing, add hydra.sweep.dir={folder} to the same command line.")

@@ -1,7 +1,5 @@
 """What a run does with what was built: fit, validate, test, predict, and what it leaves to read."""
 
-import functools
-import inspect
 import math
 import platform
 import shlex
@@ -22,7 +20,6 @@ from lightning_ga.app.build import Fit, build, make
 from lightning_ga.app.interrupts import interruptions_told
 from lightning_ga.app.page import write_page
 from lightning_ga.app.plan_report import find_accumulate
-from lightning_ga.app.plan_table import counted
 from lightning_ga.app.plots import loss_figure
 from lightning_ga.app.predictions import save_predictions
 from lightning_ga.app.progress import quiet_lightning
@@ -32,6 +29,7 @@ from lightning_ga.app.terminal import printed_to, warn
 from lightning_ga.app.values import Config
 from lightning_ga.errors import UserError
 from lightning_ga.plan.planned_device import planned_device
+from lightning_ga.plan.units import counted
 
 Metrics = dict[str, float]
 MOST_CLASSES_SHOWN = 20
@@ -70,16 +68,16 @@ def wanted_checkpoint(run: Fit) -> Path | None:
             raise UserError(f"task={config.task} needs trained weights: give ckpt_path=best, ckpt_path=last or a path.")
         return None
     model: Any = OmegaConf.to_container(config.model)
-    runs = checkpoints.Runs(model, [Path(config.paths[key]) for key in ("output_root", "sweep_root")])
+    roots = [Path(config.paths[key]) for key in ("output_root", "sweep_root")]
     kind = "last" if config.task == "fit" else "best"
-    path = checkpoints.find_checkpoint(str(config.ckpt_path), runs, kind=kind)
+    path = checkpoints.find_checkpoint(str(config.ckpt_path), model, roots, kind=kind)
     take_checkpoint(run, path)
     return path
 
 
 def take_checkpoint(run: Fit, path: Path) -> None:
     """Refuse a checkpoint that this run cannot take, and tell which one it takes."""
-    content = checkpoints.read_safely(path)
+    content = checkpoints.read_safely(path)  # Lightning 2.5 would load anything: it gets nothing but plain values
     checkpoints.require_checkpoint(path, content)
     checkpoints.require_same_model(path, content["state_dict"], run.model.state_dict())
     is_fit = run.config.task == "fit"
@@ -87,7 +85,8 @@ def take_checkpoint(run: Fit, path: Path) -> None:
         # Any one parameter does: what is compared are the settings that this kind of optimizer has.
         checkpoints.require_same_optimizer(path, content, make(run.config.optimizer)([next(run.model.parameters())]))
     if run.trainer.is_global_zero:
-        print(checkpoints.describe(path, content))
+        epoch, steps = content.get("epoch", 0) + 1, content["global_step"]
+        print(f"Checkpoint: {path} (epoch {epoch}, {steps:,} optimizer steps)")
         config: Any = OmegaConf.to_container(run.config)
         warn(checkpoints.differences(path, config, fit=is_fit))
 
@@ -96,7 +95,7 @@ def fit(run: Fit, checkpoint: Path | None) -> Metrics:
     """Train, from a checkpoint if there is one; then test the best weights."""
     memory = run.config.device_memory
     with nullcontext() if memory is None else planned_device(memory):
-        safely(run.trainer.fit)(run.model, datamodule=run.data, ckpt_path=checkpoint)
+        run.trainer.fit(run.model, datamodule=run.data, ckpt_path=checkpoint)
     tell_if_complete(run)
     if run.config.dry_run:
         return {}
@@ -129,13 +128,13 @@ def tell_if_complete(run: Fit) -> None:
 
 def validate(run: Fit, checkpoint: Path | None) -> Metrics:
     """Measure on the validation set."""
-    safely(run.trainer.validate)(run.model, datamodule=run.data, ckpt_path=checkpoint, verbose=False)
+    run.trainer.validate(run.model, datamodule=run.data, ckpt_path=checkpoint, verbose=False)
     return measured(run)
 
 
 def test(run: Fit, checkpoint: Path | None) -> Metrics:
     """Measure on the test set, with a report per class."""
-    safely(run.trainer.test)(run.model, datamodule=run.data, ckpt_path=checkpoint, verbose=False)
+    run.trainer.test(run.model, datamodule=run.data, ckpt_path=checkpoint, verbose=False)
     metrics = measured(run)
     confusion = getattr(run.model, "confusion", None)
     if confusion:
@@ -155,7 +154,7 @@ def predict(run: Fit, checkpoint: Path | None) -> Metrics:
     """Write what is predicted for every test sample to ``predictions.csv``."""
     if run.trainer.world_size > 1:
         raise UserError("task=predict runs on one device: use trainer.devices=1.")
-    batches = safely(run.trainer.predict)(run.model, datamodule=run.data, ckpt_path=checkpoint)
+    batches: Any = run.trainer.predict(run.model, datamodule=run.data, ckpt_path=checkpoint)
     save_predictions(run.folder / "predictions.csv", batches, run.data)
     return {}
 
@@ -166,16 +165,6 @@ TASKS: Mapping[str, Callable[[Fit, Path | None], Metrics]] = {
     "test": test,
     "predict": predict,
 }
-
-
-def safely(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A Trainer's method that loads tensors and plain values only.
-
-    Lightning 2.5 has no such argument; there the file has been checked when it was found.
-    """
-    if "weights_only" in inspect.signature(method).parameters:
-        return functools.partial(method, weights_only=True)
-    return method
 
 
 def measured(run: Fit) -> Metrics:
@@ -191,7 +180,7 @@ def best_checkpoint(run: Fit) -> ModelCheckpoint | None:
 
 def save_curves(run: Fit) -> None:
     """Draw the loss curves from the CSV log."""
-    figure = loss_figure(read_run(run.folder).curves) if run.trainer.is_global_zero else None
+    figure = loss_figure({"": read_run(run.folder).curves}) if run.trainer.is_global_zero else None
     if figure is not None:
         figure.savefig(run.folder / "loss_curves.png", dpi=150)
 

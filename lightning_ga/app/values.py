@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_ga.errors import UserError
-from lightning_ga.plan.budget import parse_device_memory
+from lightning_ga.plan.budget import require_bytes
 
 KNOWN = ("lightning_ga.", "lightning.pytorch.", "torch.optim.")  # classes whose keys mean what the table says
 MODELS = "lightning_ga.models."
@@ -112,7 +112,7 @@ RULES: Mapping[str, Rule] = {
     "dry_run": SWITCH,
     "test": SWITCH,
     "progress": one_of("auto", "bar", "rich", "plain", "none"),
-    "compile": Rule("true, false or a mode of torch.compile", "true", lambda v: isinstance(v, bool | str) and v != ""),
+    "compile": one_of(True, False, "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
     "precision.float32_matmul": one_of("highest", "high", "medium"),
     "paths.data_dir": FOLDER,
     "paths.output_root": FOLDER,
@@ -202,8 +202,9 @@ def check_values(config: Config) -> None:
         if isinstance(section, dict) and is_known(section):
             section.update({name: as_whole(value) for name, value in section.items()})
     for key, rule in RULES.items():
-        place, name = section_of(config, key)
-        if name in place and is_known(place) and not rule.holds(place[name]):
+        section, _, name = key.rpartition(".")
+        place = config.get(section) if section else config
+        if isinstance(place, dict) and name in place and is_known(place) and not rule.holds(place[name]):
             raise UserError(rule.sentence(key, place[name]))
     if config["dry_run"] and config["task"] != "fit":
         raise UserError(
@@ -229,19 +230,12 @@ def as_whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value > 1 and value.is_integer() else value
 
 
-def section_of(config: Config, key: str) -> tuple[Config, str]:
-    """The section that a key lies in, empty where there is none, and the key's name in it."""
-    section, _, name = key.rpartition(".")
-    place = config.get(section) if section else config
-    return (place if isinstance(place, dict) else {}), name
-
-
 def check_planned_device(config: Config) -> None:
     """Refuse to train on a device that is not here, and a plan for one that nothing makes."""
     memory = config["device_memory"]
     if memory is None:
         return
-    parse_device_memory(memory)
+    require_bytes("device_memory", memory)
     if not config["dry_run"]:
         raise UserError(
             f"device_memory={memory} plans for a device that is not here, and nothing can be trained on it: "

@@ -22,14 +22,9 @@ Transform = Callable[[Any], Tensor]
 
 
 class Labelled(NamedTuple):
-    """Images and their classes.
+    """Images and their classes."""
 
-    Attributes:
-        images: A uint8 tensor ``(images, channels, height, width)``, or paths of picture files.
-        labels: One class per image.
-    """
-
-    images: Tensor | Sequence[str]
+    images: Tensor | Sequence[str]  # uint8 ``(images, channels, height, width)``, or paths of picture files
     labels: Tensor
 
     def subset(self, indices: list[int]) -> "Labelled":
@@ -94,13 +89,10 @@ class ImageData(LightningDataModule):
         augment: Transforms of training images, e.g. from ``torchvision.transforms.v2``.
         val_fraction: Share of the training samples that is kept for validation, in the same mix of classes.
         split_seed: Seed of that choice: the split does not change with the seed of a run.
-
-    Attributes:
-        class_names: A name for each class.
     """
 
     name = "images"
-    class_names: Sequence[str] = ()
+    class_names: Sequence[str] = ()  # one for each class
 
     def __init__(
         self,

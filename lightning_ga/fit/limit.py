@@ -17,7 +17,7 @@ from lightning_ga.memory.oom import is_ambiguous_out_of_memory, is_out_of_memory
 from lightning_ga.plan.checkpoint import RunState
 from lightning_ga.plan.config import Options, Request
 from lightning_ga.plan.planned_device import current_device
-from lightning_ga.plan.records import ProbeResult, lowered, outdated
+from lightning_ga.plan.records import ProbeResult, lowered, still_holds
 from lightning_ga.probe.cache import LimitCache
 from lightning_ga.probe.fingerprint import hardware
 from lightning_ga.probe.limit import probe
@@ -180,7 +180,7 @@ class TrainingLimit:
 
     def _still_valid(self, kept: RunState | None, high: int) -> ProbeResult | None:
         """Return what the run found that wrote the checkpoint, if it still holds and is high enough."""
-        if kept is None or kept.probe is None or outdated(kept.probe, kept.probe.budget_bytes, high):
+        if kept is None or kept.probe is None or not still_holds(kept.probe, kept.probe.budget_bytes, high):
             return None
         return replace(kept.probe, source="checkpoint", steps=0, seconds=0.0)
 

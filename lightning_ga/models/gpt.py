@@ -62,17 +62,15 @@ class GPT(ReferenceModule):
         return loss
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Count the loss over the tokens of the validation set."""
+        """Count the loss over the tokens of the validation set, or of the test set."""
         self.evaluated.update(self.token_loss(batch), count_tokens(batch))
+
+    test_step = validation_step
 
     def on_validation_epoch_end(self) -> None:
         """Log ``val/loss`` and ``val/perplexity``."""
         super().on_validation_epoch_end()
         self._log_evaluated("val")
-
-    def test_step(self, batch: Batch, batch_idx: int) -> None:
-        """Count the loss over the tokens of the test set."""
-        self.evaluated.update(self.token_loss(batch), count_tokens(batch))
 
     def on_test_epoch_end(self) -> None:
         """Log ``test/loss`` and ``test/perplexity``."""
@@ -93,15 +91,7 @@ class GPT(ReferenceModule):
 
 
 class Decoder(nn.Module):
-    """Embeddings of tokens and places, blocks, and logits by the same embedding.
-
-    Args:
-        vocabulary: Number of tokens.
-        context: Most tokens of a text.
-        width: Channels of the residual stream.
-        depth: Number of blocks.
-        heads: Attention heads of a block.
-    """
+    """Embeddings of tokens and places, blocks, and logits by the same embedding; the arguments are those of ``GPT``."""
 
     def __init__(self, vocabulary: int, context: int, width: int, depth: int, heads: int) -> None:
         super().__init__()

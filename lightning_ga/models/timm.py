@@ -1,15 +1,10 @@
 """Any model of the timm library as a classifier."""
 
-import socket
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any
-from urllib.parse import urlsplit
-from urllib.request import getproxies
 
 import timm
-from huggingface_hub import constants
 from torch import nn
 
 from lightning_ga.errors import UserError
@@ -17,7 +12,7 @@ from lightning_ga.models.classifier import Classifier
 from lightning_ga.models.group_norm import to_group_norm
 from lightning_ga.models.reference import MakeOptimizer, MakeScheduler
 
-OPENS_FILES = ("checkpoint_path", "pretrained_cfg", "pretrained_cfg_overlay")
+OPENS_FILES = {"checkpoint_path", "pretrained_cfg", "pretrained_cfg_overlay"}
 
 
 class TimmClassifier(Classifier):
@@ -72,47 +67,21 @@ def build_timm(name: str, *, image_size: int = 224, pretrained: bool = False, **
         UserError: For an unknown name (with the nearest ones), or weights that cannot be fetched.
     """
     require_timm_name(name)
-    refuse_files(arguments)
+    for option in OPENS_FILES & arguments.keys():
+        raise UserError(f"{option}=… makes timm open a file that may be a pickle: use model.init_from=PATH instead.")
     config = timm.get_pretrained_cfg(name, allow_unregistered=True)
     if config is not None and config.fixed_input_size:
         arguments.setdefault("img_size", image_size)
     if not pretrained:
         return timm.create_model(name, **arguments)
     try:
-        with cache_only_without_network():
-            return timm.create_model(name, pretrained=True, **arguments)
+        return timm.create_model(name, pretrained=True, **arguments)
     except Exception as error:  # the hub raises errors of several HTTP libraries
         reason = str(error).strip().split("\n")[0] or type(error).__name__
         raise UserError(
             f"The weights for model.pretrained=true of {name!r} could not be fetched ({reason}): check the network, "
-            "or train from scratch with model.pretrained=false."
+            "set HF_HUB_OFFLINE=1 where the cache has them, or train from scratch with model.pretrained=false."
         ) from error
-
-
-def refuse_files(arguments: Mapping[str, Any]) -> None:
-    """Refuse arguments by which timm opens files that may be pickles."""
-    for name in OPENS_FILES:
-        if name in arguments:
-            raise UserError(f"{name}=… makes timm open a file that may be a pickle: use model.init_from=PATH instead.")
-
-
-@contextmanager
-def cache_only_without_network() -> Iterator[None]:
-    """Return a context in which the hub is read only from its cache, if it cannot be reached.
-
-    Its retries would take most of a minute.
-    """
-    host = urlsplit(constants.ENDPOINT).hostname
-    offline = constants.HF_HUB_OFFLINE
-    if not getproxies():
-        try:
-            socket.create_connection((host, 443), timeout=5).close()
-        except OSError:
-            constants.HF_HUB_OFFLINE = True
-    try:
-        yield
-    finally:
-        constants.HF_HUB_OFFLINE = offline
 
 
 def require_timm_name(name: str) -> None:

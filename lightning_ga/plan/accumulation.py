@@ -35,13 +35,13 @@ class AccumulationPlan:
     chunks: tuple[tuple[int, ...], ...]
 
     def __str__(self) -> str:
-        chunks = self.chunks[0]
-        if len(chunks) <= 4:
-            cut = f"micro-batches of {'+'.join(map(str, chunks))}"
-        else:
-            cut = f"{self.factor} micro-batches of at most {self.micro_batch_size}"
-        ranks = f" on each of {self.world_size} ranks" if self.world_size > 1 else ""
-        return f"effective batch {self.effective_batch_size} in {cut}{ranks}, factor {self.factor}"
+        effective, micro, factor, ranks = self.effective_batch_size, self.micro_batch_size, self.factor, self.world_size
+        if all(size == micro for rank in self.chunks for size in rank):
+            return f"effective batch {effective} = {micro} × {factor} × {ranks} (micro-batch × factor × ranks)"
+        if ranks == 1 and factor <= 4:
+            return f"effective batch {effective} = {' + '.join(map(str, self.chunks[0]))}, factor {factor}"
+        each = f" on each of {ranks} ranks" if ranks > 1 else ""
+        return f"effective batch {effective} in {factor} micro-batches of at most {micro}{each}, factor {factor}"
 
 
 def split_evenly(total: int, parts: int) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_ga.plan.units import format_bytes
+from lightning_ga.plan.units import counted, format_bytes
 
 PARAMETERS, GRADIENTS, OPTIMIZER, BATCH = "parameters", "gradients", "optimizer state", "batch"
 LOGITS, RETRIES, BEFORE = "logits and their loss", "copies kept for a retry", "alive before the step"
@@ -62,28 +62,21 @@ class Attribution:
         return REMEDIES[self.by_kind()[0][0]] if self.parts else ""
 
     def lines(self, amount: Callable[[int], str] = format_bytes) -> tuple[str, str, str]:
-        """Say where the peak is, what holds it, and the usual remedy.
-
-        Args:
-            amount: Turns bytes into text.
-        """
+        """Say where the peak is, what holds it, and the usual remedy, with bytes as text by ``amount``."""
         kinds = self.by_kind()
         large = [(kind, size) for kind, size in kinds if size >= SMALL * self.peak_bytes]
         told = [f"{kind.removesuffix(' of')} {amount(size)}{self._blocks(kind, amount)}" for kind, size in large]
         rest = sum(size for _, size in kinds) - sum(size for _, size in large)
         where = "in the optimizer's step" if self.phase == "update" else f"in the {self.phase} pass, at {self.place}"
+        peak = f"{amount(self.peak_bytes)} with {counted(self.samples, 'sample')}"
         return (
-            f"At the peak of {amount(self.peak_bytes)} with {_samples(self.samples)}, {where}, the memory is held by:",
+            f"At the peak of {peak}, {where}, the memory is held by:",
             ", ".join([*told, *([f"others {amount(rest)}"] if rest else [])]),
             f"What usually makes the largest part smaller: {self.remedy}.",
         )
 
     def sentence(self, amount: Callable[[int], str] = format_bytes) -> str:
-        """Say the same on one line, to follow an error.
-
-        Args:
-            amount: Turns bytes into text.
-        """
+        """Say the same on one line, to follow an error."""
         where, held, remedy = self.lines(amount)
         return f"{where[0].lower()}{where[1:]} {held}. {remedy}"
 
@@ -96,10 +89,6 @@ class Attribution:
         told = [f"{name} {amount(size)}" for name, size in large]
         more = [f"{len(blocks) - len(large)} more"] if len(blocks) > len(large) > 0 else []
         return f" ({', '.join([*told, *more])})" if told else ""
-
-
-def _samples(count: int) -> str:
-    return f"{count} sample{'s' * (count != 1)}"
 
 
 def kind_of(name: str) -> str:

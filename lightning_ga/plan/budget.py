@@ -31,33 +31,30 @@ def parse_budget(value: int | float | str | None, total_bytes: int | None = None
         >>> parse_budget("10GiB"), parse_budget(0.5, 8000), parse_budget("80%", 1000)
         (10737418240, 4000, 800)
     """
-    if value is None:
-        return None
+    return None if value is None else require_bytes("memory_budget", value, total_bytes)
+
+
+def require_bytes(name: str, value: object, total_bytes: int | None = None) -> int:
+    """Return an amount of memory in bytes.
+
+    Args:
+        name: What it is called in the message of an error.
+        value: Bytes, text with a unit, or a share where there is a total.
+        total_bytes: What a share refers to.
+
+    Raises:
+        UserError: If the value is none of these, or below one byte.
+
+    Examples:
+        >>> require_bytes("device_memory", "80 GB")
+        80000000000
+    """
     amount = _read_amount(value, total_bytes)
     if amount is None or amount < 1:
         share = "a fraction above 0 and up to 1, " if total_bytes is not None else ""
         raise UserError(
-            f"memory_budget={value!r} must be {share}a whole number of bytes of at least 1, or a text such as "
-            f"'10GiB' or '512 MB'{' or 80%' if total_bytes is not None else ''}."
-        )
-    return amount
-
-
-def parse_device_memory(value: object) -> int:
-    """Return the bytes of a device's memory, of which a share has no meaning.
-
-    Raises:
-        UserError: If it is neither bytes nor text with a unit.
-
-    Examples:
-        >>> parse_device_memory("80 GB")
-        80000000000
-    """
-    amount = _read_amount(value, None)
-    if amount is None or amount < 1:
-        raise UserError(
-            f"device_memory={value!r} must be a whole number of bytes of at least 1, or a text such as '16GiB' or "
-            "'80 GB'."
+            f"{name}={value!r} must be {share}a whole number of bytes of at least 1, or a text such as '10GiB' or "
+            f"'512 MB'{' or 80%' if total_bytes is not None else ''}."
         )
     return amount
 

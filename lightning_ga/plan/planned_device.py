@@ -12,7 +12,7 @@ from math import ceil
 
 from lightning_ga.errors import UserError
 from lightning_ga.plan.accumulation import AccumulationPlan
-from lightning_ga.plan.budget import parse_budget, parse_device_memory
+from lightning_ga.plan.budget import parse_budget, require_bytes
 from lightning_ga.plan.records import ProbeResult
 
 CONTEXT = 512 * 2**20  # bytes of the CUDA context and of kernels' code, which no tensor can use
@@ -117,7 +117,7 @@ def planned_device(memory: int | str, *, like_cuda: bool = True) -> Iterator[Pla
         ...     device.total_bytes
         17179869184
     """
-    device = PlannedDevice(parse_device_memory(memory), like_cuda)
+    device = PlannedDevice(require_bytes("device_memory", memory), like_cuda)
     token = _planned.set(device)
     try:
         yield device

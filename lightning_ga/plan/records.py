@@ -80,10 +80,11 @@ class ProbeResult:
     holders: Attribution | None = None
 
 
-def outdated(known: ProbeResult, budget: int, high: int) -> str | None:
-    """Return why an earlier result of the same step no longer holds; ``None`` if it does.
+def still_holds(known: ProbeResult, budget: int, high: int) -> bool:
+    """Return whether an earlier result of the same step is what a search would find now.
 
-    The free memory of a device is never twice the same to the byte: up to two percent more counts as the same.
+    It is not where its peak is above the budget, where nothing larger was asked for then, and where more memory is
+    free. That is never twice the same to the byte: up to two percent more counts as the same.
 
     Args:
         known: The earlier result.
@@ -92,19 +93,18 @@ def outdated(known: ProbeResult, budget: int, high: int) -> str | None:
 
     Examples:
         >>> found = ProbeResult(8, 1000, 900, (), 4, 0.1, "replay", curve=((8, 900), (9, 1010)))
-        >>> outdated(found, 1000, high=64), outdated(found, 800, high=64)
-        (None, 'its peak of 900 bytes is above the budget')
+        >>> still_holds(found, 1000, high=64), still_holds(found, 800, high=64)
+        (True, False)
     """
     if known.peak_bytes > budget:
-        return f"its peak of {known.peak_bytes:,} bytes is above the budget"
+        return False
     if known.limit >= high:
-        return None
+        return True
     refused = [trial.peak_bytes for trial in known.trials if not trial.fits and trial.micro_batch_size > known.limit]
     beyond = refused or [peak for samples, peak in known.curve if samples > known.limit][:1]
     if not beyond or (not refused and beyond[0] <= known.budget_bytes):
-        return "nothing larger was asked for then"
-    grown = budget >= min(beyond) and budget > _MORE * known.budget_bytes
-    return "more memory is free now" if grown else None
+        return False
+    return budget < min(beyond) or budget <= _MORE * known.budget_bytes
 
 
 def lowered(found: ProbeResult, limit: int) -> ProbeResult:

@@ -13,3 +13,13 @@ def format_bytes(count: float) -> str:
             return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
     return f"{count:.1f} TiB"
+
+
+def counted(count: int, thing: str) -> str:
+    """Return a number of things.
+
+    Examples:
+        >>> counted(1, "trial"), counted(3, "trial")
+        ('1 trial', '3 trials')
+    """
+    return f"{count} {thing}{'s' * (count != 1)}"

@@ -72,7 +72,7 @@ class Samples:
 
     def __call__(self, batch: Any) -> int:
         """Return the samples of a batch."""
-        first = next(_tensors(batch), None)
+        first = next(tensors_in(batch), None)
         if first is None:
             raise UserError(
                 f"normalize=Samples() finds no tensor in a {type(batch).__name__}: give a callable that counts."
@@ -136,12 +136,13 @@ def _pick(batch: Any, key: str | int) -> Any:
     raise UserError(f"normalize looks for {key!r} in a {type(batch).__name__}{keys}: give the right key=…") from None
 
 
-def _tensors(batch: Any) -> Iterator[Any]:
+def tensors_in(batch: Any) -> Iterator[Any]:
+    """Yield the tensors of mappings and sequences that are no plain numbers."""
     if hasattr(batch, "shape") and len(batch.shape):
         yield batch
     elif isinstance(batch, Mapping):
         for value in batch.values():
-            yield from _tensors(value)
+            yield from tensors_in(value)
     elif isinstance(batch, (list, tuple)):
         for value in batch:
-            yield from _tensors(value)
+            yield from tensors_in(value)

@@ -13,23 +13,14 @@ from lightning_ga.plan.weights import known_weight, window_scale
 
 @dataclass(frozen=True, slots=True)
 class WindowWeights:
-    """What the weights of all kinds of windows keep.
-
-    Attributes:
-        world_size: Ranks over which gradients are averaged.
-        weight: Weight of the micro-batch.
-        share: Share of the micro-batch in the next backward pass.
-        count: Samples or tokens of the micro-batch.
-        pending: The part of them that has not reached a backward pass.
-        reached: The count that has reached its backward passes in this window.
-    """
+    """What the weights of all kinds of windows keep; a count is one of samples or tokens."""
 
     world_size: int = 1
-    weight: float = 1.0
-    share: float = 1.0
-    count: float = 0.0
-    pending: float = 0.0
-    reached: float = 0.0
+    weight: float = 1.0  # of the micro-batch
+    share: float = 1.0  # of the micro-batch in the next backward pass
+    count: float = 0.0  # of the micro-batch
+    pending: float = 0.0  # of it, what has not reached a backward pass
+    reached: float = 0.0  # what has reached its backward passes in this window
 
     def weigh(self, count: float, *, window: float, factor: int, first: bool, planned: float | None = None) -> Self:
         """Weigh the next micro-batch of this rank.
@@ -69,17 +60,13 @@ class StockWindow(WindowWeights):
 class KnownWindow(WindowWeights):
     """Weights of windows whose samples are known in advance.
 
-    Attributes:
-        window: Samples of the window as planned, over all ranks.
-        seen: Samples of this rank's micro-batches so far, as planned.
-
     Examples:
         >>> KnownWindow(world_size=1).weigh(43, window=128, factor=3, first=True).weight
         1.0078125
     """
 
-    window: float = 0.0
-    seen: float = 0.0
+    window: float = 0.0  # its samples as planned, over all ranks
+    seen: float = 0.0  # samples of this rank's micro-batches so far, as planned
 
     def weigh(self, count: float, *, window: float, factor: int, first: bool, planned: float | None = None) -> Self:
         """Weigh the next micro-batch by its samples of those planned."""
@@ -110,13 +97,7 @@ class LateWindow(WindowWeights):
     A micro-batch weighs its count ÷ a reference near the mean count, and the window's gradients are
     scaled once, when its total is known. The reference is twice the largest mean of a window so far:
     hardly any weight is then above one, and half precision overflows no more often than without.
-
-    Attributes:
-        sum_over_ranks: Adds up one number over all ranks.
-        reference: The first reference; ``None`` takes it from the first micro-batch with a count above zero.
-        fixed: Whether the reference stays.
-        largest_mean: The largest mean count of a window so far.
-        any_reached: Whether a backward pass of the window has been reached.
+    Without one at the start it is taken from the first micro-batch with a count above zero.
 
     Examples:
         >>> window = LateWindow(world_size=1, reference=2, fixed=True)
@@ -130,9 +111,9 @@ class LateWindow(WindowWeights):
 
     sum_over_ranks: Callable[[float], float] = float
     reference: float | None = None
-    fixed: bool = False
-    largest_mean: float = 0.0
-    any_reached: bool = False
+    fixed: bool = False  # whether the reference stays
+    largest_mean: float = 0.0  # count of a window ÷ its micro-batches, so far
+    any_reached: bool = False  # whether a backward pass of the window has been reached
 
     def weigh(self, count: float, *, window: float, factor: int, first: bool, planned: float | None = None) -> Self:
         """Weigh the next micro-batch by its count; the window's samples are not needed.

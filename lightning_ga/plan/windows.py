@@ -122,28 +122,20 @@ class EpochPlan:
     """The micro-batches of an epoch, on every rank.
 
     Every window is cut into the same number of chunks, the accumulation factor, but for the last,
-    which has only as many as its samples need.
+    which has only as many as its samples need. That one is ``whole``, with as many chunks as the others,
+    where each rank has data of its own and does not know the last windows of other ranks.
 
-    Attributes:
-        windows: The windows of the epoch.
-        micro_batch: Most samples of a chunk.
-        factor: Chunks per rank of every window but the last.
-        world_size: Ranks that share the epoch's order.
-        whole: Whether the last window has as many chunks as the others, as where each rank has data of its
-            own and does not know the last windows of other ranks.
-        batches: Starts and ends of the recipe's batches in the epoch's order, where chunks must not cross them;
-            ``()`` where all batches but the last of a window have ``micro_batch`` samples; ``None`` where chunks
-            ignore batches. On one rank only.
-        pieces: Chunks that each of these batches is cut into.
+    On one rank chunks may be kept from crossing the recipe's batches: ``batches`` are their starts and ends in
+    the epoch's order, or ``()`` where all but the last of a window have ``micro_batch`` samples.
     """
 
     windows: Windows
-    micro_batch: int
-    factor: int
+    micro_batch: int  # most samples of a chunk
+    factor: int  # chunks per rank of every window but the last
     world_size: int
     whole: bool = False
     batches: Sequence[int] | None = None
-    pieces: int = 1
+    pieces: int = 1  # chunks that each of these batches is cut into
 
     @property
     def length(self) -> int | None:

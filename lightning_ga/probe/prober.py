@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from lightning_ga.errors import UserError
 from lightning_ga.memory.device import enforced_budget, lifted_budget
 from lightning_ga.memory.oom import is_ambiguous_out_of_memory, is_out_of_memory, release
-from lightning_ga.plan.records import ProbeResult, Trial, outdated
+from lightning_ga.plan.records import ProbeResult, Trial, still_holds
 from lightning_ga.probe.meters import Measurement, Meter
 from lightning_ga.probe.optimizers import SteppingOptimizers
 from lightning_ga.probe.peak_holders import PeakHolders
@@ -86,7 +86,7 @@ class Prober:
             high = smallest_over_ranks(high, self._agree)
             alive, budget = self._prepare()
             cautious = self._is_cautious(alive, predict_only)
-            holds = known is not None and outdated(known, budget, high) is None
+            holds = known is not None and still_holds(known, budget, high)
             if self._agree(holds) and known is not None:
                 if warm_up is not None:
                     warm_up()

@@ -82,7 +82,7 @@ def test_the_page_needs_nothing_but_itself(tmp_path):
     assert all(address.startswith("#") for address in found.addresses)
     assert not re.search(r"url\((?!#)|@import", page)
     assert "color-scheme:light dark" in page
-    assert "#000000" not in page.split("</style>")[1]
+    assert "@media(prefers-color-scheme:dark){svg{filter:invert(1) hue-rotate(180deg)}}" in page, "black on a dark page"
 
 
 def test_a_probe_of_another_version_is_left_out(tmp_path):
@@ -115,6 +115,16 @@ def test_several_runs_are_shown_side_by_side(tmp_path, monkeypatch, capsys):
     assert Path("report.html").read_text(encoding="utf-8") == page
     main([str(one)])
     assert (one / "report.html").is_file()
+
+
+def test_runs_that_left_no_curves_are_compared_without_a_picture(tmp_path):
+    """Tests alone, or runs that were ended."""
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.yaml").write_text("model: {}\n")
+    page = comparison_page([read_run(tmp_path / "one"), read_run(tmp_path / "other")])
+    assert "Nothing: the same configuration." in page
+    assert "<svg" not in page
 
 
 def test_a_folder_without_a_run_is_told(tmp_path, capsys):

@@ -34,10 +34,10 @@ def test_curves_are_read_by_step_and_drawn(tmp_path):
     log.write_text("epoch,step,train/loss,val/loss\n0,4,1.5,\n0,9,,1.0\n1,14,0.5,\n")
     curves = read_curves(log)
     assert curves == {"train/loss": [(4, 1.5), (14, 0.5)], "val/loss": [(9, 1.0)]}
-    figure = loss_figure(curves)
+    figure = loss_figure({"run": curves})
     assert figure is not None
     assert [line.get_label() for line in figure.axes[0].lines][-1] == "validation"
-    assert loss_figure({}) is None
+    assert loss_figure({"run": {}}) is None
 
 
 @pytest.mark.parametrize("source", ["probe", "cache", "checkpoint", "estimate"])

@@ -22,8 +22,8 @@ def own_experiment(text: str) -> tuple[str, ...]:
     [
         ("data:\n  batch_size: 7\n", "does not begin with the line '# @package _global_'"),
         ("# @package _global_\ntrainr:\n  max_epochs: 1\n", "sets trainr, which nothing reads; did you mean trainer?"),
-        ("# @package _global_\ndata:\n  batch_size: [1\n", "small.yaml', line 4, column 1 is no valid YAML"),
-        ("# @package _global_\ndata:\n\tbatch_size: 1\n", "small.yaml', line 3, column 1 is no valid YAML"),
+        ("# @package _global_\ndata:\n  batch_size: [1\n", 'small.yaml", line 4, column 1'),
+        ("# @package _global_\ndata:\n\tbatch_size: 1\n", 'small.yaml", line 3, column 1'),
         ("# @package _global_\ntrainer:\n  max_epoch: 1\n", "unexpected keyword argument 'max_epoch'"),
         ("# @package _global_\npaths:\n  output: x\n", "sets paths.output, which nothing reads"),
         ("# @package _global_\nallow_targets: [os]\n", "allow_targets=os stands in a configuration file"),

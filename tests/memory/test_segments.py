@@ -16,7 +16,7 @@ from lightning_ga.memory.segment_replay import replay_segments
 from lightning_ga.memory.segment_rules import KIB, MIB, SegmentRules
 from lightning_ga.memory.segments import Segments
 from lightning_ga.memory.trace import MemoryTrace, Segment
-from lightning_ga.plan.records import ProbeResult, Trial, outdated
+from lightning_ga.plan.records import ProbeResult, Trial, still_holds
 from lightning_ga.probe.search import Search, trace_sizes
 
 Action = tuple[int, int]  # a size to allocate and which of the blocks held to release; one of them is 0
@@ -215,7 +215,7 @@ def test_a_search_foresees_what_will_be_reserved(budget_mib: int) -> None:
             search.limit, budget, 1, tuple(trials), len(trials), 0.1, search.method, curve=search.curve(search.limit)
         )
         if rules is not None:
-            assert outdated(found, budget, high=100_000) is None  # a cache is of use
+            assert still_holds(found, budget, high=100_000)  # a cache is of use
             assert all(trial.fits for trial in trials)
             assert len(trials) <= 4
             assert search.method == "replay"

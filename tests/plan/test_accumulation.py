@@ -127,10 +127,14 @@ def test_what_cannot_be_planned_is_refused_with_the_way_out(arguments: tuple[int
 
 
 def test_a_plan_reads_as_a_sentence_and_cannot_be_changed() -> None:
-    """Few chunks are spelt out, many are counted, ranks are named only where there are several."""
-    assert str(plan_accumulation(7, micro_batch=3)) == "effective batch 7 in micro-batches of 3+2+2, factor 3"
+    """Equal chunks are a product, a few others a sum; many are counted, and ranks named where there are several."""
+    assert str(plan_accumulation(7, micro_batch=3)) == "effective batch 7 = 3 + 2 + 2, factor 3"
     assert str(plan_accumulation(20, micro_batch=2, world_size=2)) == (
-        "effective batch 20 in 5 micro-batches of at most 2 on each of 2 ranks, factor 5"
+        "effective batch 20 = 2 × 5 × 2 (micro-batch × factor × ranks)"
     )
+    assert str(plan_accumulation(19, micro_batch=2, world_size=2)) == (
+        "effective batch 19 in 5 micro-batches of at most 2 on each of 2 ranks, factor 5"
+    )
+    assert str(plan_accumulation(9, micro_batch=2)) == "effective batch 9 in 5 micro-batches of at most 2, factor 5"
     with pytest.raises(AttributeError):
         AccumulationPlan(1, 1, 1, 1, ((1,),)).factor = 2  # type: ignore[misc]

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_ga.errors import UserError
-from lightning_ga.plan.budget import parse_budget, parse_device_memory, sufficient, written_like
+from lightning_ga.plan.budget import parse_budget, require_bytes, sufficient, written_like
 
 
 @pytest.mark.parametrize(
@@ -55,8 +55,8 @@ def test_a_share_needs_a_device(value: float | str) -> None:
 @pytest.mark.parametrize("wrong", ["much", "", 0, -1, 0.5, True, "80%", None, [16]])
 def test_a_memory_that_cannot_be_read_is_refused(wrong: object):
     """A share has no meaning: there is no device to take it of."""
-    with pytest.raises(UserError, match=r"device_memory=.+ must be a whole number of bytes .*'16GiB'"):
-        parse_device_memory(wrong)
+    with pytest.raises(UserError, match=r"device_memory=.+ must be a whole number of bytes .*'10GiB'"):
+        require_bytes("device_memory", wrong)
 
 
 @given(st.sampled_from([7, "20MiB", "512 MB", " 1.5 gib ", "100", "10%", 0.5]), st.integers(1, 10**13))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from streams import CONSTANT_OR_GROWING, SQUARES, UNFORESEEN, FakeDevice, Size, linear, streams
 
 from lightning_ga.memory.trace import MemoryTrace, canonical
-from lightning_ga.plan.records import ProbeResult, Trial, lowered, outdated
+from lightning_ga.plan.records import ProbeResult, Trial, lowered, still_holds
 from lightning_ga.probe.search import MOST_TRIALS, Search, affordable_samples, trace_sizes
 
 
@@ -306,32 +306,33 @@ def test_the_curve_is_predicted_beyond_the_limit() -> None:
 
 
 @pytest.mark.parametrize(
-    ("budget", "high", "reason"),
+    ("budget", "high", "holds"),
     [
-        pytest.param(1005, 512, None, id="the same"),
-        pytest.param(1009, 512, None, id="a little more, not enough for one sample"),
-        pytest.param(1025, 512, None, id="two percent more"),
-        pytest.param(1030, 512, "more memory is free now", id="more"),
-        pytest.param(999, 512, "its peak of 1,000 bytes is above the budget", id="less"),
-        pytest.param(5000, 60, None, id="more than is asked for"),
+        pytest.param(1005, 512, True, id="the same"),
+        pytest.param(1009, 512, True, id="a little more, not enough for one sample"),
+        pytest.param(1025, 512, True, id="two percent more"),
+        pytest.param(1030, 512, False, id="more"),
+        pytest.param(999, 512, False, id="less"),
+        pytest.param(5000, 60, True, id="more than is asked for"),
     ],
 )
-def test_an_earlier_result_holds_while_its_limit_does(budget: int, high: int, reason: str | None) -> None:
+def test_an_earlier_result_holds_while_its_limit_does(budget: int, high: int, holds: bool) -> None:
     device = FakeDevice(linear(100, 10), 1005)
     search = run(device, Search(high=512, budget=1005))
     found = ProbeResult(90, 1005, 1000, (), 3, 0.0, search.method, curve=search.curve(90))
-    assert outdated(found, budget, high) == reason
+    assert still_holds(found, budget, high) == holds
     refused = replace(found, curve=(), trials=(Trial(91, 1010, False, 0.0),))
-    assert outdated(refused, budget, high) == reason
+    assert still_holds(refused, budget, high) == holds
 
 
 def test_a_curve_that_falls_again_beyond_the_limit_was_searched() -> None:
     """What an allocator reserves may: one sample more does not fit, two more would."""
     found = ProbeResult(90, 1005, 1000, (), 3, 0.0, "replay", curve=((90, 1000), (91, 1010), (92, 1004)))
-    assert outdated(found, 1005, 512) is None
+    assert still_holds(found, 1005, 512)
     refused = replace(found, curve=((90, 1000), (91, 1004)), trials=(Trial(92, 1006, False, 0.0),))
-    assert outdated(refused, 1005, 512) is None, "a trial failed in spite of the prediction"
-    assert outdated(found, 1100, 512) == outdated(refused, 1100, 512) == "more memory is free now"
+    assert still_holds(refused, 1005, 512), "a trial failed in spite of the prediction"
+    assert not still_holds(found, 1100, 512), "more memory is free now"
+    assert not still_holds(refused, 1100, 512)
 
 
 def test_a_result_is_lowered_where_training_proved_it_wrong() -> None:
@@ -342,15 +343,15 @@ def test_a_result_is_lowered_where_training_proved_it_wrong() -> None:
     lower = lowered(found, 45)
     assert lower.limit == 45
     assert 550 <= lower.peak_bytes <= 590
-    assert outdated(lower, 1005, 512) is None
-    assert outdated(lower, 2000, 512) == "more memory is free now"
+    assert still_holds(lower, 1005, 512)
+    assert not still_holds(lower, 2000, 512), "more memory is free now"
     assert lowered(lower, 20).limit == 20
 
 
 def test_a_result_that_was_bounded_by_what_was_asked_for_says_nothing_about_more() -> None:
     bounded = ProbeResult(64, 1005, 740, (Trial(64, 740, True, 0.0),), 3, 0.0, "replay", curve=((64, 740), (80, 900)))
-    assert outdated(bounded, 1005, 64) is None
-    assert outdated(bounded, 1005, 65) == "nothing larger was asked for then"
+    assert still_holds(bounded, 1005, 64)
+    assert not still_holds(bounded, 1005, 65), "nothing larger was asked for then"
 
 
 def test_predict_only_without_alignment_stays_far_below_the_budget() -> None:
