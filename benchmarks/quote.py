@@ -7,7 +7,19 @@ import re
 import sys
 from pathlib import Path
 
-from benchmarks import allocator, batch_norm, chaos, fidelity, idle, overhead, planning, probe, sampler, training
+from benchmarks import (
+    allocator,
+    batch_norm,
+    chaos,
+    fidelity,
+    idle,
+    overhead,
+    planning,
+    probe,
+    sampler,
+    startup,
+    training,
+)
 from benchmarks.output import read_json
 
 TEXTS = {
@@ -20,6 +32,7 @@ TEXTS = {
     "planning": planning.text,
     "probe": probe.text,
     "sampler": sampler.text,
+    "startup": startup.text,
     "training": training.text,
 }
 PAGES = tuple(sorted((Path(__file__).parents[1] / "docs" / "results").glob("*.md")))
