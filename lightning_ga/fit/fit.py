@@ -21,7 +21,7 @@ from lightning_ga.fit.exactness_check import both, rounding
 from lightning_ga.fit.limit import TrainingLimit
 from lightning_ga.fit.oom_handler import OomHandler, OomReporter
 from lightning_ga.fit.progress import Progress
-from lightning_ga.fit.verify import SAMPLES, measure_exactness
+from lightning_ga.fit.verify import CONSIDERED, SAMPLES, measure_exactness
 from lightning_ga.fit.window_gradients import WindowGradients
 from lightning_ga.fit.window_watch import WindowWatch
 from lightning_ga.loading.prebatched import PrebatchedSource
@@ -370,7 +370,8 @@ class Fit:
             verdicts = measure_exactness(
                 self.trainer,
                 source.user_loader,
-                source.sample_indices(epoch)[: SAMPLES if source.keeps_groups else None],
+                source.first_samples(epoch),
+                considered=SAMPLES if source.keeps_groups else CONSIDERED,
                 reader=self.oom_handler.reader(),
                 count=self.options.normalize if callable(self.options.normalize) else None,
                 limit=limit,

@@ -23,6 +23,7 @@ from lightning_ga.loading.largest_samples import ScanOrder
 from lightning_ga.loading.peekable import peekable_stream
 from lightning_ga.loading.reader import check_proportion, largest_extent, length_of_first
 from lightning_ga.loading.recipe_batches import SourceSettings
+from lightning_ga.loading.samples import FirstSamples
 from lightning_ga.loading.stateful import keeps_place
 from lightning_ga.loading.training_source import TrainingSource
 
@@ -70,7 +71,7 @@ class PrebatchedSource(TrainingSource):
         self.cut_in_step = self.may_drop = True
         self.keeps_place = all(map(keeps_place, self.loaders))
         collated = all(map(is_collated, self.loaders))
-        ready_made = ReadyMadeBatches(self._looked_at)
+        ready_made = ReadyMadeBatches(self._first_batches)
         self.batch_source = CollatedBatches(self.loaders, self._combine) if collated else ready_made
         sizes = [_batch_size(part) for part in self.loaders]
         self.sizes = [size for size in sizes if size is not None] if None not in sizes else []
@@ -102,13 +103,9 @@ class PrebatchedSource(TrainingSource):
         """Return the most samples that a batch can hold, as far as the first one shows."""
         return recipe_batch if self._samples_of_item > 1 else self._largest
 
-    def looks(self, epoch: int) -> ScanOrder:
-        """Return the scan order over the samples of the first batch."""
-        return ScanOrder(range(self._samples_of_item), self._samples_of_item)
-
-    def sample_indices(self, epoch: int, most: int = 64) -> list[int]:
-        """Return indices of samples of the first batch."""
-        return list(range(min(most, self._samples_of_item)))
+    def _look(self, epoch: int) -> tuple[ScanOrder, FirstSamples]:
+        looks = ScanOrder(self.user_loader, range(self._samples_of_item), self._samples_of_item)
+        return looks, looks.first
 
     def _samples_of(self, first: Sequence[Any]) -> int | None:
         """Return the samples of the first batch, if there is one; ``None`` where these cannot be counted."""
@@ -124,7 +121,7 @@ class PrebatchedSource(TrainingSource):
         """The layout of batches before any hook."""
         return self.batch_source.layout(lambda batch: batch)
 
-    def _looked_at(self) -> list[Any]:
+    def _first_batches(self) -> list[Any]:
         """Return the first batches, and the last where it can be had, as it may be of another size."""
         batches = self._stream.peek(_PEEKED)
         if len(self.loaders) != 1:

@@ -1,6 +1,7 @@
 """Read and collate samples of the user's loader outside training, which goes on as if none had been read."""
 
 import copy
+import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sized
 from contextlib import closing, contextmanager
 from functools import partial
@@ -17,11 +18,57 @@ from lightning_ga.loading.stateful import keeps_place
 from lightning_ga.memory.live_tensors import uncounted
 from lightning_ga.snapshot.contents import ObjectState, contained, reachable
 
+GOLDEN = (5**0.5 - 1) / 2  # multiples of it, less their whole part, are spread irregularly and evenly
+
 
 def collect_samples(loader: "DataLoader[Any]", indices: list[Any]) -> list[Any]:
     """Return the samples of some indices, not collated."""
     with closing(fetch(loader, [indices], list)) as found:
         return list(next(found, []))
+
+
+class FirstSamples:
+    """The samples that are looked at before training: read once for all who ask, as data workers take time to start.
+
+    Args:
+        loader: The user's loader.
+        indices: Their indices; ``None`` each for a stream, which is read from its start.
+    """
+
+    def __init__(self, loader: "DataLoader[Any]", indices: list[Any]) -> None:
+        self._loader, self._indices = loader, indices
+        self._found: list[Any] = []
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def read(self, least: int | None = None, *, most: int | None = None, seconds: float = 0.0) -> list[Any]:
+        """Return the first samples.
+
+        Args:
+            least: At least so many, if there are; all by default.
+            most: As many as some seconds allow, up to this.
+            seconds: Time for those beyond ``least``.
+        """
+        least = len(self) if least is None else least
+        most = least if most is None else most
+        if len(self._found) < min(most, len(self)):
+            self._read_on(least, most, seconds)
+        return self._found[:most]
+
+    @uncounted()  # samples lie on the host
+    def _read_on(self, least: int, most: int, seconds: float) -> None:
+        started = time.monotonic()
+        if isinstance(self._loader.dataset, IterableDataset):
+            self._found = []
+        known = len(self._found)
+        at_once, singly = self._indices[known:least], self._indices[max(known, least) : most]
+        lists = [indices for indices in (at_once, *([index] for index in singly)) if indices]
+        with closing(fetch(self._loader, lists, list)) as reads:
+            for samples in reads:
+                self._found += samples
+                if len(self._found) >= least and time.monotonic() - started > seconds:
+                    break
 
 
 def fetch(

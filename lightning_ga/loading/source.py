@@ -5,13 +5,15 @@ from typing import Any
 
 from torch.utils.data import DataLoader, RandomSampler, WeightedRandomSampler, default_collate
 
-from lightning_ga.loading.batch_source import CollatedBatches, spread
+from lightning_ga.loading.batch_source import LOOKED_AT, CollatedBatches
 from lightning_ga.loading.largest_samples import ScanOrder
 from lightning_ga.loading.reader import CollatedAgain
 from lightning_ga.loading.recipe_batches import SourceSettings
-from lightning_ga.loading.sampler import FromSampler, Sequential, Shuffled, Stream
-from lightning_ga.loading.samples import collect_samples, peekable
+from lightning_ga.loading.sampler import FromBatches, FromSampler, Sequential, Shuffled, Stream
+from lightning_ga.loading.samples import FirstSamples, collect_samples, peekable
 from lightning_ga.loading.training_source import TrainingSource
+
+_OF_GROUPS = 64  # samples of the first batches, where a batch sampler decides which are together
 
 
 class MicroBatchSource(TrainingSource):
@@ -22,14 +24,15 @@ class MicroBatchSource(TrainingSource):
         super().__init__(loader, settings, generator=getattr(loader, "generator", None))
         self.keeps_place = not self.streams  # streams are read from their start
         self.may_drop = loader.collate_fn is not default_collate
-        self.batch_source = CollatedBatches([loader], indices=lambda _: self.sample_indices(self.sampler.epoch, most=8))
+        self.batch_source = CollatedBatches(
+            [loader], samples=lambda _: self.first_samples(self.sampler.epoch).read(LOOKED_AT)
+        )
 
-    def sample_indices(self, epoch: int, most: int = 64) -> list[Any]:
-        """Return indices of some samples from all over the dataset."""
-        order = self._recipe.order
-        if isinstance(order, (Sequential, Shuffled)):
-            return spread(order.size, most)
-        return list(order.draw(epoch, self.sampler.seed)[0:most])
+    def _look(self, epoch: int) -> tuple[ScanOrder, FirstSamples]:
+        looks, order = self._scan_order(epoch), self._recipe.order
+        if not isinstance(order, FromBatches):
+            return looks, looks.first
+        return looks, FirstSamples(self._items, list(order.draw(epoch, self.sampler.seed)[:_OF_GROUPS]))
 
     def samples_at(self, index: int) -> CollatedAgain | None:
         """Return the samples of the ``index``-th micro-batch, fetched again; ``None`` of a stream."""
@@ -37,11 +40,10 @@ class MicroBatchSource(TrainingSource):
             return None
         return CollatedAgain(self._items, collect_samples(self._items, self.sampler.indices(index)))
 
-    def looks(self, epoch: int) -> ScanOrder:
-        """Return the order in which all samples are scanned that training may meet, as far as these are known."""
+    def _scan_order(self, epoch: int) -> ScanOrder:
         order, total = self._recipe.order, self.total(epoch)
         if isinstance(order, Stream):
-            return ScanOrder(None, order.size)
+            return ScanOrder(self._items, None, order.size)
         sampler = order.sampler if isinstance(order, FromSampler) else None
         if isinstance(order, Sequential):
             met: Sequence[Any] = range(order.size if total is None else total)
@@ -53,4 +55,4 @@ class MicroBatchSource(TrainingSource):
             met = sampler.weights.nonzero().flatten().tolist()
         else:
             met = order.draw(epoch, self.sampler.seed)
-        return ScanOrder(met, len(met))
+        return ScanOrder(self._items, met, len(met))

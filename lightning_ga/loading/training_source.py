@@ -16,6 +16,7 @@ from lightning_ga.loading.reader import CollatedAgain
 from lightning_ga.loading.rebatch import rebatch
 from lightning_ga.loading.recipe_batches import RecipeBatches, SourceSettings
 from lightning_ga.loading.sampler import FromBatches, Stream, WindowBatchSampler, draws_a_seed
+from lightning_ga.loading.samples import FirstSamples
 from lightning_ga.plan.accumulation import AccumulationPlan, in_groups, plan_accumulation
 from lightning_ga.plan.windows import Chunk, EpochPlan, GivenWindows, Windows
 
@@ -80,6 +81,7 @@ class TrainingSource:
         self._done_after = -1, 0  # a micro-batch, and the batches of the recipe after it
         self._epoch_end: int | None = None  # items after which all its batches are done
         self.epoch_batches: int | None = None
+        self._looks: tuple[int, tuple[ScanOrder, FirstSamples]] | None = None
 
     @property
     def user_loader(self) -> "DataLoader[Any]":
@@ -91,11 +93,20 @@ class TrainingSource:
         return self._items
 
     def looks(self, epoch: int) -> ScanOrder:
-        """Return the order in which samples are scanned for the largest."""
-        raise NotImplementedError
+        """Return the order in which all samples are scanned that training may meet, as far as these are known."""
+        return self._looked_at(epoch)[0]
 
-    def sample_indices(self, epoch: int, most: int = 64) -> list[Any]:
-        """Return indices of some samples from all over the dataset."""
+    def first_samples(self, epoch: int) -> FirstSamples:
+        """Return some samples that batches may be made of."""
+        return self._looked_at(epoch)[1]
+
+    def _looked_at(self, epoch: int) -> tuple[ScanOrder, FirstSamples]:
+        """Return what is looked at before training, the same until an epoch is arranged: samples read are kept."""
+        if self._looks is None or self._looks[0] != epoch:
+            self._looks = epoch, self._look(epoch)
+        return self._looks[1]
+
+    def _look(self, epoch: int) -> tuple[ScanOrder, FirstSamples]:
         raise NotImplementedError
 
     def samples_at(self, index: int) -> CollatedAgain | None:
@@ -153,6 +164,7 @@ class TrainingSource:
         plan, epoch_plan = self._cut(windows, epoch, effective, micro_batch // each)
         self.sampler.arrange(epoch, epoch_plan, enabled=enabled)
         self._note_end(windows, self._recipe.total(epoch))
+        self._looks = None
         if self.loader is None:
             sized = self.length is not None
             self.loader = rebatch(self._items, self.sampler, sized=sized, shuffle=self._settings.shuffle)
