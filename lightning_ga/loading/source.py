@@ -54,5 +54,6 @@ class MicroBatchSource(TrainingSource):
         elif type(sampler) is WeightedRandomSampler:
             met = sampler.weights.nonzero().flatten().tolist()
         else:
+            assert isinstance(order, (FromSampler, FromBatches))
             met = order.draw(epoch, self.sampler.seed)
         return ScanOrder(self._items, met, len(met))

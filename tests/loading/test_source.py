@@ -441,6 +441,14 @@ def test_nothing_is_fetched_before_the_micro_batch_is_known() -> None:
     assert (len(list(feed.loader)), len(feed.loader)) == (10, 10)
 
 
+def test_indices_are_whole_numbers_of_python() -> None:
+    """Which datasets may look up in dictionaries."""
+    for shuffle in (False, True):
+        (feed,) = feeds(lambda rank, shuffle=shuffle: DataLoader(Numbers(30), 4, shuffle=shuffle), 1)
+        feed.arrange(0, None, 3)
+        assert all(type(index) is int for batch in feed.sampler for index in batch)
+
+
 def test_drop_last_drops_the_ragged_window() -> None:
     """Not the ragged batch: three windows of eight of the thirty samples. One that drops all is refused."""
     (feed,) = feeds(lambda rank: DataLoader(Numbers(30), 4, drop_last=True), 1, 2)
