@@ -1,6 +1,6 @@
 """Read the layout of a loader's batches off what is known of them: its samples, or some of its batches."""
 
-from collections.abc import Callable, Iterable, Sequence, Sized
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_ga.batch.layout import WAY_OUT, Layout, LayoutError, SampleAxis, Samples, read_layout, uncuttable
 from lightning_ga.batch.ready_made import read_ready_made
 from lightning_ga.batch.sizes import leaves
+from lightning_ga.loading.peekable import length_of
 from lightning_ga.loading.samples import GOLDEN, collate_samples, collect_samples
 from lightning_ga.memory.oom import is_out_of_memory
 
@@ -21,16 +22,11 @@ _KINDS = 3  # of these, of different shapes if there are any, are collated
 
 @dataclass(frozen=True, slots=True)
 class CollatedBatches:
-    """Batches of DataLoaders, whose samples are at hand.
+    """Batches of DataLoaders, whose samples are at hand."""
 
-    Attributes:
-        loaders: The loaders that a batch comes from.
-        combine: Makes one batch out of those of all loaders.
-        samples: Returns some samples from all over a loader's dataset.
-    """
-
-    loaders: Sequence["DataLoader[Any]"]
-    combine: Callable[[list[Any]], Any] = lambda batches: batches[0]
+    loaders: Sequence["DataLoader[Any]"]  # that a batch comes from
+    combine: Callable[[list[Any]], Any] = lambda batches: batches[0]  # makes one batch out of those of all loaders
+    # Returns some samples from all over a loader's dataset.
     samples: Callable[["DataLoader[Any]"], list[Any]] = lambda loader: collect_samples(loader, indices_of(loader))
 
     def layout(self, prepare: Prepare) -> Layout:
@@ -116,9 +112,9 @@ def indices_of(loader: "DataLoader[Any]") -> list[Any]:
     """
     if isinstance(loader.dataset, IterableDataset):
         return [None] * LOOKED_AT
-    if not isinstance(loader.dataset, Sized):
+    size = length_of(loader.dataset)
+    if size is None:
         return list(next(iter(loader.batch_sampler or ()), ()))[:LOOKED_AT]
-    size = len(loader.dataset)
     if size <= LOOKED_AT:
         return list(range(size))
     return [int(number * GOLDEN * size) % size for number in range(LOOKED_AT)]

@@ -20,7 +20,7 @@ from lightning_ga.batch.split import SplitBatch, gather, split_by_hook
 from lightning_ga.errors import UserError
 from lightning_ga.loading.batch_source import CollatedBatches, ReadyMadeBatches, is_collated
 from lightning_ga.loading.largest_samples import ScanOrder
-from lightning_ga.loading.peekable import peekable_stream
+from lightning_ga.loading.peekable import PeekableStream, length_of
 from lightning_ga.loading.reader import check_proportion, largest_extent, length_of_first
 from lightning_ga.loading.recipe_batches import SourceSettings
 from lightning_ga.loading.samples import FirstSamples
@@ -32,19 +32,12 @@ _PEEKED = 2  # batches that are read ahead, as two may differ in size
 
 @dataclass(frozen=True, slots=True)
 class Batches:
-    """Training data as a fit loop would read them.
+    """Training data as a fit loop would read them."""
 
-    Attributes:
-        loaders: The loaders that a batch comes from.
-        combine: Makes one batch out of those of all loaders.
-        start: Starts them anew and yields batches.
-        length: How many there are on this rank; ``None`` if that is not known.
-    """
-
-    loaders: Sequence[Any]
-    combine: Callable[[list[Any]], Any]
-    start: Callable[[], Iterator[Any]]
-    length: int | None
+    loaders: Sequence[Any]  # that a batch comes from
+    combine: Callable[[list[Any]], Any]  # makes one batch out of those of all loaders
+    start: Callable[[], Iterator[Any]]  # starts them anew and yields batches
+    length: int | None  # batches on this rank; None if that is not known
 
 
 class PrebatchedSource(TrainingSource):
@@ -57,14 +50,10 @@ class PrebatchedSource(TrainingSource):
         batches: The training data.
         settings: How the Trainer reads its data.
         hook: The module's own ``split_batch``, if it has one.
-
-    Attributes:
-        loaders: The loaders that a batch comes from.
-        sizes: Samples that each loader gives to a batch; empty where a loader has no batch size.
     """
 
     def __init__(self, batches: Batches, settings: SourceSettings, *, hook: SplitBatch | None = None) -> None:
-        self._stream = peekable_stream(batches.start, batches.length)
+        self._stream = PeekableStream(batches.start, batches.length)
         items = DataLoader(self._stream, batch_size=1, collate_fn=itemgetter(0))
         super().__init__(items, settings, generator=torch.Generator())
         self._hook, self._combine, self.loaders = hook, batches.combine, batches.loaders
@@ -74,6 +63,7 @@ class PrebatchedSource(TrainingSource):
         ready_made = ReadyMadeBatches(self._first_batches)
         self.batch_source = CollatedBatches(self.loaders, self._combine) if collated else ready_made
         sizes = [_batch_size(part) for part in self.loaders]
+        # Samples that each loader gives to a batch; none where a loader has no batch size.
         self.sizes = [size for size in sizes if size is not None] if None not in sizes else []
         first = [] if self.sizes else self._stream.peek(1)
         samples = gcd(*self.sizes) if self.sizes else self._samples_of(first)
@@ -150,10 +140,8 @@ def _batch_size(loader: Any) -> int | None:
     """Return the samples of a DataLoader's batches but the last; ``None`` where they are not known."""
     if not is_collated(loader) or loader.batch_size is None:
         return None
-    try:
-        return min(loader.batch_size, len(loader.dataset)) or None
-    except TypeError:  # a stream may have no length
-        return int(loader.batch_size)
+    length = length_of(loader.dataset)
+    return int(loader.batch_size) if length is None else min(loader.batch_size, length) or None
 
 
 class _FirstSamples:

@@ -2,7 +2,7 @@
 
 import copy
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Sized
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing, contextmanager
 from functools import partial
 from typing import Any
@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from lightning_ga.errors import UserError
-from lightning_ga.loading.peekable import PeekableStream, peekable_stream
+from lightning_ga.loading.peekable import PeekableStream, length_of
 from lightning_ga.loading.rebatch import copy_loader
 from lightning_ga.loading.sampler import seeded
 from lightning_ga.loading.stateful import keeps_place
@@ -152,8 +152,7 @@ def peekable(loader: Any) -> Any:
     except Exception:  # whatever a dataset may hold
         if isinstance(dataset, Iterator):
             return loader
-        length = len(dataset) if isinstance(dataset, Sized) else None
-        return copy_loader(loader, dataset=peekable_stream(partial(iter, dataset), length, dataset))
+        return copy_loader(loader, dataset=PeekableStream(partial(iter, dataset), length_of(dataset), dataset))
     return loader
 
 
