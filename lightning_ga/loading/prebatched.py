@@ -77,7 +77,7 @@ class PrebatchedSource(TrainingSource):
         if self._hook is None:
             check_proportion(self._samples_of_item, self.sizes)
         (batch, *_) = self._stream.peek(1) or [None]
-        collate = _FirstSamples(batch, self._raw_layout if self._hook is None else None, self._hook)
+        collate = _OfFirstBatch(batch, self._raw_layout if self._hook is None else None, self._hook)
         numbers: Any = range(max(collate.samples, self._samples_of_item))
         return DataLoader(numbers, batch_size=collate.samples, collate_fn=collate)
 
@@ -144,7 +144,7 @@ def _batch_size(loader: Any) -> int | None:
     return int(loader.batch_size) if length is None else min(loader.batch_size, length) or None
 
 
-class _FirstSamples:
+class _OfFirstBatch:
     """Collates the first samples of one batch, whichever are asked for, by its layout or the module's own hook."""
 
     def __init__(self, batch: Any, layout: Layout | None, hook: SplitBatch | None) -> None:
