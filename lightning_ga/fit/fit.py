@@ -370,7 +370,7 @@ class Fit:
             verdicts = measure_exactness(
                 self.trainer,
                 source.user_loader,
-                source.first_samples(epoch),
+                source.looks(epoch).some,
                 considered=SAMPLES if source.keeps_groups else CONSIDERED,
                 reader=self.oom_handler.reader(),
                 count=self.options.normalize if callable(self.options.normalize) else None,

@@ -36,9 +36,11 @@ class ScanOrder:
         loader: The user's loader.
         indices: Of all samples that training may use; ``None`` for a stream, read from its start.
         total: How many samples there are; ``None`` if that is not known.
+        together: Of samples that batches may be made of, where not any will do.
 
     Attributes:
         first: The samples of the first scan.
+        some: Samples that batches may be made of; the same if any will do.
 
     Examples:
         >>> looks = ScanOrder(DataLoader(range(200)), range(200), total=200)
@@ -46,11 +48,18 @@ class ScanOrder:
         ([0, 128, 50, 178], 199, [3, 2, 1])
     """
 
-    def __init__(self, loader: "DataLoader[Any]", indices: Sequence[Any] | None, total: int | None) -> None:
+    def __init__(
+        self,
+        loader: "DataLoader[Any]",
+        indices: Sequence[Any] | None,
+        total: int | None,
+        together: Sequence[Any] | None = None,
+    ) -> None:
         self.total = total
         self._indices = indices
         self._stride = 1 if indices is None else max(1, -(-len(indices) // SAMPLES_AT_ONCE))
         self.first = FirstSamples(loader, self._first())
+        self.some = self.first if together is None else FirstSamples(loader, list(together))
 
     @property
     def streams(self) -> bool:

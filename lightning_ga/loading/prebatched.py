@@ -23,7 +23,6 @@ from lightning_ga.loading.largest_samples import ScanOrder
 from lightning_ga.loading.peekable import PeekableStream, length_of
 from lightning_ga.loading.reader import check_proportion, largest_extent, length_of_first
 from lightning_ga.loading.recipe_batches import SourceSettings
-from lightning_ga.loading.samples import FirstSamples
 from lightning_ga.loading.stateful import keeps_place
 from lightning_ga.loading.training_source import TrainingSource
 
@@ -93,9 +92,8 @@ class PrebatchedSource(TrainingSource):
         """Return the most samples that a batch can hold, as far as the first one shows."""
         return recipe_batch if self._samples_of_item > 1 else self._largest
 
-    def _look(self, epoch: int) -> tuple[ScanOrder, FirstSamples]:
-        looks = ScanOrder(self.user_loader, range(self._samples_of_item), self._samples_of_item)
-        return looks, looks.first
+    def _scan_order(self, epoch: int) -> ScanOrder:
+        return ScanOrder(self.user_loader, range(self._samples_of_item), self._samples_of_item)
 
     def _samples_of(self, first: Sequence[Any]) -> int | None:
         """Return the samples of the first batch, if there is one; ``None`` where these cannot be counted."""

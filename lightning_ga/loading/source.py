@@ -10,10 +10,10 @@ from lightning_ga.loading.largest_samples import ScanOrder
 from lightning_ga.loading.reader import CollatedAgain
 from lightning_ga.loading.recipe_batches import SourceSettings
 from lightning_ga.loading.sampler import FromBatches, FromSampler, Sequential, Shuffled, Stream
-from lightning_ga.loading.samples import FirstSamples, collect_samples, peekable
+from lightning_ga.loading.samples import collect_samples, peekable
 from lightning_ga.loading.training_source import TrainingSource
 
-_OF_GROUPS = 64  # samples of the first batches, where a batch sampler decides which are together
+_TOGETHER = 64  # samples of the first batches, where a batch sampler decides which are together
 
 
 class MicroBatchSource(TrainingSource):
@@ -25,14 +25,8 @@ class MicroBatchSource(TrainingSource):
         self.keeps_place = not self.streams  # streams are read from their start
         self.may_drop = loader.collate_fn is not default_collate
         self.batch_source = CollatedBatches(
-            [loader], samples=lambda _: self.first_samples(self.sampler.epoch).read(LOOKED_AT)
+            [loader], samples=lambda _: self.looks(self.sampler.epoch).some.read(LOOKED_AT)
         )
-
-    def _look(self, epoch: int) -> tuple[ScanOrder, FirstSamples]:
-        looks, order = self._scan_order(epoch), self._recipe.order
-        if not isinstance(order, FromBatches):
-            return looks, looks.first
-        return looks, FirstSamples(self._items, list(order.draw(epoch, self.sampler.seed)[:_OF_GROUPS]))
 
     def samples_at(self, index: int) -> CollatedAgain | None:
         """Return the samples of the ``index``-th micro-batch, fetched again; ``None`` of a stream."""
@@ -56,4 +50,5 @@ class MicroBatchSource(TrainingSource):
         else:
             assert isinstance(order, (FromSampler, FromBatches))
             met = order.draw(epoch, self.sampler.seed)
-        return ScanOrder(self._items, met, len(met))
+        together = met[:_TOGETHER] if isinstance(order, FromBatches) else None
+        return ScanOrder(self._items, met, len(met), together)

@@ -16,7 +16,6 @@ from lightning_ga.loading.reader import CollatedAgain
 from lightning_ga.loading.rebatch import rebatch
 from lightning_ga.loading.recipe_batches import RecipeBatches, SourceSettings
 from lightning_ga.loading.sampler import FromBatches, Stream, WindowBatchSampler, draws_a_seed
-from lightning_ga.loading.samples import FirstSamples
 from lightning_ga.plan.accumulation import AccumulationPlan, in_groups, plan_accumulation
 from lightning_ga.plan.windows import Chunk, EpochPlan, GivenWindows, Windows
 
@@ -81,7 +80,7 @@ class TrainingSource:
         self._done_after = -1, 0  # a micro-batch, and the batches of the recipe after it
         self._epoch_end: int | None = None  # items after which all its batches are done
         self.epoch_batches: int | None = None
-        self._looks: tuple[int, tuple[ScanOrder, FirstSamples]] | None = None
+        self._looks: tuple[int, ScanOrder] | None = None
 
     @property
     def user_loader(self) -> "DataLoader[Any]":
@@ -93,20 +92,12 @@ class TrainingSource:
         return self._items
 
     def looks(self, epoch: int) -> ScanOrder:
-        """Return the order in which all samples are scanned that training may meet, as far as these are known."""
-        return self._looked_at(epoch)[0]
-
-    def first_samples(self, epoch: int) -> FirstSamples:
-        """Return some samples that batches may be made of."""
-        return self._looked_at(epoch)[1]
-
-    def _looked_at(self, epoch: int) -> tuple[ScanOrder, FirstSamples]:
-        """Return what is looked at before training, the same until an epoch is arranged: samples read are kept."""
+        """Return the order in which samples are scanned; those read are kept until an epoch is arranged."""
         if self._looks is None or self._looks[0] != epoch:
-            self._looks = epoch, self._look(epoch)
+            self._looks = epoch, self._scan_order(epoch)
         return self._looks[1]
 
-    def _look(self, epoch: int) -> tuple[ScanOrder, FirstSamples]:
+    def _scan_order(self, epoch: int) -> ScanOrder:
         raise NotImplementedError
 
     def samples_at(self, index: int) -> CollatedAgain | None:

@@ -461,14 +461,14 @@ def test_drop_last_drops_the_ragged_window() -> None:
 def test_samples_are_looked_at_from_all_over_the_dataset() -> None:
     """For a probe: spread over a dataset that has indices, the first of an order that has not."""
     (feed,) = feeds(lambda rank: DataLoader(Numbers(1000), 2, shuffle=True), 1)
-    indices = feed.first_samples(0).read(10)
+    indices = feed.looks(0).some.read(10)
     edges = [0, *sorted(indices), 1000]
     assert len(set(indices)) == 10
     assert max(later - earlier for earlier, later in pairwise(edges)) < 250
     (custom,) = feeds(lambda rank: DataLoader(Numbers(9), batch_sampler=Growing(9)), 1)
-    assert custom.first_samples(0).read(4) == [0, 1, 2, 3]
+    assert custom.looks(0).some.read(4) == [0, 1, 2, 3]
     (stream,) = feeds(lambda rank: DataLoader(Counting(9), 2), 1)
-    assert len(stream.first_samples(0).read(4)) == 4
+    assert len(stream.looks(0).some.read(4)) == 4
 
 
 def test_overfitting_keeps_the_order_of_the_dataset() -> None:
