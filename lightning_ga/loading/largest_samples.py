@@ -44,8 +44,8 @@ class ScanOrder:
 
     Examples:
         >>> looks = ScanOrder(DataLoader(range(200)), range(200), total=200)
-        >>> looks.first.read()[:4], looks.first.read()[-1], [look[0] for look in looks.rest()]
-        ([0, 128, 50, 178], 199, [3, 2, 1])
+        >>> looks.first.read(4), 199 in looks.first.read(), [look[0] for look in looks.rest()]
+        ([0, 131, 52, 183], True, [3, 2, 1])
     """
 
     def __init__(
