@@ -18,6 +18,7 @@ from benchmarks import (
     planning,
     probe,
     sampler,
+    startup,
     training,
 )
 from benchmarks.output import read_json
@@ -33,6 +34,7 @@ TEXTS = {
     "planning": planning.text,
     "probe": probe.text,
     "sampler": sampler.text,
+    "startup": startup.text,
     "training": training.text,
 }
 PAGES = tuple(sorted((Path(__file__).parents[1] / "docs" / "results").glob("*.md")))

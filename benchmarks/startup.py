@@ -1,44 +1,171 @@
-"""What answers cost that need no training: process time and memory of the command line.
+"""What does a short fit cost beside stock Lightning? ``python -m benchmarks.startup``.
 
-    python -m benchmarks.startup
-
-CPU seconds of the process and its largest resident memory, both from the operating system; the least of
-three runs. Not wall time: other work on the machine does not change them by much.
+Processor seconds of the README's script in a process of its own, with its ended children: importing the package,
+looking at samples, the probe, the check of exactness and 32 micro-batches of training. Stock Lightning trains the
+same micro-batches with the same factor. Each process is a fork of one that has imported PyTorch and Lightning, as
+both programs need them; stock Lightning, stock Lightning again (the control) and ``AutoAccumulate`` take turns.
+Exits with 1 if a median is more than one second above stock Lightning's.
 """
 
+import argparse
+import gc
+import multiprocessing
 import os
-import subprocess
+import random
+import re
+import statistics
 import sys
 import tempfile
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
-QUESTIONS = (
-    ("--version",),
-    ("--help",),
-    ("--cfg", "job"),
-    ("trainer.max_epoch=3",),
-    ("model=nope",),
-    ("seed=abc",),
-)
-RUNS = 3
+import lightning.pytorch  # noqa: F401  (forks have it)
+from rich import box
+from rich.table import Table
+
+from benchmarks.output import as_text, write_json
+
+README = Path(__file__).parents[1] / "README.md"
+STOCK, AGAIN, OURS = "stock", "again", "ours"
+PROGRAMS = (STOCK, AGAIN, OURS)
+CACHES = ("off", "warm")
+MICRO, FACTOR = 64, 4  # what the README's budget allows
+ALLOWED_SECONDS = 1.0
 
 
-def cost(arguments: tuple[str, ...], folder: str) -> tuple[float, float]:
-    """CPU seconds and MiB of one answer."""
-    line = [sys.executable, "-m", "lightning_ga.train", *arguments]
-    with subprocess.Popen(line, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-        _, _, used = os.wait4(process.pid, 0)
-        process.returncode = 0
-    return used.ru_utime + used.ru_stime, used.ru_maxrss / (1024 if sys.platform != "darwin" else 2**20)
+def script(name: str, *, workers: int, cache: str) -> str:
+    """Return the README's script, for one of the programs.
+
+    Args:
+        name: The program.
+        workers: Data workers, which live as long as the loader.
+        cache: Whether limits are remembered: ``"off"``, or ``"warm"`` where a fit has left one.
+    """
+    (found,) = re.findall(r"```python\n(import torch\n.*?)```", README.read_text(encoding="utf-8"), flags=re.DOTALL)
+    changes = {}
+    if workers:
+        changes["shuffle=True"] = f"shuffle=True, num_workers={workers}, persistent_workers=True"
+    if name != OURS:
+        changes |= {
+            "from lightning_ga import AutoAccumulate\n": "",
+            'AutoAccumulate(effective_batch_size=256, memory_budget="500KiB")': "None",
+            "callbacks=[accumulate]": f"accumulate_grad_batches={FACTOR}",
+            "batch_size=32": f"batch_size={MICRO}",
+            "accumulate.plan": "None",
+        }
+    elif cache == "off":
+        changes['memory_budget="500KiB"'] = 'memory_budget="500KiB", cache=False'
+    for old, new in changes.items():
+        if old not in found:
+            raise RuntimeError(f"The README's script does not hold {old!r} any more.")
+        found = found.replace(old, new)
+    return found
 
 
-def main() -> None:
-    """Print the table."""
-    print(f"{'lightning-ga':24} {'CPU s':>6} {'MiB':>6}")
+def seconds(source: str, folder: str) -> float:
+    """Return the processor seconds of a script in a fork of this process; its cache of limits lies in the folder."""
+    sys.stdout.flush()
+    child = os.fork()
+    if not child:
+        _run(source, folder)
+    _, status, used = os.wait4(child, 0)
+    if status:
+        raise RuntimeError(f"A fit ended with {status=}: {Path(folder, 'output.txt').read_text()[-3000:]}")
+    return used.ru_utime + used.ru_stime
+
+
+def _run(source: str, folder: str) -> None:
+    """Run a script, wait for its data workers, and end the process."""
+    code = 1
+    try:
+        os.environ |= {"XDG_CACHE_HOME": folder, "OMP_NUM_THREADS": "1"}
+        sys.dont_write_bytecode, sys.pycache_prefix = False, folder  # an installed package is compiled once
+        output = os.open(Path(folder, "output.txt"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        for stream in (1, 2):
+            os.dup2(output, stream)
+        exec(compile(source, "README.md", "exec"), {"__name__": "readme"})
+        gc.collect()  # loaders end their workers
+        code = len(multiprocessing.active_children())
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def measure(workers: int, cache: str, *, rounds: int, rng: random.Random) -> dict[str, Any]:
+    """Return one row: medians and quartiles of what a fit takes more than stock Lightning's of the same round."""
+    order, found = list(PROGRAMS), []
     with tempfile.TemporaryDirectory() as folder:
-        for arguments in QUESTIONS:
-            seconds, memory = min(cost(arguments, folder) for _ in range(RUNS))
-            print(f"{' '.join(arguments):24} {seconds:6.2f} {memory:6.0f}")
+        for name in order:  # once uncounted: writes byte code, and the limit that is remembered
+            seconds(script(name, workers=workers, cache=cache), folder)
+        for _ in range(rounds):
+            rng.shuffle(order)
+            found.append({name: seconds(script(name, workers=workers, cache=cache), folder) for name in order})
+    return {"workers": workers, "cache": cache, **summarize(found)}
+
+
+def summarize(rounds: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+    """Return stock Lightning's median, and quartiles of what is added to it.
+
+    Examples:
+        >>> summarize([{STOCK: 1.0, AGAIN: 1.1, OURS: 1.5 + extra} for extra in (0.0, 0.1, 0.3)])
+        {'stock_seconds': 1.0, 'again': [0.1, 0.1, 0.1], 'ours': [0.5, 0.6, 0.8], 'met': True}
+    """
+    row: dict[str, Any] = {"stock_seconds": round(statistics.median(one[STOCK] for one in rounds), 3)}
+    for name in PROGRAMS[1:]:
+        added = [one[name] - one[STOCK] for one in rounds]
+        quartiles = statistics.quantiles(added, n=4) if len(added) > 1 else added * 3
+        row[name] = [round(second, 3) for second in quartiles]
+    return {**row, "met": row[OURS][1] <= ALLOWED_SECONDS}
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Rows as they are shown."""
+    shown = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for title in ("workers", "cache", "stock, s", "stock again", "AutoAccumulate"):
+        shown.add_column(title, justify="right", no_wrap=True)
+    for row in rows:
+        added = [f"{row[name][1]:+.2f} ({row[name][0]:+.2f} to {row[name][2]:+.2f})" for name in PROGRAMS[1:]]
+        added[-1] += "" if row["met"] else " NO"
+        shown.add_row(str(row["workers"]), row["cache"], f"{row['stock_seconds']:.2f}", *added)
+    return shown
+
+
+def text(record: Mapping[str, Any]) -> str:
+    """Table and legend of a record."""
+    return as_text(
+        table(record["rows"]),
+        f"Processor seconds of a fit of the README's script once PyTorch and Lightning are\n"
+        f"imported: stock Lightning's, and what is added to it. Medians and quartiles of\n"
+        f"{record['rounds']} rounds; {ALLOWED_SECONDS:.0f} s is allowed; one thread; "
+        f"load average {record['load_average']:.1f}.",
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, show, write; 1 if a target is missed."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.startup", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5, help="rounds of each row (default: 5)")
+    parser.add_argument("--workers", type=int, nargs="*", default=[0, 2], help="data workers (default: 0 2)")
+    settings = parser.parse_args(arguments)
+    start, rng = time.perf_counter(), random.Random(0)
+    rows = [
+        measure(workers, cache, rounds=settings.rounds, rng=rng) for workers in settings.workers for cache in CACHES
+    ]
+    record = {
+        "rows": rows,
+        "rounds": settings.rounds,
+        "load_average": os.getloadavg()[1],
+        "seconds": round(time.perf_counter() - start, 1),
+    }
+    print(f"{text(record)}\n{write_json('startup', record).name}, {record['seconds']} s")
+    return int(not all(row["met"] for row in rows))
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -25,17 +25,11 @@ class LayoutError(UserError):
 
 @dataclass(frozen=True, slots=True)
 class SampleAxis:
-    """A part with entries for each sample of a loader.
+    """A part with entries for each sample of a loader."""
 
-    Attributes:
-        axis: The axis of the samples; 0 for lists and registered types.
-        per: Entries for each sample, neighbours of one another: several where a collate function joins crops.
-        loader: Which of several loaders the samples come from.
-    """
-
-    axis: int = 0
-    per: int = 1
-    loader: int = 0
+    axis: int = 0  # of the samples; 0 for lists and registered types
+    per: int = 1  # entries for each sample, neighbours of one another: several where a collate function joins crops
+    loader: int = 0  # which of several
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,16 +119,13 @@ class Slice:
 class Samples:
     """A few different samples of one or several loaders.
 
-    Attributes:
-        batch: Makes a batch as the loaders do. Called with the number of samples from each loader, those that
-            it holds in turn, and a seed of the random numbers that the collate function draws.
-        loaders: The number of loaders.
-        kinds: The number of different samples of each.
+    ``batch`` makes a batch as the loaders do. It is called with the number of samples from each loader, those that
+    it holds in turn, and a seed of the random numbers that the collate function draws.
     """
 
     batch: Callable[[Sequence[int], Sequence[int], int], Any]
     loaders: int
-    kinds: int
+    kinds: int  # different samples of each
 
 
 def read_layout(samples: Samples) -> Layout:

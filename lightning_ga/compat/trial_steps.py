@@ -82,7 +82,8 @@ def muted(trainer: Any) -> Iterator[None]:
 def _warning_caches(trainer: Any) -> list[set[str]]:
     """Return the texts that Lightning will not warn of again (``utilities/rank_zero.py``: ``WarningCache``)."""
     root = patching.sibling(trainer, "trainer").__name__.removesuffix(".trainer")
-    return _caches_below(root, len(sys.modules))
+    of_steps = patching.sibling(trainer, "loops.optimization.automatic").Closure.warning_cache
+    return [of_steps, *_caches_below(root, len(sys.modules))]
 
 
 @lru_cache(maxsize=2)

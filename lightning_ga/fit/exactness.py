@@ -7,7 +7,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from lightning_ga.batch.layout import LayoutError
 from lightning_ga.errors import ExactnessWarning
 from lightning_ga.fit.exactness_check import both, rounding
-from lightning_ga.fit.verify import SAMPLES, measure_exactness
+from lightning_ga.fit.verify import CONSIDERED, SAMPLES, measure_exactness
 from lightning_ga.fit.window_watch import WindowWatch
 from lightning_ga.loading.reader import BatchReader
 from lightning_ga.loading.training_source import TrainingSource
@@ -54,7 +54,8 @@ class TrainingExactness:
             verdicts = measure_exactness(
                 self._trainer,
                 source.user_loader,
-                source.sample_indices(epoch)[: SAMPLES if source.keeps_groups else None],
+                source.looks(epoch).some,
+                considered=SAMPLES if source.keeps_groups else CONSIDERED,
                 reader=reader,
                 count=normalize if callable(normalize) else None,
                 limit=limit,

@@ -51,7 +51,7 @@ class TrainingLimit:
         self._trainer, self._request, self._options, self._handler = trainer, request, options, handler
         self.micro_batch: int | None = None  # most samples of one; none before that is known
         self.probe: ProbeResult | None = None  # what was found; none where no probe was needed
-        self._kind: Mapping[str, Any] | None = None  # of training step, as the cache knows it
+        self._kind: Mapping[str, Any] | None = None  # of training step, as the cache knows it; none without a cache
 
     def hardware(self) -> str:
         """Return what the limit is found on; on anything else it is looked for again."""
@@ -84,7 +84,7 @@ class TrainingLimit:
         self._handler.lower(limit)
         if self.probe is not None:
             self.probe = lowered(self.probe, limit)
-            if self._kind is not None and self._options.cache:
+            if self._kind is not None:
                 LimitCache().write(self._kind, self.probe)
 
     def _find(self, source: TrainingSource, epoch: int, kept: RunState | None) -> int:

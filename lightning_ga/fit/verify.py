@@ -6,9 +6,7 @@ little beforehand, as a first step would move them: so a teacher that starts as 
 is seen to follow it.
 """
 
-import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -21,7 +19,7 @@ from lightning_ga.fit.batch_norm import batch_norm_layers
 from lightning_ga.fit.deterministic import without_dropout
 from lightning_ga.fit.exactness_check import ExactnessCheck, Verdicts, both, exact_arithmetic, rounding
 from lightning_ga.loading.reader import BatchReader
-from lightning_ga.loading.samples import fetch
+from lightning_ga.loading.samples import FirstSamples
 from lightning_ga.memory.oom import is_out_of_memory, release
 from lightning_ga.plan.exactness import Exactness, unmeasured
 from lightning_ga.probe.isolation import isolated
@@ -35,8 +33,9 @@ _SMALL = 2**28  # bytes of parameters
 def measure_exactness(
     trainer: Any,
     loader: "DataLoader[Any]",
-    indices: list[Any],
+    available: FirstSamples,
     *,
+    considered: int,
     reader: BatchReader,
     count: Callable[[Any], float] | None,
     limit: int,
@@ -47,7 +46,8 @@ def measure_exactness(
     Args:
         trainer: A Trainer at ``on_train_start``.
         loader: The user's DataLoader.
-        indices: Indices of samples to run on.
+        available: Samples to run on.
+        considered: How many of them to choose from, as far as these can be read in a moment.
         reader: Cuts the loader's batches.
         count: Counts the items of a batch that the loss is a mean over; ``None`` for samples.
         limit: Largest micro-batch that is known to fit, in samples.
@@ -55,7 +55,7 @@ def measure_exactness(
     """
 
     def check(size: int, prepare: Callable[[], None], tolerance: float) -> Verdicts:
-        samples = telling_samples(loader, indices, size)
+        samples = telling_samples(available.read(size, most=considered, seconds=_MOMENT), size)
         if len(samples) < 2:
             return both(unmeasured(tolerance, f"the training data hold {len(samples)} samples"))
         passes = ExactnessCheck(trainer, loader, reader, prepare, count, tolerance)
@@ -64,8 +64,8 @@ def measure_exactness(
             verdicts = verdicts.unless(passes.run(samples[-4:], in_step=in_step))
         return verdicts
 
-    sizes = [min(SAMPLES, len(indices))] if _is_small(trainer.lightning_module) else []
-    sizes += [size for size in [min(SAMPLES, limit, len(indices))] if size not in sizes]
+    sizes = [min(SAMPLES, len(available))] if _is_small(trainer.lightning_module) else []
+    sizes += [size for size in [min(SAMPLES, limit, len(available))] if size not in sizes]
     for size in sizes:
         verdicts = _measured(trainer, check, size, spare=size <= limit // 2)
         if verdicts is not None:
@@ -96,22 +96,11 @@ def _measured(trainer: Any, check: Callable[..., Verdicts], size: int, *, spare:
     return both(unmeasured(tolerance, reason))
 
 
-def telling_samples(loader: "DataLoader[Any]", indices: list[Any], size: int) -> list[Any]:
-    """Choose samples that differ in labels, shapes and missing values, among those that can be read in a moment.
+def telling_samples(found: list[Any], size: int) -> list[Any]:
+    """Choose samples that differ in labels, shapes and missing values.
 
     The largest come first, so that padding, if any, gives the two parts of a batch different lengths.
-
-    Args:
-        loader: The user's DataLoader.
-        indices: Indices to choose from.
-        size: Samples to choose.
     """
-    started, found = time.monotonic(), list[Any]()
-    with closing(fetch(loader, ([index] for index in indices[:CONSIDERED]), list)) as reads:
-        for samples in reads:
-            found += samples
-            if len(found) >= size and time.monotonic() - started > _MOMENT:
-                break
     traits = [set(_traits("", sample)) for sample in found]
     sizes = [elements(sample) for sample in found]
     chosen = [sizes.index(max(sizes)), sizes.index(min(sizes))] if sizes and min(sizes) < max(sizes) else []

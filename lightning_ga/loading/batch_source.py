@@ -1,6 +1,6 @@
 """Read the layout of a loader's batches off what is known of them: its samples, or some of its batches."""
 
-from collections.abc import Callable, Iterable, Sequence, Sized
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -10,29 +10,24 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_ga.batch.layout import WAY_OUT, Layout, LayoutError, SampleAxis, Samples, read_layout, uncuttable
 from lightning_ga.batch.ready_made import read_ready_made
 from lightning_ga.batch.sizes import leaves
-from lightning_ga.loading.samples import collate_samples, collect_samples
+from lightning_ga.loading.peekable import length_of
+from lightning_ga.loading.samples import GOLDEN, collate_samples, collect_samples
 from lightning_ga.memory.oom import is_out_of_memory
 
 Prepare = Callable[[Any], Any]
 
-_LOOKED_AT = 8  # samples of a loader that are read
+LOOKED_AT = 8  # samples of a loader that are read
 _KINDS = 3  # of these, of different shapes if there are any, are collated
-_GOLDEN = (5**0.5 - 1) / 2
 
 
 @dataclass(frozen=True, slots=True)
 class CollatedBatches:
-    """Batches of DataLoaders, whose samples are at hand.
+    """Batches of DataLoaders, whose samples are at hand."""
 
-    Attributes:
-        loaders: The loaders that a batch comes from.
-        combine: Makes one batch out of those of all loaders.
-        indices: Returns indices of some samples from all over a loader's dataset.
-    """
-
-    loaders: Sequence["DataLoader[Any]"]
-    combine: Callable[[list[Any]], Any] = lambda batches: batches[0]
-    indices: Callable[["DataLoader[Any]"], list[Any]] = lambda loader: indices_of(loader)
+    loaders: Sequence["DataLoader[Any]"]  # that a batch comes from
+    combine: Callable[[list[Any]], Any] = lambda batches: batches[0]  # makes one batch out of those of all loaders
+    # Returns some samples from all over a loader's dataset.
+    samples: Callable[["DataLoader[Any]"], list[Any]] = lambda loader: collect_samples(loader, indices_of(loader))
 
     def layout(self, prepare: Prepare) -> Layout:
         """Read the layout of batches that are prepared for the step, by collating a few samples as 3 and as 4.
@@ -41,7 +36,7 @@ class CollatedBatches:
             LayoutError: If their samples cannot be separated.
         """
         try:
-            kinds = [_various(collect_samples(loader, self.indices(loader))) for loader in self.loaders]
+            kinds = [_various(self.samples(loader)) for loader in self.loaders]
             if not all(kinds):
                 raise uncuttable("its loader has none")
             make = partial(self._batch, kinds, prepare)
@@ -108,22 +103,18 @@ def is_collated(loader: Any) -> bool:
     return isinstance(loader, DataLoader) and loader.batch_sampler is not None
 
 
-def indices_of(loader: "DataLoader[Any]", most: int = _LOOKED_AT) -> list[Any]:
-    """Return indices of some samples from all over a loader's dataset; placeholders for a stream."""
-    if isinstance(loader.dataset, IterableDataset):
-        return [None] * most
-    if not isinstance(loader.dataset, Sized):
-        return list(next(iter(loader.batch_sampler or ()), ()))[:most]
-    return spread(len(loader.dataset), most)
-
-
-def spread(size: int, most: int) -> list[int]:
-    """Return a few indices from all over a dataset, at irregular distances, as broken samples may be regular.
+def indices_of(loader: "DataLoader[Any]") -> list[Any]:
+    """Return indices of some samples, at irregular distances, as broken samples may be regular; ``None`` for a stream.
 
     Examples:
-        >>> spread(100, 5), spread(3, 5)
-        ([0, 61, 23, 85, 47], [0, 1, 2])
+        >>> indices_of(DataLoader(range(100)))
+        [0, 61, 23, 85, 47, 9, 70, 32]
     """
-    if size <= most:
+    if isinstance(loader.dataset, IterableDataset):
+        return [None] * LOOKED_AT
+    size = length_of(loader.dataset)
+    if size is None:
+        return list(next(iter(loader.batch_sampler or ()), ()))[:LOOKED_AT]
+    if size <= LOOKED_AT:
         return list(range(size))
-    return list(dict.fromkeys(int(number * _GOLDEN * size) % size for number in range(most)))
+    return [int(number * GOLDEN * size) % size for number in range(LOOKED_AT)]

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from torch.utils.data import DataLoader, default_collate
 
 from lightning_ga.batch.sizes import Field, elements, leaves
-from lightning_ga.loading.samples import collate_samples, collect_samples, fetch
+from lightning_ga.loading.samples import GOLDEN, FirstSamples, collate_samples, fetch
 from lightning_ga.memory.live_tensors import uncounted
 
 SAMPLES_KEPT = 32  # samples with the most elements, besides the largest of every field
@@ -29,47 +29,75 @@ _FIELDS = 32  # more fields are data, not structure: a dictionary keyed by name
 class ScanOrder:
     """Order in which samples are scanned: some from all over the data set first, then more and more between them.
 
-    The first scan holds the first and the last sample, so that it meets the largest of a sorted data set.
+    The first scan holds the first and the last sample, so that it meets the largest of a sorted data set. Samples
+    are at irregular distances, as broken ones may be regular, and any number of them is from all over the data set.
 
     Args:
+        loader: The user's loader.
         indices: Of all samples that training may use; ``None`` for a stream, read from its start.
         total: How many samples there are; ``None`` if that is not known.
+        together: Of samples that batches may be made of, where not any will do.
+
+    Attributes:
+        first: The samples of the first scan.
+        some: Samples that batches may be made of; the same if any will do.
 
     Examples:
-        >>> looks = ScanOrder(range(200), total=200)
-        >>> looks.first()[:3], looks.first()[-1], [look[0] for look in looks.rest()]
-        ([0, 4, 8], 199, [3, 2, 1])
+        >>> looks = ScanOrder(DataLoader(range(200)), range(200), total=200)
+        >>> looks.first.read(4), 199 in looks.first.read(), [look[0] for look in looks.rest()]
+        ([0, 131, 52, 183], True, [3, 2, 1])
     """
 
-    def __init__(self, indices: Sequence[Any] | None, total: int | None) -> None:
+    def __init__(
+        self,
+        loader: "DataLoader[Any]",
+        indices: Sequence[Any] | None,
+        total: int | None,
+        together: Sequence[Any] | None = None,
+    ) -> None:
         self.total = total
         self._indices = indices
         self._stride = 1 if indices is None else max(1, -(-len(indices) // SAMPLES_AT_ONCE))
+        self.first = FirstSamples(loader, self._first())
+        self.some = self.first if together is None else FirstSamples(loader, list(together))
 
     @property
     def streams(self) -> bool:
         """True if samples have no index and are read from the start."""
         return self._indices is None
 
-    def first(self) -> list[Any]:
-        """Return the indices of the first scan."""
-        if self._indices is None:
-            return [None] * SAMPLES_AT_ONCE
-        last = len(self._indices) - 1
-        return [*self._indices[:: self._stride], *(self._indices[last:] if last % self._stride else [])]
+    def _first(self) -> list[Any]:
+        if not self._indices:
+            return [None] * SAMPLES_AT_ONCE if self.streams else []
+        places = list(self._places(0))
+        step = _coprime(len(places))
+        return [self._indices[places[number * step % len(places)]] for number in range(len(places))]
 
     def rest(self) -> Iterator[list[Any]]:
         """Yield the indices of the further scans; of a stream, from its start."""
         if self._indices is None:
             yield from repeat([None] * SAMPLES_AT_ONCE)
             return
-        # Two thirds of the stride spread any number of scans evenly; a step coprime to it leaves none out.
-        steps = range(max(1, round(0.618 * self._stride)), self._stride + 1)
-        step = next(step for step in steps if gcd(step, self._stride) == 1)
+        step = _coprime(self._stride)
         for number in range(1, self._stride):
-            offset = number * step % self._stride
-            scan = list(self._indices[offset :: self._stride])
-            yield scan[:-1] if (len(self._indices) - 1 - offset) % self._stride == 0 else scan
+            yield [self._indices[place] for place in self._places(number * step)]
+
+    def _places(self, shift: int) -> Iterator[int]:
+        """Yield one place of every stride, shifted from that of the first scan, which alone holds the last place."""
+        assert self._indices is not None
+        last = len(self._indices) - 1
+        for start in range(0, last + 1, self._stride):
+            place = start + (int(start * GOLDEN) + shift) % self._stride
+            if place < last:
+                yield place
+        if not shift:
+            yield last
+
+
+def _coprime(length: int) -> int:
+    """Return a step that visits all places of a circle, any number of them evenly spread: two thirds of its length."""
+    steps = range(max(1, round(GOLDEN * length)), length + 1)
+    return next(step for step in steps if gcd(step, length) == 1)
 
 
 class _Seen(NamedTuple):
@@ -198,7 +226,7 @@ def largest_samples(loader: "DataLoader[Any]", looks: ScanOrder) -> LargestSampl
     """
     started = time.monotonic()
     text = loader.collate_fn is not default_collate  # which leaves text as it is
-    kept, first = Largest(text=text), collect_samples(loader, looks.first())
+    kept, first = Largest(text=text), looks.first.read()
     kept.see(first)
     seen, complete = len(first), True
     if not kept.uniform and (looks.total is None or looks.total > seen):

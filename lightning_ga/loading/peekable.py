@@ -1,6 +1,6 @@
 """Read a stream ahead of training, which still gets every item."""
 
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 
@@ -10,19 +10,33 @@ _END = object()
 MOST = 64  # items that are held
 
 
+def length_of(data: Any) -> int | None:
+    """Return the length of a dataset; ``None`` if that is not known."""
+    try:
+        return len(data)
+    except (TypeError, NotImplementedError):  # as Lightning asks
+        return None
+
+
 class PeekableStream(IterableDataset[Any]):
     """A stream that can be read ahead, started once per epoch, as its source may continue where it was left.
 
     Args:
         start: Starts the stream.
+        length: Items of the stream; ``None`` if that is not known.
         of: The dataset that it stands for, if any: other attributes are looked up there.
     """
 
-    def __init__(self, start: Callable[[], Iterator[Any]], of: Any = None) -> None:
-        self._start, self._of = start, of
+    def __init__(self, start: Callable[[], Iterator[Any]], length: int | None = None, of: Any = None) -> None:
+        self._start, self._length, self._of = start, length, of
         self._waiting: Iterator[Any] | None = None
         self._peeked: list[Any] = []
         self._begun = False
+
+    def __len__(self) -> int:
+        if self._length is None:
+            raise TypeError("a stream of unknown length has no len()")
+        return self._length
 
     def peek(self, most: int) -> list[Any]:
         """Return the first items of the next epoch, which still yields them; none once training reads the stream."""
@@ -80,8 +94,11 @@ class WholeBatches(IterableDataset[Any]):
             raise AttributeError(name)
         return getattr(self._of, name)
 
+    def __len__(self) -> int:
+        return len(self._of)
+
     def __reduce__(self) -> Any:
-        return whole_batches, (self._of, self._size)
+        return WholeBatches, (self._of, self._size)
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
@@ -89,37 +106,3 @@ class WholeBatches(IterableDataset[Any]):
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._of, name, value)
-
-
-class _SizedWholeBatches(WholeBatches):
-    """A ``WholeBatches`` with a length."""
-
-    def __len__(self) -> int:
-        return len(self._of)
-
-
-def whole_batches(dataset: Any, size: int) -> WholeBatches:
-    """Return a stream without the incomplete batch of less than ``size`` samples at its end."""
-    return (_SizedWholeBatches if isinstance(dataset, Sized) else WholeBatches)(dataset, size)
-
-
-class _Sized(PeekableStream):
-    """A ``PeekableStream`` with a length."""
-
-    def __init__(self, start: Callable[[], Iterator[Any]], length: int, of: Any = None) -> None:
-        super().__init__(start, of)
-        self._length = length
-
-    def __len__(self) -> int:
-        return self._length
-
-
-def peekable_stream(start: Callable[[], Iterator[Any]], length: int | None, of: Any = None) -> PeekableStream:
-    """Return a stream that can be read ahead.
-
-    Args:
-        start: Starts the stream.
-        length: Items of the stream; ``None`` if that is not known.
-        of: The dataset that it stands for, if any.
-    """
-    return PeekableStream(start, of) if length is None else _Sized(start, length, of)

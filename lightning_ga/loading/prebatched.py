@@ -20,7 +20,7 @@ from lightning_ga.batch.split import SplitBatch, gather, split_by_hook
 from lightning_ga.errors import UserError
 from lightning_ga.loading.batch_source import CollatedBatches, ReadyMadeBatches, is_collated
 from lightning_ga.loading.largest_samples import ScanOrder
-from lightning_ga.loading.peekable import peekable_stream
+from lightning_ga.loading.peekable import PeekableStream, length_of
 from lightning_ga.loading.reader import check_proportion, largest_extent, length_of_first
 from lightning_ga.loading.recipe_batches import SourceSettings
 from lightning_ga.loading.stateful import keeps_place
@@ -31,19 +31,12 @@ _PEEKED = 2  # batches that are read ahead, as two may differ in size
 
 @dataclass(frozen=True, slots=True)
 class Batches:
-    """Training data as a fit loop would read them.
+    """Training data as a fit loop would read them."""
 
-    Attributes:
-        loaders: The loaders that a batch comes from.
-        combine: Makes one batch out of those of all loaders.
-        start: Starts them anew and yields batches.
-        length: How many there are on this rank; ``None`` if that is not known.
-    """
-
-    loaders: Sequence[Any]
-    combine: Callable[[list[Any]], Any]
-    start: Callable[[], Iterator[Any]]
-    length: int | None
+    loaders: Sequence[Any]  # that a batch comes from
+    combine: Callable[[list[Any]], Any]  # makes one batch out of those of all loaders
+    start: Callable[[], Iterator[Any]]  # starts them anew and yields batches
+    length: int | None  # batches on this rank; None if that is not known
 
 
 class PrebatchedSource(TrainingSource):
@@ -56,23 +49,20 @@ class PrebatchedSource(TrainingSource):
         batches: The training data.
         settings: How the Trainer reads its data.
         hook: The module's own ``split_batch``, if it has one.
-
-    Attributes:
-        loaders: The loaders that a batch comes from.
-        sizes: Samples that each loader gives to a batch; empty where a loader has no batch size.
     """
 
     def __init__(self, batches: Batches, settings: SourceSettings, *, hook: SplitBatch | None = None) -> None:
-        self._stream = peekable_stream(batches.start, batches.length)
+        self._stream = PeekableStream(batches.start, batches.length)
         items = DataLoader(self._stream, batch_size=1, collate_fn=itemgetter(0))
         super().__init__(items, settings, generator=torch.Generator())
         self._hook, self._combine, self.loaders = hook, batches.combine, batches.loaders
         self.cut_in_step = self.may_drop = True
         self.keeps_place = all(map(keeps_place, self.loaders))
         collated = all(map(is_collated, self.loaders))
-        ready_made = ReadyMadeBatches(self._looked_at)
+        ready_made = ReadyMadeBatches(self._first_batches)
         self.batch_source = CollatedBatches(self.loaders, self._combine) if collated else ready_made
         sizes = [_batch_size(part) for part in self.loaders]
+        # Samples that each loader gives to a batch; none where a loader has no batch size.
         self.sizes = [size for size in sizes if size is not None] if None not in sizes else []
         first = [] if self.sizes else self._stream.peek(1)
         samples = gcd(*self.sizes) if self.sizes else self._samples_of(first)
@@ -86,7 +76,7 @@ class PrebatchedSource(TrainingSource):
         if self._hook is None:
             check_proportion(self._samples_of_item, self.sizes)
         (batch, *_) = self._stream.peek(1) or [None]
-        collate = _FirstSamples(batch, self._raw_layout if self._hook is None else None, self._hook)
+        collate = _OfFirstBatch(batch, self._raw_layout if self._hook is None else None, self._hook)
         numbers: Any = range(max(collate.samples, self._samples_of_item))
         return DataLoader(numbers, batch_size=collate.samples, collate_fn=collate)
 
@@ -102,13 +92,8 @@ class PrebatchedSource(TrainingSource):
         """Return the most samples that a batch can hold, as far as the first one shows."""
         return recipe_batch if self._samples_of_item > 1 else self._largest
 
-    def looks(self, epoch: int) -> ScanOrder:
-        """Return the scan order over the samples of the first batch."""
-        return ScanOrder(range(self._samples_of_item), self._samples_of_item)
-
-    def sample_indices(self, epoch: int, most: int = 64) -> list[int]:
-        """Return indices of samples of the first batch."""
-        return list(range(min(most, self._samples_of_item)))
+    def _scan_order(self, epoch: int) -> ScanOrder:
+        return ScanOrder(self.user_loader, range(self._samples_of_item), self._samples_of_item)
 
     def _samples_of(self, first: Sequence[Any]) -> int | None:
         """Return the samples of the first batch, if there is one; ``None`` where these cannot be counted."""
@@ -124,7 +109,7 @@ class PrebatchedSource(TrainingSource):
         """The layout of batches before any hook."""
         return self.batch_source.layout(lambda batch: batch)
 
-    def _looked_at(self) -> list[Any]:
+    def _first_batches(self) -> list[Any]:
         """Return the first batches, and the last where it can be had, as it may be of another size."""
         batches = self._stream.peek(_PEEKED)
         if len(self.loaders) != 1:
@@ -153,13 +138,11 @@ def _batch_size(loader: Any) -> int | None:
     """Return the samples of a DataLoader's batches but the last; ``None`` where they are not known."""
     if not is_collated(loader) or loader.batch_size is None:
         return None
-    try:
-        return min(loader.batch_size, len(loader.dataset)) or None
-    except TypeError:  # a stream may have no length
-        return int(loader.batch_size)
+    length = length_of(loader.dataset)
+    return int(loader.batch_size) if length is None else min(loader.batch_size, length) or None
 
 
-class _FirstSamples:
+class _OfFirstBatch:
     """Collates the first samples of one batch, whichever are asked for, by its layout or the module's own hook."""
 
     def __init__(self, batch: Any, layout: Layout | None, hook: SplitBatch | None) -> None:

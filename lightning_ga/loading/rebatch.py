@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_ga.errors import UserError
-from lightning_ga.loading.peekable import whole_batches
+from lightning_ga.loading.peekable import WholeBatches, length_of
 from lightning_ga.loading.sampler import (
     FromBatches,
     FromSampler,
@@ -57,8 +57,9 @@ def read_loader(loader: object, *, world_size: int, shard: bool = True, shuffle:
     if keeps_place(loader):
         raise UserError("The training DataLoader saves and restores its place, in batches of its own.")
     if isinstance(loader.dataset, IterableDataset):
-        size = len(loader.dataset) if isinstance(loader.dataset, Sized) else None
-        return LoaderRecipe(Stream(size), loader.batch_size, loader.drop_last, shared=world_size == 1)
+        return LoaderRecipe(
+            Stream(length_of(loader.dataset)), loader.batch_size, loader.drop_last, shared=world_size == 1
+        )
     batch_sampler = loader.batch_sampler
     sampler = getattr(batch_sampler, "sampler", None)
     if type(batch_sampler) is not BatchSampler:
@@ -87,7 +88,7 @@ def rebatch(
         # Lightning re-creates loaders whose sampler looks shuffled under ``overfit_batches``.
         settings["sampler"] = SequentialSampler(range(batch_sampler.order.size or 0))
     if isinstance(loader.dataset, IterableDataset) and loader.drop_last and loader.batch_size:
-        settings["dataset"] = whole_batches(loader.dataset, loader.batch_size)
+        settings["dataset"] = WholeBatches(loader.dataset, loader.batch_size)
     methods: dict[str, Any] = {}
     if sized and (isinstance(loader.dataset, IterableDataset) or type(loader).__len__ is not DataLoader.__len__):
         methods["__len__"] = lambda _: len(batch_sampler)

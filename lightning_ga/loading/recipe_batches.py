@@ -16,29 +16,17 @@ from lightning_ga.plan.windows import GivenWindows, RegularWindows, Windows
 
 @dataclass(frozen=True, slots=True)
 class SourceSettings:
-    """Settings of a Trainer for its training data.
+    """Settings of a Trainer for its training data."""
 
-    Attributes:
-        recipe_factor: ``Trainer(accumulate_grad_batches=…)`` as the user wrote it.
-        world_size: Data-parallel ranks.
-        rank: This rank.
-        seed: Seed of the epochs' orders, the same on every rank.
-        limit_batches: ``Trainer(limit_train_batches=…)``: a count of the recipe's batches, or a fraction.
-        shard: Whether the trainer may share one order among ranks.
-        shuffle: False where the trainer asks for the order of the dataset.
-        largest_over_ranks: Returns the largest of one number over all ranks.
-        cut_in_step: Whether the loader yields the recipe's batches, which are cut in the training step.
-    """
-
-    recipe_factor: int
-    world_size: int
+    recipe_factor: int  # ``Trainer(accumulate_grad_batches=…)`` as the user wrote it
+    world_size: int  # data-parallel ranks
     rank: int
-    seed: int
-    limit_batches: int | float = 1.0
-    shard: bool = True
-    shuffle: bool = True
+    seed: int  # of the epochs' orders, the same on every rank
+    limit_batches: int | float = 1.0  # ``Trainer(limit_train_batches=…)``: of the recipe's batches
+    shard: bool = True  # whether the trainer may share one order among ranks
+    shuffle: bool = True  # false where the trainer asks for the order of the dataset
     largest_over_ranks: Callable[[int], int] = int
-    cut_in_step: bool = False
+    cut_in_step: bool = False  # whether the loader yields the recipe's batches, which are cut in the training step
 
 
 class RecipeBatches:

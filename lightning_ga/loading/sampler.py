@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch.utils.data import Sampler
 
-from lightning_ga.loading.permutation import Permutation
 from lightning_ga.memory.live_tensors import uncounted
 from lightning_ga.plan.windows import Chunk, EpochPlan, Window
 from lightning_ga.snapshot.contents import ObjectState, reachable
@@ -23,9 +22,6 @@ from lightning_ga.snapshot.random_numbers import generator_state, is_generator, 
 
 _FEW = 64  # micro-batches
 _SEEDS = 2**63  # torch.Generator takes seeds of 64 bits
-# The largest epoch whose order is written down, in 512 MiB and a few seconds on every rank. Beyond it both would
-# hold the training up.
-LARGEST_WRITTEN_ORDER = 2**27
 
 
 class Order(Protocol):
@@ -35,8 +31,8 @@ class Order(Protocol):
     def size(self) -> int | None:
         """Samples of an epoch; ``None`` for a stream of unknown length."""
 
-    def draw(self, epoch: int, seed: int) -> Sequence[Any]:
-        """The indices of one epoch."""
+    def draw(self, epoch: int, seed: int) -> Sequence[Any] | torch.Tensor | None:
+        """The indices of one epoch; ``None`` if there are none."""
 
 
 class Sequential:
@@ -53,23 +49,21 @@ class Sequential:
 class Shuffled:
     """A permutation: ``torch.randperm`` seeded with seed + epoch, as in torch's ``DistributedSampler``.
 
-    Above ``LARGEST_WRITTEN_ORDER`` samples, one that is computed index by index. It is drawn of the ``whole``
-    dataset, of which an epoch may leave out some samples.
+    It is drawn of the ``whole`` dataset, of which an epoch may leave out some samples.
     """
 
     def __init__(self, size: int, seed: int | None = None, *, whole: int | None = None) -> None:
         self.size, self.seed = size, seed
         self.whole = size if whole is None else whole
 
-    def draw(self, epoch: int, seed: int) -> Sequence[int]:
-        """The permutation of one epoch, at most four bytes a sample."""
+    def draw(self, epoch: int, seed: int) -> torch.Tensor:
+        """The permutation of one epoch, of four bytes a sample up to two thousand million."""
         seed = seed if self.seed is None else self.seed
-        if self.whole > LARGEST_WRITTEN_ORDER:
-            return Permutation(self.whole, seed=seed, epoch=epoch)
         generator = torch.Generator()
         generator.manual_seed((seed + epoch) % _SEEDS)
+        dtype = torch.int32 if self.whole <= torch.iinfo(torch.int32).max else torch.int64
         with uncounted():  # it lies on the host
-            return _Indices(torch.randperm(self.whole, generator=generator, dtype=torch.int32))
+            return torch.randperm(self.whole, generator=generator, dtype=dtype)
 
 
 def draws_a_seed(order: Order) -> bool:
@@ -165,9 +159,8 @@ class Stream:
     def __init__(self, size: int | None) -> None:
         self.size = size
 
-    def draw(self, epoch: int, seed: int) -> Sequence[None]:
-        """As many placeholders as are asked for."""
-        return _Placeholders()
+    def draw(self, epoch: int, seed: int) -> None:
+        """Samples come as they come."""
 
 
 class WindowBatchSampler(Sampler[list[Any]]):
@@ -275,33 +268,13 @@ class WindowBatchSampler(Sampler[list[Any]]):
         return _indices_of(self.chunk(index), self.order.draw(self.epoch, self.seed))
 
 
-def _indices_of(chunk: Chunk, order: Sequence[Any]) -> list[Any]:
+def _indices_of(chunk: Chunk, order: Sequence[Any] | torch.Tensor | None) -> list[Any]:
     """A rank without a sample runs a stand-in of weight 0, to take part in what the ranks do together."""
-    start = chunk.start if chunk.count else chunk.window_end - 1
-    return list(order[start : start + max(1, chunk.count)])
-
-
-class _Indices(Sequence[int]):
-    """A tensor of indices whose slices are lists of Python integers."""
-
-    def __init__(self, indices: torch.Tensor) -> None:
-        self._indices = indices
-
-    def __len__(self) -> int:
-        return len(self._indices)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._indices[index].tolist()
-
-
-class _Placeholders(Sequence[None]):
-    """Slices of any length, of nothing."""
-
-    def __len__(self) -> int:
-        return 0
-
-    def __getitem__(self, index: Any) -> Any:
-        return [None] * (index.stop - index.start) if isinstance(index, slice) else None
+    start, count = chunk.start if chunk.count else chunk.window_end - 1, max(1, chunk.count)
+    if order is None:
+        return [None] * count
+    found = order[start : start + count]
+    return found.tolist() if isinstance(found, torch.Tensor) else list(found)
 
 
 @contextmanager

@@ -1,7 +1,8 @@
 """Read and collate samples of the user's loader outside training, which goes on as if none had been read."""
 
 import copy
-from collections.abc import Callable, Generator, Iterable, Iterator, Sized
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing, contextmanager
 from functools import partial
 from typing import Any
@@ -10,18 +11,64 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from lightning_ga.errors import UserError
-from lightning_ga.loading.peekable import PeekableStream, peekable_stream
+from lightning_ga.loading.peekable import PeekableStream, length_of
 from lightning_ga.loading.rebatch import copy_loader
 from lightning_ga.loading.sampler import seeded
 from lightning_ga.loading.stateful import keeps_place
 from lightning_ga.memory.live_tensors import uncounted
 from lightning_ga.snapshot.contents import ObjectState, contained, reachable
 
+GOLDEN = (5**0.5 - 1) / 2  # multiples of it, less their whole part, are spread irregularly and evenly
+
 
 def collect_samples(loader: "DataLoader[Any]", indices: list[Any]) -> list[Any]:
     """Return the samples of some indices, not collated."""
     with closing(fetch(loader, [indices], list)) as found:
         return list(next(found, []))
+
+
+class FirstSamples:
+    """The samples that are looked at before training: read once for all who ask, as data workers take time to start.
+
+    Args:
+        loader: The user's loader.
+        indices: Their indices; ``None`` each for a stream, which is read from its start.
+    """
+
+    def __init__(self, loader: "DataLoader[Any]", indices: list[Any]) -> None:
+        self._loader, self._indices = loader, indices
+        self._found: list[Any] = []
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def read(self, least: int | None = None, *, most: int | None = None, seconds: float = 0.0) -> list[Any]:
+        """Return the first samples.
+
+        Args:
+            least: At least so many, if there are; all by default.
+            most: As many as some seconds allow, up to this.
+            seconds: Time for those beyond ``least``.
+        """
+        least = len(self) if least is None else least
+        most = least if most is None else most
+        if len(self._found) < min(most, len(self)):
+            self._read_on(least, most, seconds)
+        return self._found[:most]
+
+    @uncounted()  # samples lie on the host
+    def _read_on(self, least: int, most: int, seconds: float) -> None:
+        started = time.monotonic()
+        if isinstance(self._loader.dataset, IterableDataset):
+            self._found = []
+        known = len(self._found)
+        at_once, singly = self._indices[known:least], self._indices[max(known, least) : most]
+        lists = [indices for indices in (at_once, *([index] for index in singly)) if indices]
+        with closing(fetch(self._loader, lists, list)) as reads:
+            for samples in reads:
+                self._found += samples
+                if len(self._found) >= least and time.monotonic() - started > seconds:
+                    break
 
 
 def fetch(
@@ -105,8 +152,7 @@ def peekable(loader: Any) -> Any:
     except Exception:  # whatever a dataset may hold
         if isinstance(dataset, Iterator):
             return loader
-        length = len(dataset) if isinstance(dataset, Sized) else None
-        return copy_loader(loader, dataset=peekable_stream(partial(iter, dataset), length, dataset))
+        return copy_loader(loader, dataset=PeekableStream(partial(iter, dataset), length_of(dataset), dataset))
     return loader
 
 

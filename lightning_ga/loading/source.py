@@ -5,13 +5,15 @@ from typing import Any
 
 from torch.utils.data import DataLoader, RandomSampler, WeightedRandomSampler, default_collate
 
-from lightning_ga.loading.batch_source import CollatedBatches, spread
+from lightning_ga.loading.batch_source import LOOKED_AT, CollatedBatches
 from lightning_ga.loading.largest_samples import ScanOrder
 from lightning_ga.loading.reader import CollatedAgain
 from lightning_ga.loading.recipe_batches import SourceSettings
-from lightning_ga.loading.sampler import FromSampler, Sequential, Shuffled, Stream
+from lightning_ga.loading.sampler import FromBatches, FromSampler, Sequential, Shuffled, Stream
 from lightning_ga.loading.samples import collect_samples, peekable
 from lightning_ga.loading.training_source import TrainingSource
+
+_TOGETHER = 64  # samples of the first batches, where a batch sampler decides which are together
 
 
 class MicroBatchSource(TrainingSource):
@@ -22,14 +24,9 @@ class MicroBatchSource(TrainingSource):
         super().__init__(loader, settings, generator=getattr(loader, "generator", None))
         self.keeps_place = not self.streams  # streams are read from their start
         self.may_drop = loader.collate_fn is not default_collate
-        self.batch_source = CollatedBatches([loader], indices=lambda _: self.sample_indices(self.sampler.epoch, most=8))
-
-    def sample_indices(self, epoch: int, most: int = 64) -> list[Any]:
-        """Return indices of some samples from all over the dataset."""
-        order = self._recipe.order
-        if isinstance(order, (Sequential, Shuffled)):
-            return spread(order.size, most)
-        return list(order.draw(epoch, self.sampler.seed)[0:most])
+        self.batch_source = CollatedBatches(
+            [loader], samples=lambda _: self.looks(self.sampler.epoch).some.read(LOOKED_AT)
+        )
 
     def samples_at(self, index: int) -> CollatedAgain | None:
         """Return the samples of the ``index``-th micro-batch, fetched again; ``None`` of a stream."""
@@ -37,11 +34,10 @@ class MicroBatchSource(TrainingSource):
             return None
         return CollatedAgain(self._items, collect_samples(self._items, self.sampler.indices(index)))
 
-    def looks(self, epoch: int) -> ScanOrder:
-        """Return the order in which all samples are scanned that training may meet, as far as these are known."""
+    def _scan_order(self, epoch: int) -> ScanOrder:
         order, total = self._recipe.order, self.total(epoch)
         if isinstance(order, Stream):
-            return ScanOrder(None, order.size)
+            return ScanOrder(self._items, None, order.size)
         sampler = order.sampler if isinstance(order, FromSampler) else None
         if isinstance(order, Sequential):
             met: Sequence[Any] = range(order.size if total is None else total)
@@ -52,5 +48,7 @@ class MicroBatchSource(TrainingSource):
         elif type(sampler) is WeightedRandomSampler:
             met = sampler.weights.nonzero().flatten().tolist()
         else:
+            assert isinstance(order, (FromSampler, FromBatches))
             met = order.draw(epoch, self.sampler.seed)
-        return ScanOrder(met, len(met))
+        together = met[:_TOGETHER] if isinstance(order, FromBatches) else None
+        return ScanOrder(self._items, met, len(met), together)

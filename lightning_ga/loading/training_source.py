@@ -80,6 +80,7 @@ class TrainingSource:
         self._done_after = -1, 0  # a micro-batch, and the batches of the recipe after it
         self._epoch_end: int | None = None  # items after which all its batches are done
         self.epoch_batches: int | None = None
+        self._looks: tuple[int, ScanOrder] | None = None
 
     @property
     def user_loader(self) -> "DataLoader[Any]":
@@ -91,11 +92,12 @@ class TrainingSource:
         return self._items
 
     def looks(self, epoch: int) -> ScanOrder:
-        """Return the order in which samples are scanned for the largest."""
-        raise NotImplementedError
+        """Return the order in which samples are scanned; those read are kept until an epoch is arranged."""
+        if self._looks is None or self._looks[0] != epoch:
+            self._looks = epoch, self._scan_order(epoch)
+        return self._looks[1]
 
-    def sample_indices(self, epoch: int, most: int = 64) -> list[Any]:
-        """Return indices of some samples from all over the dataset."""
+    def _scan_order(self, epoch: int) -> ScanOrder:
         raise NotImplementedError
 
     def samples_at(self, index: int) -> CollatedAgain | None:
@@ -153,6 +155,7 @@ class TrainingSource:
         plan, epoch_plan = self._cut(windows, epoch, effective, micro_batch // each)
         self.sampler.arrange(epoch, epoch_plan, enabled=enabled)
         self._note_end(windows, self._recipe.total(epoch))
+        self._looks = None
         if self.loader is None:
             sized = self.length is not None
             self.loader = rebatch(self._items, self.sampler, sized=sized, shuffle=self._settings.shuffle)

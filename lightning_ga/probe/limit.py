@@ -41,7 +41,7 @@ from lightning_ga.probe.trials import (
 )
 
 
-def probe(setup: TrainingSetup, options: Options, *, high: int) -> tuple[ProbeResult, Mapping[str, Any]] | None:
+def probe(setup: TrainingSetup, options: Options, *, high: int) -> tuple[ProbeResult, Mapping[str, Any] | None] | None:
     """Find the largest micro-batch of a training step of a Trainer, or remember it.
 
     Args:
@@ -50,7 +50,8 @@ def probe(setup: TrainingSetup, options: Options, *, high: int) -> tuple[ProbeRe
         high: Largest micro-batch that is of use, in samples.
 
     Returns:
-        What was found, and the description of the step that it is remembered for; ``None`` if there is no sample.
+        What was found, and the description of the step that it is remembered for (``None`` without a cache); ``None``
+        if there is no sample.
 
     Raises:
         UserError: If not even the smallest micro-batch fits.
@@ -89,11 +90,13 @@ def probe(setup: TrainingSetup, options: Options, *, high: int) -> tuple[ProbeRe
             agree=lambda fits: agreement.sum_over_ranks(trainer, float(not fits)) == 0,
             on_step=lambda n: announce(f"Looking for the largest micro-batch: step {next(steps)}, {n} samples …"),
         )
-        kind = describe_step(trainer, loader.collate_fn, samples.by_weight, options, rank_samples, setup.batch_samples)
-        cache = LimitCache() if options.cache else None
+        kind = None
+        if options.cache:
+            given = options, rank_samples, setup.batch_samples
+            kind = describe_step(trainer, loader.collate_fn, samples.by_weight, *given)
         found = prober.find(
             high,
-            known=cache.read(kind) if cache else None,
+            known=LimitCache().read(kind) if kind else None,
             predict_only=True if agreement.is_sharded(trainer) else None,
             warm_up=partial(make_optimizer_state, trainer),
         )
@@ -101,8 +104,8 @@ def probe(setup: TrainingSetup, options: Options, *, high: int) -> tuple[ProbeRe
             announce("Looking for the fastest micro-batch …")
             timings = timed_windows(trainer, step, reset, rank_samples=rank_samples, limit=found.limit)
             found = replace(found, timings=timings, fastest=fastest(timings))
-        if found.source != "cache" and cache:
-            cache.write(kind, found)
+        if found.source != "cache" and kind:
+            LimitCache().write(kind, found)
     return replace(found, seconds=time.perf_counter() - started), kind
 
 

@@ -12,7 +12,18 @@ import pytest
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT))  # benchmarks are not installed
 
-from benchmarks import batch_norm, cuda_dispatch, fidelity, output, overhead, planning, quote, training, turns  # noqa: E402
+from benchmarks import (  # noqa: E402
+    batch_norm,
+    cuda_dispatch,
+    fidelity,
+    output,
+    overhead,
+    planning,
+    quote,
+    startup,
+    training,
+    turns,
+)
 from benchmarks.cases import CASES, Case  # noqa: E402
 from benchmarks.measure import Measured, measure  # noqa: E402
 
@@ -27,7 +38,7 @@ def _quiet_and_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setenv(name, "0")
 
 
-@pytest.mark.parametrize("name", ["fidelity", "output", "overhead"])
+@pytest.mark.parametrize("name", ["fidelity", "output", "overhead", "startup"])
 def test_doctests(name: str) -> None:
     """Examples in docstrings hold."""
     assert doctest.testmod(importlib.import_module(f"benchmarks.{name}")).failed == 0
@@ -135,6 +146,34 @@ def test_overhead_is_judged_by_the_median_ratio(
     monkeypatch.setattr(overhead, "scaling_seconds", lambda model: 0.0)
     assert overhead.main(["--bouts", "2"]) == code
     assert max(map(len, capsys.readouterr().out.split("\r")[-1].splitlines())) <= output.WIDTH
+
+
+@pytest.mark.parametrize(("added", "code"), [(0.5, 0), (1.5, 1)])
+def test_a_start_is_judged_by_the_median_of_what_is_added(
+    added: float, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """To stock Lightning, in rows with and without workers and a cache."""
+    costs = {startup.STOCK: 1.0, startup.AGAIN: 1.01, startup.OURS: 1.0 + added}
+    monkeypatch.setattr(startup, "script", lambda name, **row: name)
+    monkeypatch.setattr(startup, "seconds", lambda source, folder: costs[source])
+    assert startup.main(["--rounds", "3"]) == code
+    printed = capsys.readouterr().out
+    assert max(map(len, printed.splitlines())) <= output.WIDTH
+    assert printed.count(f"+{added:.2f}") == 3 * 4
+    assert printed.count(" NO") == 4 * code
+
+
+@pytest.mark.filterwarnings("ignore:.*_dataloader.* has:UserWarning")
+@pytest.mark.parametrize("name", [startup.STOCK, startup.OURS])
+def test_the_fits_whose_starts_are_compared_train_the_same_micro_batches(name: str) -> None:
+    """Of 64 samples, four to a step, as the README's script finds them."""
+    held: dict[str, Any] = {"__name__": "readme"}
+    exec(compile(startup.script(name, workers=0, cache="off"), name, "exec"), held)
+    trainer = held["trainer"]
+    assert (trainer.fit_loop.max_batches, trainer.global_step) == (16, 8)
+    assert trainer.train_dataloader.batch_size == (startup.MICRO if name == startup.STOCK else 32)
+    assert trainer.accumulate_grad_batches == startup.FACTOR
+    assert "num_workers=2, persistent_workers=True" in startup.script(name, workers=2, cache="warm")
 
 
 def test_trainers_take_turns_window_by_window() -> None:

@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities import CombinedLoader
 from pairing import every_pair
@@ -467,6 +468,14 @@ def test_two_trainers_are_muted_one_within_the_other() -> None:
     assert [len(hook.called) for hook in hooks] == [4, 0, 4]
     quiet_trainer(hooks[1], max_epochs=1).fit(Task(), data)
     assert len(hooks[1].called) == 4
+
+
+@pytest.mark.usefixtures("_hooks_as_they_were")
+def test_what_a_trial_would_warn_of_training_warns_of() -> None:
+    """Lightning says each thing once, and what is said of muted steps nobody hears."""
+    with trial_steps.muted(quiet_trainer()):
+        Closure.warning_cache.warn("said in a trial")
+    assert "said in a trial" not in Closure.warning_cache
 
 
 def test_a_trainer_that_fits_within_another_ones_trial_is_heard() -> None:

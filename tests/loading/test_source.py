@@ -441,6 +441,14 @@ def test_nothing_is_fetched_before_the_micro_batch_is_known() -> None:
     assert (len(list(feed.loader)), len(feed.loader)) == (10, 10)
 
 
+def test_indices_are_whole_numbers_of_python() -> None:
+    """Which datasets may look up in dictionaries."""
+    for shuffle in (False, True):
+        (feed,) = feeds(lambda rank, shuffle=shuffle: DataLoader(Numbers(30), 4, shuffle=shuffle), 1)
+        feed.arrange(0, None, 3)
+        assert all(type(index) is int for batch in feed.sampler for index in batch)
+
+
 def test_drop_last_drops_the_ragged_window() -> None:
     """Not the ragged batch: three windows of eight of the thirty samples. One that drops all is refused."""
     (feed,) = feeds(lambda rank: DataLoader(Numbers(30), 4, drop_last=True), 1, 2)
@@ -453,14 +461,14 @@ def test_drop_last_drops_the_ragged_window() -> None:
 def test_samples_are_looked_at_from_all_over_the_dataset() -> None:
     """For a probe: spread over a dataset that has indices, the first of an order that has not."""
     (feed,) = feeds(lambda rank: DataLoader(Numbers(1000), 2, shuffle=True), 1)
-    indices = feed.sample_indices(0, most=10)
+    indices = feed.looks(0).some.read(10)
     edges = [0, *sorted(indices), 1000]
     assert len(set(indices)) == 10
-    assert max(later - earlier for earlier, later in pairwise(edges)) < 200
+    assert max(later - earlier for earlier, later in pairwise(edges)) < 250
     (custom,) = feeds(lambda rank: DataLoader(Numbers(9), batch_sampler=Growing(9)), 1)
-    assert custom.sample_indices(0, most=4) == [0, 1, 2, 3]
+    assert custom.looks(0).some.read(4) == [0, 1, 2, 3]
     (stream,) = feeds(lambda rank: DataLoader(Counting(9), 2), 1)
-    assert len(stream.sample_indices(0, most=4)) == 4
+    assert len(stream.looks(0).some.read(4)) == 4
 
 
 def test_overfitting_keeps_the_order_of_the_dataset() -> None:
