@@ -1,6 +1,6 @@
 """How long does an epoch take to start, and what does its order hold? ``python -m benchmarks.sampler``.
 
-The order of ``AutoAccumulate`` beside torch's own samplers, from 10⁴ to 10⁸ samples, as one of 64
+The order of ``AutoAccumulate`` beside torch's own samplers, from 10⁴ to 10⁹ samples, as one of 64
 simulated ranks. Every cell is a fresh process in which nothing but the sampler works:
 
 - *first*: from the dataset to the first micro-batch: building the sampler, drawing the order;
@@ -9,7 +9,8 @@ simulated ranks. Every cell is a fresh process in which nothing but the sampler 
   and Lightning): its high-water mark (``VmHWM``, reset before) and what is left in the end.
 
 Times are the shortest of three processes, since other programs can only add to them; memory is the
-largest. Exits with 1 if 10⁸ samples take more than 5 s or 1 GB on a rank.
+largest. Cells that would need more than 8 GB are left out. Exits with 1 if 10⁸ samples take more
+than 5 s or 1 GB on a rank.
 """
 
 import argparse
@@ -32,13 +33,17 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampl
 
 from benchmarks.output import as_text, write_json
 from lightning_ga.loading.recipe_batches import SourceSettings
+from lightning_ga.loading.sampler import LARGEST_WRITTEN_ORDER
 from lightning_ga.loading.source import MicroBatchSource
 
 RANKS, RANK, MICRO_BATCH, FACTOR = 64, 63, 32, 2
-SIZES = (10**4, 10**5, 10**6, 10**7, 10**8)
+SIZES = (10**4, 10**5, 10**6, 10**7, 10**8, LARGEST_WRITTEN_ORDER, 10**9)
 QUICK = 10**7
 REPEATS, NEXT = 3, 1000
+MOST_BYTES = 8e9
 TARGET_SIZE, TARGET_SECONDS, TARGET_BYTES = 10**8, 5.0, 1e9
+# A list of Python integers, and the 64-bit tensor that it is made of: 8 of pointer, 32 of object, 8.
+BYTES_OF_A_LISTED_INDEX = 48
 
 Batches = Iterator[list[int]]
 
@@ -121,8 +126,10 @@ def peak_resident() -> int:
 
 
 def cell(name: str, size: int) -> dict[str, Any]:
-    """Measured in fresh processes."""
+    """Measured in fresh processes, or the reason why not."""
     record: dict[str, Any] = {"sampler": name, "samples": size}
+    if name != "AutoAccumulate" and size * BYTES_OF_A_LISTED_INDEX > MOST_BYTES:
+        return record | {"skipped": "too large", "needed_bytes": size * BYTES_OF_A_LISTED_INDEX}
     command = [sys.executable, "-m", "benchmarks.sampler", "--cell", name, str(size)]
     runs = [in_fresh_process(command) for _ in range(REPEATS)]
     for key in runs[0]:
@@ -153,6 +160,9 @@ def table(cells: Sequence[dict[str, Any]]) -> Table:
         shown.add_column(title, justify="right", no_wrap=True)
     for one in cells:
         start = (f"{one['samples']:,}" if one["sampler"] == "AutoAccumulate" else "", one["sampler"])
+        if "skipped" in one:
+            shown.add_row(*start, "–", "–", f"≈ {one['needed_bytes'] / 1e6:,.0f} MB", "–")
+            continue
         times = seconds(one["first_seconds"]), seconds(one["next_seconds"])
         shown.add_row(*start, *times, *(f"{one[key] / 1e6:,.1f} MB" for key in ("peak_bytes", "held_bytes")))
     return shown
@@ -162,7 +172,7 @@ def text(record: Mapping[str, Any]) -> str:
     """Table and legend of a record."""
     legend = (
         "first: until the first micro-batch; next: each of those that follow; peak, held:\n"
-        "what the process grows by at most, and in the end.\n"
+        "what the process grows by at most, and in the end; –: not run, needs too much.\n"
         f"Rank {RANK} of {record['ranks']}, micro-batches of {record['micro_batch']}; "
         "RandomSampler: a single process."
     )

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch.utils.data import Sampler
 
+from lightning_ga.loading.permutation import Permutation
 from lightning_ga.memory.live_tensors import uncounted
 from lightning_ga.plan.windows import Chunk, EpochPlan, Window
 from lightning_ga.snapshot.contents import ObjectState, reachable
@@ -22,6 +23,9 @@ from lightning_ga.snapshot.random_numbers import generator_state, is_generator, 
 
 _FEW = 64  # micro-batches
 _SEEDS = 2**63  # torch.Generator takes seeds of 64 bits
+# The largest epoch whose order is written down, in 512 MiB and a few seconds on every rank. Beyond it both would
+# hold the training up.
+LARGEST_WRITTEN_ORDER = 2**27
 
 
 class Order(Protocol):
@@ -49,21 +53,23 @@ class Sequential:
 class Shuffled:
     """A permutation: ``torch.randperm`` seeded with seed + epoch, as in torch's ``DistributedSampler``.
 
-    It is drawn of the ``whole`` dataset, of which an epoch may leave out some samples.
+    Above ``LARGEST_WRITTEN_ORDER`` samples, one that is computed index by index. It is drawn of the ``whole``
+    dataset, of which an epoch may leave out some samples.
     """
 
     def __init__(self, size: int, seed: int | None = None, *, whole: int | None = None) -> None:
         self.size, self.seed = size, seed
         self.whole = size if whole is None else whole
 
-    def draw(self, epoch: int, seed: int) -> torch.Tensor:
-        """The permutation of one epoch, of four bytes a sample up to two thousand million."""
+    def draw(self, epoch: int, seed: int) -> Sequence[int] | torch.Tensor:
+        """The permutation of one epoch, at most four bytes a sample."""
         seed = seed if self.seed is None else self.seed
+        if self.whole > LARGEST_WRITTEN_ORDER:
+            return Permutation(self.whole, seed=seed, epoch=epoch)
         generator = torch.Generator()
         generator.manual_seed((seed + epoch) % _SEEDS)
-        dtype = torch.int32 if self.whole <= torch.iinfo(torch.int32).max else torch.int64
         with uncounted():  # it lies on the host
-            return torch.randperm(self.whole, generator=generator, dtype=dtype)
+            return torch.randperm(self.whole, generator=generator, dtype=torch.int32)
 
 
 def draws_a_seed(order: Order) -> bool:

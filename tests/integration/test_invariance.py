@@ -12,6 +12,8 @@ from reference import LossBySample, Samples, cut, fit, permutation
 from torch.utils.data import DataLoader
 
 from lightning_ga import AutoAccumulate
+from lightning_ga.loading import sampler
+from lightning_ga.loading.permutation import Permutation
 
 SIZE, EFFECTIVE, EPOCHS, SEED = 53, 12, 2, 7  # five windows an epoch, the last of 5 samples
 WINDOWS = [window for epoch in range(EPOCHS) for window in cut(permutation(SIZE, SEED, epoch), EFFECTIVE)]
@@ -155,6 +157,17 @@ def test_a_resume_changes_nothing(micro_batch: int, num_workers: int, whole: tup
     module = run(micro_batch, num_workers=num_workers, ckpt_path=whole[1], seed=1)
     assert samples(module)[MID_EPOCH:] == SAMPLES[MID_EPOCH:]
     assert agree(mean_losses(module), whole[0][MID_EPOCH:])
+
+
+def test_all_this_holds_for_orders_that_are_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of very large data sets are."""
+    monkeypatch.setattr(sampler, "LARGEST_WRITTEN_ORDER", 0)
+    path = tmp_path / "mid_epoch.ckpt"
+    before, after = run(EFFECTIVE, SaveAt(path, MID_EPOCH)), run(5, ckpt_path=path, seed=1)
+    orders = [Permutation(SIZE, seed=SEED, epoch=epoch)[:] for epoch in range(EPOCHS)]
+    assert samples(before) == [sorted(window) for order in orders for window in cut(order, EFFECTIVE)]
+    assert samples(after)[MID_EPOCH:] == samples(before)[MID_EPOCH:]
+    assert agree(mean_losses(after), mean_losses(before)[MID_EPOCH:])
 
 
 def test_another_seed_is_another_course_of_training(whole: tuple[Losses, Path]) -> None:
