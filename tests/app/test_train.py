@@ -1,7 +1,6 @@
 import csv
 import json
 import os
-import shutil
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -15,24 +14,17 @@ from lightning_ga.train import config_folder, options_first, top_level_keys
 
 QUICK = ("model=mlp", "trainer.max_epochs=2", "trainer.accelerator=cpu", "accumulate.micro_batch_size=16")
 TINY = (*QUICK, "debug=default")
+BY_STEP = (*QUICK, "trainer.max_epochs=1", "trainer.log_every_n_steps=1", "optimized_metric=train/loss")
 
 
 def result(folder: Path) -> dict[str, float]:
     return json.loads((folder / "result.json").read_text())
 
 
-@pytest.fixture(scope="module")
-def runs():
-    """Runs that several tests read."""
-    return {}
-
-
 @pytest.fixture
-def quick(command, runs):
-    """A run of two epochs with nothing out of the ordinary; its folder is read and not written to."""
-    if "quick" not in runs:
-        runs["quick"] = command(*QUICK)
-    return runs["quick"]
+def quick(shared):
+    """A run of two epochs with nothing out of the ordinary."""
+    return shared(*QUICK, folder="fit")
 
 
 def test_a_run_leaves_everything_to_read(quick):
@@ -86,9 +78,9 @@ def test_progress_is_shown_as_was_asked_for(command, progress, shown):
     assert "\r" not in log
 
 
-def test_the_result_of_a_training_is_the_mean_over_its_last_epoch(command):
+def test_the_result_of_a_training_is_the_mean_over_its_last_epoch(shared):
     """Not that of the last, smaller window; checkpoints that watch it see the same."""
-    run = command(*QUICK, "trainer.max_epochs=1", "trainer.log_every_n_steps=1", "optimized_metric=train/loss")
+    run = shared(*BY_STEP)
     with (run.folder / "csv" / "metrics.csv").open() as file:
         windows = [float(row["train/loss"]) for row in csv.DictReader(file) if row["train/loss"]]
     sizes = [32] * 40 + [1293 - 40 * 32]
@@ -99,26 +91,26 @@ def test_the_result_of_a_training_is_the_mean_over_its_last_epoch(command):
     assert any(state.get("best_model_score") == pytest.approx(mean, rel=1e-5) for state in best.values())
 
 
-def test_curves_are_logged_by_optimizer_step(command):
+def test_curves_are_logged_by_optimizer_step(shared):
     """Two micro-batches a step make 41 steps an epoch, not 82."""
-    run = command(*QUICK, "trainer.max_epochs=1", "trainer.log_every_n_steps=1")
+    run = shared(*BY_STEP)
     with (run.folder / "csv" / "metrics.csv").open() as file:
         steps = [int(row["step"]) for row in csv.DictReader(file) if row["train/loss"]]
     assert steps == list(range(41))
 
 
-def test_checkpoints_hold_plain_values_only(command):
+def test_checkpoints_hold_plain_values_only(shared):
     """Nothing in them has to be built to load them."""
-    run = command(*TINY)
+    run = shared(*TINY)
     for name in ("best.ckpt", "last.ckpt"):
         path = run.folder / "checkpoints" / name
         assert torch.serialization.get_unsafe_globals_in_checkpoint(path) == []
         assert torch.load(path, weights_only=True)["hyper_parameters"]["hidden"] == [512, 256, 128]
 
 
-def test_a_seed_decides_the_run(command):
+def test_a_seed_decides_the_run(command, shared):
     """The same seed gives the same numbers, another seed others."""
-    first, again, other = (command(*TINY, f"seed={seed}", folder=name) for name, seed in (("a", 1), ("b", 1), ("c", 2)))
+    first, again, other = shared(*TINY), command(*TINY, folder="again"), command(*TINY, "seed=2", folder="other")
     strip = [{k: v for k, v in result(run.folder).items() if k != "seconds"} for run in (first, again, other)]
     assert strip[0] == strip[1] != strip[2]
 
@@ -149,9 +141,9 @@ def test_a_probe_leaves_a_picture(command):
     assert not (by_hand.folder / "probe.png").exists()
 
 
-def test_a_run_that_survived_says_so_at_its_end(command, monkeypatch):
+def test_a_run_that_survived_says_so_at_its_end(command, shared, monkeypatch):
     """How often memory ran out, on the screen and in ``result.json``; nothing where it never did."""
-    smooth = command(*TINY, folder="smooth")
+    smooth = shared(*TINY, folder="smooth")
     whole = Classifier.training_step
 
     def at_most_eight(module, batch, batch_idx):
@@ -334,17 +326,19 @@ def test_a_dry_run_plans_for_a_device_that_is_not_here(command, precision):
     assert not (run.folder / "checkpoints").exists()
 
 
-def test_last_goes_on_where_a_run_ended(command):
+def test_last_goes_on_where_a_run_ended(command, shared):
     """ckpt_path=last is the latest run of the same model: its optimizer steps count on."""
-    command(*QUICK, "trainer.max_epochs=1", folder="first")
-    run = command(*QUICK, "trainer.max_epochs=2", "ckpt_path=last", folder="second")
+    shared(*TINY, folder="first")
+    run = command(*TINY, "trainer.max_epochs=3", "ckpt_path=last", folder="second")
     assert run.code == 0, run.err
-    assert torch.load(run.folder / "checkpoints" / "last.ckpt", weights_only=True)["global_step"] == 82
+    assert "Epoch 3/3" in run.out
+    assert "Epoch 2/3" not in run.out
+    assert torch.load(run.folder / "checkpoints" / "last.ckpt", weights_only=True)["global_step"] == 12
 
 
-def test_a_finished_run_says_that_it_is_complete(command):
+def test_a_finished_run_says_that_it_is_complete(command, shared):
     """Resumed with nothing left to do, it prints how to go on."""
-    command(*TINY, folder="first")
+    shared(*TINY, folder="first")
     run = command(*TINY, "ckpt_path=last", folder="second")
     assert run.code == 0, run.err
     assert "Training was already complete (8 optimizer steps): go on with trainer.max_epochs=3 or more." in run.out
@@ -361,7 +355,6 @@ def test_one_cycle_is_not_prolonged(command):
 
 def test_best_is_tested_validated_and_predicted_with(command, quick):
     """The other tasks take the best checkpoint of the latest run and repeat its numbers."""
-    shutil.copytree(quick.folder, "outputs/fit", dirs_exist_ok=True)
     trained = result(quick.folder)
     tested = result(command("model=mlp", "task=test", "ckpt_path=best", folder="test").folder)
     assert tested["test/acc"] == trained["test/acc"]
