@@ -76,7 +76,7 @@ def _quick_collections() -> None:
 
 @pytest.fixture(scope="session")
 def _caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Paths of folders that are not there yet; a folder made by pytest for each test would take longer than many tests."""
+    """Paths of folders that are not there yet; to let pytest make each would take longer than many tests."""
     root = tmp_path_factory.mktemp("caches")
     return (str(root / str(number)) for number in itertools.count())
 

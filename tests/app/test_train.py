@@ -12,7 +12,8 @@ import torch
 from lightning_ga.models.classifier import Classifier
 from lightning_ga.train import config_folder, options_first, top_level_keys
 
-QUICK = ("model=mlp", "trainer.max_epochs=2", "trainer.accelerator=cpu", "accumulate.micro_batch_size=16")
+SMALL = ("model=mlp", "model.hidden=[32]")
+QUICK = (*SMALL, "trainer.max_epochs=2", "trainer.accelerator=cpu", "accumulate.micro_batch_size=16")
 TINY = (*QUICK, "debug=default")
 BY_STEP = (*QUICK, "trainer.max_epochs=1", "trainer.log_every_n_steps=1", "optimized_metric=train/loss")
 
@@ -105,7 +106,7 @@ def test_checkpoints_hold_plain_values_only(shared):
     for name in ("best.ckpt", "last.ckpt"):
         path = run.folder / "checkpoints" / name
         assert torch.serialization.get_unsafe_globals_in_checkpoint(path) == []
-        assert torch.load(path, weights_only=True)["hyper_parameters"]["hidden"] == [512, 256, 128]
+        assert torch.load(path, weights_only=True)["hyper_parameters"]["hidden"] == [32]
 
 
 def test_a_seed_decides_the_run(command, shared):
@@ -115,13 +116,10 @@ def test_a_seed_decides_the_run(command, shared):
     assert strip[0] == strip[1] != strip[2]
 
 
-def test_a_small_device_trains_the_same_model(command):
-    """Under a budget the factor grows above 1, and the result is that of whole batches."""
-    whole = command("model=mlp", "trainer.max_epochs=1", "accumulate.micro_batch_size=256", "data.batch_size=256")
-    small = command(
-        "model=mlp", "trainer.max_epochs=1", "accumulate.memory_budget=15MiB", "data.batch_size=256", folder="small"
-    )
-    assert (whole.code, small.code) == (0, 0), small.err
+def test_a_small_device_says_what_fills_its_memory(command):
+    """Under a budget the factor grows above 1; tests/test_readme.py holds that the result is that of whole batches."""
+    small = command("model=mlp", "dry_run=true", "accumulate.memory_budget=15MiB", "data.batch_size=256")
+    assert small.code == 0, small.err
     records = json.loads((small.folder / "plan.json").read_text())
     assert records["plan"]["factor"] > 1
     assert records["probe"]["peak_bytes"] <= records["probe"]["budget_bytes"] == 15 * 2**20
@@ -130,13 +128,11 @@ def test_a_small_device_trains_the_same_model(command):
     assert held.startswith("optimizer state 5.3 MiB, the optimizer's temporaries 4.0 MiB, parameters 2.6 MiB")
     printed = " ".join(small.out.split())
     assert all(line in printed for line in (where, held, remedy))
-    assert result(small.folder)["test/loss"] == pytest.approx(result(whole.folder)["test/loss"], rel=1e-3)
+    assert (small.folder / "probe.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_probe_leaves_a_picture(command):
-    """Beside the plan, in a dry run too; a micro-batch by hand leaves none."""
-    probed = command("model=mlp", "dry_run=true", "accumulate.memory_budget=15MiB", "data.batch_size=256")
-    assert (probed.folder / "probe.png").read_bytes().startswith(b"\x89PNG")
+def test_a_micro_batch_by_hand_leaves_no_picture_of_a_probe(command):
+    """There was none."""
     by_hand = command(*TINY, "dry_run=true", folder="by_hand")
     assert not (by_hand.folder / "probe.png").exists()
 
@@ -184,9 +180,7 @@ def test_resnet34d_learns_the_digits(command):
         (["model=mlp", "precision=fp16-mixed", "trainer.accelerator=cpu"], ["needs a GPU", "bf16-mixed"]),
         (["model=mlp", "accumulate.memory_budget=1MiB"], ["memory_budget"]),
         (["model=mlp", "accumulate.effective_batch_size=0"], ["effective_batch_size=0 must be at least 1"]),
-        (["model=mlp", "data.batch_size=0"], ["data.batch_size=0 must be a whole number of at least 1"]),
         (["model=mlp", "+trainer.epochs=1"], ["unexpected keyword argument 'epochs'"]),
-        (["model=mlp", "optimizer.lr=abc"], ["optimizer.lr=abc must be a number"]),
         (["model=mlp", "optimizer._target_="], ["is not on the list of what a configuration may build."]),
         (["model=mlp", "hydra.mode=SWEEP"], ["hydra.mode=SWEEP: Invalid value 'SWEEP'", "MULTIRUN"]),
         (["model=mlp", "optimizer=[]"], ["optimizer=[] chooses no option"]),
@@ -197,12 +191,10 @@ def test_resnet34d_learns_the_digits(command):
         (["model=mlp", "trainer.compile=true"], ["did you mean compile?"]),
         (["model=mlp", "+optimizer.foo=1"], ["unexpected keyword argument 'foo'"]),
         (["model=mlp", "accumulate=fixed", "accumulate.effective_batch_size=64"], ["exclude each other"]),
-        (["model=mlp", "task=tset"], ["task=tset must be one of", "for example task=test"]),
         (["model=mlp", "task=test"], ["needs trained weights", "ckpt_path=best"]),
         (["model=mlp", "ckpt_path=last"], ["no run of this model"]),
         (["model=mlp", "ckpt_path=nowhere.ckpt"], ["nowhere.ckpt is not a file"]),
         (["optimizer._target_=torch.load"], ["torch.load is not on the list"]),
-        (["+hydra.callbacks.x._target_=os.getcwd"], ["hydra.callbacks"]),
         (["--experimental-rerun", "x.pickle"], ["unpickles"]),
         (["--config-dir", "nowhere"], ["nowhere"]),
         (["model=mlp", "optimizer.betas=[0.9]"], ["optimizer (torch.optim.Adam) could not be built: IndexError"]),
@@ -215,7 +207,6 @@ def test_resnet34d_learns_the_digits(command):
         (["model=mlp", "data.num_classes=3"], ["data.num_classes=3 is less than the 10 classes of digits"]),
         (["model=mlp", "data.val_fraction=0.001"], ["cannot be held out", "data.val_fraction"]),
         (["model=mlp", "seed=abc"], ["seed=abc must be a whole number from 0", "seed=0"]),
-        (["model=mlp", "device_memory=16GiB"], ["device_memory=16GiB", "add dry_run=true"]),
         (["model=mlp", "dry_run=true", "device_memory=300MiB"], ["leaves nothing to a training"]),
         (["model=mlp", "dry_run=true", "device_memory=8GiB", "trainer.strategy=fsdp"], ["only data parallelism"]),
         (["model=mlp", "accumulate.foo=3"], ["no key accumulate.foo", "effective_batch_size"]),
@@ -228,17 +219,13 @@ def test_resnet34d_learns_the_digits(command):
         (["logger=null"], ["write logger=none"]),
         (["ckpt_path=epoch=1.ckpt"], ["is quoted twice", "'ckpt_path=\"epoch=1.ckpt\"'"]),
         (["model=mlp", "model"], ["model is neither an option nor KEY=VALUE"]),
-        (["model=mlp", "trainer.val_check_interval=0"], ["a share of an epoch above 0"]),
-        (["model=mlp", "data.augment=abc"], ["must be a list of transforms"]),
         (["model=mlp", "allow_targets=null"], ["must be a list of packages"]),
-        (["model=mlp", "data.image_size=100000"], ["a whole number from 1 to 4096"]),
         (["model=mlp", "hydra.run.dir=/proc/no"], ["'/proc/no' cannot be written", "hydra.run.dir=FOLDER"]),
         (["model=mlp", "hydra.run.dir=/dev/null/x"], ["'/dev/null/x' cannot be written"]),
         (["model=mlp", "logger=wandb"], ["pip install wandb"]),
         (["model=mlp", "model.init_from=nowhere.pt"], ["model.init_from=nowhere.pt is not a file"]),
         (["model=timm", "+model.options.checkpoint_path=x.pth"], ["use model.init_from=PATH instead"]),
         (["+hydra.job.env_set.LD_PRELOAD=x"], ["hydra.job.env_set"]),
-        (["hydra.job_logging.handlers.console.stream=ext://antigravity.x"], ["ext://antigravity.x"]),
     ],
     ids=lambda value: value[-1] if value and "=" in value[-1] else None,
 )
@@ -303,7 +290,7 @@ def test_a_user_brings_configurations(command):
 
 def test_a_dry_run_stops_before_the_first_step(command):
     """Plan and probe are printed and saved; no step, no checkpoint, no log."""
-    run = command("model=mlp", "dry_run=true", "accumulate.memory_budget=20MiB")
+    run = command(*SMALL, "dry_run=true", "accumulate.memory_budget=20MiB")
     assert run.code == 0, run.err
     assert "probe" in run.out
     assert "Epoch" not in run.out
@@ -356,11 +343,11 @@ def test_one_cycle_is_not_prolonged(command):
 def test_best_is_tested_validated_and_predicted_with(command, quick):
     """The other tasks take the best checkpoint of the latest run and repeat its numbers."""
     trained = result(quick.folder)
-    tested = result(command("model=mlp", "task=test", "ckpt_path=best", folder="test").folder)
+    tested = result(command(*SMALL, "task=test", "ckpt_path=best", folder="test").folder)
     assert tested["test/acc"] == trained["test/acc"]
-    validated = result(command("model=mlp", "task=validate", "ckpt_path=best", folder="validate").folder)
+    validated = result(command(*SMALL, "task=validate", "ckpt_path=best", folder="validate").folder)
     assert validated["val/acc"] == trained["val/acc"]
-    predicted = command("model=mlp", "task=predict", "ckpt_path=best", folder="predict").folder / "predictions.csv"
+    predicted = command(*SMALL, "task=predict", "ckpt_path=best", folder="predict").folder / "predictions.csv"
     assert len(predicted.read_text().splitlines()) == 361
 
 
@@ -413,7 +400,7 @@ def test_a_sweep_refuses_several_processes_per_job(command):
 @pytest.mark.distributed
 def test_two_ranks_share_an_effective_batch(tmp_path):
     """trainer=ddp starts a process per rank; one of them prints, both train the same 32 samples a step."""
-    arguments = [*QUICK, "trainer=ddp", "trainer.max_epochs=1", "data.batch_size=16", "accumulate.micro_batch_size=8"]
+    arguments = [*TINY, "trainer=ddp", "data.batch_size=16", "accumulate.micro_batch_size=8"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "default"}
     line = [sys.executable, "-m", "lightning_ga.train", *arguments, "hydra.run.dir=run"]
     run = subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
@@ -422,7 +409,7 @@ def test_two_ranks_share_an_effective_batch(tmp_path):
     plan = json.loads((tmp_path / "run" / "plan.json").read_text())["plan"]
     assert (plan["effective_batch_size"], plan["world_size"], plan["factor"]) == (32, 2, 2)
     steps = torch.load(tmp_path / "run" / "checkpoints" / "last.ckpt", weights_only=True)["global_step"]
-    assert steps == 41
+    assert steps == 8
 
 
 def test_options_may_stand_anywhere():

@@ -26,7 +26,7 @@ def test_what_the_usual_script_logs_is_no_validation_loss(tmp_path: Path) -> Non
 @pytest.mark.parametrize(("group_norm", "exact"), [(False, False), (True, True)])
 def test_batch_norm_is_what_8_times_4_changes(group_norm: bool, exact: bool, tmp_path: Path) -> None:
     """With GroupNorm the gradient is that of the 32 samples, and so are the losses."""
-    norm = [*OVERRIDES, f"model.group_norm={str(group_norm).lower()}"]
+    norm = [*OVERRIDES, "trainer.max_epochs=1", f"model.group_norm={str(group_norm).lower()}"]
     whole, cut = (
         recipe.ours(folder, [f"experiment=cifar10_resnet34d{name}", *norm])
         for folder, name in ((new(tmp_path / "whole"), ""), (new(tmp_path / "cut"), "_8x4"))
