@@ -9,6 +9,7 @@ that wait for each other use none.
 """
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import signal
@@ -94,7 +95,11 @@ def server() -> ForkServerContext:
 def begin(
     function: Callable[..., int | None], arguments: Any, variables: dict[str, str], folder: Path, output: Path
 ) -> None:
-    """The life of a fork: a session of its own, in which a signal makes every process say where it is."""
+    """The life of a fork: a session of its own, in which a signal makes every process say where it is.
+
+    Every out-of-memory error collects garbage: what is imported is not looked through, as in ``conftest.py``.
+    """
+    gc.freeze()
     os.setsid()
     os.environ.clear()
     os.environ.update(variables)
