@@ -22,6 +22,7 @@ def test_what_the_usual_script_logs_is_no_validation_loss(tmp_path: Path) -> Non
     assert found.values["logged"] != pytest.approx(found.values["val"], rel=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Accumulation is not exact for this model")  # it is what is measured
 @pytest.mark.parametrize(("group_norm", "exact"), [(False, False), (True, True)])
 def test_batch_norm_is_what_8_times_4_changes(group_norm: bool, exact: bool, tmp_path: Path) -> None:
