@@ -407,8 +407,14 @@ def test_the_samples_of_a_batch_are_cut_rightly(name: str, way: Way) -> None:
     cut_rightly(CASES[name], way)
 
 
-@pytest.mark.parametrize(("mode", "place"), [("loader", "forward"), ("step", "backward")])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "mode", "place"),
+    [
+        pytest.param(name, mode, place, id=f"{name}-{mode}-{place}", marks=() if mode in turn else pytest.mark.slow)
+        for name, turn in zip(CASES, cycle(TURNS))
+        for mode, place in (("loader", "forward"), ("step", "backward"))
+    ],
+)
 def test_memory_may_run_out_in_a_later_part(name: str, place: str, mode: str) -> None:
     """In the second micro-batch, which is cut once more: the gradient and the weights are those of one pass."""
     case = CASES[name]
