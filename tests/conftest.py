@@ -4,6 +4,7 @@ Nothing heavy is imported here: the process that only hands tests to others begi
 """
 
 import gc
+import itertools
 import logging
 import sys
 from collections.abc import Callable, Iterator
@@ -73,10 +74,17 @@ def _quick_collections() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="session")
+def _caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Paths of folders that are not there yet; to let pytest make each would take longer than many tests."""
+    root = tmp_path_factory.mktemp("caches")
+    return (str(root / str(number)) for number in itertools.count())
+
+
 @pytest.fixture(autouse=True)
-def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+def _own_cache(_caches: Iterator[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """No test remembers the limits of another, or of the person who runs it."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+    monkeypatch.setenv("XDG_CACHE_HOME", next(_caches))
 
 
 @dataclass(frozen=True)

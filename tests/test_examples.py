@@ -35,7 +35,7 @@ def number(pattern: str, text: str) -> float:
     ("name", "all_ranks"),
     [
         ("plain_pytorch.py", [[]]),
-        pytest.param("fabric.py", [[], ["--devices", "2"]], marks=pytest.mark.distributed),
+        pytest.param("fabric.py", [[], ["--devices", "2"]], marks=[pytest.mark.distributed, pytest.mark.slow]),
     ],
 )
 def test_loops_without_a_trainer_train_the_same_within_any_budget(

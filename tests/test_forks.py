@@ -9,7 +9,7 @@ from pathlib import Path
 
 import forks
 import pytest
-from forks import forked, in_ranks
+from forks import forked, in_ranks, in_turn
 
 
 def end_with(code: int | None) -> int | None:
@@ -83,6 +83,15 @@ def test_all_is_imported_before(tmp_path: Path) -> None:
 @pytest.mark.parametrize("codes", [[0, 0], [0, 3], [3, 0]])
 def test_ranks_end_as_the_worst_of_them(codes: list[int], tmp_path: Path) -> None:
     assert forked(in_ranks, 2, on_rank, codes, folder=tmp_path).code == max(codes)
+
+
+@pytest.mark.parametrize(("ends", "code"), [((0, 3), 0), ((0, 0), 1)])
+def test_calls_in_turn_end_as_they_are_expected_to(ends: tuple[int, int], code: int, tmp_path: Path) -> None:
+    """Or the first that does not ends all of them."""
+    done = forked(in_turn, end_with, [((0,), ends[0]), ((3,), ends[1]), ((0,), 0)], folder=tmp_path)
+    assert done.code == code
+    assert done.output.count("to stdout") == (3 if code == 0 else 2)
+    assert ("end_with(3,) ended with 3 instead of 0" in done.output) == bool(code)
 
 
 def test_a_rank_that_is_killed_is_seen(tmp_path: Path) -> None:

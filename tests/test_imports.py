@@ -1,7 +1,6 @@
 """Imports go one way through the rooms, so that a reader can stop at any of them (see CONTRIBUTING.md)."""
 
 import ast
-import subprocess
 import sys
 from functools import cache
 from graphlib import TopologicalSorter
@@ -96,10 +95,3 @@ def test_the_callback_needs_nothing_of_the_command_line() -> None:
 def test_imports_make_no_circle() -> None:
     """There is an order in which every module comes after all that it imports."""
     assert len([*TopologicalSorter({module: own(module) for module in modules()}).static_order()]) == len(modules())
-
-
-def test_importing_the_package_is_light() -> None:
-    """None of what only the command line needs is loaded."""
-    code = "import sys, lightning_ga; print(sorted({'hydra', 'timm', 'matplotlib', 'sklearn'} & set(sys.modules)))"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert run.stdout.strip() == "[]"

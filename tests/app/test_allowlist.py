@@ -75,8 +75,9 @@ def test_what_is_off_the_list_is_refused(target):
     ],
 )
 def test_what_people_build_is_on_the_list(target):
-    """Optimizers, schedules, layers, networks, transforms, metrics and the parts of a Trainer."""
+    """Optimizers, schedules, layers, networks, transforms, metrics and the parts of a Trainer, all of which exist."""
     check_targets({"_target_": target})
+    assert callable(loaded(target))
 
 
 @pytest.mark.parametrize("kind", sorted({kind for kinds in KINDS.values() for kind in kinds if kind != "object"}))

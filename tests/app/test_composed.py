@@ -66,8 +66,10 @@ def test_hydra_builds_nothing_before_the_job(section, words):
     ],
 )
 def test_launchers_and_sweepers_of_hydras_plugins_are_built(target):
-    """By the names that their own configurations have."""
+    """By the names that their own configurations have, and no others."""
     check_hydra_section(PLAIN | {"launcher": {"_target_": target}})
+    with pytest.raises(UserError, match="names"):
+        check_hydra_section(PLAIN | {"launcher": {"_target_": f"{target}.run"}})
 
 
 def test_an_experiment_without_its_first_line_is_told():

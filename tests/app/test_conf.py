@@ -1,4 +1,5 @@
 import inspect
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,9 @@ TEXT = {
 """Files that are for text alone, and what each is chosen with."""
 
 
+@cache
 def composed(*overrides: str) -> DictConfig:
+    """Compose as the command line does, once for all who read it."""
     with initialize_config_dir(str(config_folder()), version_base="1.3"):
         return compose("train", [*overrides, "paths.output_dir=run"])
 
@@ -36,6 +39,7 @@ def test_every_file_composes_and_resolves(file: Path):
     overrides += TEXT.get(str(file), [])
     config = resolved(composed(*(o for o in overrides if not o.startswith("hydra="))))
     check_targets({name: section for name, section in config.items() if name != "hydra"})
+    assert {"data", "model", "optimizer", "trainer", "accumulate"} <= config.keys()
 
 
 @pytest.mark.parametrize("data", ["digits", "fashion_mnist"])

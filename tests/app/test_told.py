@@ -67,9 +67,9 @@ def test_a_result_that_is_no_number_is_told(command):
     assert json.loads((run.folder / "result.json").read_text(), parse_constant=pytest.fail)["val/loss"] is None
 
 
-def test_the_checkpoint_that_was_taken_is_told_with_what_differs(command):
+def test_the_checkpoint_that_was_taken_is_told_with_what_differs(command, shared):
     """Which file of which run, how far it came, and where this run is another one."""
-    first = command(*TINY, folder="first")
+    first = shared(*TINY, folder="first")
     run = command(*TINY[:-2], "trainer.max_epochs=2", "ckpt_path=last", "data.batch_size=16", folder="second")
     path = first.folder / "checkpoints" / "last.ckpt"
     assert f"Checkpoint: {path.relative_to(Path.cwd())} (epoch 1, 4 optimizer steps)" in run.out.splitlines()
@@ -81,9 +81,9 @@ def test_the_checkpoint_that_was_taken_is_told_with_what_differs(command):
     assert same.err == ""
 
 
-def test_a_checkpoint_of_another_run_is_refused(command):
+def test_a_checkpoint_of_another_run_is_refused(command, shared):
     """Another model or optimizer, and bare weights, each with the way out."""
-    first = command(*TINY, folder="first")
+    first = shared(*TINY, folder="first")
     path = first.folder / "checkpoints" / "last.ckpt"
     other = command(*TINY, "model.hidden=[8]", f"ckpt_path={path}", folder="other")
     assert other.code == 1
@@ -97,9 +97,9 @@ def test_a_checkpoint_of_another_run_is_refused(command):
     assert "model.init_from=weights.pt" in bare.err
 
 
-def test_a_training_starts_from_bare_weights(command):
+def test_a_training_starts_from_bare_weights(command, shared):
     """With their numbers; a last layer for other classes is left as it was drawn, and named."""
-    first = command(*TINY, folder="first")
+    first = shared(*TINY, folder="first")
     path = first.folder / "checkpoints" / "best.ckpt"
     trained = json.loads((first.folder / "result.json").read_text())
     weights = torch.load(path, weights_only=True)["state_dict"]
@@ -116,9 +116,9 @@ def test_a_training_starts_from_bare_weights(command):
     assert "is one of this model" not in none.out
 
 
-def test_predictions_name_classes_and_probabilities(command):
+def test_predictions_name_classes_and_probabilities(command, shared):
     """One row a sample; the probabilities of all classes add up to one."""
-    command(*TINY, folder="first")
+    shared(*TINY, folder="first")
     run = command(*TINY, "task=predict", "ckpt_path=best", folder="second")
     with (run.folder / "predictions.csv").open() as file:
         rows = list(csv.DictReader(file))

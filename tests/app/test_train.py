@@ -1,7 +1,6 @@
 import csv
 import json
 import os
-import shutil
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -13,26 +12,20 @@ import torch
 from lightning_ga.models.classifier import Classifier
 from lightning_ga.train import config_folder, options_first, top_level_keys
 
-QUICK = ("model=mlp", "trainer.max_epochs=2", "trainer.accelerator=cpu", "accumulate.micro_batch_size=16")
+SMALL = ("model=mlp", "model.hidden=[32]")
+QUICK = (*SMALL, "trainer.max_epochs=2", "trainer.accelerator=cpu", "accumulate.micro_batch_size=16")
 TINY = (*QUICK, "debug=default")
+BY_STEP = (*QUICK, "trainer.max_epochs=1", "trainer.log_every_n_steps=1", "optimized_metric=train/loss")
 
 
 def result(folder: Path) -> dict[str, float]:
     return json.loads((folder / "result.json").read_text())
 
 
-@pytest.fixture(scope="module")
-def runs():
-    """Runs that several tests read."""
-    return {}
-
-
 @pytest.fixture
-def quick(command, runs):
-    """A run of two epochs with nothing out of the ordinary; its folder is read and not written to."""
-    if "quick" not in runs:
-        runs["quick"] = command(*QUICK)
-    return runs["quick"]
+def quick(shared):
+    """A run of two epochs with nothing out of the ordinary."""
+    return shared(*QUICK, folder="fit")
 
 
 def test_a_run_leaves_everything_to_read(quick):
@@ -86,9 +79,9 @@ def test_progress_is_shown_as_was_asked_for(command, progress, shown):
     assert "\r" not in log
 
 
-def test_the_result_of_a_training_is_the_mean_over_its_last_epoch(command):
+def test_the_result_of_a_training_is_the_mean_over_its_last_epoch(shared):
     """Not that of the last, smaller window; checkpoints that watch it see the same."""
-    run = command(*QUICK, "trainer.max_epochs=1", "trainer.log_every_n_steps=1", "optimized_metric=train/loss")
+    run = shared(*BY_STEP)
     with (run.folder / "csv" / "metrics.csv").open() as file:
         windows = [float(row["train/loss"]) for row in csv.DictReader(file) if row["train/loss"]]
     sizes = [32] * 40 + [1293 - 40 * 32]
@@ -99,37 +92,34 @@ def test_the_result_of_a_training_is_the_mean_over_its_last_epoch(command):
     assert any(state.get("best_model_score") == pytest.approx(mean, rel=1e-5) for state in best.values())
 
 
-def test_curves_are_logged_by_optimizer_step(command):
+def test_curves_are_logged_by_optimizer_step(shared):
     """Two micro-batches a step make 41 steps an epoch, not 82."""
-    run = command(*QUICK, "trainer.max_epochs=1", "trainer.log_every_n_steps=1")
+    run = shared(*BY_STEP)
     with (run.folder / "csv" / "metrics.csv").open() as file:
         steps = [int(row["step"]) for row in csv.DictReader(file) if row["train/loss"]]
     assert steps == list(range(41))
 
 
-def test_checkpoints_hold_plain_values_only(command):
+def test_checkpoints_hold_plain_values_only(shared):
     """Nothing in them has to be built to load them."""
-    run = command(*TINY)
+    run = shared(*TINY)
     for name in ("best.ckpt", "last.ckpt"):
         path = run.folder / "checkpoints" / name
         assert torch.serialization.get_unsafe_globals_in_checkpoint(path) == []
-        assert torch.load(path, weights_only=True)["hyper_parameters"]["hidden"] == [512, 256, 128]
+        assert torch.load(path, weights_only=True)["hyper_parameters"]["hidden"] == [32]
 
 
-def test_a_seed_decides_the_run(command):
+def test_a_seed_decides_the_run(command, shared):
     """The same seed gives the same numbers, another seed others."""
-    first, again, other = (command(*TINY, f"seed={seed}", folder=name) for name, seed in (("a", 1), ("b", 1), ("c", 2)))
+    first, again, other = shared(*TINY), command(*TINY, folder="again"), command(*TINY, "seed=2", folder="other")
     strip = [{k: v for k, v in result(run.folder).items() if k != "seconds"} for run in (first, again, other)]
     assert strip[0] == strip[1] != strip[2]
 
 
-def test_a_small_device_trains_the_same_model(command):
-    """Under a budget the factor grows above 1, and the result is that of whole batches."""
-    whole = command("model=mlp", "trainer.max_epochs=1", "accumulate.micro_batch_size=256", "data.batch_size=256")
-    small = command(
-        "model=mlp", "trainer.max_epochs=1", "accumulate.memory_budget=15MiB", "data.batch_size=256", folder="small"
-    )
-    assert (whole.code, small.code) == (0, 0), small.err
+def test_a_small_device_says_what_fills_its_memory(command):
+    """Under a budget the factor grows above 1; tests/test_readme.py holds that the result is that of whole batches."""
+    small = command("model=mlp", "dry_run=true", "accumulate.memory_budget=15MiB", "data.batch_size=256")
+    assert small.code == 0, small.err
     records = json.loads((small.folder / "plan.json").read_text())
     assert records["plan"]["factor"] > 1
     assert records["probe"]["peak_bytes"] <= records["probe"]["budget_bytes"] == 15 * 2**20
@@ -138,20 +128,18 @@ def test_a_small_device_trains_the_same_model(command):
     assert held.startswith("optimizer state 5.3 MiB, the optimizer's temporaries 4.0 MiB, parameters 2.6 MiB")
     printed = " ".join(small.out.split())
     assert all(line in printed for line in (where, held, remedy))
-    assert result(small.folder)["test/loss"] == pytest.approx(result(whole.folder)["test/loss"], rel=1e-3)
+    assert (small.folder / "probe.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_probe_leaves_a_picture(command):
-    """Beside the plan, in a dry run too; a micro-batch by hand leaves none."""
-    probed = command("model=mlp", "dry_run=true", "accumulate.memory_budget=15MiB", "data.batch_size=256")
-    assert (probed.folder / "probe.png").read_bytes().startswith(b"\x89PNG")
+def test_a_micro_batch_by_hand_leaves_no_picture_of_a_probe(command):
+    """There was none."""
     by_hand = command(*TINY, "dry_run=true", folder="by_hand")
     assert not (by_hand.folder / "probe.png").exists()
 
 
-def test_a_run_that_survived_says_so_at_its_end(command, monkeypatch):
+def test_a_run_that_survived_says_so_at_its_end(command, shared, monkeypatch):
     """How often memory ran out, on the screen and in ``result.json``; nothing where it never did."""
-    smooth = command(*TINY, folder="smooth")
+    smooth = shared(*TINY, folder="smooth")
     whole = Classifier.training_step
 
     def at_most_eight(module, batch, batch_idx):
@@ -192,9 +180,7 @@ def test_resnet34d_learns_the_digits(command):
         (["model=mlp", "precision=fp16-mixed", "trainer.accelerator=cpu"], ["needs a GPU", "bf16-mixed"]),
         (["model=mlp", "accumulate.memory_budget=1MiB"], ["memory_budget"]),
         (["model=mlp", "accumulate.effective_batch_size=0"], ["effective_batch_size=0 must be at least 1"]),
-        (["model=mlp", "data.batch_size=0"], ["data.batch_size=0 must be a whole number of at least 1"]),
         (["model=mlp", "+trainer.epochs=1"], ["unexpected keyword argument 'epochs'"]),
-        (["model=mlp", "optimizer.lr=abc"], ["optimizer.lr=abc must be a number"]),
         (["model=mlp", "optimizer._target_="], ["is not on the list of what a configuration may build."]),
         (["model=mlp", "hydra.mode=SWEEP"], ["hydra.mode=SWEEP: Invalid value 'SWEEP'", "MULTIRUN"]),
         (["model=mlp", "optimizer=[]"], ["optimizer=[] chooses no option"]),
@@ -205,12 +191,10 @@ def test_resnet34d_learns_the_digits(command):
         (["model=mlp", "trainer.compile=true"], ["did you mean compile?"]),
         (["model=mlp", "+optimizer.foo=1"], ["unexpected keyword argument 'foo'"]),
         (["model=mlp", "accumulate=fixed", "accumulate.effective_batch_size=64"], ["exclude each other"]),
-        (["model=mlp", "task=tset"], ["task=tset must be one of", "for example task=test"]),
         (["model=mlp", "task=test"], ["needs trained weights", "ckpt_path=best"]),
         (["model=mlp", "ckpt_path=last"], ["no run of this model"]),
         (["model=mlp", "ckpt_path=nowhere.ckpt"], ["nowhere.ckpt is not a file"]),
         (["optimizer._target_=torch.load"], ["torch.load is not on the list"]),
-        (["+hydra.callbacks.x._target_=os.getcwd"], ["hydra.callbacks"]),
         (["--experimental-rerun", "x.pickle"], ["unpickles"]),
         (["--config-dir", "nowhere"], ["nowhere"]),
         (["model=mlp", "optimizer.betas=[0.9]"], ["optimizer (torch.optim.Adam) could not be built: IndexError"]),
@@ -223,7 +207,6 @@ def test_resnet34d_learns_the_digits(command):
         (["model=mlp", "data.num_classes=3"], ["data.num_classes=3 is less than the 10 classes of digits"]),
         (["model=mlp", "data.val_fraction=0.001"], ["cannot be held out", "data.val_fraction"]),
         (["model=mlp", "seed=abc"], ["seed=abc must be a whole number from 0", "seed=0"]),
-        (["model=mlp", "device_memory=16GiB"], ["device_memory=16GiB", "add dry_run=true"]),
         (["model=mlp", "dry_run=true", "device_memory=300MiB"], ["leaves nothing to a training"]),
         (["model=mlp", "dry_run=true", "device_memory=8GiB", "trainer.strategy=fsdp"], ["only data parallelism"]),
         (["model=mlp", "accumulate.foo=3"], ["no key accumulate.foo", "effective_batch_size"]),
@@ -236,17 +219,13 @@ def test_resnet34d_learns_the_digits(command):
         (["logger=null"], ["write logger=none"]),
         (["ckpt_path=epoch=1.ckpt"], ["is quoted twice", "'ckpt_path=\"epoch=1.ckpt\"'"]),
         (["model=mlp", "model"], ["model is neither an option nor KEY=VALUE"]),
-        (["model=mlp", "trainer.val_check_interval=0"], ["a share of an epoch above 0"]),
-        (["model=mlp", "data.augment=abc"], ["must be a list of transforms"]),
         (["model=mlp", "allow_targets=null"], ["must be a list of packages"]),
-        (["model=mlp", "data.image_size=100000"], ["a whole number from 1 to 4096"]),
         (["model=mlp", "hydra.run.dir=/proc/no"], ["'/proc/no' cannot be written", "hydra.run.dir=FOLDER"]),
         (["model=mlp", "hydra.run.dir=/dev/null/x"], ["'/dev/null/x' cannot be written"]),
         (["model=mlp", "logger=wandb"], ["pip install wandb"]),
         (["model=mlp", "model.init_from=nowhere.pt"], ["model.init_from=nowhere.pt is not a file"]),
         (["model=timm", "+model.options.checkpoint_path=x.pth"], ["use model.init_from=PATH instead"]),
         (["+hydra.job.env_set.LD_PRELOAD=x"], ["hydra.job.env_set"]),
-        (["hydra.job_logging.handlers.console.stream=ext://antigravity.x"], ["ext://antigravity.x"]),
     ],
     ids=lambda value: value[-1] if value and "=" in value[-1] else None,
 )
@@ -311,7 +290,7 @@ def test_a_user_brings_configurations(command):
 
 def test_a_dry_run_stops_before_the_first_step(command):
     """Plan and probe are printed and saved; no step, no checkpoint, no log."""
-    run = command("model=mlp", "dry_run=true", "accumulate.memory_budget=20MiB")
+    run = command(*SMALL, "dry_run=true", "accumulate.memory_budget=20MiB")
     assert run.code == 0, run.err
     assert "probe" in run.out
     assert "Epoch" not in run.out
@@ -334,17 +313,19 @@ def test_a_dry_run_plans_for_a_device_that_is_not_here(command, precision):
     assert not (run.folder / "checkpoints").exists()
 
 
-def test_last_goes_on_where_a_run_ended(command):
+def test_last_goes_on_where_a_run_ended(command, shared):
     """ckpt_path=last is the latest run of the same model: its optimizer steps count on."""
-    command(*QUICK, "trainer.max_epochs=1", folder="first")
-    run = command(*QUICK, "trainer.max_epochs=2", "ckpt_path=last", folder="second")
+    shared(*TINY, folder="first")
+    run = command(*TINY, "trainer.max_epochs=3", "ckpt_path=last", folder="second")
     assert run.code == 0, run.err
-    assert torch.load(run.folder / "checkpoints" / "last.ckpt", weights_only=True)["global_step"] == 82
+    assert "Epoch 3/3" in run.out
+    assert "Epoch 2/3" not in run.out
+    assert torch.load(run.folder / "checkpoints" / "last.ckpt", weights_only=True)["global_step"] == 12
 
 
-def test_a_finished_run_says_that_it_is_complete(command):
+def test_a_finished_run_says_that_it_is_complete(command, shared):
     """Resumed with nothing left to do, it prints how to go on."""
-    command(*TINY, folder="first")
+    shared(*TINY, folder="first")
     run = command(*TINY, "ckpt_path=last", folder="second")
     assert run.code == 0, run.err
     assert "Training was already complete (8 optimizer steps): go on with trainer.max_epochs=3 or more." in run.out
@@ -361,13 +342,12 @@ def test_one_cycle_is_not_prolonged(command):
 
 def test_best_is_tested_validated_and_predicted_with(command, quick):
     """The other tasks take the best checkpoint of the latest run and repeat its numbers."""
-    shutil.copytree(quick.folder, "outputs/fit", dirs_exist_ok=True)
     trained = result(quick.folder)
-    tested = result(command("model=mlp", "task=test", "ckpt_path=best", folder="test").folder)
+    tested = result(command(*SMALL, "task=test", "ckpt_path=best", folder="test").folder)
     assert tested["test/acc"] == trained["test/acc"]
-    validated = result(command("model=mlp", "task=validate", "ckpt_path=best", folder="validate").folder)
+    validated = result(command(*SMALL, "task=validate", "ckpt_path=best", folder="validate").folder)
     assert validated["val/acc"] == trained["val/acc"]
-    predicted = command("model=mlp", "task=predict", "ckpt_path=best", folder="predict").folder / "predictions.csv"
+    predicted = command(*SMALL, "task=predict", "ckpt_path=best", folder="predict").folder / "predictions.csv"
     assert len(predicted.read_text().splitlines()) == 361
 
 
@@ -393,9 +373,10 @@ def test_a_sweep_goes_on_where_it_ended(command):
     assert Path("multirun/0/result.json").is_file()
     assert Path("multirun/1/result.json").stat().st_mtime_ns == stamp
     assert first.out.splitlines()[-4:-1] == again.out.splitlines()[-4:-1]
-    other = command("-m", *TINY, "optimizer.lr=0.01", "seed=1,2", "hydra.sweep.dir=multirun")
+    stamp = Path("multirun/0/result.json").stat().st_mtime_ns
+    other = command("-m", *TINY, "optimizer.lr=0.01", "seed=1", "hydra.sweep.dir=multirun")
     assert other.code == 0
-    assert Path("multirun/1/result.json").stat().st_mtime_ns != stamp
+    assert Path("multirun/0/result.json").stat().st_mtime_ns != stamp
 
 
 def test_a_failed_job_of_a_sweep_is_named(command):
@@ -420,7 +401,7 @@ def test_a_sweep_refuses_several_processes_per_job(command):
 @pytest.mark.distributed
 def test_two_ranks_share_an_effective_batch(tmp_path):
     """trainer=ddp starts a process per rank; one of them prints, both train the same 32 samples a step."""
-    arguments = [*QUICK, "trainer=ddp", "trainer.max_epochs=1", "data.batch_size=16", "accumulate.micro_batch_size=8"]
+    arguments = [*TINY, "trainer=ddp", "data.batch_size=16", "accumulate.micro_batch_size=8"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "default"}
     line = [sys.executable, "-m", "lightning_ga.train", *arguments, "hydra.run.dir=run"]
     run = subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
@@ -429,7 +410,7 @@ def test_two_ranks_share_an_effective_batch(tmp_path):
     plan = json.loads((tmp_path / "run" / "plan.json").read_text())["plan"]
     assert (plan["effective_batch_size"], plan["world_size"], plan["factor"]) == (32, 2, 2)
     steps = torch.load(tmp_path / "run" / "checkpoints" / "last.ckpt", weights_only=True)["global_step"]
-    assert steps == 41
+    assert steps == 8
 
 
 def test_options_may_stand_anywhere():

@@ -1,16 +1,32 @@
+from copy import deepcopy
+from functools import cache
+
 import pytest
 import yaml
 from hydra import compose, initialize_config_dir
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import DictConfig, OmegaConf
 
 from lightning_ga import UserError
 from lightning_ga.app.values import RULES, check_values, resolved
 from lightning_ga.train import config_folder
 
 
-def composed(*overrides: str) -> dict:
-    """Compose as the command line does."""
+@cache
+def chosen(*groups: str) -> DictConfig:
+    """Compose as the command line does; this takes longer than all that is tested here."""
     with initialize_config_dir(str(config_folder()), version_base="1.3"):
-        return resolved(compose("train", ["model=mlp", *overrides, "paths.output_dir=run"]))
+        return compose("train", ["model=mlp", *groups, "paths.output_dir=run"])
+
+
+def composed(*overrides: str) -> dict:
+    """Compose options of groups once, and set values in a copy as Hydra does."""
+    parsed = OverridesParser.create().parse_overrides(list(overrides))
+    groups = {each.input_line for each in parsed if (config_folder() / each.key_or_group).is_dir()}
+    config = deepcopy(chosen(*sorted(groups)))
+    ConfigLoaderImpl._apply_overrides_to_config([each for each in parsed if each.input_line not in groups], config)
+    return resolved(config)
 
 
 def check(*overrides: str) -> None:
@@ -43,6 +59,24 @@ def test_a_wrong_value_is_refused(wrong: str):
         check(wrong)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ("seed=abc", "a whole number from 0"),
+        ("data.batch_size=0", "a whole number of at least 1"),
+        ("data.image_size=100000", "a whole number from 1 to 4096"),
+        ("optimizer.lr=abc", "a number"),
+        ("task=tset", "one of .+; for example task=test"),
+        ("trainer.val_check_interval=0", "a share of an epoch above 0"),
+        ("data.augment=abc", "a list of transforms"),
+    ],
+)
+def test_the_sentence_says_what_may_be(wrong: str, words: str):
+    """In words, with the nearest choice or an example."""
+    with pytest.raises(UserError, match=f"^{wrong} must be .*{words}"):
+        check(wrong)
+
+
 @pytest.mark.parametrize("samples", ["0", "abc"])
 def test_generated_pictures_are_counted(samples: str):
     """A key that only one set has."""
@@ -59,8 +93,11 @@ def test_generated_pictures_are_counted(samples: str):
     ],
 )
 def test_a_right_value_is_taken(right: str):
-    """Null and -1 mean something in some places."""
-    check(right)
+    """And left as it was typed; null and -1 mean something in some places."""
+    key, _, typed = right.partition("=")
+    config = composed(right)
+    check_values(config)
+    assert OmegaConf.select(OmegaConf.create(config), key) == yaml.safe_load(typed)
 
 
 def test_whole_numbers_may_be_written_in_powers_of_ten():
@@ -107,6 +144,11 @@ def test_keys_that_contradict_each_other(overrides: list[str], words: str):
 
 def test_a_class_of_the_users_own_may_use_the_keys_otherwise():
     """The table is about the classes that it was written for."""
-    check("data._target_=mine.Data", "+data.samples=many")
-    check("optimized_metric=test/acc", "callbacks=none")
-    check("optimized_metric=mine", "model._target_=mine.Model")
+    for key, others, words in (
+        ("+data.samples=many", "data._target_=mine.Data", "data.samples=many must be"),
+        ("optimized_metric=test/acc", "callbacks=none", "cannot watch test/acc"),
+        ("optimized_metric=mine", "model._target_=mine.Model", "mine is not measured"),
+    ):
+        check(key, others)
+        with pytest.raises(UserError, match=words):
+            check(key)

@@ -1307,3 +1307,10 @@ CASES = [
     for scenario in SCENARIOS.values()
     for mode in (*([DEFAULTS] if scenario.name in WITH_DEFAULTS else []), *scenario.modes)
 ]
+TURNS = (NEUTRAL_LOADER, CUT_STEP), (NEUTRAL_STEP, CUT_LOADER)
+
+
+def has_its_turn(scenario: Scenario, mode: Mode) -> bool:
+    """Tell whether a scenario is run in a mode where time is short: in half of its modes, by turns."""
+    turn = TURNS[list(SCENARIOS).index(scenario.name) % 2]
+    return mode in (DEFAULTS, *turn) or set(turn).isdisjoint(scenario.modes)

@@ -15,7 +15,6 @@ from scenarios import (
     CUT_LOADER,
     CUT_STEP,
     DEFAULTS,
-    NEUTRAL,
     REFUSED,
     SCENARIOS,
     STOCK,
@@ -25,6 +24,7 @@ from scenarios import (
     Refused,
     Run,
     Scenario,
+    has_its_turn,
     record,
 )
 from views import outcome, view
@@ -33,6 +33,10 @@ from lightning_ga import UserError
 
 DOCS = Path(__file__).parents[2] / "docs"
 SHOWN = 12  # differences that a failure prints
+READ = {"sgd", "validation_by_count", "limit_by_count", "ready_batches", "own_batch_sampler", "own_class_of_loader"}
+READ |= {"a_dict_of_loaders"}
+"""Scenarios in which what users read of the trainer is the same where nothing is cut: the loader, and after how many
+batches validation runs."""
 Stock = Callable[[str], Record]
 
 
@@ -45,6 +49,8 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> Stock:
 def found(ours: Record, stock: Record, scenario: Scenario, mode: Mode) -> dict[str, str]:
     """Differences that are not meant, one for each kind of place."""
     parts = [view(each, mode) if scenario.oracle is None else outcome(each) for each in (ours, stock)]
+    if scenario.name in READ and not mode.cut and mode is not DEFAULTS:
+        parts = [{**part, "read": each.read} for part, each in zip(parts, (ours, stock))]
     exact = not mode.cut and scenario.oracle is None
     return unmeant(*parts, scenario.name, mode.name, tolerance=0.0 if exact else scenario.tolerance)
 
@@ -63,24 +69,16 @@ def show(wrong: dict[str, str]) -> str:
     return "\n".join([f"{len(wrong)} kinds of differences from stock Lightning:", *list(wrong.values())[:SHOWN]])
 
 
-@pytest.mark.parametrize(("scenario", "mode"), CASES, ids=[f"{scenario.name}-{mode.name}" for scenario, mode in CASES])
+def row(scenario: Scenario, mode: Mode) -> Any:
+    """Parameters of a test; all rows together take more than a minute."""
+    marks = () if has_its_turn(scenario, mode) else pytest.mark.slow
+    return pytest.param(scenario, mode, id=f"{scenario.name}-{mode.name}", marks=marks)
+
+
+@pytest.mark.parametrize(("scenario", "mode"), [row(*case) for case in CASES])
 def test_a_training_is_that_of_stock_lightning(scenario: Scenario, mode: Mode, stock: Stock, tmp_path: Path) -> None:
     """Bit for bit where nothing is cut, and up to rounding where batches are."""
     wrong = found(record(scenario, mode, tmp_path), stock(scenario.oracle or scenario.name), scenario, mode)
-    assert not wrong, show(wrong)
-
-
-READERS = "sgd validation_by_count limit_by_count ready_batches own_batch_sampler own_class_of_loader a_dict_of_loaders"
-
-
-@pytest.mark.parametrize("name", READERS.split())
-@pytest.mark.parametrize("mode", NEUTRAL, ids=lambda mode: mode.name)
-@pytest.mark.parametrize("what", ["train_dataloader", "val_check_batch"])
-def test_what_users_read_of_the_trainer(name: str, mode: Mode, what: str, stock: Stock, tmp_path: Path) -> None:
-    """Is the same where nothing is cut: the loader, and after how many batches validation runs."""
-    records = record(SCENARIOS[name], mode, tmp_path), stock(name)
-    read = [[(each["hook"], each[what]) for each in either.read] for either in records]
-    wrong = unmeant(*read, name, mode.name)
     assert not wrong, show(wrong)
 
 

@@ -22,11 +22,12 @@ def test_what_the_usual_script_logs_is_no_validation_loss(tmp_path: Path) -> Non
     assert found.values["logged"] != pytest.approx(found.values["val"], rel=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Accumulation is not exact for this model")  # it is what is measured
 @pytest.mark.parametrize(("group_norm", "exact"), [(False, False), (True, True)])
 def test_batch_norm_is_what_8_times_4_changes(group_norm: bool, exact: bool, tmp_path: Path) -> None:
     """With GroupNorm the gradient is that of the 32 samples, and so are the losses."""
-    norm = [*OVERRIDES, f"model.group_norm={str(group_norm).lower()}"]
+    norm = [*OVERRIDES, "trainer.max_epochs=1", f"model.group_norm={str(group_norm).lower()}"]
     whole, cut = (
         recipe.ours(folder, [f"experiment=cifar10_resnet34d{name}", *norm])
         for folder, name in ((new(tmp_path / "whole"), ""), (new(tmp_path / "cut"), "_8x4"))
@@ -37,6 +38,7 @@ def test_batch_norm_is_what_8_times_4_changes(group_norm: bool, exact: bool, tmp
     assert (cut.values["train"] == pytest.approx(whole.values["train"], rel=1e-3)) == exact
 
 
+@pytest.mark.slow
 def test_a_larger_model_in_the_memory_of_a_smaller_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The micro-batch that is found trains within that memory."""
     monkeypatch.setattr(recipe, "LARGE_IMAGE", 64)

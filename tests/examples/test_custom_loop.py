@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from forks import forked
+from forks import forked, in_turn
 from lightning.fabric import Fabric
 
 ROOT = Path(__file__).parents[2]
@@ -47,10 +47,12 @@ def live(folder: str, with_fabric: bool, dies_at: int | None) -> None:
 @pytest.mark.parametrize("with_fabric", [False, True], ids=["plain", "Fabric"])
 def test_killed_and_resumed_is_uninterrupted_to_the_bit(with_fabric: bool, tmp_path: Path) -> None:
     """Weights, and the summaries: each step once."""
-    for name, deaths in {"through": [None], "killed": [3, 6, None]}.items():
-        for death in deaths:
-            ended = forked(live, str(tmp_path / name), with_fabric, death, folder=tmp_path)
-            assert ended.code == (0 if death is None else -signal.SIGKILL), ended.output
+    lives = [
+        ((str(tmp_path / name), with_fabric, death), 0 if death is None else -signal.SIGKILL)
+        for name, death in (("through", None), ("killed", 3), ("killed", 6), ("killed", None))
+    ]
+    done = forked(in_turn, live, lives, folder=tmp_path)
+    assert done.code == 0, done.output
     through, killed = (torch.load(tmp_path / name / "weights.pt", weights_only=True) for name in ("through", "killed"))
     assert [name for name in through if not through[name].equal(killed[name])] == []
     curves = [recipe.summarized(tmp_path / name) for name in ("through", "killed")]

@@ -6,14 +6,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forks import forked
+from forks import forked, in_turn
 
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT))  # examples are not installed
 
 from examples.reproduce import fit_callbacks as recipe  # noqa: E402
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]  # gradients on ranks are what test_ranks.py holds
+USUAL: dict[str, tuple[float, float | None, int]] = {
+    recipe.STOCK: (1, 0.2, 0),
+    recipe.UNDIVIDED: (10, 2, 0),
+    recipe.BY_BATCH: (10 / 6, 2 / 6, 0),
+    recipe.CARRIED: (1, None, 44),  # two micro-batches, then four
+}
+"""Shares of the mean over the window that a full and a ragged one have, and the images that are left over."""
 SIZE = {"norm": "group", "train": 140, "val": 20, "epochs": 2, "goal": 0.0, "data": "digits", "net": "test_resnet"}
 
 
@@ -22,18 +29,27 @@ def train(how: str, folder: str, precision: str) -> None:
     assert recipe.main([json.dumps(settings)]) == 0
 
 
-def record(how: str, folder: Path, precision: str = recipe.MIXED) -> dict[str, Any]:
-    """What the first rank wrote, and how many checkpoints there are."""
-    folder.mkdir()
-    ended = forked(train, how, str(folder), precision, folder=folder)
-    assert ended.code == 0, ended.output
+@pytest.fixture(scope="module")
+def records(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """What the first rank of each training wrote, and how many checkpoints there are."""
+    folder = tmp_path_factory.mktemp("fit_callbacks")
+    precisions = dict.fromkeys((recipe.WHOLE, recipe.OURS), "32-true") | dict.fromkeys(USUAL, recipe.MIXED)
+    for how in precisions:
+        (folder / how).mkdir()
+    lives = [((how, str(folder / how), precision), 0) for how, precision in precisions.items()]
+    done = forked(in_turn, train, lives, folder=folder)
+    assert done.code == 0, done.output
+    return {how: read(folder / how) for how in precisions}
+
+
+def read(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((folder / "record.json").read_text())
     return found | {"checkpoints": len(list(folder.glob("checkpoints/*.ckpt")))}
 
 
-def test_callbacks_see_the_same_training_however_it_is_cut(tmp_path: Path) -> None:
+def test_callbacks_see_the_same_training_however_it_is_cut(records: dict[str, dict[str, Any]]) -> None:
     """Steps, checkpoints and what is monitored are those of whole batches."""
-    whole, cut = (record(how, tmp_path / how, "32-true") for how in (recipe.WHOLE, recipe.OURS))
+    whole, cut = records[recipe.WHOLE], records[recipe.OURS]
     for key in ("steps", "left", "checkpoints"):
         assert cut[key] == whole[key], key
     assert whole["steps"] == 4
@@ -42,20 +58,10 @@ def test_callbacks_see_the_same_training_however_it_is_cut(tmp_path: Path) -> No
     assert cut["shares"] == {"full": pytest.approx(1, rel=1e-4), "ragged": pytest.approx(1, rel=1e-4)}
 
 
-@pytest.mark.parametrize(
-    ("how", "full", "ragged", "left"),
-    [
-        (recipe.STOCK, 1, 0.2, 0),
-        (recipe.UNDIVIDED, 10, 2, 0),
-        (recipe.BY_BATCH, 10 / 6, 2 / 6, 0),
-        (recipe.CARRIED, 1, None, 44),  # two micro-batches, then four
-    ],
-)
-def test_usual_answers_give_the_optimizer_another_gradient(
-    how: str, full: float, ragged: float | None, left: int, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("how", USUAL)
+def test_usual_answers_give_the_optimizer_another_gradient(how: str, records: dict[str, dict[str, Any]]) -> None:
     """Multiples of the mean over the window; the last window of an epoch is of 2 micro-batches instead of 10."""
-    found = record(how, tmp_path / "run")
+    found, (full, ragged, left) = records[how], USUAL[how]
     assert found["shares"]["full"] == pytest.approx(full, rel=0.1)
     if ragged is not None:
         assert found["shares"]["ragged"] == pytest.approx(ragged, rel=0.3)

@@ -45,10 +45,10 @@ def asked(effective: Any = None, accumulate: Any = None, micro_batch: Any = "aut
     return read_request(effective, accumulate, micro_batch, None)
 
 
-@pytest.mark.parametrize("budget", [None, 0.5, 1.0, 2**30, "10GiB", "512 MB"])
+@pytest.mark.parametrize("budget", [0.5, 1.0, 2**30, "10GiB", "512 MB"])
 def test_amounts_of_memory_pass(budget: Any) -> None:
     """A share, bytes, or text with a unit."""
-    AutoAccumulate(memory_budget=budget)
+    assert f"memory_budget={budget!r}" in repr(AutoAccumulate(memory_budget=budget))
 
 
 @pytest.mark.parametrize("budget", [0, -1, 1.5, 0.0, "10 gallons", "", True])
@@ -56,13 +56,6 @@ def test_what_is_no_amount_of_memory_is_refused(budget: Any) -> None:
     """The message holds the value as the user wrote it."""
     with pytest.raises(UserError, match=f"memory_budget={budget!r}"):
         AutoAccumulate(memory_budget=budget)
-
-
-def test_a_plain_training_passes() -> None:
-    """A recipe with a factor of its own too, and a fixed factor where the recipe has none."""
-    check_trainer(trainer(accumulate_grad_batches=4), Plain(), asked())
-    check_trainer(trainer(accumulate_grad_batches=4), Plain(), asked(effective=32))
-    check_trainer(trainer(), Plain(), asked(accumulate=4))
 
 
 def rivals(namespace: Any) -> list[Any]:
@@ -99,7 +92,10 @@ def test_modules_that_run_the_loop_themselves_are_refused(module: type, message:
 
 
 def test_a_factor_is_set_in_one_place_only() -> None:
-    """By the callback or by the Trainer."""
+    """By the callback or by the Trainer; an effective batch goes with a factor of the recipe's."""
+    check_trainer(trainer(accumulate_grad_batches=4), Plain(), asked())
+    check_trainer(trainer(accumulate_grad_batches=4), Plain(), asked(effective=32))
+    check_trainer(trainer(), Plain(), asked(accumulate=4))
     with pytest.raises(UserError, match=r"accumulate=3 and Trainer\(accumulate_grad_batches=2\) both set the factor"):
         check_trainer(trainer(accumulate_grad_batches=2), Plain(), asked(accumulate=3))
     with pytest.raises(UserError, match=r"accumulate=1 and Trainer\(accumulate_grad_batches=2\)"):
@@ -125,15 +121,11 @@ def with_strategy(strategy: object) -> Any:
 
 
 def test_strategies_that_accumulate_on_their_own_are_refused() -> None:
-    """Their factor is fixed when they start."""
-    with pytest.raises(UserError, match="Accumulating accumulates gradients on its own.*ddp"):
-        check_trainer(with_strategy(Accumulating()), Plain(), asked())
-
-
-def test_a_sharded_model_is_trained_and_probed() -> None:
-    """Its limit is approached from below (see ``test_sharded``)."""
+    """Their factor is fixed when they start. A sharded model is trained and probed (see ``test_sharded``)."""
     check_trainer(with_strategy(FSDPStrategy()), Plain(), asked(micro_batch=4))
     check_trainer(with_strategy(FSDPStrategy()), Plain(), asked())
+    with pytest.raises(UserError, match="Accumulating accumulates gradients on its own.*ddp"):
+        check_trainer(with_strategy(Accumulating()), Plain(), asked())
 
 
 def test_a_schedule_is_checked_for_all_epochs_before_the_first() -> None:

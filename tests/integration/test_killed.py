@@ -30,7 +30,7 @@ DEATHS = [
 
 
 def chain(mode: str, *micro_batches: int, **settings: Any) -> list[dict[str, Any]]:
-    """Lives that end in every way, and one that goes on to the end."""
+    """Lives that end in every way, and one that goes on to the end; some with the micro-batch of the one before."""
     lives: list[dict[str, Any]] = [{"dies": place, "at": at} for place, at in DEATHS] + [{}]
     same = {"micro_batching": mode, **settings}
     return [{**life, **same, "micro_batch_size": size} for life, size in zip(lives, cycle(micro_batches))]
@@ -40,10 +40,8 @@ PROBED = {"samples": 128, "batch": 64, "accumulate_grad_batches": 1, "memory_bud
 CHAINS = {
     "loader": [{"micro_batch_size": 4}],
     "step": [{"micro_batch_size": 4, "micro_batching": "step"}],
-    "loader, killed": chain("loader", 4),
-    "loader, killed, other sizes": chain("loader", 4, 3, 10, 1),
-    "step, killed": chain("step", 4),
-    "step, killed, other sizes": chain("step", 4, 3, 10, 1),
+    "loader, killed": chain("loader", 4, 4, 3, 10, 1),
+    "step, killed": chain("step", 4, 4, 3, 10, 1),
     "loader, killed, by steps": chain("loader", 4, 3, steps=21),
     "loader, killed, saved by epoch": chain("loader", 4, 5, by_epoch=True),
     "loader, killed, by steps, saved by epoch": chain("loader", 4, 5, steps=21, by_epoch=True),

@@ -1,11 +1,12 @@
 """Trainers of ``pytorch_lightning`` take the callback as those of ``lightning.pytorch`` do."""
 
-import subprocess
-import sys
+from pathlib import Path
 
+import one_namespace
 import pytest
 import pytorch_lightning
 import torch
+from forks import forked
 from reference import Samples, cut, fit, flat_gradient, loss, network, plain_loop, worst_error
 from torch.utils.data import DataLoader
 
@@ -58,30 +59,7 @@ def test_both_namespaces_share_nothing_between_fits() -> None:
     assert worst_error(module.gradients, plain_loop(Samples(40), cut(range(40), 16))) <= 1e-12
 
 
-WITHOUT = """
-import sys
-from importlib.abc import MetaPathFinder
-from importlib import import_module, util
-
-class Blocked(MetaPathFinder):
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] == "pytorch_lightning":
-            raise ModuleNotFoundError(name)
-
-found, sys.meta_path[:0] = util.find_spec, [Blocked()]
-util.find_spec = lambda name, *rest: None if name == "pytorch_lightning" else found(name, *rest)
-import lightning.pytorch as pl
-import lightning_ga
-for name in lightning_ga.__all__:
-    getattr(lightning_ga, name)
-for name in ("callback", "planning", "train", "report", "testing", "weights", "models", "data"):
-    import_module("lightning_ga." + name)
-assert isinstance(lightning_ga.AutoAccumulate(), pl.Callback)
-assert "pytorch_lightning" not in sys.modules
-"""
-
-
-def test_the_older_namespace_need_not_be_installed() -> None:
+def test_the_older_namespace_need_not_be_installed(tmp_path: Path) -> None:
     """It is used where it is there, and no dependency: everything public is there without it."""
-    run = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
+    done = forked(one_namespace.main, folder=tmp_path)
+    assert done.code == 0, done.output

@@ -61,11 +61,16 @@ def loader(dataset: Any = None, batch_size: int = 64) -> Any:
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [{}, {"gradient_clip_val": 0.1}, {"precision": "bf16-mixed"}, {"accumulate_grad_batches": 2}],
-    ids=["plain", "clipped", "bf16", "recipe of two"],
+    ("settings", "foreach"),
+    [
+        ({}, True),
+        ({"gradient_clip_val": 0.1}, False),
+        ({"gradient_clip_val": 0.1}, True),
+        ({"precision": "bf16-mixed"}, False),
+        ({"accumulate_grad_batches": 2}, False),
+    ],
+    ids=["plain", "clipped one by one", "clipped", "bf16", "recipe of two"],
 )
-@pytest.mark.parametrize("foreach", [False, True])
 def test_the_estimate_for_a_cpu_is_what_a_probe_measures_there(settings: dict[str, Any], foreach: bool) -> None:
     """Budget, limit, plan and every peak, within what metrics and logging keep."""
     measured, estimated = (AutoAccumulate(memory_budget="120KB", verify=False, cache=False) for _ in range(2))

@@ -57,7 +57,7 @@ def test_training_at_the_limit_has_room_to_exchange_gradients(tmp_path: Path, sm
     tight = run(tmp_path, effective=2 * 3 * limit, budgets=(budget, budget))
     for record in tight:
         assert record["limit"] == limit
-        assert record["spare"] <= VOTES
+        assert record["spare"] <= 2 * VOTES  # on their way in the one run, in the other, or in neither
         assert record["sizes"].count(limit) > 6
 
 

@@ -16,7 +16,7 @@ def test_a_batch_of_512_survives_a_small_address_space(tmp_path: Path) -> None:
     result = json.loads((tmp_path / "result.json").read_text())
     whole, limited = result["whole"], result["limited"]
     assert "DefaultCPUAllocator" in result["error"]
-    assert (whole["events"], whole["planned"], whole["sizes"]) == (0, 512, [[512] * 4, [512] * 4])
+    assert (whole["events"], whole["planned"], whole["sizes"]) == (0, 512, [[512] * 2, [512] * 2])
     first, second = limited["sizes"]
     assert limited["events"] >= 1
     assert first[0] == 512

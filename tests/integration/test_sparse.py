@@ -16,7 +16,7 @@ from lightning_ga.testing import limit_memory
 
 MICRO_BATCH, TOKENS = 8, 64
 TOUCHED = MICRO_BATCH * TOKENS  # rows, all of them by every micro-batch
-LARGE = (200_000, 64)  # rows, columns
+LARGE = (100_000, 64)  # rows, columns
 
 
 class Words(Dataset):
@@ -134,8 +134,8 @@ def peak_beyond_parameters(factor: int, table: Any, normalize: Any = "samples") 
     ids=["embedding", "embedding by tokens", "bag", "functional by tokens"],
 )
 def test_the_peak_does_not_grow_with_the_factor(table: Any, normalize: Any) -> None:
-    """A factor of 64 takes at most a tenth more than one of 2; a dense gradient never exists."""
-    two, many = (peak_beyond_parameters(factor, table, normalize) for factor in (2, 64))
+    """A factor of 32 takes at most a tenth more than one of 2; a dense gradient never exists."""
+    two, many = (peak_beyond_parameters(factor, table, normalize) for factor in (2, 32))
     assert many <= 1.1 * two
     assert many < LARGE[0] * LARGE[1] * 4 / 10
 
@@ -144,8 +144,8 @@ def test_this_would_show_gradients_that_grow(monkeypatch: pytest.MonkeyPatch) ->
     """Left alone, PyTorch keeps the rows of all micro-batches side by side."""
     monkeypatch.setattr(WindowGradients, "settle", lambda self: None)
     monkeypatch.setattr(Lookup, "on_before_optimizer_step", lambda *_: None)
-    two, many = (peak_beyond_parameters(factor, embedding) for factor in (2, 64))
-    assert many > 10 * two
+    two, many = (peak_beyond_parameters(factor, embedding) for factor in (2, 32))
+    assert many > 5 * two
 
 
 def plain_dense(windows: Iterable[torch.Tensor], rows: int) -> torch.Tensor:

@@ -1,13 +1,15 @@
 """Checkpoints pass between runs with the callback and runs of stock Lightning, in both directions."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from pairing import every_pair
 from reference import Regression, Samples, fit
 from torch.utils.data import DataLoader, default_collate
 
@@ -20,7 +22,11 @@ CUTS: list[dict[str, Any] | None] = [
     {"micro_batch_size": 3, "micro_batching": "step"},
     {"micro_batch_size": 8, "micro_batching": "step"},
 ]
-WRITTEN = [{"every_n_train_steps": 1}, {"save_on_train_epoch_end": False}, {"every_n_epochs": 1}]
+WHEN: dict[str, dict[str, Any]] = {
+    "every step": {"every_n_train_steps": 1},
+    "after validation": {"save_on_train_epoch_end": False},
+    "every epoch": {"every_n_epochs": 1},
+}
 
 
 class Validated(Regression):
@@ -69,39 +75,40 @@ def test_a_checkpoint_of_stock_lightning_is_taken_over(cut: Any, factor: int, st
     assert torch.allclose(ours.net[0].weight, stock.net[0].weight, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    "when", [{"every_n_train_steps": 1}, {"save_on_train_epoch_end": False}, {"every_n_epochs": 1}]
-)
-@pytest.mark.parametrize("factor", [1, 2])
-@pytest.mark.parametrize("cut", CUTS[1:4])
-def test_stock_lightning_goes_on_from_ours(cut: Any, factor: int, when: Any, tmp_path: Path) -> None:
-    """With as many batches and steps as from its own checkpoint, wherever in the epoch that was written."""
+def resumed_by_stock(folder: Path, writes: Any, when: dict[str, Any], factor: int) -> dict[Path, tuple[int, ...]]:
+    """Batches and steps of stock Lightning, from each of the checkpoints that a whole run writes."""
     settings = {"accumulate_grad_batches": factor, "val_check_interval": 2}
-    counts = []
-    for name, writes in (("stock", None), ("ours", cut)):
-        written = checkpoints(tmp_path / name, writes, when, module=Validated(), **settings)
-        resumed = [run(None, ckpt_path=path, module=Validated(), **settings) for path in written]
-        counts.append(
-            [
-                (path.name, len(module.micro_batches), trainer.global_step, trainer.fit_loop.total_batch_idx)
-                for path, (module, trainer) in zip(written, resumed)
-            ]
-        )
-    assert counts[0] == counts[1]
-    assert len(counts[0]) >= 2
+    counts = {}
+    for path in checkpoints(folder, writes, when, module=Validated(), **settings):
+        module, trainer = run(None, ckpt_path=path, module=Validated(), **settings)
+        counts[path] = (len(module.micro_batches), trainer.global_step, trainer.fit_loop.total_batch_idx)
+    return counts
 
 
-@pytest.mark.parametrize(
-    "when", [{"save_on_train_epoch_end": False}, {"every_n_epochs": 1}, {"every_n_train_steps": 1}]
-)
+@pytest.fixture(scope="module")
+def by_stock(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[Path, tuple[int, ...]]]:
+    """Let stock Lightning write and read, once for all ways to cut batches."""
+    return cache(lambda when, factor: resumed_by_stock(tmp_path_factory.mktemp("stock"), None, WHEN[when], factor))
+
+
+@every_pair(cut=CUTS[1:4], factor=[1, 2], when=WHEN.keys())
+def test_stock_lightning_goes_on_from_ours(cut: Any, factor: int, when: str, by_stock: Any, tmp_path: Path) -> None:
+    """With as many batches and steps as from its own checkpoint, wherever in the epoch that was written.
+
+    In every pair of values.
+    """
+    ours, stock = resumed_by_stock(tmp_path, cut, WHEN[when], factor), by_stock(when, factor)
+    assert [(path.name, counts) for path, counts in ours.items()] == [(path.name, n) for path, n in stock.items()]
+    assert len(stock) >= 2
+
+
+@pytest.mark.parametrize("when", WHEN)
 @pytest.mark.parametrize("cut", CUTS[1:4])
-def test_ours_goes_on_from_stock_lightning_where_it_was(cut: Any, when: Any, tmp_path: Path) -> None:
+def test_ours_goes_on_from_stock_lightning_where_it_was(cut: Any, when: str, by_stock: Any) -> None:
     """After the last batch of an epoch, too, when it is over or about to be validated."""
-    settings = {"val_check_interval": 2}
-    for path in checkpoints(tmp_path, None, when, module=Validated(), **settings):
-        _, stock = run(None, ckpt_path=path, module=Validated(), **settings)
-        ours, trainer = run(cut, ckpt_path=path, module=Validated(), **settings)
-        assert trainer.global_step == stock.global_step == 12
+    for path, (_, steps, _) in by_stock(when, 1).items():
+        ours, trainer = run(cut, ckpt_path=path, module=Validated(), val_check_interval=2)
+        assert trainer.global_step == steps == 12
         assert sum(len(indices) for _, indices in ours.micro_batches) == 88 - min(88, _samples(path))
 
 

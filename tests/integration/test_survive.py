@@ -8,7 +8,7 @@ import pytest
 import torch
 import torchmetrics
 from faults import Arm, ArmUpdate, Faults
-from reference import FEATURES, Regression, Samples, fit, flat_gradient, loss, quiet_trainer, worst_error
+from reference import FEATURES, Regression, Samples, fit, loss, quiet_trainer, worst_error
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
@@ -84,7 +84,8 @@ def test_memory_runs_out_all_over_a_window(mode: str) -> None:
     """Forward, loss and backward, in first and later micro-batches: gradients, weights, logs and metrics are equal."""
     whole, _, counted, logs = train(mode=mode, epochs=1)
     operations = counted.count
-    for at in [*range(1, operations // 3, 11), *range(operations // 3, operations, 131)]:
+    assert operations > 100
+    for at in [*range(1, operations // 3, 7), *range(operations // 3, operations, 131)]:
         module, callback, _, logged = train(at, mode=mode, epochs=1)
         assert callback.oom_events == 1, at
         assert worst_error(module.gradients, whole.gradients) <= 1e-12, at
@@ -120,6 +121,7 @@ def test_weights_that_reentrant_checkpoints_share(mode: str) -> None:
 
     whole, _, counted, _ = train(mode=mode, module=Shared(), epochs=1)
     operations = counted.count // 3  # a window of two micro-batches is more than that
+    assert operations > 50
     for at in range(operations // 3, operations, 17):
         module, callback, _, _ = train(at, mode=mode, module=Shared(), epochs=1)
         assert callback.oom_events == 1, at
@@ -406,6 +408,7 @@ class Hidden(Fused):
 def test_gradients_that_no_module_or_hook_tells_of(kind: type[Regression]) -> None:
     """Memory runs out in the backward pass of a window's later micro-batch, and nothing is added twice."""
     whole, _, faults, _ = train(module=kind(), epochs=1)
+    assert faults.count > 30
     for at in range(faults.count // 3, 2 * faults.count // 5, 2):
         again, callback, _, _ = train(at, module=kind(), epochs=1)
         assert callback.oom_events == 1
@@ -542,12 +545,3 @@ def test_checkpoints_keep_the_count_and_the_limit(tmp_path: Any) -> None:
     fit(loader, second, ckpt_path=tmp_path / "run.ckpt", max_epochs=2)
     assert second.oom_events == 1
     assert second.plan.micro_batch_size == 4
-
-
-def test_gradients_of_a_later_micro_batch_are_completed_not_added_twice() -> None:
-    """Backward fails after some layers have their gradient: those are left alone by the retry."""
-    whole, _, _, _ = train(epochs=1)
-    for at in range(12, 80, 5):
-        module, _, _, _ = train(at, epochs=1)
-        assert worst_error(module.gradients[:1], whole.gradients[:1]) <= 1e-12, at
-        assert flat_gradient(module.net).shape == flat_gradient(whole.net).shape

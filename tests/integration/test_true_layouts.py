@@ -1,7 +1,7 @@
 """Where the samples of a batch lie is read and not guessed: batches of many shapes are cut rightly, or refused."""
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate, islice, pairwise
+from itertools import accumulate, cycle, islice, pairwise
 from typing import Any
 
 import pytest
@@ -390,15 +390,31 @@ SEVERAL = {
 CASES = SEQUENCES | BELONGS_TO_ALL | READY | MORE_OR_FEWER | GRAPHS | SEVERAL
 
 
-@each_way
-@pytest.mark.parametrize("name", CASES)
+TURNS = {"loader", "oom in step mode"}, {"step", "oom"}
+"""The ways that are tried for one case and for the next; the others are slow."""
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        pytest.param(name, WAYS[way], id=f"{name}-{way}", marks=() if way in turn else pytest.mark.slow)
+        for name, turn in zip(CASES, cycle(TURNS))
+        for way in WAYS
+    ],
+)
 def test_the_samples_of_a_batch_are_cut_rightly(name: str, way: Way) -> None:
     """Wherever they lie: the gradient and the weights are those of one pass, and nothing else is said."""
     cut_rightly(CASES[name], way)
 
 
-@pytest.mark.parametrize(("mode", "place"), [("loader", "forward"), ("step", "backward")])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "mode", "place"),
+    [
+        pytest.param(name, mode, place, id=f"{name}-{mode}-{place}", marks=() if mode in turn else pytest.mark.slow)
+        for name, turn in zip(CASES, cycle(TURNS))
+        for mode, place in (("loader", "forward"), ("step", "backward"))
+    ],
+)
 def test_memory_may_run_out_in_a_later_part(name: str, place: str, mode: str) -> None:
     """In the second micro-batch, which is cut once more: the gradient and the weights are those of one pass."""
     case = CASES[name]

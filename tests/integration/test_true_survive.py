@@ -2,12 +2,13 @@
 
 import random
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+from faults import Faults
 from pairing import every_pair
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader
@@ -35,6 +36,7 @@ from true_support import (
 
 from lightning_ga import AutoAccumulate, UserError
 from lightning_ga.errors import RankError
+from lightning_ga.fit.log_buffer import LogBuffer
 
 MODES = pytest.mark.parametrize("mode", ["loader", "step"])
 
@@ -249,53 +251,61 @@ def test_what_a_step_gathers_by_hand_adds_up(keep: Any, mode: str, at: tuple[int
 
 
 class MetaTensor(torch.Tensor):
-    """A tensor that runs code of its own in every operation, as MONAI's does: memory may run out there, too."""
+    """A tensor that runs code of its own in every operation, as MONAI's does."""
+
+    within = False
+    operations: ClassVar[list[bool]] = []  # of training: whether each was within a step
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not Stepping.within:
-            Stepping.use()
+        if Memory.in_use is not None and Memory.in_use.armed:
+            MetaTensor.operations.append(MetaTensor.within)
         return super().__torch_function__(func, types, args, kwargs or {})
-
-
-class Stepping:
-    """Whether a training step runs, and the operations on what it has logged that run afterwards."""
-
-    within, operations, fails_at = False, 0, 0
-
-    @classmethod
-    def use(cls) -> None:
-        memory = Memory.in_use
-        if memory is None or not memory.armed:
-            return
-        cls.operations += 1
-        if cls.operations == cls.fails_at:
-            raise torch.OutOfMemoryError("CUDA out of memory, in an operation on what was logged.")
 
 
 class LogsTensors(Task):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        Stepping.within = True
+        MetaTensor.within = True
         value = self.loss(batch)
         self.log("loss", value.detach().clone().as_subclass(MetaTensor), on_step=True, on_epoch=True)
-        Stepping.within = False
+        MetaTensor.within = False
         return value
 
 
+def logged(trained: Trained) -> list[float]:
+    return [float(trained.trainer.callback_metrics[name]) for name in ("loss_step", "loss_epoch")]
+
+
 @every_pair(mode=["loader", "step"], at=[1, 2, 3], micro=[8, 4])
-def test_memory_that_runs_out_while_logs_are_replayed_is_survived(mode: str, micro: int, at: int) -> None:
+def test_memory_that_runs_out_while_logs_are_replayed_is_survived(
+    mode: str, micro: int, at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The values in the end are those of the run in which it did not; in every pair of values."""
 
-    def fit(fails_at: int) -> Trained:
-        Stepping.operations, Stepping.fails_at = 0, fails_at
-        callback = AutoAccumulate(micro_batch_size=micro, micro_batching=mode)
-        return train(LogsTensors(), loader(8), callback)
+    def fit() -> Trained:
+        return train(LogsTensors(), loader(8), AutoAccumulate(micro_batch_size=micro, micro_batching=mode))
 
-    right, ours = fit(0), fit(at)
-    assert Stepping.operations == 0 or Stepping.operations >= at
+    right, faults, replay = fit(), Faults(at), LogBuffer.replay
+
+    def armed(*given: Any) -> None:
+        faults.armed = Memory.in_use is not None and Memory.in_use.armed and faults.count < at
+        replay(*given)
+        faults.armed = False
+
+    monkeypatch.setattr(LogBuffer, "replay", armed)
+    with faults:
+        ours = fit()
+    assert faults.count == at
     assert error(ours, right) <= 1e-12
-    for name in ("loss_step", "loss_epoch"):
-        assert float(ours.trainer.callback_metrics[name]) == pytest.approx(float(right.trainer.callback_metrics[name]))
+    assert logged(ours) == pytest.approx(logged(right))
+
+
+@MODES
+def test_what_is_logged_is_replayed_as_plain_tensors(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their own code, which may be slow, runs within the step alone."""
+    monkeypatch.setattr(MetaTensor, "operations", [])
+    train(LogsTensors(), loader(8), AutoAccumulate(micro_batch_size=4, micro_batching=mode))
+    assert set(MetaTensor.operations) == {True}
 
 
 # --- errors that end a run ----------------------------------------------------------------------

@@ -122,7 +122,10 @@ def fits(make: Callable[[], Step], samples: int, budget: int | str) -> int | Non
     return memory.peak_bytes
 
 
-@pytest.mark.parametrize("name", LOOPS)
+LARGE = "resnet34d at 64"
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name == LARGE)) for name in LOOPS])
 def test_the_limit_itself_is_found(name: str) -> None:
     """Budgets: just enough for the limit, and one byte less than one sample more takes."""
     make, limit, method = LOOPS[name]

@@ -14,6 +14,8 @@ from lightning_ga.memory.trace import MemoryTrace, canonical
 from lightning_ga.plan.records import ProbeResult, Trial, lowered, still_holds
 from lightning_ga.probe.search import MOST_TRIALS, Search, affordable_samples, trace_sizes
 
+EXAMPLES = settings().max_examples
+
 
 def run(device: Callable[[int], tuple[Trial, MemoryTrace | None]], search: Search) -> Search:
     while (size := search.propose()) != search.limit:
@@ -22,7 +24,7 @@ def run(device: Callable[[int], tuple[Trial, MemoryTrace | None]], search: Searc
     return search
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=3 * EXAMPLES)
 @given(streams(CONSTANT_OR_GROWING), st.integers(8, 400), st.data())
 def test_aligned_streams_take_three_steps(stream: tuple[list[Size], list[int]], high: int, data: st.DataObject) -> None:
     """Two traces and one trial, which is the limit; nothing that does not fit is ever run."""
@@ -35,7 +37,7 @@ def test_aligned_streams_take_three_steps(stream: tuple[list[Size], list[int]], 
     assert search.ceiling == high + 1
 
 
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=4 * EXAMPLES)
 @given(
     streams(st.one_of(CONSTANT_OR_GROWING, SQUARES, UNFORESEEN)),
     st.integers(1, 600),
@@ -142,7 +144,7 @@ def test_what_an_allocator_reserved_for_a_large_step_corrects_the_prediction(hol
     assert device.failed() == (holes > 0)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=3 * EXAMPLES)
 @given(
     streams(st.one_of(CONSTANT_OR_GROWING, SQUARES, UNFORESEEN)),
     st.integers(8, 2000),
@@ -233,7 +235,7 @@ def test_memory_that_the_traces_do_not_see_is_added() -> None:
     assert (inner.tried, search.limit, search.method) == ([4, 8, 100], 100, "replay")
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=2 * EXAMPLES)
 @given(
     st.lists(streams(st.one_of(CONSTANT_OR_GROWING, UNFORESEEN)), min_size=2, max_size=3),
     st.integers(4, 300),
@@ -367,7 +369,7 @@ def test_predict_only_without_alignment_stays_far_below_the_budget() -> None:
     assert 220 <= search.predicted <= 250
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=3 * EXAMPLES)
 @given(streams(st.one_of(CONSTANT_OR_GROWING, SQUARES)), st.integers(8, 400), st.data())
 def test_what_is_approached_from_below_never_runs_out_of_memory(
     stream: tuple[list[Size], list[int]], high: int, data: st.DataObject

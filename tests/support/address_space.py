@@ -33,10 +33,10 @@ class Wide(Regression):
 
 
 def train(**settings: Any) -> dict[str, Any]:
-    """A fit of an effective batch of 1024 in micro-batches of 512, as far as the memory goes."""
+    """Fit one window of 1024 samples an epoch in micro-batches of 512, as far as the memory goes."""
     module = Wide()
     callback = AutoAccumulate(1024, micro_batch_size=512, verify=False, **settings)
-    data = DataLoader(Samples(2048, torch.float32), batch_size=512)
+    data = DataLoader(Samples(1024, torch.float32), batch_size=512)
     fit(data, callback, module=module, max_epochs=2)
     weights = torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
     return {

@@ -9,6 +9,7 @@ that wait for each other use none.
 """
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import signal
@@ -16,7 +17,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -94,7 +95,11 @@ def server() -> ForkServerContext:
 def begin(
     function: Callable[..., int | None], arguments: Any, variables: dict[str, str], folder: Path, output: Path
 ) -> None:
-    """The life of a fork: a session of its own, in which a signal makes every process say where it is."""
+    """The life of a fork: a session of its own, in which a signal makes every process say where it is.
+
+    Every out-of-memory error collects garbage: what is imported is not looked through, as in ``conftest.py``.
+    """
+    gc.freeze()
     os.setsid()
     os.environ.clear()
     os.environ.update(variables)
@@ -207,6 +212,20 @@ def in_ranks(ranks: int, function: Callable[..., int | None], *arguments: Any) -
     port = free_port()
     children = [fork(as_rank, rank, ranks, port, function, *arguments) for rank in range(ranks)]
     return max((exit_code(child) for child in children), key=abs)
+
+
+def in_turn(function: Callable[..., int | None], lives: Sequence[tuple[tuple[Any, ...], int]]) -> None:
+    """Call a function with several arguments, one after the other, each in a fork of this process.
+
+    What the function needs is imported once.
+
+    Args:
+        function: Importable by its name.
+        lives: Arguments, and how the fork ends: an exit code, or the negative number of a signal.
+    """
+    for arguments, expected in lives:
+        code = exit_code(fork(function, *arguments))
+        assert code == expected, f"{function.__name__}{arguments} ended with {code} instead of {expected}."
 
 
 def as_rank(rank: int, ranks: int, port: int, function: Callable[..., int | None], *arguments: Any) -> int | None:
