@@ -22,12 +22,13 @@ from lightning_ga.probe.prediction import PeakPredictor, largest_fitting
 
 CURVE_POINTS = 32
 ENOUGH = 0.99  # of what may still fit: no further trial where sizes are not exact
-MANY_TRIALS, NEARLY = 5, 0.98  # after so many, two samples in a hundred are not worth another
+MANY_TRIALS, NEARLY = 5, 0.95  # after so many, none further within five samples in a hundred of one that failed
+APART = 50  # a trial is smaller by this part of one that failed, at least: if it fits, two in a hundred are left
 MOST_TRIALS = 12  # where sizes are not exact
 HOLES = 200  # part of the budget that holes take which no trace shows: half a percent
-# Percent of the budget to spare after each failure. What an allocator reserved for a step that fits corrects the
-# prediction, so it is better to have one soon than to fail again.
-SPARES, EXACT_SPARES = (8, 25), (2, 4, 8)
+# After a failure that the curve did not foresee: by what to stay below it, in percent of the budget where sizes are
+# exact, else of the size. What an allocator reserved for a step that fits corrects the curve, so one is wanted soon.
+EXACT_SPARES, SPARES = (2, 4, 8), (8, 8)
 
 
 def trace_sizes(high: int, affordable: int, *, kernels_vary: bool = False) -> tuple[int, ...]:
@@ -125,7 +126,7 @@ class Search:
         self._sizes = sizes
         self._fitting: list[Step] = []  # by size
         self._curve: Curve | None = None
-        self._verified = self._misled = False
+        self._verified = self._misled = self._contradicted = False
         self._trials = self._misses = 0
         self._stride = 1
 
@@ -141,9 +142,6 @@ class Search:
         guess = self._guess()
         if self.rounding > 1 and self._is_enough(guess):
             return self.limit
-        check = 2 * self.limit
-        if len(self._fitting) == len(self._sizes) and self._is_quadratic() and check < guess:
-            return check  # a third trace, as two cannot tell a square from sizes that vary
         if guess > self.limit or self._is_proven():
             return guess
         return self._unused_between_traces() or min(self.limit + self._stride, self.ceiling - 1)
@@ -162,6 +160,7 @@ class Search:
             foreseen = self._curve.confirms(trial, traces) if trial.fits else self._curve.needs(size) > self.budget
             self._verified |= foreseen and trial.fits
             self._misled |= not foreseen
+        self._contradicted = not trial.fits
         if not trial.fits:
             self._fail(size)
             return
@@ -170,18 +169,21 @@ class Search:
         fitting = [*self._fitting, Step(trial, traces, reserved_bytes)]
         self._fitting = sorted(fitting, key=lambda step: step.samples)
         self._curve = fit_curve(self._fitting, self.rounding, rules=self.rules)
+        if len(self._fitting) == len(self._sizes) == 2 and self._is_quadratic() and 2 * self.limit < self._guess():
+            self._sizes = (*self._sizes, 2 * self.limit)  # two traces cannot tell a square from sizes that vary
 
     def _fail(self, size: int) -> None:
         self.ceiling = min(self.ceiling, size)
         self._misses += 1
         self._stride = 1
         if not self._fitting and size == self._sizes[0] > 4:
-            self._sizes = trace_sizes(self.ceiling - 1, 8)
+            root = isqrt(size)  # something grows as the square: a tensor of ``root`` samples is as large as a line
+            self._sizes = (root // 2, root) if root > 8 else trace_sizes(self.ceiling - 1, 8)
 
     @property
     def wants_trace(self) -> bool:
         """Whether the next step should be recorded; later ones need not be where that disturbs them."""
-        return self.predict_only or len(self._fitting) < len(self._sizes) + self._is_quadratic()
+        return self.predict_only or len(self._fitting) < len(self._sizes)
 
     @property
     def predicted(self) -> int:
@@ -232,8 +234,10 @@ class Search:
     def _is_enough(self, guess: int) -> bool:
         """Whether the limit, tried beyond the traces, is near enough to where it should be, or trials are used up."""
         beyond = self.limit > max(self._sizes) or self._misses > 0
-        enough = ENOUGH if self._trials < MANY_TRIALS else NEARLY
-        return (beyond and self.limit >= enough * guess) or (self.limit > 0 and self._trials >= MOST_TRIALS)
+        enough = self.limit >= ENOUGH * guess
+        if self._trials >= MANY_TRIALS:
+            enough |= self.limit >= NEARLY * self.ceiling
+        return (beyond and enough) or (self.limit > 0 and self._trials >= MOST_TRIALS)
 
     def _is_proven(self) -> bool:
         """Whether a replay counts as a trial: one confirmed it, and none ever contradicted it."""
@@ -249,16 +253,18 @@ class Search:
         guess = largest_fitting(self._curve.needs, low + 1, self._high, self.budget)
         if blind and guess > HOLES:  # below, the last sample that does not fit leaves as much
             guess = largest_fitting(self._curve.needs, low + 1, self._high, self.budget - self.budget // HOLES)
+        if self._misses and large and self.rounding > 1:
+            # A failure after the large step contradicts the curve; else it tells more than the curve's last bytes.
+            return _between(low, self.ceiling) if self._contradicted else max(low, min(guess, high - high // APART))
         if guess < self.ceiling:
-            # What failed just above tells more than the last bytes of a prediction.
-            return max(low, min(guess, high - high // 100)) if self._misses and large and self.rounding > 1 else guess
-        # The curve said that the size that failed fits. An allocator may be fragmented: spare some of the budget.
+            return guess
+        # The curve said that the size that failed fits. An allocator may be fragmented.
         spares = SPARES if self.rounding > 1 else EXACT_SPARES
-        if self.rounding > 1 and large:
-            guess = high - high // 100 if self._misses == 1 else 0
-        elif (self._replay is not None or len(self._curve.lines) > 1) and self._misses <= len(spares):
-            spare = self.budget * spares[self._misses - 1] // 100
-            guess = largest_fitting(self._curve.needs, low + 1, high, self.budget - spare)
+        if (self._replay is not None or len(self._curve.lines) > 1) and self._misses <= len(spares):
+            spare = spares[self._misses - 1]
+            below = self.budget - self.budget * spare // 100
+            exact = self.rounding == 1
+            guess = largest_fitting(self._curve.needs, low + 1, high, below) if exact else high - high * spare // 100
         return guess if low < guess < self.ceiling else _between(low, self.ceiling)
 
     def _approach(self) -> int:
