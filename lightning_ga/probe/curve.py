@@ -94,13 +94,7 @@ class Curve:
 def fit_curve(fitting: list[Step], rounding: int, *, rules: SegmentRules | None = None) -> Curve | None:
     """Fit the curve to steps in rising order: by replay, then by phase, if two traces allow, else by their peaks.
 
-    Args:
-        fitting: Steps that fit.
-        rounding: Bytes that the allocator rounds up to.
-        rules: How the allocator cuts its blocks out of segments; ``None`` if it does not.
-
-    Returns:
-        The curve, through the largest step; ``None`` if there are not two steps.
+    It goes through the largest step. ``None`` if there are not two steps.
     """
     traced = [step for step in fitting if step.traces][-2:]
     curve = _of_traces(traced[0], traced[1], rounding, rules) if len(traced) == 2 else None

@@ -24,7 +24,7 @@ from lightning_ga.plan.budget import parse_budget
 from lightning_ga.plan.config import Options
 from lightning_ga.plan.records import ProbeResult
 from lightning_ga.probe.announce import announcing
-from lightning_ga.probe.cache import LimitCache
+from lightning_ga.probe.cache import remember, remembered
 from lightning_ga.probe.finder import numbered
 from lightning_ga.probe.fingerprint import describe_step
 from lightning_ga.probe.isolation import isolated
@@ -90,10 +90,9 @@ def probe(setup: TrainingSetup, options: Options, *, high: int) -> tuple[ProbeRe
             on_step=lambda n: announce(f"Looking for the largest micro-batch: step {next(steps)}, {n} samples …"),
         )
         kind = describe_step(trainer, loader.collate_fn, samples.by_weight, options, rank_samples, setup.batch_samples)
-        cache = LimitCache() if options.cache else None
         found = prober.find(
             high,
-            known=cache.read(kind) if cache else None,
+            known=remembered(kind) if options.cache else None,
             predict_only=True if agreement.is_sharded(trainer) else None,
             warm_up=partial(make_optimizer_state, trainer),
         )
@@ -101,8 +100,8 @@ def probe(setup: TrainingSetup, options: Options, *, high: int) -> tuple[ProbeRe
             announce("Looking for the fastest micro-batch …")
             timings = timed_windows(trainer, step, reset, rank_samples=rank_samples, limit=found.limit)
             found = replace(found, timings=timings, fastest=fastest(timings))
-        if found.source != "cache" and cache:
-            cache.write(kind, found)
+        if found.source != "cache" and options.cache:
+            remember(kind, found)
     return replace(found, seconds=time.perf_counter() - started), kind
 
 

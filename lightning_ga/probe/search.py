@@ -79,13 +79,7 @@ def affordable_samples(traces: Sequence[MemoryTrace], room: int, *, taken: int =
 
 
 class Search:
-    """Say which micro-batch size to try next, from what came of the earlier ones.
-
-    The loop around it::
-
-        search = Search(high=512, budget=2**30)
-        while (size := search.propose()) != search.limit:
-            search.record(*run(size))
+    """Say which micro-batch size to try next (``propose``), from what came of the earlier ones (``record``).
 
     A proposal equal to ``limit`` means that nothing is worth a trial any more. With several ranks,
     each keeps a search of its own and all run the smallest proposal: it ends at the limit of all.
@@ -147,13 +141,7 @@ class Search:
         return self._unused_between_traces() or min(self.limit + self._stride, self.ceiling - 1)
 
     def record(self, trial: Trial, *recorded: MemoryTrace | None, reserved_bytes: int | None = None) -> None:
-        """Take the outcome of one step.
-
-        Args:
-            trial: Its size and peak, and whether it fits.
-            recorded: Its traces if it fits and was recorded, the best first.
-            reserved_bytes: What an allocator reserved for it, if that is known.
-        """
+        """Take the outcome of one step: its traces if it was recorded, the best first, and what was reserved for it."""
         size, traces = trial.micro_batch_size, tuple(trace for trace in recorded if trace is not None)
         self._trials += 1
         if self._curve is not None:
@@ -255,17 +243,22 @@ class Search:
             guess = largest_fitting(self._curve.needs, low + 1, self._high, self.budget - self.budget // HOLES)
         if self._misses and large and self.rounding > 1:
             # A failure after the large step contradicts the curve; else it tells more than the curve's last bytes.
-            return _between(low, self.ceiling) if self._contradicted else max(low, min(guess, high - high // APART))
+            wrong = self._contradicted or (guess >= self.ceiling and self._misses > 1)
+            return _between(low, self.ceiling) if wrong else max(low, min(guess, high - high // APART))
         if guess < self.ceiling:
             return guess
-        # The curve said that the size that failed fits. An allocator may be fragmented.
-        spares = SPARES if self.rounding > 1 else EXACT_SPARES
-        if (self._replay is not None or len(self._curve.lines) > 1) and self._misses <= len(spares):
-            spare = spares[self._misses - 1]
-            below = self.budget - self.budget * spare // 100
-            exact = self.rounding == 1
-            guess = largest_fitting(self._curve.needs, low + 1, high, below) if exact else high - high * spare // 100
+        guess = self._spared(self._curve)
         return guess if low < guess < self.ceiling else _between(low, self.ceiling)
+
+    def _spared(self, curve: Curve) -> int:
+        """A size below one that failed although the curve said that it fits: an allocator may be fragmented."""
+        high, spares = self.ceiling - 1, SPARES if self.rounding > 1 else EXACT_SPARES
+        if self._misses > len(spares) or (curve.replay is None and len(curve.lines) == 1):
+            return 0
+        spare = spares[self._misses - 1]
+        if self.rounding > 1:
+            return high - high * spare // 100
+        return largest_fitting(curve.needs, self.limit + 1, high, self.budget - self.budget * spare // 100)
 
     def _approach(self) -> int:
         """From below without coming near the budget: needed only where the streams do not align."""
