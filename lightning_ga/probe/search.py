@@ -241,14 +241,25 @@ class Search:
         guess = largest_fitting(self._curve.needs, low + 1, self._high, self.budget)
         if blind and guess > HOLES:  # below, the last sample that does not fit leaves as much
             guess = largest_fitting(self._curve.needs, low + 1, self._high, self.budget - self.budget // HOLES)
-        if self._misses and large and self.rounding > 1:
-            # A failure after the large step contradicts the curve; else it tells more than the curve's last bytes.
-            wrong = self._contradicted or (guess >= self.ceiling and self._misses > 1)
-            return _between(low, self.ceiling) if wrong else max(low, min(guess, high - high // APART))
+        if large and self.rounding > 1:
+            guess, middle = max(low, min(guess, self._secant())), _between(low, self.ceiling)
+            if self._misses > 1 and (self._contradicted or guess >= self.ceiling):
+                return middle
+            # What failed just above tells more than the last bytes of a prediction.
+            below = max(middle, min(high, self.ceiling - self.ceiling // APART))
+            return min(guess, below) if self._misses else guess
         if guess < self.ceiling:
             return guess
         guess = self._spared(self._curve)
         return guess if low < guess < self.ceiling else _between(low, self.ceiling)
+
+    def _secant(self) -> int:
+        """Where what was reserved for the two largest steps leads in a line: a curve that foresaw more leads too far."""
+        small, large = self._fitting[-2:]
+        grown = (large.reserved_bytes or 0) - (small.reserved_bytes or 0)
+        if large.reserved_bytes is None or grown <= 0:
+            return self._high
+        return large.samples + (self.budget - large.reserved_bytes) * (large.samples - small.samples) // grown
 
     def _spared(self, curve: Curve) -> int:
         """A size below one that failed although the curve said that it fits: an allocator may be fragmented."""
