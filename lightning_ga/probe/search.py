@@ -254,7 +254,7 @@ class Search:
         return guess if low < guess < self.ceiling else _between(low, self.ceiling)
 
     def _secant(self) -> int:
-        """Where what was reserved for the two largest steps leads in a line: a curve that foresaw more leads too far."""
+        """Where what the two largest steps reserved leads in a line: a curve that foresaw more leads too far."""
         small, large = self._fitting[-2:]
         grown = (large.reserved_bytes or 0) - (small.reserved_bytes or 0)
         if large.reserved_bytes is None or grown <= 0:
