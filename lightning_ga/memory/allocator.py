@@ -24,10 +24,7 @@ class AllocatorMeter:
 
     A step fits only if the allocator neither ran out (``num_ooms``) nor had to free its cache to go
     on (``num_alloc_retries``): it would do so again and again, which is slow, or fail at the next
-    change of order.
-
-    Args:
-        device: A CUDA or XPU device: those whose allocators keep statistics.
+    change of order. Allocators of CUDA and XPU keep statistics.
 
     Raises:
         UserError: If the user's own allocator keeps none.

@@ -79,7 +79,7 @@ def affordable_samples(traces: Sequence[MemoryTrace], room: int, *, taken: int =
 
 
 class Search:
-    """Say which micro-batch size to try next (``propose``), from what came of the earlier ones (``record``).
+    """Says which micro-batch size to try next (``propose``), from what came of the earlier ones (``record``).
 
     A proposal equal to ``limit`` means that nothing is worth a trial any more. With several ranks,
     each keeps a search of its own and all run the smallest proposal: it ends at the limit of all.
