@@ -22,7 +22,8 @@ from lightning_ga.probe.prediction import PeakPredictor, largest_fitting
 
 CURVE_POINTS = 32
 ENOUGH = 0.99  # of what may still fit: no further trial where sizes are not exact
-MANY_TRIALS, NEARLY = 5, 0.95  # after so many, none further within five samples in a hundred of one that failed
+MANY_TRIALS = 5  # after so many, less is enough: of what may still fit, and of a size that failed
+NEARLY, NEARLY_OF_FAILED = 0.98, 0.95
 APART = 50  # a trial is smaller by this part of one that failed, at least: if it fits, two in a hundred are left
 MOST_TRIALS = 12  # where sizes are not exact
 HOLES = 200  # part of the budget that holes take which no trace shows: half a percent
@@ -222,9 +223,9 @@ class Search:
     def _is_enough(self, guess: int) -> bool:
         """Whether the limit, tried beyond the traces, is near enough to where it should be, or trials are used up."""
         beyond = self.limit > max(self._sizes) or self._misses > 0
-        enough = self.limit >= ENOUGH * guess
-        if self._trials >= MANY_TRIALS:
-            enough |= self.limit >= NEARLY * self.ceiling
+        many = self._trials >= MANY_TRIALS
+        enough = self.limit >= (NEARLY if many else ENOUGH) * guess
+        enough |= many and self.limit >= NEARLY_OF_FAILED * self.ceiling
         return (beyond and enough) or (self.limit > 0 and self._trials >= MOST_TRIALS)
 
     def _is_proven(self) -> bool:
