@@ -47,6 +47,11 @@ class Curve:
         """Whether a replay of segments lacks blocks, and so holes: the allocator's own traces did not align."""
         return self.rules is not None and self.replay is not None and any(map(any, self.lines))
 
+    @property
+    def foresaw_more(self) -> bool:
+        """Whether the largest step that ran needed less than was foreseen."""
+        return self.shift[1] < 0
+
     def __call__(self, samples: int) -> int:
         """Peak bytes at a size."""
         return self._unseen(samples) + self._seen(samples).allocated

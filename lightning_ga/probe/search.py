@@ -243,7 +243,9 @@ class Search:
         if blind and guess > HOLES:  # below, the last sample that does not fit leaves as much
             guess = largest_fitting(self._curve.needs, low + 1, self._high, self.budget - self.budget // HOLES)
         if large and self.rounding > 1:
-            guess, middle = max(low, min(guess, self._secant())), _between(low, self.ceiling)
+            if self._curve.foresaw_more:  # it may lead too far
+                guess = max(low, min(guess, self._secant()))
+            middle = _between(low, self.ceiling)
             if self._misses > 1 and (self._contradicted or guess >= self.ceiling):
                 return middle
             # What failed just above tells more than the last bytes of a prediction.
@@ -255,7 +257,7 @@ class Search:
         return guess if low < guess < self.ceiling else _between(low, self.ceiling)
 
     def _secant(self) -> int:
-        """Where what the two largest steps reserved leads in a line: a curve that foresaw more leads too far."""
+        """Where what the two largest steps reserved leads in a line."""
         small, large = self._fitting[-2:]
         grown = (large.reserved_bytes or 0) - (small.reserved_bytes or 0)
         if large.reserved_bytes is None or grown <= 0:
