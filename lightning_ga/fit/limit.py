@@ -18,7 +18,7 @@ from lightning_ga.plan.checkpoint import RunState
 from lightning_ga.plan.config import Options, Request
 from lightning_ga.plan.planned_device import current_device
 from lightning_ga.plan.records import ProbeResult, lowered, still_holds
-from lightning_ga.probe.cache import LimitCache
+from lightning_ga.probe.cache import remember
 from lightning_ga.probe.fingerprint import hardware
 from lightning_ga.probe.limit import probe
 from lightning_ga.probe.planned.estimate import estimate
@@ -85,7 +85,7 @@ class TrainingLimit:
         if self.probe is not None:
             self.probe = lowered(self.probe, limit)
             if self._kind is not None:
-                LimitCache().write(self._kind, self.probe)
+                remember(self._kind, self.probe)
 
     def _find(self, source: TrainingSource, epoch: int, kept: RunState | None) -> int:
         device, asked = current_device(), self._request.micro_batch

@@ -13,7 +13,7 @@ import torch
 
 from lightning_ga.memory.device import keeps_statistics, require_statistics
 from lightning_ga.memory.segment_rules import ROUNDING, SMALL_SEGMENT, SegmentRules
-from lightning_ga.memory.trace import MemoryTrace, Segment, canonical
+from lightning_ga.memory.trace import MemoryTrace, Segment, canonical, rounded_up
 
 WITH_STATISTICS = ("cuda", "xpu")
 _MOST_EVENTS = 2_000_000
@@ -24,10 +24,7 @@ class AllocatorMeter:
 
     A step fits only if the allocator neither ran out (``num_ooms``) nor had to free its cache to go
     on (``num_alloc_retries``): it would do so again and again, which is slow, or fail at the next
-    change of order.
-
-    Args:
-        device: A CUDA or XPU device: those whose allocators keep statistics.
+    change of order. Allocators of CUDA and XPU keep statistics.
 
     Raises:
         UserError: If the user's own allocator keeps none.
@@ -85,8 +82,7 @@ class AllocatorMeter:
 class RetryWatch:
     """Reports once that the allocator has begun to free its cache in order to go on: a step is too close to the limit.
 
-    Args:
-        device: Any device; only allocators that count retries are watched.
+    On devices whose allocators count no retries, it reports nothing.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -113,11 +109,7 @@ class RetryWatch:
 
 
 class History:
-    """The CUDA allocator's own record of blocks allocated and released.
-
-    Args:
-        device: The CUDA device.
-    """
+    """The CUDA allocator's own record of blocks allocated and released."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -238,7 +230,7 @@ def events_as_trace(
             number = held.pop(address, len(sizes))
             if number == len(sizes):
                 sizes.append(size)
-                sizes[0] -= -(-size // ROUNDING) * ROUNDING
+                sizes[0] -= rounded_up(size, ROUNDING)
                 initial[address] = number
             stream.append(~number)
     layout = tuple(_layout(segment, initial) for segment in segments)

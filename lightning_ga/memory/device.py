@@ -109,10 +109,8 @@ def _device_memory(device: torch.device) -> tuple[int, int]:
 def control_group_limits(root: Path = Path("/")) -> list[tuple[int, int]]:
     """Return limit and use in bytes of every control group of this process, versions 1 and 2.
 
-    Page cache that the kernel can drop does not count as used. Empty where there is no limit.
-
-    Args:
-        root: Where ``proc`` and ``sys`` lie; other than ``/`` in tests.
+    Page cache that the kernel can drop does not count as used. Empty where there is no limit. ``proc`` and ``sys``
+    are looked for in ``root``.
     """
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()

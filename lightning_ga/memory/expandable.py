@@ -9,19 +9,15 @@ from bisect import insort
 from collections.abc import Iterable
 from itertools import repeat
 
-from lightning_ga.memory.segment_rules import LARGE_SEGMENT, SMALL_SEGMENT, SegmentRules, round_up, segment_size
+from lightning_ga.memory.segment_rules import LARGE_SEGMENT, SMALL_SEGMENT, SegmentRules, segment_size
 from lightning_ga.memory.segments import Block, Segments
-from lightning_ga.memory.trace import Segment
+from lightning_ga.memory.trace import Segment, rounded_up
 
 _ENDLESS = 1 << 60  # addresses of a segment
 
 
 class ExpandableSegments(Segments):
-    """Both segments: what is adopted are their mapped parts, by rising address.
-
-    Args:
-        rules: The allocator's settings.
-    """
+    """Both segments: what is adopted are their mapped parts, by rising address."""
 
     def __init__(self, rules: SegmentRules) -> None:
         super().__init__(rules)
@@ -74,7 +70,7 @@ class ExpandableSegments(Segments):
 
     def _map(self, block: Block, size: int) -> Block:
         """Put memory behind the first ``size`` bytes of an unmapped block; return the free block they are in then."""
-        size = min(block.size, round_up(size, SMALL_SEGMENT if block.small else LARGE_SEGMENT))
+        size = min(block.size, rounded_up(size, SMALL_SEGMENT if block.small else LARGE_SEGMENT))
         self._unmapped[block.small].remove(block)
         if size < block.size:
             address, rest = block.address + size, block.size - size

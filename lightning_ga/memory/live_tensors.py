@@ -116,12 +116,7 @@ class LiveTensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
     def start(self, *, record: bool = False, budget: int | None = None) -> None:
-        """Begin a step: the peak starts at what is alive.
-
-        Args:
-            record: Keep events for ``trace``.
-            budget: Bound of this step and those after it; ``None`` leaves it as it is.
-        """
+        """Begin a step: the peak starts at what is alive. ``record`` keeps its events; a budget holds from now on."""
         self.budget = self.budget if budget is None else budget
         self.peak_bytes, self.wanted_bytes = self.live_bytes, 0
         self._recording += 1

@@ -30,10 +30,8 @@ _LOSSES = ("log_softmax", "nll_loss", "cross_entropy", "binary_cross_entropy_wit
 class OriginMeter(LiveTensorMeter):  # type: ignore[no-untyped-call]
     """Meters live tensors, and records where they are made.
 
-    Args:
-        module: The module whose parts are named; without one, parts are named by their class.
-        owners: Returns the tensors of a training's state by what they are, such as ``state_of``.
-        **arguments: See ``LiveTensorMeter``.
+    Parts of the module are named; without one, parts are named by their class. ``owners`` returns the tensors of a
+    training's state by what they are, as ``state_of`` does.
     """
 
     def __init__(self, module: nn.Module | None, owners: Owners = dict, **arguments: Any) -> None:

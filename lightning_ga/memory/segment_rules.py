@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from lightning_ga.memory.trace import rounded_up
+
 KIB, MIB = 2**10, 2**20
 ROUNDING = 512  # bytes that every block is rounded up to
 SMALL = MIB  # blocks up to here come from segments of their own
@@ -41,8 +43,8 @@ class SegmentRules:
         floor = size.bit_length() - 1
         steps = self.divisions[min(max(floor - 20, 0), len(self.divisions) - 1)] if self.divisions else 0
         if steps > 1 and size > ROUNDING * steps:
-            return round_up(size, max(1, 2**floor >> (steps.bit_length() - 1)))
-        return max(ROUNDING, round_up(size, ROUNDING))
+            return rounded_up(size, max(1, 2**floor >> (steps.bit_length() - 1)))
+        return max(ROUNDING, rounded_up(size, ROUNDING))
 
     def may_split(self, size: int, rest: int, *, small: bool) -> bool:
         """Return whether a request of ``size`` bytes is cut out of a block, of which ``rest`` bytes remain."""
@@ -63,9 +65,4 @@ def segment_size(size: int, *, small: bool) -> int:
     """Return the bytes of the segment that is reserved for a block of ``size`` bytes."""
     if small:
         return SMALL_SEGMENT
-    return LARGE_SEGMENT if size < LARGE else round_up(size, SEGMENT_ROUNDING)
-
-
-def round_up(size: int, multiple: int) -> int:
-    """Return the smallest multiple that is not less than ``size``."""
-    return -(-size // multiple) * multiple
+    return LARGE_SEGMENT if size < LARGE else rounded_up(size, SEGMENT_ROUNDING)

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from itertools import count
 from typing import NamedTuple
 
-from lightning_ga.memory.segment_rules import SEGMENT_ROUNDING, SMALL, SegmentRules, round_up, segment_size
-from lightning_ga.memory.trace import Segment
+from lightning_ga.memory.segment_rules import SEGMENT_ROUNDING, SMALL, SegmentRules, segment_size
+from lightning_ga.memory.trace import Segment, rounded_up
 
 
 class Peaks(NamedTuple):
@@ -50,16 +50,7 @@ class Block:
 
 
 class Segments:
-    """The blocks and segments of an allocator, simulated.
-
-    Args:
-        rules: Its settings, if not the default.
-
-    Attributes:
-        allocated: Bytes in allocated blocks.
-        reserved: Bytes of all segments.
-        peaks: The most that these were, and that a budget had to leave.
-    """
+    """The blocks and segments of an allocator, simulated; ``allocated`` and ``reserved`` are their bytes now."""
 
     def __init__(self, rules: SegmentRules | None = None) -> None:
         self._rules = rules or SegmentRules()
@@ -107,7 +98,7 @@ class Segments:
 
     def reserve(self, size: int) -> None:
         """Take ``size`` bytes of which no more is known, in segments without holes."""
-        self._count(allocated=size, reserved=round_up(size, SEGMENT_ROUNDING))
+        self._count(allocated=size, reserved=rounded_up(size, SEGMENT_ROUNDING))
 
     def _count(self, *, allocated: int = 0, reserved: int = 0, needed: int = 0) -> None:
         """Change what is taken; ``needed`` are bytes that the device had to have beside what was reserved before."""

@@ -89,7 +89,7 @@ def bytes_alive(sizes: Iterable[int], events: Iterable[int], rounding: int = 1) 
 
 
 def rounded_up(size: int, multiple: int) -> int:
-    """Return the next multiple."""
+    """Return the smallest multiple that is not less than ``size``."""
     return -(-size // multiple) * multiple
 
 

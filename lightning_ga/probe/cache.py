@@ -20,43 +20,30 @@ from lightning_ga.plan.checkpoint import read_probe
 from lightning_ga.plan.records import ProbeResult
 
 
-class LimitCache:
-    """Results of probes, by the description of the step that they hold for.
+def remembered(step: Mapping[str, Any]) -> ProbeResult | None:
+    """Return what a probe of this step found; ``None``, with a warning if its file cannot be read."""
+    path = _path(step)
+    try:
+        return read_probe(json.loads(path.read_text(encoding="utf-8"))["probe"])
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        _warn(f"{path} cannot be read ({type(error).__name__}: {error}), so the limit is looked for again.")
+        return None
 
-    Args:
-        folder: Where the files lie; ``None`` is the user's cache folder.
-    """
 
-    def __init__(self, folder: Path | None = None) -> None:
-        self.folder = cache_folder() if folder is None else folder
-
-    def read(self, step: Mapping[str, Any]) -> ProbeResult | None:
-        """Return what a probe of this step found; ``None``, with a warning if its file cannot be read."""
-        path = self._path(step)
-        try:
-            return read_probe(json.loads(path.read_text(encoding="utf-8"))["probe"])
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            _warn(f"{path} cannot be read ({type(error).__name__}: {error}), so the limit is looked for again.")
-            return None
-
-    def write(self, step: Mapping[str, Any], result: ProbeResult) -> None:
-        """Keep a result, whole or not at all: another file is written, which then takes the place of the old one."""
-        path = self._path(step)
-        part = path.with_suffix(f".{secrets.token_hex(8)}.part")
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            part.write_text(json.dumps({"step": step, "probe": asdict(result)}, indent=1), encoding="utf-8")
-            part.replace(path)
-        except OSError as error:
-            with suppress(OSError):
-                part.unlink()
-            _warn(f"{path} cannot be written ({type(error).__name__}: {error}), so the limit is not remembered.")
-
-    def _path(self, step: Mapping[str, Any]) -> Path:
-        digest = sha256(json.dumps(step, sort_keys=True).encode()).hexdigest()
-        return self.folder / f"{digest[:32]}.json"
+def remember(step: Mapping[str, Any], result: ProbeResult) -> None:
+    """Keep a result, whole or not at all: another file is written, which then takes the place of the old one."""
+    path = _path(step)
+    part = path.with_suffix(f".{secrets.token_hex(8)}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text(json.dumps({"step": step, "probe": asdict(result)}, indent=1), encoding="utf-8")
+        part.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            part.unlink()
+        _warn(f"{path} cannot be written ({type(error).__name__}: {error}), so the limit is not remembered.")
 
 
 def cache_folder() -> Path:
@@ -68,6 +55,11 @@ def cache_folder() -> Path:
     """
     root = os.environ.get("XDG_CACHE_HOME")
     return (Path(root) if root else Path("~/.cache").expanduser()) / "lightning_ga"
+
+
+def _path(step: Mapping[str, Any]) -> Path:
+    digest = sha256(json.dumps(step, sort_keys=True).encode()).hexdigest()
+    return cache_folder() / f"{digest[:32]}.json"
 
 
 def _warn(message: str) -> None:

@@ -47,6 +47,11 @@ class Curve:
         """Whether a replay of segments lacks blocks, and so holes: the allocator's own traces did not align."""
         return self.rules is not None and self.replay is not None and any(map(any, self.lines))
 
+    @property
+    def foresaw_more(self) -> bool:
+        """Whether the largest step that ran needed less than was foreseen."""
+        return self.shift[1] < 0
+
     def __call__(self, samples: int) -> int:
         """Peak bytes at a size."""
         return self._unseen(samples) + self._seen(samples).allocated
@@ -94,13 +99,7 @@ class Curve:
 def fit_curve(fitting: list[Step], rounding: int, *, rules: SegmentRules | None = None) -> Curve | None:
     """Fit the curve to steps in rising order: by replay, then by phase, if two traces allow, else by their peaks.
 
-    Args:
-        fitting: Steps that fit.
-        rounding: Bytes that the allocator rounds up to.
-        rules: How the allocator cuts its blocks out of segments; ``None`` if it does not.
-
-    Returns:
-        The curve, through the largest step; ``None`` if there are not two steps.
+    It goes through the largest step. ``None`` if there are not two steps.
     """
     traced = [step for step in fitting if step.traces][-2:]
     curve = _of_traces(traced[0], traced[1], rounding, rules) if len(traced) == 2 else None

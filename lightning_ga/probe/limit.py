@@ -24,7 +24,7 @@ from lightning_ga.plan.budget import parse_budget
 from lightning_ga.plan.config import Options
 from lightning_ga.plan.records import ProbeResult
 from lightning_ga.probe.announce import announcing
-from lightning_ga.probe.cache import LimitCache
+from lightning_ga.probe.cache import remember, remembered
 from lightning_ga.probe.finder import numbered
 from lightning_ga.probe.fingerprint import describe_step
 from lightning_ga.probe.isolation import isolated
@@ -96,7 +96,7 @@ def probe(setup: TrainingSetup, options: Options, *, high: int) -> tuple[ProbeRe
             kind = describe_step(trainer, loader.collate_fn, samples.by_weight, *given)
         found = prober.find(
             high,
-            known=LimitCache().read(kind) if kind else None,
+            known=remembered(kind) if kind else None,
             predict_only=True if agreement.is_sharded(trainer) else None,
             warm_up=partial(make_optimizer_state, trainer),
         )
@@ -105,7 +105,7 @@ def probe(setup: TrainingSetup, options: Options, *, high: int) -> tuple[ProbeRe
             timings = timed_windows(trainer, step, reset, rank_samples=rank_samples, limit=found.limit)
             found = replace(found, timings=timings, fastest=fastest(timings))
         if found.source != "cache" and kind:
-            LimitCache().write(kind, found)
+            remember(kind, found)
     return replace(found, seconds=time.perf_counter() - started), kind
 
 

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,67 +25,15 @@ GARBAGE = 0.005  # share of a device's room that may be held by what nobody refe
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """What one training step took.
+    """What one training step took."""
 
-    Attributes:
-        peak_bytes: Most bytes alive at once; where the meter stopped the step, with those that were asked for.
-        seconds: Wall time.
-        failure: What the step raised.
-        strained: Whether the allocator ran out of memory or had to free its cache, even if the step went on.
-        traces: The recorded step, the most faithful first; the last is that of its tensors.
-        origins: Where the storages of the last trace come from.
-        reserved_bytes: Most bytes that the allocator held at once; ``None`` where it hands out what it holds.
-    """
-
-    peak_bytes: int
+    peak_bytes: int  # where the meter stopped the step, with those that were asked for
     seconds: float
     failure: Exception | None = None
-    strained: bool = False
-    traces: tuple[MemoryTrace, ...] = ()
-    origins: StepOrigins | None = None
-    reserved_bytes: int | None = None
-
-
-class Meter(Protocol):
-    """Measures training steps on a device, and knows how much memory it has left.
-
-    Attributes:
-        device: Where the step's memory lies.
-        rounding: Bytes that the allocator rounds up to.
-        rules: How the allocator cuts its blocks out of segments; ``None`` if it does not, or that is not known.
-        sees_kernels: Whether temporaries that kernels choose by size are measured, too.
-        deadly: Whether running out of memory ends the process instead of raising an error.
-    """
-
-    device: torch.device
-    rounding: int
-    rules: SegmentRules | None
-    sees_kernels: bool
-    deadly: bool
-
-    def count(self, tensors: Iterable[Tensor | None]) -> int:
-        """Return the bytes that are alive, these tensors included."""
-
-    def room(self) -> int:
-        """Return the bytes that the device can still give."""
-
-    def may_hold_garbage(self, tensors: Iterable[Tensor | None]) -> bool:
-        """Return whether memory may be held by what only the cycle collector finds, besides these tensors."""
-
-    def run(self, step: Callable[[], object], samples: int, *, budget: int, record: bool) -> Measurement:
-        """Run a step of so many samples; ``record`` asks for its traces."""
-
-    def most(self, alive: int) -> int:
-        """Return the bytes that a step may take where no budget bounds it, with so many alive before it."""
-
-    def note_batch(self, tensors: Iterable[Tensor]) -> None:
-        """Note in the recording that these are the batch."""
-
-    def mark(self) -> None:
-        """Note in the recording that a phase of the step ends."""
-
-    def stop(self) -> None:
-        """Record no more."""
+    strained: bool = False  # the allocator ran out of memory or had to free its cache, even if the step went on
+    traces: tuple[MemoryTrace, ...] = ()  # of the step, the most faithful first; the last is that of its tensors
+    origins: StepOrigins | None = None  # of the storages of the last trace
+    reserved_bytes: int | None = None  # most that the allocator held at once, if it holds more than it hands out
 
 
 class TensorMeter:
@@ -97,6 +45,11 @@ class TensorMeter:
         room: Bytes that the device can still give, where it is not this machine's.
         module: The module whose parts are named in what holds the memory.
         owners: Returns the tensors of the training's state by what they are.
+
+    Attributes:
+        rules: How the allocator cuts its blocks out of segments; ``None`` if it does not, or that is not known.
+        sees_kernels: Whether temporaries that kernels choose by size are measured, too.
+        deadly: Whether running out of memory ends the process instead of raising an error.
     """
 
     rules: SegmentRules | None = None
@@ -155,35 +108,23 @@ class TensorMeter:
         """Do nothing: every recording ends with its step."""
 
 
-class CachingMeter:
+class CachingMeter(TensorMeter):
     """Reads an allocator's statistics, and records its events and the live tensors.
 
     A dispatch mode disturbs a step a little, so only steps that are recorded run under it.
-
-    Args:
-        device: A device whose allocator keeps statistics.
-        module: The module whose parts are named in what holds the memory.
-        owners: Returns the tensors of the training's state by what they are.
     """
 
-    rounding = ROUNDING
     sees_kernels = True
-    deadly = False
 
     def __init__(self, device: torch.device, *, module: nn.Module | None = None, owners: Owners = dict) -> None:
-        self.device = device
+        super().__init__(device, rounding=ROUNDING, module=module, owners=owners)
         self._allocator = AllocatorMeter(device)
-        self._tensors = OriginMeter(module, owners, device=device, rounding=ROUNDING)
         self.rules = self._allocator.rules
 
     def count(self, tensors: Iterable[Tensor | None]) -> int:
         """Return the bytes that are alive; these tensors are known to the recordings from now on."""
         self._tensors.add(tensors)
         return self._allocator.allocated()
-
-    def room(self) -> int:
-        """Return the bytes that the device can still give."""
-        return available_memory(self.device)
 
     def may_hold_garbage(self, tensors: Iterable[Tensor | None]) -> bool:
         """Return whether much more is alive than these tensors."""
@@ -200,31 +141,13 @@ class CachingMeter:
         traces = tuple(trace for trace in recorded if trace is not None)
         return Measurement(peak, seconds, failure, not undisturbed, traces, origins, self._allocator.reserved_peak())
 
-    def most(self, alive: int) -> int:
-        """Return the bytes that a step may take where no budget bounds it."""
-        return alive + self.room()
-
-    def note_batch(self, tensors: Iterable[Tensor]) -> None:
-        """Note in the recording that these are the batch."""
-        self._tensors.note_batch(tensors)
-
-    def mark(self) -> None:
-        """Note in the recording that a phase of the step ends."""
-        self._tensors.mark()
-
     def stop(self) -> None:
         """Record no more."""
         self._allocator.stop()
 
 
-def meter_of(device: torch.device, *, module: nn.Module | None = None, owners: Owners = dict) -> Meter:
-    """Choose the meter for a device.
-
-    Args:
-        device: Where the step's memory lies.
-        module: The module whose parts are named in what holds the memory.
-        owners: Returns the tensors of the training's state by what they are.
-    """
+def meter_of(device: torch.device, *, module: nn.Module | None = None, owners: Owners = dict) -> TensorMeter:
+    """Choose the meter for a device, with the arguments of ``TensorMeter``."""
     kind = CachingMeter if device.type in WITH_STATISTICS else TensorMeter
     return kind(device, module=module, owners=owners)
 

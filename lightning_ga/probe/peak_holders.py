@@ -10,11 +10,7 @@ from lightning_ga.probe.prediction import extrapolate
 
 
 class PeakHolders:
-    """Recorded steps by size, the last of each.
-
-    Args:
-        rounding: Bytes that the allocator rounds up to.
-    """
+    """Recorded steps by size, the last of each; an allocator rounds their storages up."""
 
     def __init__(self, rounding: int) -> None:
         self._rounding = rounding
@@ -25,12 +21,7 @@ class PeakHolders:
         self._steps[trace.samples] = trace, origins
 
     def at(self, samples: int, peak: int) -> Attribution | None:
-        """Say what holds the memory at the peak of a step; of the largest that ran where that cannot be told.
-
-        Args:
-            samples: Its micro-batch size.
-            peak: Its peak as it was measured or predicted; what no tensor holds of it is told as such.
-        """
+        """Say what holds the peak of a step as measured or predicted, else that of the largest that ran."""
         recorded = self._steps.get(samples) or self._predicted(samples)
         if recorded is not None:
             return attribute(*recorded, rounding=self._rounding, peak=peak)

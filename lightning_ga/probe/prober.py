@@ -16,7 +16,7 @@ from lightning_ga.errors import UserError
 from lightning_ga.memory.device import enforced_budget, lifted_budget
 from lightning_ga.memory.oom import is_ambiguous_out_of_memory, is_out_of_memory, release
 from lightning_ga.plan.records import ProbeResult, Trial, still_holds
-from lightning_ga.probe.meters import Measurement, Meter
+from lightning_ga.probe.meters import Measurement, TensorMeter
 from lightning_ga.probe.optimizers import SteppingOptimizers
 from lightning_ga.probe.peak_holders import PeakHolders
 from lightning_ga.probe.search import Search, affordable_samples, trace_sizes
@@ -44,7 +44,7 @@ class Prober:
     def __init__(
         self,
         step: Callable[[int], object],
-        meter: Meter,
+        meter: TensorMeter,
         *,
         budget: int | None,
         resident: Callable[[], Iterable[Tensor | None]],
@@ -71,13 +71,9 @@ class Prober:
         predict_only: bool | None = None,
         warm_up: Callable[[], object] | None = None,
     ) -> ProbeResult:
-        """Verify a limit that is known from before, else search.
+        """Verify a limit that is known from before, else search; the arguments are those of ``find_micro_batch``.
 
-        Args:
-            high: Largest micro-batch that is of use.
-            known: What was found before; with several ranks, one may know something and another nothing.
-            predict_only: Whether no step near the budget may run; ``None`` decides by the device.
-            warm_up: Makes the optimizer's state without a training step.
+        With several ranks, one may know something from before and another nothing.
 
         Raises:
             UserError: If not even the smallest step fits.
@@ -217,10 +213,7 @@ class Prober:
     def _try(self, size: int, *, record: bool, bounded: bool = True) -> tuple[Trial, Measurement]:
         """Run a step from a clean start, and put the state back after it, whatever came of it.
 
-        Args:
-            size: Samples of the step.
-            record: Whether its traces are wanted.
-            bounded: Whether it has to keep to the budget; else the device alone bounds it, and no error is raised.
+        One that is not ``bounded`` by the budget is by the device alone, and raises no error.
         """
         if self._on_step is not None:
             self._on_step(size)

@@ -22,12 +22,14 @@ from lightning_ga.probe.prediction import PeakPredictor, largest_fitting
 
 CURVE_POINTS = 32
 ENOUGH = 0.99  # of what may still fit: no further trial where sizes are not exact
-MANY_TRIALS, NEARLY = 5, 0.98  # after so many, two samples in a hundred are not worth another
+MANY_TRIALS = 5  # after so many, less is enough: of what may still fit, and of a size that failed
+NEARLY, NEARLY_OF_FAILED = 0.98, 0.95
+APART = 50  # a trial is smaller by this part of one that failed, at least: if it fits, two in a hundred are left
 MOST_TRIALS = 12  # where sizes are not exact
 HOLES = 200  # part of the budget that holes take which no trace shows: half a percent
-# Percent of the budget to spare after each failure. What an allocator reserved for a step that fits corrects the
-# prediction, so it is better to have one soon than to fail again.
-SPARES, EXACT_SPARES = (8, 25), (2, 4, 8)
+# After a failure that the curve did not foresee: by what to stay below it, in percent of the budget where sizes are
+# exact, else of the size. What an allocator reserved for a step that fits corrects the curve, so one is wanted soon.
+EXACT_SPARES, SPARES = (2, 4, 8), (8, 8)
 
 
 def trace_sizes(high: int, affordable: int, *, kernels_vary: bool = False) -> tuple[int, ...]:
@@ -78,13 +80,7 @@ def affordable_samples(traces: Sequence[MemoryTrace], room: int, *, taken: int =
 
 
 class Search:
-    """Say which micro-batch size to try next, from what came of the earlier ones.
-
-    The loop around it::
-
-        search = Search(high=512, budget=2**30)
-        while (size := search.propose()) != search.limit:
-            search.record(*run(size))
+    """Says which micro-batch size to try next (``propose``), from what came of the earlier ones (``record``).
 
     A proposal equal to ``limit`` means that nothing is worth a trial any more. With several ranks,
     each keeps a search of its own and all run the smallest proposal: it ends at the limit of all.
@@ -125,7 +121,7 @@ class Search:
         self._sizes = sizes
         self._fitting: list[Step] = []  # by size
         self._curve: Curve | None = None
-        self._verified = self._misled = False
+        self._verified = self._misled = self._contradicted = False
         self._trials = self._misses = 0
         self._stride = 1
 
@@ -141,27 +137,19 @@ class Search:
         guess = self._guess()
         if self.rounding > 1 and self._is_enough(guess):
             return self.limit
-        check = 2 * self.limit
-        if len(self._fitting) == len(self._sizes) and self._is_quadratic() and check < guess:
-            return check  # a third trace, as two cannot tell a square from sizes that vary
         if guess > self.limit or self._is_proven():
             return guess
         return self._unused_between_traces() or min(self.limit + self._stride, self.ceiling - 1)
 
     def record(self, trial: Trial, *recorded: MemoryTrace | None, reserved_bytes: int | None = None) -> None:
-        """Take the outcome of one step.
-
-        Args:
-            trial: Its size and peak, and whether it fits.
-            recorded: Its traces if it fits and was recorded, the best first.
-            reserved_bytes: What an allocator reserved for it, if that is known.
-        """
+        """Take the outcome of one step: its traces if it was recorded, the best first, and what was reserved for it."""
         size, traces = trial.micro_batch_size, tuple(trace for trace in recorded if trace is not None)
         self._trials += 1
         if self._curve is not None:
             foreseen = self._curve.confirms(trial, traces) if trial.fits else self._curve.needs(size) > self.budget
             self._verified |= foreseen and trial.fits
             self._misled |= not foreseen
+        self._contradicted = not trial.fits
         if not trial.fits:
             self._fail(size)
             return
@@ -170,18 +158,21 @@ class Search:
         fitting = [*self._fitting, Step(trial, traces, reserved_bytes)]
         self._fitting = sorted(fitting, key=lambda step: step.samples)
         self._curve = fit_curve(self._fitting, self.rounding, rules=self.rules)
+        if len(self._fitting) == len(self._sizes) == 2 and self._is_quadratic() and 2 * self.limit < self._guess():
+            self._sizes = (*self._sizes, 2 * self.limit)  # two traces cannot tell a square from sizes that vary
 
     def _fail(self, size: int) -> None:
         self.ceiling = min(self.ceiling, size)
         self._misses += 1
         self._stride = 1
         if not self._fitting and size == self._sizes[0] > 4:
-            self._sizes = trace_sizes(self.ceiling - 1, 8)
+            root = isqrt(size)  # something grows as the square: a tensor of ``root`` samples is as large as a line
+            self._sizes = (root // 2, root) if root > 8 else trace_sizes(self.ceiling - 1, 8)
 
     @property
     def wants_trace(self) -> bool:
         """Whether the next step should be recorded; later ones need not be where that disturbs them."""
-        return self.predict_only or len(self._fitting) < len(self._sizes) + self._is_quadratic()
+        return self.predict_only or len(self._fitting) < len(self._sizes)
 
     @property
     def predicted(self) -> int:
@@ -232,8 +223,10 @@ class Search:
     def _is_enough(self, guess: int) -> bool:
         """Whether the limit, tried beyond the traces, is near enough to where it should be, or trials are used up."""
         beyond = self.limit > max(self._sizes) or self._misses > 0
-        enough = ENOUGH if self._trials < MANY_TRIALS else NEARLY
-        return (beyond and self.limit >= enough * guess) or (self.limit > 0 and self._trials >= MOST_TRIALS)
+        many = self._trials >= MANY_TRIALS
+        enough = self.limit >= (NEARLY if many else ENOUGH) * guess
+        enough |= many and self.limit >= NEARLY_OF_FAILED * self.ceiling
+        return (beyond and enough) or (self.limit > 0 and self._trials >= MOST_TRIALS)
 
     def _is_proven(self) -> bool:
         """Whether a replay counts as a trial: one confirmed it, and none ever contradicted it."""
@@ -249,17 +242,37 @@ class Search:
         guess = largest_fitting(self._curve.needs, low + 1, self._high, self.budget)
         if blind and guess > HOLES:  # below, the last sample that does not fit leaves as much
             guess = largest_fitting(self._curve.needs, low + 1, self._high, self.budget - self.budget // HOLES)
-        if guess < self.ceiling:
+        if large and self.rounding > 1:
+            if self._curve.foresaw_more:  # it may lead too far
+                guess = max(low, min(guess, self._secant()))
+            middle = _between(low, self.ceiling)
+            if self._misses > 1 and (self._contradicted or guess >= self.ceiling):
+                return middle
             # What failed just above tells more than the last bytes of a prediction.
-            return max(low, min(guess, high - high // 100)) if self._misses and large and self.rounding > 1 else guess
-        # The curve said that the size that failed fits. An allocator may be fragmented: spare some of the budget.
-        spares = SPARES if self.rounding > 1 else EXACT_SPARES
-        if self.rounding > 1 and large:
-            guess = high - high // 100 if self._misses == 1 else 0
-        elif (self._replay is not None or len(self._curve.lines) > 1) and self._misses <= len(spares):
-            spare = self.budget * spares[self._misses - 1] // 100
-            guess = largest_fitting(self._curve.needs, low + 1, high, self.budget - spare)
+            below = max(middle, min(high, self.ceiling - self.ceiling // APART))
+            return min(guess, below) if self._misses else guess
+        if guess < self.ceiling:
+            return guess
+        guess = self._spared(self._curve)
         return guess if low < guess < self.ceiling else _between(low, self.ceiling)
+
+    def _secant(self) -> int:
+        """Where what the two largest steps reserved leads in a line."""
+        small, large = self._fitting[-2:]
+        grown = (large.reserved_bytes or 0) - (small.reserved_bytes or 0)
+        if large.reserved_bytes is None or grown <= 0:
+            return self._high
+        return large.samples + (self.budget - large.reserved_bytes) * (large.samples - small.samples) // grown
+
+    def _spared(self, curve: Curve) -> int:
+        """A size below one that failed although the curve said that it fits: an allocator may be fragmented."""
+        high, spares = self.ceiling - 1, SPARES if self.rounding > 1 else EXACT_SPARES
+        if self._misses > len(spares) or (curve.replay is None and len(curve.lines) == 1):
+            return 0
+        spare = spares[self._misses - 1]
+        if self.rounding > 1:
+            return high - high * spare // 100
+        return largest_fitting(curve.needs, self.limit + 1, high, self.budget - self.budget * spare // 100)
 
     def _approach(self) -> int:
         """From below without coming near the budget: needed only where the streams do not align."""

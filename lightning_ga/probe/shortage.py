@@ -21,12 +21,7 @@ class Shortage:
 
     @classmethod
     def of_budget(cls, value: int | float | str | None, total_bytes: int | None) -> "Shortage":
-        """Return what is said of a memory budget, in the units that the user wrote.
-
-        Args:
-            value: The budget; ``None`` where the device itself is the bound.
-            total_bytes: Memory of the device, to which a share refers.
-        """
+        """Return what is said of a memory budget, in the units that the user wrote; without one, of the device."""
         if value is None:
             return cls()
 

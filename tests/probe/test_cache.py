@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lightning_ga.plan.records import ProbeResult, Timing, Trial
-from lightning_ga.probe.cache import LimitCache, cache_folder
+from lightning_ga.probe.cache import cache_folder, remember, remembered
 
 STEP = {"model": "abc", "budget": 1000}
 FOUND = ProbeResult(
@@ -26,33 +26,39 @@ FOUND = ProbeResult(
 )
 
 
-def test_what_is_written_is_read_back(tmp_path: Path) -> None:
-    cache = LimitCache(tmp_path / "made" / "on the way")
-    assert cache.read(STEP) is None
-    cache.write(STEP, FOUND)
-    assert cache.read(STEP) == FOUND
-    assert cache.read({**STEP, "budget": 1001}) is None
-    assert [path.suffix for path in cache.folder.iterdir()] == [".json"]
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The cache folder, which is not there yet."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "on the way"))
+    return cache_folder()
 
 
-def test_order_of_the_description_does_not_matter(tmp_path: Path) -> None:
-    LimitCache(tmp_path).write(STEP, FOUND)
-    assert LimitCache(tmp_path).read(dict(reversed(STEP.items()))) == FOUND
+def test_what_is_written_is_read_back(folder: Path) -> None:
+    assert remembered(STEP) is None
+    remember(STEP, FOUND)
+    assert remembered(STEP) == FOUND
+    assert remembered({**STEP, "budget": 1001}) is None
+    assert [path.suffix for path in folder.iterdir()] == [".json"]
+
+
+@pytest.mark.usefixtures("folder")
+def test_order_of_the_description_does_not_matter() -> None:
+    remember(STEP, FOUND)
+    assert remembered(dict(reversed(STEP.items()))) == FOUND
 
 
 @pytest.mark.parametrize(
     "content",
     ["", "{", "[]", "3", '{"probe": null}', '{"probe": {"limit": 3}}', "\x00\xff", '{"probe": {"trials": 1}}'],
 )
-def test_a_corrupt_file_is_ignored_with_a_warning_and_mended(tmp_path: Path, content: str) -> None:
-    cache = LimitCache(tmp_path)
-    cache.write(STEP, FOUND)
-    (file,) = tmp_path.iterdir()
+def test_a_corrupt_file_is_ignored_with_a_warning_and_mended(folder: Path, content: str) -> None:
+    remember(STEP, FOUND)
+    (file,) = folder.iterdir()
     file.write_text(content, encoding="latin-1")
     with pytest.warns(UserWarning, match=f"{file.name} cannot be read .*so the limit is looked for again"):
-        assert cache.read(STEP) is None
-    cache.write(STEP, FOUND)
-    assert cache.read(STEP) == FOUND
+        assert remembered(STEP) is None
+    remember(STEP, FOUND)
+    assert remembered(STEP) == FOUND
 
 
 @pytest.mark.parametrize(
@@ -74,38 +80,35 @@ def test_a_corrupt_file_is_ignored_with_a_warning_and_mended(tmp_path: Path, con
     ],
     ids=str,
 )
-def test_values_of_another_kind_are_no_result(tmp_path: Path, change: dict[str, Any]) -> None:
-    cache = LimitCache(tmp_path)
-    cache.write(STEP, FOUND)
-    (file,) = tmp_path.iterdir()
+def test_values_of_another_kind_are_no_result(folder: Path, change: dict[str, Any]) -> None:
+    remember(STEP, FOUND)
+    (file,) = folder.iterdir()
     content = json.loads(file.read_text())
     content["probe"] |= change
     file.write_text(json.dumps(content))
     with pytest.warns(UserWarning, match="cannot be read"):
-        assert cache.read(STEP) is None
+        assert remembered(STEP) is None
 
 
-def test_an_unwritable_folder_is_a_warning(tmp_path: Path) -> None:
+def test_an_unwritable_folder_is_a_warning(folder: Path) -> None:
     """A file stands where the folder should be: not even root can write there."""
-    (tmp_path / "taken").write_text("")
-    cache = LimitCache(tmp_path / "taken" / "cache")
+    folder.parent.write_text("")
     with pytest.warns(UserWarning, match="cannot be written .*so the limit is not remembered"):
-        cache.write(STEP, FOUND)
-    assert cache.read(STEP) is None
+        remember(STEP, FOUND)
+    assert remembered(STEP) is None
 
 
-def test_a_write_that_fails_half_way_leaves_the_old_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = LimitCache(tmp_path)
-    cache.write(STEP, FOUND)
+def test_a_write_that_fails_half_way_leaves_the_old_result(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    remember(STEP, FOUND)
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "replace", full)
     with pytest.warns(UserWarning, match="No space left"):
-        cache.write(STEP, ProbeResult(**{**asdict(FOUND), "limit": 9}))
-    assert cache.read(STEP) == FOUND
-    assert len(list(tmp_path.iterdir())) == 1
+        remember(STEP, ProbeResult(**{**asdict(FOUND), "limit": 9}))
+    assert remembered(STEP) == FOUND
+    assert len(list(folder.iterdir())) == 1
 
 
 def test_the_users_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

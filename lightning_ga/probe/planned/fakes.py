@@ -27,10 +27,7 @@ _DOUBTED = {
 class Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Answers what tensors without values cannot, and notes what makes an estimate less certain.
 
-    To be entered within a ``FakeTensorMode``.
-
-    Args:
-        doubt: Told of what was seen, in words.
+    To be entered within a ``FakeTensorMode``; ``doubt`` is told of what was seen, in words.
     """
 
     supports_higher_order_operators = True
