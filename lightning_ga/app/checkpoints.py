@@ -5,7 +5,7 @@ saves its resolved configuration beside its ``checkpoints`` folder, and that is 
 """
 
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from lightning_ga.app.walk import settings
+from lightning_ga.compat.atomic import PART
 from lightning_ga.errors import UserError
 
 BUILT_ELSEWHERE = ("optimizer", "lr_scheduler")  # they do not decide whether weights fit
@@ -51,12 +52,21 @@ def find_checkpoint(wanted: str, model: Mapping[str, Any], roots: Sequence[Path]
 
 def latest(kind: str, model: Mapping[str, Any], roots: Sequence[Path]) -> Path:
     """The latest ``last`` or ``best`` checkpoint of a run of a model, below some folders."""
-    paths = [path for root in roots for path in root.glob(f"**/checkpoints/{kind}.ckpt")]
-    for path in sorted(paths, key=lambda path: path.stat().st_mtime, reverse=True):
-        if architecture(saved_config(path).get("model") or {}) == architecture(model):
-            return path
+    path = next(written(f"{kind}.ckpt", model, roots), None)
+    if path is not None:
+        return path
     folders = " or ".join(f"{str(root)!r}" for root in roots)
-    raise UserError(f"ckpt_path={kind}: no run of this model below {folders} has left one; train it first.")
+    torn = next(written(f"{kind}.ckpt{PART}", model, roots), None)
+    begun = f" ({str(torn)!r} was being written when its run was killed, and is not whole)" if torn else ""
+    raise UserError(f"ckpt_path={kind}: no run of this model below {folders} has left one{begun}; train it first.")
+
+
+def written(name: str, model: Mapping[str, Any], roots: Sequence[Path]) -> Iterator[Path]:
+    """Files of a name that runs of a model have written, the latest first."""
+    files = [path for root in roots for path in root.glob(f"**/checkpoints/{name}")]
+    for path in sorted(files, key=lambda path: path.stat().st_mtime, reverse=True):
+        if architecture(saved_config(path).get("model") or {}) == architecture(model):
+            yield path
 
 
 def of_run(folder: Path, kind: str) -> Path:
