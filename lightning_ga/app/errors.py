@@ -14,7 +14,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from hydra.errors import HydraException, InstantiationException, MissingConfigException, OverrideParseException
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 from yaml import MarkedYAMLError  # type: ignore[import-untyped] # it ships no types
 
 from lightning_ga.errors import UserError
@@ -81,6 +81,8 @@ def explain(error: BaseException, keys: Sequence[str] = ()) -> str:
         return f"{name} cannot be written: {place.strerror}. Choose another folder: {FOLDER_KEYS}."
     if isinstance(error, InstantiationException):
         return explain_constructor(error)
+    if isinstance(error, InterpolationKeyError):
+        return explain_reference(error)
     return one_line(error)
 
 
@@ -91,6 +93,17 @@ def explain_option(error: MissingConfigException) -> str:
     if group.startswith("hydra/") and option in PLUGINS:
         return f"{group}={option} needs a package that is not installed: pip install {PLUGINS[option]}"
     return f"{group}={option} does not exist{did_you_mean(option, error.options or ())} The options: {options}."
+
+
+def explain_reference(error: InterpolationKeyError) -> str:
+    """``model=gpt`` with pictures: a value that another section should have, and what to give instead."""
+    wanted = re.search(r"'([^']+)'", str(error))
+    reference = wanted[1] if wanted else "another key"
+    section = reference.partition(".")[0]
+    return (
+        f"{error.full_key} is read from {reference}, which the configuration does not have: choose another {section}=… "
+        f"that has it, or give {error.full_key}=…"
+    )
 
 
 def explain_grammar(error: OverrideParseException) -> str:

@@ -24,15 +24,19 @@ def loss_figure(runs: Mapping[str, Mapping[str, Curve]]) -> Figure | None:
     """Training and validation loss by optimizer step, each run in its colour; nothing where none has any."""
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
+    title = "Loss"
     for number, (name, curves) in enumerate(runs.items()):
         of_run, colour = f"{name}, " if len(runs) > 1 else "", f"C{number % 10}"
         train, validation = curves.get("train/loss", []), curves.get("val/loss", [])
-        draw_curve(axes, train, color=colour, linewidth=1, alpha=0.35)
-        draw_curve(axes, moving_mean(train), color=colour, linewidth=2, label=f"{of_run}training")
+        smooth = moving_mean(train)
+        if smooth != train:  # a short curve is its own mean
+            draw_curve(axes, train, color=colour, linewidth=1, alpha=0.35)
+            title = "Loss; thick lines are moving means"
+        draw_curve(axes, smooth, color=colour, linewidth=2, label=f"{of_run}training")
         draw_curve(axes, validation, color=colour, linestyle="--", marker="o", label=f"{of_run}validation")
     if not axes.lines:
         return None
-    axes.set(xlabel="optimizer step", ylabel="loss", title="Loss; thick lines are moving means")
+    axes.set(xlabel="optimizer step", ylabel="loss", title=title)
     axes.set_ylim(bottom=0)
     tidy(axes)
     axes.legend(frameon=False)

@@ -41,6 +41,17 @@ def test_an_unknown_key_suggests_its_neighbour():
     assert "did you mean data.size?" in told("datas.size")
 
 
+def test_a_value_that_another_section_lacks_names_both():
+    """As of a language model with pictures."""
+    config = OmegaConf.create({"model": {"context": "${data.max_length}"}, "data": {"size": 3}})
+    with pytest.raises(OmegaConfBaseException) as caught:
+        OmegaConf.to_container(config, resolve=True)
+    told = explain(caught.value)
+    assert told.startswith("model.context is read from data.max_length, which the configuration does not have")
+    assert "data=…" in told
+    assert "model.context=…" in told
+
+
 def test_disks_and_folders_are_told_in_one_sentence():
     """Which file, why, and which keys choose another place; other errors of the system are bugs."""
     full = OSError(errno.ENOSPC, "No space left on device")

@@ -37,6 +37,10 @@ def test_curves_are_read_by_step_and_drawn(tmp_path):
     figure = loss_figure({"run": curves})
     assert figure is not None
     assert [line.get_label() for line in figure.axes[0].lines][-1] == "validation"
+    assert figure.axes[0].get_title() == "Loss"
+    long = loss_figure({"run": {"train/loss": [(step, float(step % 3)) for step in range(40)]}})
+    assert long is not None
+    assert (len(long.axes[0].lines), long.axes[0].get_title()) == (2, "Loss; thick lines are moving means")
     assert loss_figure({"run": {}}) is None
 
 
