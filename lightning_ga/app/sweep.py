@@ -54,7 +54,11 @@ def read_jobs(folder: Path, metric: str) -> list[Job]:
         outcome = "failed" if result is None else "done"
         jobs.append(Job(str(job.relative_to(folder)), overrides, (result or {}).get(metric), outcome))
     sign = -1 if direction(metric) == "max" else 1
-    return sorted(jobs, key=lambda job: math.inf if job.value is None else sign * job.value)
+
+    def place(job: Job) -> float:
+        return math.inf if job.value is None or math.isnan(job.value) else sign * job.value
+
+    return sorted(jobs, key=place)
 
 
 def report_sweep(folder: Path, metric: str) -> None:

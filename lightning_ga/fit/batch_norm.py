@@ -10,8 +10,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 RESCALE_IS_DEPRECATED = (
     'batch_norm="rescale" is deprecated: measured, evaluation is worse with a constant learning rate and hardly better '
-    'with one that falls to 0; use batch_norm="ignore" with torch.optim.swa_utils.update_bn after training, which was '
-    "better in every case, or larger micro-batches, or GroupNorm (lightning_ga.models.to_group_norm)."
+    'with one that falls to 0; use batch_norm="ignore" with torch.optim.swa_utils.update_bn after training, which had '
+    "the best mean in every case, or larger micro-batches, or GroupNorm (lightning_ga.models.to_group_norm)."
 )
 
 
