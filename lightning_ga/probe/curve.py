@@ -7,6 +7,7 @@ from lightning_ga.memory.segment_rules import SegmentRules
 from lightning_ga.memory.segments import Peaks
 from lightning_ga.memory.trace import MemoryTrace
 from lightning_ga.plan.records import Trial
+from lightning_ga.probe.pairing import paired
 from lightning_ga.probe.prediction import PeakPredictor, extrapolate
 
 # A caching allocator hands out somewhat more than is asked for, and kernels choose their workspaces by size.
@@ -78,7 +79,7 @@ class Curve:
 
         To the byte where sizes are exact, else as closely as an allocator's word can be predicted.
         """
-        aligned = self.replay is None or not traces or any(map(self.replay.confirms, traces))
+        aligned = self.replay is None or self.rounding > 1 or not traces or any(map(self.replay.confirms, traces))
         tolerance = TOLERANCE * trial.peak_bytes if self.rounding > 1 else 0
         return aligned and abs(self(trial.micro_batch_size) - trial.peak_bytes) <= tolerance
 
@@ -112,7 +113,8 @@ def fit_curve(fitting: list[Step], rounding: int, *, rules: SegmentRules | None 
 
 def _of_traces(small: Step, large: Step, rounding: int, rules: SegmentRules | None) -> Curve | None:
     samples, pairs = (small.samples, large.samples), list(zip(small.traces, large.traces))
-    for first, second in pairs:
+    blocks = paired(small.traces, large.traces)
+    for first, second in pairs if blocks is None else [blocks]:
         replay = extrapolate(first, second, rounding=rounding)
         if replay is not None:
             seen = Curve(replay, samples, ((0, 0),), rounding, rules)

@@ -1,0 +1,87 @@
+"""Pair the blocks of two steps where kernels take temporaries that depend on the number of samples. Pure.
+
+An allocator's record of a step has more blocks than its tensors: workspaces, buffers of sorts and of reductions,
+one for each sample or none below some size. Two records of one step differ in these alone, so they are paired by
+what both have: the tensors, recorded beside them, and their order.
+"""
+
+from collections import defaultdict
+from dataclasses import replace
+
+from lightning_ga.memory.trace import MemoryTrace
+
+_LOOKAHEAD = 16  # tensors: an operation notes its outputs in another order than it allocates them
+_LEAST = 0.95  # share of the tensors that must be found among the blocks
+
+
+def paired(small: tuple[MemoryTrace, ...], large: tuple[MemoryTrace, ...]) -> tuple[MemoryTrace, MemoryTrace] | None:
+    """Return the larger step's record of blocks, and the smaller one's as if it had the same blocks.
+
+    A block that the smaller step lacks is taken to grow in proportion to the samples, or as the largest
+    temporary at its place does; ``None`` where the tensors do not align.
+
+    Args:
+        small: The smaller step: its blocks, then its tensors.
+        large: The larger one.
+    """
+    if len(small) != 2 or len(large) != 2 or small[1].events != large[1].events:
+        return None
+    fewer, more = _places(*small), _places(*large)
+    if fewer is None or more is None:
+        return None
+    blocks, before, samples = large[0], _by_place(small[0], fewer), small[0].samples
+    sizes = [blocks.sizes[0], *[0] * (len(blocks.sizes) - 1)]
+    for place, numbers in _by_place(blocks, more).items():
+        known = [small[0].sizes[number] for number in before.get(place, ())]
+        for index, number in enumerate(numbers):
+            size = blocks.sizes[number]
+            if len(known) == len(numbers):
+                sizes[number] = known[index]
+            elif size in known:
+                sizes[number] = size
+            else:  # no faster than the samples do
+                sizes[number] = max(*known, -(-size * samples // blocks.samples), 0)
+    holders = {tensor: number for number, tensor in enumerate(more) if tensor > 0}
+    sums = [(holders[one], holders[total]) for one, total in large[1].sums if {one, total} <= holders.keys()]
+    blocks = replace(blocks, sums=tuple(sums)).unwatched()
+    return replace(blocks, samples=samples, sizes=tuple(sizes)), blocks
+
+
+def _by_place(blocks: MemoryTrace, places: list[int]) -> dict[int, list[int]]:
+    found: dict[int, list[int]] = defaultdict(list)
+    for number, place in enumerate(places):
+        if number:
+            found[place].append(number)
+    return found
+
+
+def _places(blocks: MemoryTrace, tensors: MemoryTrace) -> list[int] | None:
+    """Return the tensor that each block holds, or where it lies between tensors, as a negative number."""
+    waiting = [number for number in tensors.events if number > 0 and tensors.addresses[number]]
+    lives, least, count = _lives(blocks), _lives(tensors), len(waiting)
+    places, found = [0] * len(blocks.sizes), 0
+
+    def holds(tensor: int, block: int) -> bool:
+        same = tensors.addresses[tensor] == blocks.addresses[block] and tensors.sizes[tensor] == blocks.sizes[block]
+        return same and lives[block] >= least[tensor]
+
+    for number in (event for event in blocks.events if event > 0):
+        index = next((index for index, tensor in enumerate(waiting[:_LOOKAHEAD]) if holds(tensor, number)), None)
+        if index is None:
+            places[number] = -1 - found
+        else:
+            places[number] = waiting.pop(index)
+            found += 1
+    return places if found and found >= _LEAST * count else None
+
+
+def _lives(trace: MemoryTrace) -> list[int]:
+    """Return how many storages are allocated while each is alive: of blocks as many as of the tensors in them, or more."""
+    lives, allocated = [0] * len(trace.sizes), 0
+    for event in trace.events:
+        if event >= 0:
+            lives[event] = len(trace.events) - allocated
+            allocated += 1
+        else:
+            lives[~event] += allocated - len(trace.events)
+    return lives
