@@ -41,17 +41,9 @@ class Curve:
     lines: tuple[tuple[int, int], ...]  # bytes at these two sizes
     rounding: int = 1  # of the allocator: 1 where sizes are exact
     rules: SegmentRules | None = None  # how the allocator cuts its blocks out of segments, if it does
-    shift: tuple[int, int] = (1, 0)  # size of the largest step that ran, and bytes by which its needs were missed
-
-    @property
-    def misses_blocks(self) -> bool:
-        """Whether a replay of segments lacks blocks, and so holes: the allocator's own traces did not align."""
-        return self.rules is not None and self.replay is not None and any(map(any, self.lines))
-
-    @property
-    def foresaw_more(self) -> bool:
-        """Whether the largest step that ran needed less than was foreseen."""
-        return self.shift[1] < 0
+    # What a budget must leave goes from ``start`` on as many times as was foreseen as the largest step showed.
+    start: int = 0
+    grown: tuple[int, int] = (1, 1)  # by how much it grew up to that step, and by how much was foreseen
 
     def __call__(self, samples: int) -> int:
         """Peak bytes at a size."""
@@ -59,20 +51,20 @@ class Curve:
 
     def needs(self, samples: int) -> int:
         """Bytes that a budget must leave: with segments, what the allocator reserves for that peak."""
-        size, missed = self.shift
-        foreseen = self._unseen(samples) + self._seen(samples).needed
-        return foreseen + (missed * max(size, samples) // size if missed > 0 else missed)
+        real, foreseen = self.grown
+        return self.start + (self._foreseen(samples) - self.start) * real // foreseen
 
     def through(self, step: Step) -> "Curve":
-        """Shift a curve by what it missed of a step's needs: a large step tells what smaller ones do not.
+        """Stretch a curve so that it goes through a step that is larger than the traced ones, which tell less.
 
-        What is missing grows with the samples. For small steps segments may be left that hold more than they need.
+        Lines go from zero, as nothing is known of what an allocator reserves for them.
         """
-        reserved, small = step.reserved_bytes, self.rules is not None and step.samples <= self.samples[1]
-        seen = self._seen(step.samples)
-        missed = step.trial.peak_bytes - seen.allocated if reserved is None else reserved - seen.reserved
-        missed -= self._unseen(step.samples)
-        return replace(self, shift=(step.samples, min(0, missed) if small else missed))
+        needed = step.trial.peak_bytes if step.reserved_bytes is None else step.reserved_bytes
+        if self.replay is not None and step.samples <= self.samples[1]:
+            return self
+        start = 0 if self.replay is None else self._foreseen(self.samples[1])
+        grown = needed - start, self._foreseen(step.samples) - start
+        return replace(self, start=start, grown=grown) if min(grown) > 0 else self
 
     def confirms(self, trial: Trial, traces: tuple[MemoryTrace, ...]) -> bool:
         """Whether a further trial has the predicted peak, and the stream of one of its traces.
@@ -82,6 +74,9 @@ class Curve:
         aligned = self.replay is None or self.rounding > 1 or not traces or any(map(self.replay.confirms, traces))
         tolerance = TOLERANCE * trial.peak_bytes if self.rounding > 1 else 0
         return aligned and abs(self(trial.micro_batch_size) - trial.peak_bytes) <= tolerance
+
+    def _foreseen(self, samples: int) -> int:
+        return self._unseen(samples) + self._seen(samples).needed
 
     def _unseen(self, samples: int) -> int:
         low, high = self.samples

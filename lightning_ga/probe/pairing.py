@@ -7,6 +7,7 @@ what both have: the tensors, recorded beside them, and their order.
 
 from collections import defaultdict
 from dataclasses import replace
+from math import ceil
 
 from lightning_ga.memory.trace import MemoryTrace
 
@@ -33,18 +34,33 @@ def paired(small: tuple[MemoryTrace, ...], large: tuple[MemoryTrace, ...]) -> tu
     sizes = [blocks.sizes[0], *[0] * (len(blocks.sizes) - 1)]
     for place, numbers in _by_place(blocks, more).items():
         known = [small[0].sizes[number] for number in before.get(place, ())]
-        for index, number in enumerate(numbers):
-            size = blocks.sizes[number]
-            if len(known) == len(numbers):
-                sizes[number] = known[index]
-            elif size in known:
-                sizes[number] = size
-            else:  # no faster than the samples do
-                sizes[number] = max(*known, -(-size * samples // blocks.samples), 0)
+        now = [blocks.sizes[number] for number in numbers]
+        then = known if len(known) == len(now) else _temporaries(known, now, samples / blocks.samples)
+        for number, size in zip(numbers, then):
+            sizes[number] = size
     holders = {tensor: number for number, tensor in enumerate(more) if tensor > 0}
     sums = [(holders[one], holders[total]) for one, total in large[1].sums if {one, total} <= holders.keys()]
     blocks = replace(blocks, sums=tuple(sums)).unwatched()
     return replace(blocks, samples=samples, sizes=tuple(sizes)), blocks
+
+
+def _temporaries(known: list[int], now: list[int], share: float) -> list[int]:
+    """Return sizes of some temporaries in a step of a ``share`` of the samples, where there were others: ``known``.
+
+    Those that are there again are constant; of the others the largest were the largest, and none grows faster than
+    the samples do.
+
+    Examples:
+        >>> _temporaries([512, 40], [512, 512, 512], 0.5), _temporaries([80], [200, 100], 0.5)
+        ([512, 512, 512], [100, 50])
+    """
+    others = sorted(set(known) - set(now), reverse=True)
+    order = sorted((index for index, size in enumerate(now) if size not in known), key=lambda index: -now[index])
+    then = list(now)
+    for rank, index in enumerate(order):
+        least = ceil(share * now[index])
+        then[index] = min(now[index], max(least, others[rank])) if rank < len(others) else least
+    return then
 
 
 def _by_place(blocks: MemoryTrace, places: list[int]) -> dict[int, list[int]]:

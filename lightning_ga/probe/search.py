@@ -26,7 +26,8 @@ MANY_TRIALS = 5  # after so many, less is enough: of what may still fit, and of 
 NEARLY, NEARLY_OF_FAILED = 0.98, 0.95
 APART = 50  # a trial is smaller by this part of one that failed, at least: if it fits, two in a hundred are left
 MOST_TRIALS = 12  # where sizes are not exact
-HOLES = 200  # part of the budget that holes take which no trace shows: half a percent
+FAR = 8  # times the traced size: a prediction from there wants a third trace on the way
+HOLES = 200  # part of the budget that a first trial near it leaves to holes: half a percent
 # After a failure that the curve did not foresee: by what to stay below it, in percent of the budget where sizes are
 # exact, else of the size. What an allocator reserved for a step that fits corrects the curve, so one is wanted soon.
 EXACT_SPARES, SPARES = (2, 4, 8), (8, 8)
@@ -158,8 +159,25 @@ class Search:
         fitting = [*self._fitting, Step(trial, traces, reserved_bytes)]
         self._fitting = sorted(fitting, key=lambda step: step.samples)
         self._curve = fit_curve(self._fitting, self.rounding, rules=self.rules)
-        if len(self._fitting) == len(self._sizes) == 2 and self._is_quadratic() and 2 * self.limit < self._guess():
-            self._sizes = (*self._sizes, 2 * self.limit)  # two traces cannot tell a square from sizes that vary
+        if len(self._fitting) < len(self._sizes):
+            self._sizes = (*self._sizes[:-1], self._safe(self._sizes[-1]))
+        elif len(self._fitting) == len(self._sizes) == 2 and self._replay is not None:
+            self._sizes = (*self._sizes, *self._third_trace(self._guess()))
+
+    def _safe(self, size: int) -> int:
+        """The size of a further trace, or a smaller one with which there is room for the square of the growth."""
+        if self.rounding == 1:
+            return size
+        return max(self.limit + 1, min(size, isqrt(self.limit**2 * self.budget // self._fitting[-1].trial.peak_bytes)))
+
+    def _third_trace(self, guess: int) -> tuple[int, ...]:
+        """A size between the traces and where they lead: far, or along a square, which two cannot tell for sure."""
+        assert self._curve is not None
+        if guess <= 2 * self.limit or not (self._is_quadratic() or (self.rounding > 1 and guess > FAR * self.limit)):
+            return ()
+        needed = self._curve.needs(self.limit)
+        part = largest_fitting(self._curve.needs, self.limit + 1, guess, needed + (self.budget - needed) // 4)
+        return (max(2 * self.limit, part) if self.rounding > 1 else 2 * self.limit,)
 
     def _fail(self, size: int) -> None:
         self.ceiling = min(self.ceiling, size)
@@ -238,13 +256,10 @@ class Search:
         if self._curve is None:
             return _between(low, self.ceiling) if self._misses else min(2 * low, high)
         large = low > max(self._sizes)  # a large step is in the curve: it is nearly right
-        blind = self._curve.misses_blocks and not large
         guess = largest_fitting(self._curve.needs, low + 1, self._high, self.budget)
-        if blind and guess > HOLES:  # below, the last sample that does not fit leaves as much
+        if self.rounding > 1 and not large and guess > HOLES:  # below, the last sample that does not fit leaves as much
             guess = largest_fitting(self._curve.needs, low + 1, self._high, self.budget - self.budget // HOLES)
         if large and self.rounding > 1:
-            if self._curve.foresaw_more:  # it may lead too far
-                guess = max(low, min(guess, self._secant()))
             middle = _between(low, self.ceiling)
             if self._misses > 1 and (self._contradicted or guess >= self.ceiling):
                 return middle
@@ -255,14 +270,6 @@ class Search:
             return guess
         guess = self._spared(self._curve)
         return guess if low < guess < self.ceiling else _between(low, self.ceiling)
-
-    def _secant(self) -> int:
-        """Where what the two largest steps reserved leads in a line."""
-        small, large = self._fitting[-2:]
-        grown = (large.reserved_bytes or 0) - (small.reserved_bytes or 0)
-        if large.reserved_bytes is None or grown <= 0:
-            return self._high
-        return large.samples + (self.budget - large.reserved_bytes) * (large.samples - small.samples) // grown
 
     def _spared(self, curve: Curve) -> int:
         """A size below one that failed although the curve said that it fits: an allocator may be fragmented."""
