@@ -77,11 +77,11 @@ def draw_cell(number: int) -> RandomCell:
     model = draw_model(draw)
     least = max(SMALLEST, ROOM * size_of(model) / GIB)
     gib = round(least * (LARGEST / least) ** draw.random(), 2)
-    setting = Setting(
-        draw.choice(TEXTS),
-        draw.choice(("cuda:0",) * 5 + ("cuda:1",)),
-        draw.choice(("budget",) * 4 + ("fraction", "others")),
-    )
+    text, device = draw.choice(TEXTS), draw.choice(("cuda:0",) * 5 + ("cuda:1",))
+    bounded = draw.choice(("budget",) * 4 + ("fraction", "others"))
+    if "cudaMallocAsync" in text and bounded == "others":
+        bounded = "fraction"  # a simulated device counts what others take among the blocks of its pool
+    setting = Setting(text, device, bounded)
     precision, optimizer = draw.choice(PRECISIONS), draw.choice(OPTIMIZERS)
     return RandomCell(number, model.name, precision, optimizer, draw.random() < 0.3, gib, setting)
 

@@ -109,7 +109,9 @@ def fit_curve(fitting: list[Step], rounding: int, *, rules: SegmentRules | None 
 def _of_traces(small: Step, large: Step, rounding: int, rules: SegmentRules | None) -> Curve | None:
     samples, pairs = (small.samples, large.samples), list(zip(small.traces, large.traces))
     blocks = paired(small.traces, large.traces)
-    for first, second in pairs if blocks is None else [blocks]:
+    if blocks is not None:  # nothing is unseen
+        return Curve(extrapolate(*blocks, rounding=rounding), samples, ((0, 0),), rounding, rules)
+    for first, second in pairs:
         replay = extrapolate(first, second, rounding=rounding)
         if replay is not None:
             seen = Curve(replay, samples, ((0, 0),), rounding, rules)

@@ -12,6 +12,7 @@ from math import ceil
 from lightning_ga.memory.trace import MemoryTrace
 
 _LOOKAHEAD = 16  # tensors: an operation notes its outputs in another order than it allocates them
+_SATURATED = 1.1  # times proportional: a temporary that was larger before goes by the device, and grows no more
 _LEAST = 0.95  # share of the tensors that must be found among the blocks
 
 
@@ -37,7 +38,8 @@ def paired(small: tuple[MemoryTrace, ...], large: tuple[MemoryTrace, ...]) -> tu
         now = [blocks.sizes[number] for number in numbers]
         then = known if len(known) == len(now) else _temporaries(known, now, samples / blocks.samples)
         for number, size in zip(numbers, then):
-            sizes[number] = size
+            grows = size <= _SATURATED * blocks.sizes[number] * samples / blocks.samples
+            sizes[number] = size if grows else blocks.sizes[number]
     holders = {tensor: number for number, tensor in enumerate(more) if tensor > 0}
     sums = [(holders[one], holders[total]) for one, total in large[1].sums if {one, total} <= holders.keys()]
     blocks = replace(blocks, sums=tuple(sums)).unwatched()

@@ -166,9 +166,12 @@ class Search:
 
     def _safe(self, size: int) -> int:
         """The size of a further trace, or a smaller one with which there is room for the square of the growth."""
-        if self.rounding == 1:
+        last = self._fitting[-1]
+        if self.rounding == 1 or not last.traces:
             return size
-        return max(self.limit + 1, min(size, isqrt(self.limit**2 * self.budget // self._fitting[-1].trial.peak_bytes)))
+        kept = last.traces[0].kept_bytes(self.rounding)
+        room, growing = max(0, self.budget - kept), max(1, last.trial.peak_bytes - kept)
+        return max(self.limit + 1, min(size, isqrt(self.limit**2 * room // growing)))
 
     def _third_trace(self, guess: int) -> tuple[int, ...]:
         """A size between the traces and where they lead: far, or along a square, which two cannot tell for sure."""
