@@ -55,14 +55,15 @@ class Curve:
         return self.start + (self._foreseen(samples) - self.start) * real // foreseen
 
     def through(self, step: Step) -> "Curve":
-        """Stretch a curve so that it goes through a step that is larger than the traced ones, which tell less.
+        """Stretch a curve so that it goes through a step, if that tells more than the traces do.
 
-        Lines go from zero, as nothing is known of what an allocator reserves for them.
+        From the larger traced step on; from zero where all that is known of what an allocator reserves is that step.
         """
         needed = step.trial.peak_bytes if step.reserved_bytes is None else step.reserved_bytes
-        if self.replay is not None and step.samples <= self.samples[1]:
+        traced = self.replay is not None and step.samples <= self.samples[1]
+        if traced and self.rules is not None:  # a recorded step reserves otherwise
             return self
-        start = 0 if self.replay is None else self._foreseen(self.samples[1])
+        start = 0 if traced or self.replay is None else self._foreseen(self.samples[1])
         grown = needed - start, self._foreseen(step.samples) - start
         return replace(self, start=start, grown=grown) if min(grown) > 0 else self
 

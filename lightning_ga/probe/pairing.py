@@ -17,10 +17,9 @@ _LEAST = 0.95  # share of the tensors that must be found among the blocks
 
 
 def paired(small: tuple[MemoryTrace, ...], large: tuple[MemoryTrace, ...]) -> tuple[MemoryTrace, MemoryTrace] | None:
-    """Return the larger step's record of blocks, and the smaller one's as if it had the same blocks.
+    """Return the smaller step as if it had the blocks of the larger one, and the larger one: their streams are equal.
 
-    A block that the smaller step lacks is taken to grow in proportion to the samples, or as the largest
-    temporary at its place does; ``None`` where the tensors do not align.
+    Gradients are added as they are where no dispatch mode watches. ``None`` where the tensors do not align.
 
     Args:
         small: The smaller step: its blocks, then its tensors.
@@ -31,38 +30,40 @@ def paired(small: tuple[MemoryTrace, ...], large: tuple[MemoryTrace, ...]) -> tu
     fewer, more = _places(*small), _places(*large)
     if fewer is None or more is None:
         return None
-    blocks, before, samples = large[0], _by_place(small[0], fewer), small[0].samples
-    sizes = [blocks.sizes[0], *[0] * (len(blocks.sizes) - 1)]
+    blocks, share = large[0], small[0].samples / large[0].samples
+    sizes, before = list(blocks.sizes), _by_place(small[0], fewer)
     for place, numbers in _by_place(blocks, more).items():
         known = [small[0].sizes[number] for number in before.get(place, ())]
-        now = [blocks.sizes[number] for number in numbers]
-        then = known if len(known) == len(now) else _temporaries(known, now, samples / blocks.samples)
+        then = known if place > 0 else _temporaries(known, [blocks.sizes[number] for number in numbers], share)
         for number, size in zip(numbers, then):
-            grows = size <= _SATURATED * blocks.sizes[number] * samples / blocks.samples
-            sizes[number] = size if grows else blocks.sizes[number]
-    holders = {tensor: number for number, tensor in enumerate(more) if tensor > 0}
-    sums = [(holders[one], holders[total]) for one, total in large[1].sums if {one, total} <= holders.keys()]
+            sizes[number] = size
+    held = {tensor: number for number, tensor in enumerate(more)}
+    sums = [(held[one], held[total]) for one, total in large[1].sums if one in held and total in held]
     blocks = replace(blocks, sums=tuple(sums)).unwatched()
-    return replace(blocks, samples=samples, sizes=tuple(sizes)), blocks
+    return replace(blocks, samples=small[0].samples, sizes=tuple(sizes)), blocks
 
 
 def _temporaries(known: list[int], now: list[int], share: float) -> list[int]:
-    """Return sizes of some temporaries in a step of a ``share`` of the samples, where there were others: ``known``.
+    """Return the sizes of temporaries in a step of a ``share`` of the samples, where there were those ``known``.
 
-    Those that are there again are constant; of the others the largest were the largest, and none grows faster than
-    the samples do.
+    One that was larger than in proportion to the samples goes by the device, and is taken to be constant. Where there
+    were others, those of a known size are constant, too, of the others the largest were the largest, and none grows
+    faster than the samples do.
 
     Examples:
-        >>> _temporaries([512, 40], [512, 512, 512], 0.5), _temporaries([80], [200, 100], 0.5)
-        ([512, 512, 512], [100, 50])
+        >>> _temporaries([50, 90], [100, 100], 0.5), _temporaries([512, 40], [512, 512, 512], 0.5)
+        ([50, 100], [512, 512, 512])
+        >>> _temporaries([80], [200, 100], 0.5)
+        [100, 50]
     """
-    others = sorted(set(known) - set(now), reverse=True)
-    order = sorted((index for index, size in enumerate(now) if size not in known), key=lambda index: -now[index])
-    then = list(now)
-    for rank, index in enumerate(order):
-        least = ceil(share * now[index])
-        then[index] = min(now[index], max(least, others[rank])) if rank < len(others) else least
-    return then
+    then = list(known)
+    if len(known) != len(now):
+        others = iter(sorted(set(known) - set(now), reverse=True))
+        then = list(now)
+        for index in sorted(range(len(now)), key=lambda index: -now[index]):
+            if now[index] not in known:
+                then[index] = max(ceil(share * now[index]), next(others, 0))
+    return [size if size <= _SATURATED * share * most else most for size, most in zip(then, now)]
 
 
 def _by_place(blocks: MemoryTrace, places: list[int]) -> dict[int, list[int]]:
@@ -94,7 +95,7 @@ def _places(blocks: MemoryTrace, tensors: MemoryTrace) -> list[int] | None:
 
 
 def _lives(trace: MemoryTrace) -> list[int]:
-    """Return how many storages are allocated while each is alive: of blocks as many as of the tensors in them, or more."""
+    """Return how many storages are allocated while each is alive: at least as many for a block as for its tensor."""
     lives, allocated = [0] * len(trace.sizes), 0
     for event in trace.events:
         if event >= 0:
