@@ -31,8 +31,8 @@ def paired(small: tuple[MemoryTrace, ...], large: tuple[MemoryTrace, ...]) -> tu
     if fewer is None or more is None:
         return None
     blocks, share = large[0], small[0].samples / large[0].samples
-    sizes, before = list(blocks.sizes), _by_place(small[0], fewer)
-    for place, numbers in _by_place(blocks, more).items():
+    sizes, before = list(blocks.sizes), _by_place(fewer)
+    for place, numbers in _by_place(more).items():
         known = [small[0].sizes[number] for number in before.get(place, ())]
         then = known if place > 0 else _temporaries(known, [blocks.sizes[number] for number in numbers], share)
         for number, size in zip(numbers, then):
@@ -66,7 +66,7 @@ def _temporaries(known: list[int], now: list[int], share: float) -> list[int]:
     return [size if size <= _SATURATED * share * most else most for size, most in zip(then, now)]
 
 
-def _by_place(blocks: MemoryTrace, places: list[int]) -> dict[int, list[int]]:
+def _by_place(places: list[int]) -> dict[int, list[int]]:
     found: dict[int, list[int]] = defaultdict(list)
     for number, place in enumerate(places):
         if number:

@@ -131,8 +131,9 @@ def test_gradients_are_added_in_place() -> None:
         record.free(total)
         kept = record.take(10 * samples)
         record.sums.append((again[1], kept[1]))
-        record.free(kept)
-        record.free(again)
+        other = record.take(1)
+        for numbers in (again, kept, other):
+            record.free(numbers)
         steps.append(record.traces())
     both = paired(*steps)
     assert both is not None
