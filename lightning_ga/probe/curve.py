@@ -1,6 +1,6 @@
 """Peak memory by micro-batch size, read off the steps that ran. Pure."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from lightning_ga.memory.segment_replay import replay_segments
 from lightning_ga.memory.segment_rules import SegmentRules
@@ -44,6 +44,7 @@ class Curve:
     # What a budget must leave goes from ``start`` on as many times as was foreseen as the largest step showed.
     start: int = 0
     grown: tuple[int, int] = (1, 1)  # by how much it grew up to that step, and by how much was foreseen
+    replayed: dict[int, Peaks] = field(default_factory=dict, compare=False)  # by size: a long stream takes a while
 
     def __call__(self, samples: int) -> int:
         """Peak bytes at a size."""
@@ -88,7 +89,10 @@ class Curve:
         if self.replay is None:
             return Peaks(0, 0, 0)
         if self.rules is not None:
-            return replay_segments(self.replay.sizes(samples), self.replay.second, self.rules)
+            if samples not in self.replayed:
+                sizes = self.replay.sizes(samples)
+                self.replayed[samples] = replay_segments(sizes, self.replay.second, self.rules)
+            return self.replayed[samples]
         peak = self.replay(samples)
         return Peaks(peak, peak, peak)
 

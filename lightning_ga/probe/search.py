@@ -158,7 +158,10 @@ class Search:
         self.limit = max(self.limit, size)
         fitting = [*self._fitting, Step(trial, traces, reserved_bytes)]
         self._fitting = sorted(fitting, key=lambda step: step.samples)
-        self._curve = fit_curve(self._fitting, self.rounding, rules=self.rules)
+        if traces or self._curve is None or self._replay is None:
+            self._curve = fit_curve(self._fitting, self.rounding, rules=self.rules)
+        else:
+            self._curve = self._curve.through(self._fitting[-1])
         if len(self._fitting) < len(self._sizes):
             self._sizes = (*self._sizes[:-1], self._safe(self._sizes[-1]))
         elif len(self._fitting) == len(self._sizes) == 2 and self._replay is not None:
@@ -259,9 +262,10 @@ class Search:
         if self._curve is None:
             return _between(low, self.ceiling) if self._misses else min(2 * low, high)
         large = low > max(self._sizes)  # a large step is in the curve: it is nearly right
-        guess = largest_fitting(self._curve.needs, low + 1, self._high, self.budget)
-        if self.rounding > 1 and not large and guess > HOLES:  # below, the last sample that does not fit leaves as much
-            guess = largest_fitting(self._curve.needs, low + 1, self._high, self.budget - self.budget // HOLES)
+        holes = 0 if large or self.rounding == 1 else self.budget // HOLES
+        guess = largest_fitting(self._curve.needs, low + 1, self._high, self.budget - holes)
+        if holes and guess <= HOLES:  # the last sample that does not fit leaves as much
+            guess = largest_fitting(self._curve.needs, low + 1, self._high, self.budget)
         if large and self.rounding > 1:
             middle = _between(low, self.ceiling)
             if self._misses > 1 and (self._contradicted or guess >= self.ceiling):
