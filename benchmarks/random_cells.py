@@ -144,7 +144,7 @@ def measure(cell: RandomCell) -> dict[str, Any]:
         )
         errors = training.counter.ooms
         del training
-        limit = confirmed(lambda: RandomTraining(cell), found.limit)
+        limit = min(HIGH, confirmed(lambda: RandomTraining(cell), found.limit))
     tried = [(trial.micro_batch_size, trial.fits) for trial in found.trials]
     counts = {"steps": found.steps, "errors": errors, "method": found.method, "tried": tried}
     return {**asdict(cell), "found": found.limit, "limit": limit, **counts}

@@ -52,8 +52,10 @@ class Curve:
 
     def needs(self, samples: int) -> int:
         """Bytes that a budget must leave: with segments, what the allocator reserves for that peak."""
-        real, foreseen = self.grown
-        return self.start + (self._foreseen(samples) - self.start) * real // foreseen
+        (real, foreseen), needed = self.grown, self._foreseen(samples)
+        if real < foreseen:  # less than foreseen was once, and not more of it is sure
+            return needed - foreseen + real
+        return self.start + (needed - self.start) * real // foreseen
 
     def through(self, step: Step) -> "Curve":
         """Stretch a curve so that it goes through a step, if that tells more than the traces do.
@@ -109,6 +111,15 @@ def fit_curve(fitting: list[Step], rounding: int, *, rules: SegmentRules | None 
         line = (small.peak_bytes, large.peak_bytes)
         curve = Curve(None, (small.micro_batch_size, large.micro_batch_size), (line,), rounding)
     return None if curve is None else curve.through(fitting[-1])
+
+
+def early_curve(warm_up: Step | None, first: Step, rounding: int, rules: SegmentRules | None) -> Curve | None:
+    """Return the curve from a first step, which makes the optimizer's state, and one that was recorded after it."""
+    blocks = None if warm_up is None else paired(warm_up.traces, first.traces, begin_alike=True)
+    replay = None if blocks is None else extrapolate(*blocks, rounding=rounding)
+    if warm_up is None or replay is None:
+        return None
+    return Curve(replay, (warm_up.samples, first.samples), ((0, 0),), rounding, rules)
 
 
 def _of_traces(small: Step, large: Step, rounding: int, rules: SegmentRules | None) -> Curve | None:

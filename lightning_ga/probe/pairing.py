@@ -9,14 +9,16 @@ from collections import defaultdict
 from dataclasses import replace
 from math import ceil
 
-from lightning_ga.memory.trace import MemoryTrace
+from lightning_ga.memory.trace import MemoryTrace, canonical
 
 _LOOKAHEAD = 16  # tensors: an operation notes its outputs in another order than it allocates them
 _SATURATED = 1.1  # times proportional: a temporary that was larger before goes by the device, and grows no more
 _LEAST = 0.95  # share of the tensors that must be found among the blocks
 
 
-def paired(small: tuple[MemoryTrace, ...], large: tuple[MemoryTrace, ...]) -> tuple[MemoryTrace, MemoryTrace] | None:
+def paired(
+    small: tuple[MemoryTrace, ...], large: tuple[MemoryTrace, ...], *, begin_alike: bool = False
+) -> tuple[MemoryTrace, MemoryTrace] | None:
     """Return the smaller step as if it had the blocks of the larger one, and the larger one: their streams are equal.
 
     Gradients are added as they are where no dispatch mode watches. ``None`` where the tensors do not align.
@@ -24,23 +26,47 @@ def paired(small: tuple[MemoryTrace, ...], large: tuple[MemoryTrace, ...]) -> tu
     Args:
         small: The smaller step: its blocks, then its tensors.
         large: The larger one.
+        begin_alike: Whether it is enough that they begin alike: what comes after is constant then. A first step goes
+            on to make the optimizer's state.
     """
-    if len(small) != 2 or len(large) != 2 or small[1].events != large[1].events:
+    if len(small) != 2 or len(large) != 2:
         return None
-    fewer, more = _places(*small), _places(*large)
-    if fewer is None or more is None:
+    fewer, more, alike = _places(*small), _places(*large), _alike(small[1], large[1])
+    if not fewer or not more or alike < (1 if begin_alike else len(large[1].events)):
         return None
     blocks, share = large[0], small[0].samples / large[0].samples
     sizes, before = list(blocks.sizes), _by_place(fewer)
     for place, numbers in _by_place(more).items():
         known = [small[0].sizes[number] for number in before.get(place, ())]
+        if abs(place) > alike:
+            continue
         then = known if place > 0 else _temporaries(known, [blocks.sizes[number] for number in numbers], share)
         for number, size in zip(numbers, then):
             sizes[number] = size
     held = {tensor: number for number, tensor in enumerate(more)}
-    sums = [(held[one], held[total]) for one, total in large[1].sums if one in held and total in held]
-    blocks = replace(blocks, sums=tuple(sums)).unwatched()
+    rank = {number: place for place, number in enumerate(_made(large[1]), 1)}
+    sums = [(held.get(rank[one], 0), held.get(rank[total], 0)) for one, total in large[1].sums]
+    blocks = replace(blocks, sums=tuple(pair for pair in sums if all(pair))).unwatched()
     return replace(blocks, samples=small[0].samples, sizes=tuple(sizes)), blocks
+
+
+def _made(trace: MemoryTrace) -> list[int]:
+    """Return what the step makes, in order: the storages whose addresses are known."""
+    return [number for number in trace.events if number > 0 and trace.addresses[number]]
+
+
+def _alike(small: MemoryTrace, large: MemoryTrace) -> int:
+    """Return how many tensors two steps make in one order of allocations and releases; more than all if that is all."""
+    streams = []
+    for trace in (small, large):
+        rank = {number: place for place, number in enumerate(_made(trace), 1)}
+        stream = (rank.get(event if event >= 0 else ~event, 0) * (1 if event >= 0 else -1) for event in trace.events)
+        streams.append(canonical(event if event >= 0 else ~-event for event in stream if event))
+    if streams[0] == streams[1]:
+        return max(len(large.events), 1)
+    differing = (index for index, (one, other) in enumerate(zip(*streams)) if one != other)
+    end = next(differing, min(map(len, streams)))
+    return max(streams[1][:end], default=0)
 
 
 def _temporaries(known: list[int], now: list[int], share: float) -> list[int]:
@@ -69,14 +95,17 @@ def _temporaries(known: list[int], now: list[int], share: float) -> list[int]:
 def _by_place(places: list[int]) -> dict[int, list[int]]:
     found: dict[int, list[int]] = defaultdict(list)
     for number, place in enumerate(places):
-        if number:
+        if place:
             found[place].append(number)
     return found
 
 
 def _places(blocks: MemoryTrace, tensors: MemoryTrace) -> list[int] | None:
-    """Return the tensor that each block holds, or where it lies between tensors, as a negative number."""
-    waiting = [number for number in tensors.events if number > 0 and tensors.addresses[number]]
+    """Return which of the tensors each block holds, from 1 on, or between which it lies, as a negative number.
+
+    Blocks from before the step are constant, and have no place.
+    """
+    waiting = list(enumerate(_made(tensors), 1))
     lives, least, count = _lives(blocks), _lives(tensors), len(waiting)
     places, found = [0] * len(blocks.sizes), 0
 
@@ -84,12 +113,13 @@ def _places(blocks: MemoryTrace, tensors: MemoryTrace) -> list[int] | None:
         same = tensors.addresses[tensor] == blocks.addresses[block] and tensors.sizes[tensor] == blocks.sizes[block]
         return same and lives[block] >= least[tensor]
 
-    for number in (event for event in blocks.events if event > 0):
-        index = next((index for index, tensor in enumerate(waiting[:_LOOKAHEAD]) if holds(tensor, number)), None)
+    for number in _made(blocks):
+        ahead = enumerate(waiting[:_LOOKAHEAD])
+        index = next((index for index, (_, tensor) in ahead if holds(tensor, number)), None)
         if index is None:
             places[number] = -1 - found
         else:
-            places[number] = waiting.pop(index)
+            places[number] = waiting.pop(index)[0]
             found += 1
     return places if found and found >= _LEAST * count else None
 

@@ -17,7 +17,7 @@ from math import isqrt, sqrt
 from lightning_ga.memory.segment_rules import SegmentRules
 from lightning_ga.memory.trace import MemoryTrace
 from lightning_ga.plan.records import Method, Trial
-from lightning_ga.probe.curve import Curve, Step, fit_curve
+from lightning_ga.probe.curve import Curve, Step, early_curve, fit_curve
 from lightning_ga.probe.prediction import PeakPredictor, largest_fitting
 
 CURVE_POINTS = 32
@@ -94,6 +94,7 @@ class Search:
         rules: How the allocator cuts blocks out of segments: the budget bounds these; ``None`` if it does not.
         predict_only: Try nothing near the budget: the result is ``predicted`` then.
         closest: Share of the budget that a trial may come to where only that leads on.
+        warm_up: The first step, of few samples, if it was recorded as the traces are.
 
     Attributes:
         limit: Largest size that was tried and fits; 0 before one did.
@@ -110,6 +111,7 @@ class Search:
         rules: SegmentRules | None = None,
         predict_only: bool = False,
         closest: float = 1.0,
+        warm_up: Step | None = None,
     ) -> None:
         self.budget = budget
         self.rounding = rounding
@@ -121,8 +123,10 @@ class Search:
         self._high = high
         self._sizes = sizes
         self._fitting: list[Step] = []  # by size
+        self._warm_up = warm_up
         self._curve: Curve | None = None
         self._verified = self._misled = self._contradicted = False
+        self._early: Curve | None = None  # from the first step on
         self._trials = self._misses = 0
         self._stride = 1
 
@@ -163,27 +167,37 @@ class Search:
         else:
             self._curve = self._curve.through(self._fitting[-1])
         if len(self._fitting) < len(self._sizes):
-            self._sizes = (*self._sizes[:-1], self._safe(self._sizes[-1]))
+            self._sizes = (*self._sizes[:-1], self._next_trace(self._sizes[-1]))
         elif len(self._fitting) == len(self._sizes) == 2 and self._replay is not None:
             self._sizes = (*self._sizes, *self._third_trace(self._guess()))
 
-    def _safe(self, size: int) -> int:
-        """The size of a further trace, or a smaller one with which there is room for the square of the growth."""
+    def _next_trace(self, size: int) -> int:
+        """The size of the second trace: with a quarter of what is left, as far as can be told, else a safe one."""
         last = self._fitting[-1]
         if self.rounding == 1 or not last.traces:
             return size
+        early = early_curve(self._warm_up, last, self.rounding, self.rules)
+        if early is not None:
+            self._early = early
+            return max(self.limit + 1, self._part_way(early, self._high // 2))
         kept = last.traces[0].kept_bytes(self.rounding)
         room, growing = max(0, self.budget - kept), max(1, last.trial.peak_bytes - kept)
-        return max(self.limit + 1, min(size, isqrt(self.limit**2 * room // growing)))
+        return max(self.limit + 1, min(size, isqrt(self.limit**2 * room // growing)))  # if all grows as the square
+
+    def _part_way(self, curve: Curve, high: int) -> int:
+        """Where a curve has come a quarter of the way from the largest step to the budget."""
+        needed = curve.needs(self.limit)
+        return largest_fitting(curve.needs, self.limit + 1, high, needed + (self.budget - needed) // 4)
 
     def _third_trace(self, guess: int) -> tuple[int, ...]:
         """A size between the traces and where they lead: far, or along a square, which two cannot tell for sure."""
         assert self._curve is not None
-        if guess <= 2 * self.limit or not (self._is_quadratic() or (self.rounding > 1 and guess > FAR * self.limit)):
+        trial = self._fitting[-1].trial
+        foreseen = self._early is not None and self._early.confirms(trial, ())
+        far = self.rounding > 1 and guess > FAR * self.limit
+        if guess <= 2 * self.limit or not (far or (self._is_quadratic() and not foreseen)):
             return ()
-        needed = self._curve.needs(self.limit)
-        part = largest_fitting(self._curve.needs, self.limit + 1, guess, needed + (self.budget - needed) // 4)
-        return (max(2 * self.limit, part) if self.rounding > 1 else 2 * self.limit,)
+        return (max(2 * self.limit, self._part_way(self._curve, guess)) if self.rounding > 1 else 2 * self.limit,)
 
     def _fail(self, size: int) -> None:
         self.ceiling = min(self.ceiling, size)
