@@ -47,7 +47,31 @@ def paired(
     rank = {number: place for place, number in enumerate(_made(large[1]), 1)}
     sums = [(held.get(rank[one], 0), held.get(rank[total], 0)) for one, total in large[1].sums]
     blocks = replace(blocks, sums=tuple(pair for pair in sums if all(pair))).unwatched()
+    blocks = replace(blocks, events=_once(blocks.events, list(zip(sizes, blocks.sizes))))
     return replace(blocks, samples=small[0].samples, sizes=tuple(sizes)), blocks
+
+
+def _once(events: tuple[int, ...], sizes: list[tuple[int, int]]) -> tuple[int, ...]:
+    """Leave out what is taken and released at once where the same was before: it finds the memory as it left it.
+
+    Examples:
+        >>> _once((0, 1, ~1, 2, ~2, 3), [(9, 9), (4, 8), (4, 8), (4, 8)])
+        (0, 1, -2, 3)
+    """
+    kept: list[int] = []
+    seen: set[tuple[int, int]] = set()
+    place = 0
+    while place < len(events):
+        event = events[place]
+        if event > 0 and events[place + 1 : place + 2] == (~event,):
+            kept += () if sizes[event] in seen else (event, ~event)
+            seen.add(sizes[event])
+            place += 2
+        else:
+            kept.append(event)
+            seen.clear()
+            place += 1
+    return tuple(kept)
 
 
 def _made(trace: MemoryTrace) -> list[int]:
