@@ -160,7 +160,7 @@ def text(record: Mapping[str, Any]) -> str:
         least = min(cell["found"] / cell["limit"] for cell in cells)
         most = (max(cell[key] for cell in cells) for key in ("steps", "errors"))
         table.add_row(name, str(len(cells)), f"{least:.3f}", *map(str, most))
-    return as_text(table, f"{record['device']}: cells drawn at random, seeds {', '.join(map(str, record['seeds']))}.")
+    return as_text(table, f"{record['device']}: cells drawn at random, seed {', '.join(map(str, record['seeds']))}.")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -171,7 +171,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--cells", type=int, default=32, help="cells for each seed (default: 32)")
-    parser.add_argument("--seeds", type=int, nargs="*", default=[3, 4, 5], help="default: 3 4 5")
+    parser.add_argument("--seeds", type=int, nargs="*", default=[3], help="default: 3")
     parser.add_argument("--numbers", type=int, nargs="*", help=argparse.SUPPRESS)  # of cells, in a process of their own
     parser.add_argument("--record", type=Path, help=argparse.SUPPRESS)
     asked = parser.parse_args(arguments)
