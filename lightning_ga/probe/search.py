@@ -27,7 +27,7 @@ NEARLY, NEARLY_OF_FAILED = 0.98, 0.95
 APART = 50  # a trial is smaller by this part of one that failed, at least: if it fits, two in a hundred are left
 MOST_TRIALS = 12  # where sizes are not exact
 FAR = 8  # times the traced size: a prediction from there wants a third trace on the way
-HOLES = 200  # part of the budget that is left to holes where a sample takes less: half a percent
+HOLES = 200  # part of the budget that a first trial near it leaves to holes: half a percent
 # After a failure that the curve did not foresee: by what to stay below it, in percent of the budget where sizes are
 # exact, else of the size. What an allocator reserved for a step that fits corrects the curve, so one is wanted soon.
 EXACT_SPARES, SPARES = (2, 4, 8), (8, 8)
@@ -276,7 +276,7 @@ class Search:
         if self._curve is None:
             return _between(low, self.ceiling) if self._misses else min(2 * low, high)
         large = low > max(self._sizes)  # a large step is in the curve: it is nearly right
-        holes = 0 if self.rounding == 1 else self.budget // HOLES
+        holes = 0 if large or self.rounding == 1 else self.budget // HOLES
         guess = largest_fitting(self._curve.needs, low + 1, self._high, self.budget - holes)
         if holes and guess <= HOLES:  # the last sample that does not fit leaves as much
             guess = largest_fitting(self._curve.needs, low + 1, self._high, self.budget)
