@@ -110,6 +110,11 @@ class AttemptRunner:
             self.state.take(batch, anew=anew)
             self._is_taken = True
 
+    @property
+    def knows_what_changes(self) -> bool:
+        """Whether attempts that went through have shown what changes in one."""
+        return self.policy.retries and not self.state.is_learning
+
     def learn(self) -> None:
         """Note that an attempt went through: what changes in one shows."""
         if self._is_taken and self.state.is_learning:

@@ -149,6 +149,8 @@ class MicroBatch(BatchTask):
         super().__init__(kwargs["batch"], "training")
         self.steps, self._prepared, self._make = steps, whole, make
         self._given = kwargs, optimizer, batch_idx
+        self._starts_window = closures.zeroes_gradients(whole)
+        self._weights = steps.gradients.weights  # before any of it has run
         self._evaluated = False
         self.reduction: WindowReduction | None = None
         self._zeroed = False  # whether gradients are
@@ -162,7 +164,9 @@ class MicroBatch(BatchTask):
         # The optimizer may have changed weights since the last pass.
         anew = self._evaluated or steps.evaluates_again or loops.begins_window(steps.trainer)
         self._evaluated, self.within_window = True, not anew
-        self._zeroed, self._complete, self.reduction = False, {}, steps.reduction()
+        self._complete, self.reduction = {}, steps.reduction()
+        self.may_begin_again = self._starts_window and self.reduction is None
+        self._zeroed, self._weights = False, steps.gradients.weights
         done = steps.run(self)
         return _merged(done) if done.sizes else done.results[0]
 
@@ -175,9 +179,9 @@ class MicroBatch(BatchTask):
         """Fetch its samples again; ``None`` where they are not at hand."""
         return self.steps.batches.samples_again()
 
-    def attempt(self, piece: Piece | None) -> "_Pass":
+    def attempt(self, piece: Piece | None, *, from_start: bool) -> "_Pass":
         """Return a pass over the whole micro-batch or a piece of it."""
-        return _Pass(self, piece)
+        return _Pass(self, piece, from_start=from_start)
 
     def weigh(self, part: Any, piece: Piece) -> float:
         """Return what a piece weighs in the micro-batch."""
@@ -197,6 +201,11 @@ class MicroBatch(BatchTask):
         """Note that gradients were zeroed if they had to be, and are kept from here on."""
         self._zeroed = True
 
+    def begin_again(self) -> None:
+        """Undo all passes: gradients are zeroed anew."""
+        self.steps.gradients.put_back(self._weights)
+        self._zeroed = False
+
     def failed(self, piece: Piece | None, complete: list[Tensor]) -> None:
         """Note which gradients hold all that a failed piece adds."""
         self._complete[piece] = complete
@@ -210,8 +219,8 @@ class MicroBatch(BatchTask):
 class _Pass:
     """One forward and backward pass over some samples."""
 
-    def __init__(self, batch: MicroBatch, piece: Piece | None) -> None:
-        self._batch, self._piece = batch, piece
+    def __init__(self, batch: MicroBatch, piece: Piece | None, *, from_start: bool) -> None:
+        self._batch, self._piece, self._from_start = batch, piece, from_start
         self._weights: WindowWeights | None = None  # as they were; none where samples did not reach the device
         self._gradients: GradientSnapshot | None = None  # as they were; none where they are zeroed anew after an error
         completes = piece is None or piece.is_last
@@ -226,7 +235,7 @@ class _Pass:
         self._weights = steps.gradients.weights
         if self._starts_window:
             steps.begin_window()
-        elif self._reduction is None:
+        elif self._reduction is None and not self._from_start:
             self._take_gradients()
         if steps.runs_as_stock and self._piece is None:
             result = closure.closure()
@@ -248,6 +257,9 @@ class _Pass:
             What cannot be undone, in words.
         """
         batch, steps, reduction = self._batch, self._batch.steps, self._reduction
+        if self._from_start:
+            batch.begin_again()
+            return None
         if self._weights is not None:
             steps.gradients.put_back(self._weights)
         if self._gradients is None or (self._starts_window and not (reduction and reduction.has_sent)):

@@ -63,9 +63,11 @@ class LogBuffer:
         self._pieces.append(_Piece(weight, samples, self._open))
         self._open = []
 
-    def drop(self) -> None:
-        """Drop the entries of a piece that failed."""
+    def drop(self, *, from_start: bool = False) -> None:
+        """Drop the entries of a piece that failed; ``from_start`` those of the pieces before, too."""
         self._open = []
+        if from_start:
+            self._pieces = []
 
     def replay(self, log: Callable[..., None], run: Callable[[Callable[[], None]], None] = lambda log: log()) -> None:
         """Log each entry once, merged over the pieces: ``run`` calls what logs one entry."""

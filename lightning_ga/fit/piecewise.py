@@ -54,6 +54,8 @@ class PiecewiseRun:
         self._refused: list[int] = []  # samples of the attempts that ran out of memory
         self._anew = not task.within_window or failure is not None  # whether all state is looked at anew
         self._draws = False
+        # To keep what each piece may change takes longer than to run some again, once in a training.
+        self._from_start = task.may_begin_again and attempts.knows_what_changes
         self._part: Any = task.batch  # what runs, or is cut
         self._slices = self._cut_batch()
 
@@ -70,20 +72,19 @@ class PiecewiseRun:
         sizes = plan_accumulation(samples, micro_batch=most).chunks[0]
         sizes = sizes if pieces is None else split_evenly(samples, pieces)
         with whole_batch_metrics(self._attempts.state.metrics):
-            done = run_pieces(even_pieces(sizes), self._run_piece)
+            done = run_pieces(even_pieces(sizes), self._run_piece, from_start=self._from_start)
         results, weights = zip(*(ran for _, ran in done))
         sizes = tuple(piece.samples for piece, _ in done)
         return BatchResult(results, sizes, weights, tuple(self._refused), self._draws)
 
     def _run_piece(self, piece: Piece) -> tuple[Any, float] | None:
-        """Run one piece; return its result and what it weighs, or ``None`` if memory ran out."""
+        """Run one piece; return its result and what it weighs, or ``None`` if it has to be cut otherwise."""
         task, attempts = self._task, self._attempts
-        while True:
-            tried = task.attempt(piece)
-            ran = attempts.attempt(task.stage, partial(self._run, tried, piece))
-            if not isinstance(ran.result, _PieceError):
-                break
+        tried = task.attempt(piece, from_start=self._from_start)
+        ran = attempts.attempt(task.stage, partial(self._run, tried, piece))
+        if isinstance(ran.result, _PieceError):
             self._cut_otherwise(ran.result.error, piece, tried)
+            return None
         if ran.failure is not None:
             self._drop(tried, ran.failure)
             self._failed(piece.samples, ran.failure)
@@ -99,9 +100,10 @@ class PiecewiseRun:
     def _run(self, tried: TaskAttempt, piece: Piece) -> Any:
         """Cut a piece, keep what may change, and run it."""
         self._part = self._task.batch
+        if piece.start == 0 or not self._from_start:
+            self._attempts.take(self._part, anew=self._anew)
+            self._anew = False
         self._part = part = self._slices.take(piece.start, piece.stop)
-        self._attempts.take(part, anew=self._anew)
-        self._anew = False
         try:
             return tried(part if self._move is None else self._move(part))
         except Exception as error:
@@ -111,7 +113,7 @@ class PiecewiseRun:
 
     def _drop(self, tried: TaskAttempt, failure: Exception | None) -> None:
         """Forget what a failed piece logged, and undo what it changed."""
-        self._ledger.drop()
+        self._ledger.drop(from_start=self._from_start)
         self._attempts.undo(self._task.stage, tried.undo, failure)
 
     def _failed(self, samples: int, failure: Exception) -> None:

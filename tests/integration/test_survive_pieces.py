@@ -1,0 +1,120 @@
+"""Memory runs out in a batch that runs in pieces: at which operation is not to be seen afterwards, to the bit."""
+
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torchmetrics
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_ga import AutoAccumulate
+from lightning_ga.testing import OperationCounter, out_of_memory_at
+
+SAMPLES, MICRO, BATCHES = 12, 4, 6  # three pieces a batch
+pytestmark = pytest.mark.filterwarnings("ignore:Memory ran out in training:UserWarning")
+
+
+class Stateful(pl.LightningModule):
+    """Draws random numbers, moves statistics, gathers outputs, and counts in a metric."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Dropout(0.3), nn.Linear(6, 1))
+        self.gathered: list[torch.Tensor] = []
+        self.mean = torchmetrics.MeanMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        (inputs,) = batch
+        output = self.net(inputs)
+        self.gathered.append(output.detach().mean())
+        self.mean(output.detach())
+        loss = output.square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+
+
+class FailOnce(pl.Callback):
+    """Lets memory run out at one operation of a batch: from its first forward pass to its last backward pass."""
+
+    def __init__(self, batch: int, operation: int) -> None:
+        self.batch, self.operation = batch, operation
+        self.counter: OperationCounter | None = None
+        self.before: list[int] = []  # operations before the backward pass of each piece
+        self.after: list[int] = []  # and after it
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.net[0].register_forward_pre_hook(lambda *_: self._begin(trainer))
+
+    def _begin(self, trainer: Any) -> None:
+        if self.counter is None and trainer.fit_loop.batch_idx == self.batch:
+            self.counter = out_of_memory_at(self.operation)
+            self.counter.__enter__()
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: torch.Tensor) -> None:
+        if self.counter is not None:
+            self.before.append(self.counter.operations)
+
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+        if self.counter is not None:
+            self.after.append(self.counter.operations)
+            if len(self.after) == SAMPLES // MICRO:
+                self.counter.__exit__(None, None, None)
+
+
+def train(batch: int, operation: int, factor: int) -> tuple[list[Any], FailOnce, AutoAccumulate]:
+    """Everything that is left behind by a training in which memory ran out at an operation of a batch."""
+    torch.manual_seed(0)
+    module, fails = Stateful(), FailOnce(batch, operation)
+    data = TensorDataset(torch.randn(SAMPLES * BATCHES, 5))
+    ours = AutoAccumulate(micro_batch_size=MICRO, micro_batching="step", batch_norm="ignore", verify=False)
+    trainer = pl.Trainer(
+        max_epochs=1,
+        accumulate_grad_batches=factor,
+        accelerator="cpu",
+        callbacks=[ours, fails],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, DataLoader(data, batch_size=SAMPLES))
+    left = [*module.state_dict().values(), *module.gathered, module.mean.compute(), torch.get_rng_state()]
+    return [*left, trainer.callback_metrics["loss"]], fails, ours
+
+
+def undisturbed(batch: int, factor: int) -> FailOnce:
+    """Counts of the operations of a batch in which memory does not run out."""
+    _, counted, ours = train(batch, 0, factor)
+    assert ours.oom_events == 0
+    return counted
+
+
+def check(expected: list[Any], batch: int, operation: int, factor: int) -> None:
+    """Compare what is left behind where memory runs out at this operation."""
+    found, _, ours = train(batch, operation, factor)
+    assert ours.oom_events == 1
+    assert len(found) == len(expected)
+    differing = [place for place, pair in enumerate(zip(found, expected)) if not torch.equal(*pair)]
+    assert not differing, f"memory ran out at operation {operation}"
+
+
+def test_a_batch_that_begins_a_window_is_run_again_from_its_start() -> None:
+    """Wherever memory runs out, smaller pieces are all that is left of it."""
+    expected, _, _ = train(4, 1, factor=1)
+    last = undisturbed(4, factor=1).after[SAMPLES // MICRO - 1]
+    for operation in range(2, last, 11):
+        check(expected, 4, operation, factor=1)
+
+
+def test_within_a_window_a_piece_is_run_again() -> None:
+    """The batch before is kept, and so are pieces that went through, be it that a cut ran out of memory."""
+    counted = undisturbed(5, factor=2)
+    first, last = counted.after[0] + 1, counted.before[1]
+    expected, _, _ = train(5, last, factor=2)
+    for operation in range(first, last):
+        check(expected, 5, operation, factor=2)
