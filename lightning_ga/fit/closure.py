@@ -48,6 +48,7 @@ class MicroBatchClosures:
         self._trained = closures.TrainedTensors(trainer)
         self.parameters = self._trained.now()  # what may have a gradient, as of the window's start
         self.repeated: list[Tensor] | None = None  # that passes add to more than once; none before the first pass
+        self.zeroes_anew = closures.zeroes_as_stock(trainer)  # so that a retry begins without gradients
         self.runs_as_stock = False  # whether nothing is to be done around the pass over a whole micro-batch
         self.marks = WindowGradientMarks()
 
@@ -93,6 +94,7 @@ class MicroBatchClosures:
     def begin_epoch(self) -> None:
         """Look through the module again: parts may have been added."""
         self._trained = closures.TrainedTensors(self.trainer)
+        self.zeroes_anew = closures.zeroes_as_stock(self.trainer)
         if self._reducer is not None:
             self._reducer.begin_epoch()
 
@@ -165,7 +167,7 @@ class MicroBatch(BatchTask):
         anew = self._evaluated or steps.evaluates_again or loops.begins_window(steps.trainer)
         self._evaluated, self.within_window = True, not anew
         self._complete, self.reduction = {}, steps.reduction()
-        self.may_begin_again = self._starts_window and self.reduction is None
+        self.may_begin_again = self._starts_window and steps.zeroes_anew and self.reduction is None
         self._zeroed, self._weights = False, steps.gradients.weights
         done = steps.run(self)
         return _merged(done) if done.sizes else done.results[0]
@@ -225,7 +227,7 @@ class _Pass:
         self._gradients: GradientSnapshot | None = None  # as they were; none where they are zeroed anew after an error
         completes = piece is None or piece.is_last
         self._reduction = batch.reduction if completes else None
-        self._starts_window = False
+        self._starts_window = self._waits_for_zeroing = False
 
     def __call__(self, part: Any) -> Any:
         """Run it; Lightning's result, of a piece what ``training_step`` returned, the loss without its graph."""
@@ -233,11 +235,12 @@ class _Pass:
         closure = batch.closure(part)
         self._starts_window = closures.zeroes_gradients(closure)
         self._weights = steps.gradients.weights
+        self._waits_for_zeroing = self._reduction is not None or (self._starts_window and not steps.zeroes_anew)
         if self._starts_window:
             steps.begin_window()
         elif self._reduction is None and not self._from_start:
             self._take_gradients()
-        if steps.runs_as_stock and self._piece is None:
+        if steps.runs_as_stock and self._piece is None and not self._waits_for_zeroing:
             result = closure.closure()
             steps.went_through(None)
         else:
@@ -262,7 +265,8 @@ class _Pass:
             return None
         if self._weights is not None:
             steps.gradients.put_back(self._weights)
-        if self._gradients is None or (self._starts_window and not (reduction and reduction.has_sent)):
+        has_sent = reduction is not None and reduction.has_sent
+        if self._gradients is None or (self._starts_window and steps.zeroes_anew and not has_sent):
             return None
         is_closing = reduction is not None and reduction.is_closing
         batch.failed(self._piece, steps.parameters if is_closing else self._gradients.restore())
@@ -290,11 +294,14 @@ class _Pass:
             stack.enter_context(closures.accumulating(steps.trainer))
         if piece is not None:
             stack.enter_context(steps.gradients.weighing_a_part(self._batch.weigh(part, piece)))
+        if complete:
             stack.enter_context(left_alone(complete))
-        if self._reduction is not None:
-            stack.enter_context(closures.around_backward(steps.trainer, self._take_gradients, self._reduction.finish))
-            if steps.overlaps and not complete:
-                stack.enter_context(self._reduction.overlapping(self._are_complete))
+        reduction = self._reduction
+        if self._waits_for_zeroing:
+            after = (lambda: None) if reduction is None else reduction.finish
+            stack.enter_context(closures.around_backward(steps.trainer, self._take_gradients, after))
+        if reduction is not None and steps.overlaps and not complete:
+            stack.enter_context(reduction.overlapping(self._are_complete))
         return stack
 
 
