@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.utils.hooks import RemovableHandle
 
-from lightning_ga.compat import agreement
+from lightning_ga.compat import agreement, log_capture
 from lightning_ga.compat.collectives import collectives_run
 from lightning_ga.errors import UserError
 from lightning_ga.fit.messages import OutOfMemory, of_rank
@@ -145,6 +145,7 @@ class AttemptRunner:
             UserError: If memory runs out and other ranks would wait for a retry.
         """
         before = self._collectives() if self._distributed else 0
+        hook = log_capture.current_hook(self._trainer)
         try:
             return Attempt(run())
         except Exception as error:
@@ -155,6 +156,7 @@ class AttemptRunner:
             if self._distributed and self._collectives() != before:
                 self._lockstep.add(stage)
         release(failure)
+        log_capture.return_to_hook(self._trainer, hook)
         self._last_failures[stage] = failure
         self.raise_if_others_wait(stage, failure)
         return Attempt(failure=failure)

@@ -71,7 +71,7 @@ class PiecewiseRun:
         most = min([samples if limit is None else limit, *((size + 1) // 2 for size in self._refused)])
         sizes = plan_accumulation(samples, micro_batch=most).chunks[0]
         sizes = sizes if pieces is None else split_evenly(samples, pieces)
-        with whole_batch_metrics(self._attempts.state.metrics):
+        with whole_batch_metrics(self._attempts.state.metrics, self._attempts.again_if_memory_runs_out):
             done = run_pieces(even_pieces(sizes), self._run_piece, from_start=self._from_start)
         results, weights = zip(*(ran for _, ran in done))
         sizes = tuple(piece.samples for piece, _ in done)

@@ -13,7 +13,7 @@ from lightning_ga import AutoAccumulate
 from lightning_ga.testing import OperationCounter, out_of_memory_at
 
 SAMPLES, MICRO, BATCHES = 12, 4, 6  # three pieces a batch
-pytestmark = pytest.mark.filterwarnings("ignore:Memory ran out in training:UserWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:Memory ran out in:UserWarning")
 
 
 class Stateful(pl.LightningModule):
@@ -107,7 +107,7 @@ def test_a_batch_that_begins_a_window_is_run_again_from_its_start() -> None:
     """Wherever memory runs out, smaller pieces are all that is left of it."""
     expected, _, _ = train(4, 1, factor=1)
     last = undisturbed(4, factor=1).after[SAMPLES // MICRO - 1]
-    for operation in range(2, last, 11):
+    for operation in range(2, last, 17):
         check(expected, 4, operation, factor=1)
 
 
@@ -116,5 +116,56 @@ def test_within_a_window_a_piece_is_run_again() -> None:
     counted = undisturbed(5, factor=2)
     first, last = counted.after[0] + 1, counted.before[1]
     expected, _, _ = train(5, last, factor=2)
-    for operation in range(first, last):
+    for operation in [*range(first, first + 12), *range(first + 12, last, 9)]:  # the cut comes first
         check(expected, 5, operation, factor=2)
+
+
+class Evaluated(Stateful):
+    """A validation that draws numbers, and holds three samples; memory runs out at one operation of its last batch."""
+
+    def __init__(self, operation: int) -> None:
+        super().__init__()
+        self.counter = out_of_memory_at(operation)
+        self.operations = 0  # of the last batch
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        (inputs,) = batch
+        if len(inputs) > 3:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        if batch_idx == BATCHES - 1 and not self.operations:
+            self.counter.__enter__()
+            self.operations = 1
+        output = nn.functional.dropout(self.net(inputs), 0.3)
+        self.gathered.append(output.mean())
+        self.mean(output)
+        self.log("mean", self.mean)
+        self.log("square", output.square().mean(), batch_size=len(inputs))
+
+    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.operations:
+            self.operations = self.counter.operations
+            self.counter.__exit__(None, None, None)
+
+
+def validate(operation: int) -> tuple[list[Any], Evaluated, AutoAccumulate]:
+    """Everything that is left behind by a validation in which memory ran out at an operation of the last batch."""
+    torch.manual_seed(0)
+    module, data = Evaluated(operation), TensorDataset(torch.randn(SAMPLES * BATCHES, 5))
+    ours = AutoAccumulate()
+    trainer = pl.Trainer(
+        accelerator="cpu", callbacks=[ours], logger=False, enable_progress_bar=False, enable_model_summary=False
+    )
+    (logged,) = trainer.validate(module, DataLoader(data, batch_size=SAMPLES), verbose=False)
+    left = [*module.gathered, torch.get_rng_state()]
+    return [*left, *map(torch.tensor, logged.values())], module, ours
+
+
+def test_a_batch_of_an_evaluation_is_run_again_from_its_start() -> None:
+    """What is logged when all pieces have run may run out of memory, too: it is logged again."""
+    unchanged, undisturbed, _ = validate(0)
+    smaller, _, _ = validate(1)
+    left = {1: unchanged, 2: smaller}  # by errors survived, of which the first batch met one
+    for operation in range(2, undisturbed.operations, 7):
+        found, _, ours = validate(operation)
+        assert len(found) == len(left[ours.oom_events])
+        assert all(map(torch.equal, found, left[ours.oom_events])), f"memory ran out at operation {operation}"
