@@ -290,7 +290,7 @@ class _Pass:
         steps, piece = self._batch.steps, self._piece
         complete = self._batch.complete_for(piece)
         stack = ExitStack()
-        if steps.retrier.policy.by_hand or (piece is not None and not piece.is_last):
+        if self._batch.reduction is not None or (piece is not None and not piece.is_last):  # else Lightning sees to it
             stack.enter_context(closures.accumulating(steps.trainer))
         if piece is not None:
             stack.enter_context(steps.gradients.weighing_a_part(self._batch.weigh(part, piece)))
