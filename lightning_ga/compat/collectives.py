@@ -10,9 +10,7 @@ def collectives_run() -> int:
 
     Process groups number their collectives, in Python as in C++ (``c10d/Backend.hpp``, ``getSequenceNumberForGroup``).
     """
-    if not dist.is_available() or not dist.is_initialized():
-        return 0
-    return sum(_sequence_number(group) for group in dist.distributed_c10d._world.pg_map)
+    return sum(map(_sequence_number, dist.distributed_c10d._world.pg_map)) if dist.is_available() else 0
 
 
 def _sequence_number(group: Any) -> int:

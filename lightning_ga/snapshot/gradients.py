@@ -57,7 +57,12 @@ class GradientSnapshot:
 
     def are_complete(self, parameters: Iterable[Tensor]) -> bool:
         """Return whether all of these have the whole contribution of the attempt's samples, as far as that shows."""
-        return all(id(p) in self._before and _has_changed(p, *self._before[id(p)]) for p in parameters)
+        before = self._before
+        for parameter in parameters:
+            known = before.get(id(parameter))
+            if known is None or not _has_changed(parameter, *known):
+                return False
+        return True
 
     def lost(self) -> str | None:
         """Name what may have happened before the attempt, or in it: nobody knows."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_ga.compat.buckets import FIRST_BUCKET, Bucket, SparseBucket, make_buckets
+from lightning_ga.compat.buckets import FIRST_BUCKET, Bucket, Message, SparseBucket, make_buckets
 from lightning_ga.compat.gradient_dtype import dtype_of_sum, has_grad_dtype
 
 MOST = 25 * 2**20
@@ -23,6 +23,14 @@ def bytes_of(buckets: Iterable[Bucket | SparseBucket]) -> list[list[int]]:
 
 def made(given: list[nn.Parameter], most: int = MOST, sparse: Iterable[nn.Parameter] = ()) -> list[list[int]]:
     return bytes_of(make_buckets(given, sparse, most=most, arrival={}))
+
+
+def joined(bucket: Bucket | SparseBucket, room: torch.Tensor | None = None, scale: float = 0.5) -> Message:
+    """A message of its gradients."""
+    assert isinstance(bucket, Bucket)
+    message = bucket.message(room)
+    bucket.join(scale, message)
+    return message
 
 
 def test_the_last_gradients_go_first_in_a_small_message() -> None:
@@ -62,8 +70,8 @@ def test_averages_come_back_to_their_places(shape: tuple[int, ...]) -> None:
     one.grad, other.grad = torch.randn(shape[::-1]).permute(*reversed(range(len(shape)))), torch.randn(5)
     wanted = [one.grad / 2, other.grad / 2]
     bucket = Bucket((one, other), one, one.dtype)
-    copy = bucket.joined(0.5)
-    assert torch.equal(copy, bucket.joined(0.5, torch.empty(bucket.length)))
+    copy, in_room = joined(bucket), joined(bucket, torch.full((bucket.size + 8,), 255, dtype=torch.uint8))
+    assert torch.equal(copy.whole, in_room.whole)
     one.grad.zero_()
     bucket.spread(copy)
     assert torch.equal(one.grad, wanted[0])
@@ -75,11 +83,11 @@ def test_a_gradient_that_another_rank_has_is_taken_over() -> None:
     here, elsewhere, nowhere, table = (nn.Parameter(torch.randn(2, 3)) for _ in range(4))
     bucket = Bucket((here, elsewhere, nowhere, table), here, here.dtype)
     here.grad, table.grad = torch.ones(2, 3), torch.ones(2, 3).to_sparse()
-    ours = bucket.joined(0.5)
+    ours = joined(bucket)
     here.grad, elsewhere.grad = None, 4 * torch.ones(2, 3)
-    theirs = bucket.joined(0.5)
+    ours.whole.add_(joined(bucket).whole)
     here.grad, elsewhere.grad = torch.ones(2, 3), None
-    bucket.spread(ours + theirs)
+    bucket.spread(ours)
     assert here.grad.tolist() == [[0.5] * 3] * 2
     assert elsewhere.grad is not None
     assert elsewhere.grad.tolist() == [[2.0] * 3] * 2
@@ -113,12 +121,12 @@ def test_sums_of_half_precision_parameters_are_sent_in_single_precision() -> Non
     wide.grad_dtype = narrow.grad_dtype = None
     wide.grad, narrow.grad = torch.full((3,), 1 / 3), torch.ones(3).bfloat16()
     (bucket,) = make_buckets([wide, narrow], (), most=MOST, arrival={}, dtype=dtype_of_sum)
-    copy = bucket.joined(0.5)
-    assert copy.dtype == torch.float32
+    copy = joined(bucket)
+    assert copy.whole.dtype == torch.float32
     bucket.spread(copy)
     assert wide.grad.tolist() == torch.full((3,), 1 / 6).tolist()
     assert narrow.grad.dtype == torch.float32
     assert narrow.grad.tolist() == [0.5] * 3
     (bucket,) = make_buckets([wide, narrow], (), most=MOST, arrival={})
-    bucket.spread(bucket.joined(1.0))
+    bucket.spread(joined(bucket, scale=1.0))
     assert {wide.grad.dtype, narrow.grad.dtype} == {torch.bfloat16}

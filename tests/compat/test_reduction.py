@@ -1,6 +1,7 @@
 """Buckets are sent in order, each as soon as it is complete, and all of them once; ranks are in ``integration/``."""
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -27,7 +28,9 @@ class Ranks:
             self.fails -= 1
             raise torch.OutOfMemoryError("CUDA out of memory")
         self.sent.append(bucket)
-        return Sent(bucket, bucket.joined(0.5) * 4, self)
+        message = bucket.message()
+        bucket.join(2.0, message)
+        return Sent(bucket, self, partial(bucket.spread, message))
 
     def wait(self) -> None:
         self.received += 1
