@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-FIRST_BUCKET = 2**20  # bytes: sent early, as in DistributedDataParallel
+FIRST_BUCKET = 2**20  # bytes that are sent as soon as there are as many, as in DistributedDataParallel
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,8 +69,9 @@ class Bucket:
         alike = [g is not None and g.dtype == self.dtype and not g.is_sparse for g in gradients]
         if not all(alike):
             self._replace([not same for same in alike], averaged)
-        if any(alike):
-            torch._foreach_copy_([*compress(gradients, alike)], [*compress(averaged.gradients, alike)])
+        kept: list[Tensor] = [*compress(gradients, alike)]  # type: ignore[list-item]
+        if kept:
+            torch._foreach_copy_(kept, [*compress(averaged.gradients, alike)])
 
     def _replace(self, those: Iterable[bool], averaged: Message) -> None:
         """Give parameters a gradient that another rank has, or one of another type; none if memory runs out."""
@@ -154,9 +155,12 @@ def _grouped(
         if size > most:
             full.append([parameter])
             continue
-        if filling.get(kind) and sizes[kind] + size > (most if full else min(FIRST_BUCKET, most)):
+        if filling.get(kind) and sizes[kind] + size > most:
             full.append(filling.pop(kind))
             sizes[kind] = 0
         filling.setdefault(kind, []).append(parameter)
         sizes[kind] = sizes.get(kind, 0) + size
+        if not full and sizes[kind] >= FIRST_BUCKET:
+            full.append(filling.pop(kind))
+            sizes[kind] = 0
     return [*full, *filling.values()]

@@ -10,10 +10,11 @@ def collectives_run() -> int:
 
     Process groups number their collectives, in Python as in C++ (``c10d/Backend.hpp``, ``getSequenceNumberForGroup``).
     """
-    return sum(map(_sequence_number, dist.distributed_c10d._world.pg_map)) if dist.is_available() else 0
+    return sum(map(sequence_number, dist.distributed_c10d._world.pg_map)) if dist.is_available() else 0
 
 
-def _sequence_number(group: Any) -> int:
+def sequence_number(group: Any) -> int:
+    """Return how many collectives this rank has begun in a process group."""
     try:
         return int(group._get_sequence_number_for_group())
     except RuntimeError:  # a backend that keeps none

@@ -9,7 +9,7 @@ stays right; buckets that are left are sent once the pieces have run.
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_ga.compat.buckets import AnyBucket, Bucket, Message, make_buckets
-from lightning_ga.compat.collectives import collectives_run
+from lightning_ga.compat.collectives import sequence_number
 from lightning_ga.compat.gradient_dtype import dtype_of_sum
 from lightning_ga.errors import UserError
 from lightning_ga.snapshot.copies import versions
@@ -38,7 +38,7 @@ class GradientReducer:
     Args:
         parameters: Lists what is averaged: the same on every rank, in the same order.
         sparse: Lists parameters whose gradients are sparse.
-        group: The process group; ``None`` is the default one.
+        group: The process group.
         most: Bytes of a bucket.
     """
 
@@ -47,7 +47,7 @@ class GradientReducer:
         parameters: Callable[[], list[Parameter]],
         sparse: Callable[[], Iterable[Tensor]] = tuple,
         *,
-        group: Any = None,
+        group: Any,
         most: int = BUCKET,
     ) -> None:
         self._list, self._list_sparse, self._group, self._most = parameters, sparse, group, most
@@ -79,7 +79,7 @@ class GradientReducer:
             summed: Whether gradients are sums over several micro-batches, those of half-precision parameters in
                 float32. They are of one type on all ranks, some of which may run a micro-batch in pieces, or none.
         """
-        return WindowReduction(self._bucketed(summed=summed), self._send)
+        return WindowReduction(self._bucketed(summed=summed), partial(self._send, 1 / dist.get_world_size(self._group)))
 
     def _bucketed(self, *, summed: bool) -> list[AnyBucket]:
         """Return the buckets for the parameters that are trained now, with room to copy them."""
@@ -106,9 +106,9 @@ class GradientReducer:
             bucket: bucket.message(self._rooms[bucket.last.device][place % IN_FLIGHT]) for place, bucket in dense
         }
 
-    def _send(self, bucket: AnyBucket) -> "Sent":
+    def _send(self, scale: float, bucket: AnyBucket) -> "Sent":
         """Begin to average a copy of a bucket."""
-        scale, before = 1 / dist.get_world_size(self._group), collectives_run()
+        before = sequence_number(self._group)
         if isinstance(bucket, Bucket):
             message = self._messages[bucket]
             bucket.join(scale, message)
@@ -117,7 +117,7 @@ class GradientReducer:
             whole = bucket.joined(scale)
             spread = partial(bucket.spread, whole)
         work = dist.all_reduce(whole, group=self._group, async_op=True)
-        self.collectives += collectives_run() - before
+        self.collectives += sequence_number(self._group) - before
         return Sent(bucket, work, spread)
 
 
@@ -150,7 +150,8 @@ class WindowReduction:
         """Return a context in which a backward pass sends each bucket as soon as its gradients are complete."""
 
         def send_complete(_: Tensor) -> None:
-            with self._lock, torch.no_grad():
+            # A backward pass that can be differentiated itself runs hooks with gradients enabled.
+            with self._lock, torch.no_grad() if torch.is_grad_enabled() else nullcontext():
                 while self._waiting and are_complete(self._waiting[0].parameters):
                     self._send_next()
                     sent = self._sent[-1].bucket

@@ -34,9 +34,10 @@ def joined(bucket: Bucket | SparseBucket, room: torch.Tensor | None = None, scal
 
 
 def test_the_last_gradients_go_first_in_a_small_message() -> None:
-    """They are complete first, and the sooner something is sent the better."""
+    """They are complete first, and the sooner something is sent the better, but no bias alone."""
     half = FIRST_BUCKET // 2
-    assert made(parameters(8, half, half, 16)) == [[16, half], [half, 8]]
+    assert made(parameters(8, half, half, half, 16)) == [[16, half, half], [half, 8]]
+    assert made(parameters(half, 8, 4 * FIRST_BUCKET, 16)) == [[16, 4 * FIRST_BUCKET], [8, half]]
 
 
 def test_messages_hold_25_mib_at_most() -> None:
