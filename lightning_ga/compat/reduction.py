@@ -85,16 +85,17 @@ class GradientReducer:
         """Return the buckets for the parameters that are trained now, with room to copy them."""
         trained = [parameter.requires_grad for parameter in self._parameters]
         if (summed, trained) != self._made_for:
-            self._made_for = summed, trained
             wanted = [parameter for parameter, trains in zip(self._parameters, trained) if trains]
             dtype = dtype_of_sum if summed else attrgetter("dtype")
             settings: dict[str, Any] = {"most": self._most, "arrival": self._arrival, "dtype": dtype}
             self._buckets = make_buckets(wanted, self._list_sparse(), **settings)
             self._make_room()
+            self._made_for = summed, trained
         return self._buckets
 
     def _make_room(self) -> None:
         """Let each message lie where the last but one does, which has come back before it is written."""
+        self._messages = {}
         dense = [(place, bucket) for place, bucket in enumerate(self._buckets) if isinstance(bucket, Bucket)]
         for device in {bucket.last.device for _, bucket in dense}:
             size = max(bucket.size for _, bucket in dense if bucket.last.device == device)
