@@ -167,7 +167,11 @@ class WindowReduction:
             for hook in hooks:
                 hook.remove()
 
-    @torch.no_grad()
+    @property
+    def is_over(self) -> bool:
+        """Whether all gradients are averages, and nothing is left to be checked."""
+        return not (self._waiting or self._sent or self._marks)
+
     def finish(self) -> None:
         """Send what is left, as all passes are over, and wait for the averages; to be called again if it fails.
 
@@ -177,16 +181,17 @@ class WindowReduction:
         for bucket in self._marks:
             self._check(bucket)
         self._marks = {}
-        while self._waiting:
-            self._send_next()
-            self.is_closing = True
+        with torch.no_grad():
+            while self._waiting:
+                self._send_next()
+                self.is_closing = True
         self.receive()
 
-    @torch.no_grad()
     def receive(self) -> None:
         """Wait for all that was sent."""
-        while self._sent:
-            self._receive_next()
+        with torch.no_grad():
+            while self._sent:
+                self._receive_next()
 
     def _send_next(self) -> None:
         while len(self._sent) >= IN_FLIGHT:
