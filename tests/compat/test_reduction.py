@@ -76,7 +76,9 @@ def equal(some: Iterable[Any], others: Iterable[Any]) -> bool:
 def test_each_is_sent_when_it_is_complete() -> None:
     """The last layer first, two at a time on their way; nothing is left for the end."""
     chain = Chain()
+    assert not chain.window.is_over
     chain.backward(chain(torch.ones(3)).sum())
+    assert chain.window.is_over
     assert chain.ranks.sent == chain.buckets
     assert [bucket.last for bucket in chain.buckets] == list(reversed(chain.weights))
     assert chain.at_the_end == 5
