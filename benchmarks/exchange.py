@@ -183,9 +183,9 @@ def text(record: Mapping[str, Any]) -> str:
     return as_text(
         table(record["cells"]),
         f"Time of a window of {LAYERS} layers of {WIDTH}² under DDP (gloo, one thread a rank), and medians\n"
-        f"(with 95 % of confidence) of the ratios to stock Lightning's window of the same round, over\n"
-        f"{min(windows)} to {max(windows)} rounds after the first {LEARNING} micro-batches; processor: AutoAccumulate's time on it,\n"
-        f"of all threads of all ranks. {os.cpu_count()} cores; load average {record['load_average']:.1f}.",
+        f"of the ratios to stock Lightning's window of the same round, with 95 % confidence, over\n"
+        f"{min(windows)} to {max(windows)} rounds after the first {LEARNING} micro-batches; processor: AutoAccumulate's time\n"
+        f"on it, of all threads of all ranks. {os.cpu_count()} cores; load average {record['load_average']:.1f}.",
     )
 
 
