@@ -184,8 +184,9 @@ def text(record: Mapping[str, Any]) -> str:
         table(record["cells"]),
         f"Time of a window of {LAYERS} layers of {WIDTH}² under DDP (gloo, one thread a rank), and medians\n"
         f"of the ratios to stock Lightning's window of the same round, with 95 % confidence, over\n"
-        f"{min(windows)} to {max(windows)} rounds after the first {LEARNING} micro-batches; processor: AutoAccumulate's time\n"
-        f"on it, of all threads of all ranks. {os.cpu_count()} cores; load average {record['load_average']:.1f}.",
+        f"{min(windows)} to {max(windows)} rounds after the first {LEARNING} micro-batches;\n"
+        f"processor: AutoAccumulate's time on it, of all threads of all ranks.\n"
+        f"{os.cpu_count()} cores; load average {record['load_average']:.1f}.",
     )
 
 
