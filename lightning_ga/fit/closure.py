@@ -81,7 +81,8 @@ class MicroBatchClosures:
         """Run the passes of one micro-batch."""
         done, reduction = self.retrier.run(micro_batch), micro_batch.reduction
         if reduction is not None:
-            self.retrier.attempts.again_if_memory_runs_out(reduction.finish)  # no backward pass has done it
+            if not reduction.is_over:  # no backward pass has done it
+                self.retrier.attempts.again_if_memory_runs_out(reduction.finish)
             ranks.share_buffers(ranks.distributed_module(self.trainer))
         return done
 
