@@ -34,7 +34,7 @@ def intercept_evaluation(trainer: Any, around: Callable[..., Any], move: Callabl
 
 
 def _step(trainer: Any, name: str, step: Callable[..., Any], *arguments: Any) -> Any:
-    """Run a step under its name, which ``log`` reads: a transfer of samples that failed leaves its own (``call.py``)."""
+    """Run a step under its name, which ``log`` reads: a transfer that failed leaves its own (``call.py``)."""
     trainer.lightning_module._current_fx_name = name
     return step(trainer.strategy, *arguments)
 
