@@ -86,7 +86,6 @@ OPTIMIZERS: dict[str, Any] = {
     "adagrad": lambda groups: torch.optim.Adagrad(groups, lr=0.01),
     "rmsprop": lambda groups: torch.optim.RMSprop(groups, lr=0.01, momentum=0.5, centered=True),
     "nadam": lambda groups: torch.optim.NAdam(groups, lr=0.01),
-    "adafactor": lambda groups: torch.optim.Adafactor(groups, lr=0.01),
 }
 
 
