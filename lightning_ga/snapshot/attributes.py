@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Iterator
 from functools import cache
 from operator import is_, itemgetter
+from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -84,6 +85,8 @@ class AttributeSnapshot:
         for owner in self._owners:
             for name in owner.new():
                 del owner.attributes[name]
+            for name in owner.first():
+                owner.attributes[name] = None
         for attributes, name, value in self._kept:
             attributes[name] = value
         self._copies.restore()
@@ -121,6 +124,11 @@ class AttributeSnapshot:
             if _is_small_state(value):
                 self._kept.append((owner.attributes, name, value))
                 self._watch(place, value)
+        elif isinstance(value, tuple):
+            if not value or (_is_gathered(value) and _is_light(value)):
+                self._kept.append((owner.attributes, name, value))
+                for tensor in _tensors(value):
+                    self._watch(place, tensor)
         elif isinstance(value, (list, deque, dict)):
             if _is_gathered(value) and _is_light(value):
                 self._kept.append((owner.attributes, name, value))
@@ -176,13 +184,22 @@ class _Owner:
             self._known, self._types = known, types
             before, self._own = self._own, {name: kind for name, kind in zip(known, types) if name not in _TABLES}
             self._has_changed = self._has_changed or before not in (None, self._own)
-            self._names = [name for name, kind in self._own.items() if _is_kept(kind)]
+            self._names = [name for name, kind in self._own.items() if _is_kept(kind) or self._is_state(name, kind)]
         return self._names
+
+    def _is_state(self, name: str, kind: type) -> bool:
+        """Return whether it is a tuple of tensors, as the state of an LSTM is, or an empty one."""
+        return issubclass(kind, tuple) and (not (value := self.attributes[name]) or _is_gathered(value))
 
     def new(self) -> list[str]:
         """Return the names under which something was gathered and that did not exist."""
         new = self.attributes.keys() - set(self._known)
         return [name for name in new if _is_gathered(self.attributes[name])]
+
+    def first(self) -> list[str]:
+        """Return the names under which something was gathered and that were ``None``."""
+        none = [name for name, kind in zip(self._known, self._types) if kind is NoneType and name not in _TABLES]
+        return [name for name in none if _is_gathered(self.attributes.get(name))]
 
 
 def _refill(container: Any, content: Any) -> None:
@@ -210,10 +227,18 @@ def _holds_tensors(container: Any) -> bool:
 
 
 def _is_gathered(value: Any) -> bool:
-    """Return whether it is a tensor, or a container of what steps gather: tensors, arrays, records of anything."""
+    """Return whether it is a tensor, a tuple of tensors, or a container of tensors, arrays, records of anything."""
     if isinstance(value, (list, deque, dict)):
         return all(isinstance(thing, (Tensor, np.ndarray, list, tuple, dict)) for thing in _things(value))
+    if isinstance(value, tuple):
+        return bool(value) and all(isinstance(thing, (Tensor, tuple)) and _is_gathered(thing) for thing in value)
     return isinstance(value, Tensor)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors of a tuple, at any depth of tuples."""
+    for thing in value:
+        yield from (thing,) if isinstance(thing, Tensor) else _tensors(thing)
 
 
 def _is_light(container: Any) -> bool:
