@@ -22,8 +22,7 @@ def intercept_evaluation(trainer: Any, around: Callable[..., Any], move: Callabl
     """
     strategy = trainer.strategy
     for name in STEPS:
-        step = partial(_step, trainer, name, getattr(type(strategy), name))
-        patching.shadow(strategy, name, partial(around, name, step))
+        patching.shadow(strategy, name, partial(around, name, partial(getattr(type(strategy), name), strategy)))
     to_device = type(strategy).batch_to_device
 
     def batch_to_device(batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
@@ -31,12 +30,6 @@ def intercept_evaluation(trainer: Any, around: Callable[..., Any], move: Callabl
         return move(moved, batch, dataloader_idx)
 
     patching.shadow(strategy, "batch_to_device", batch_to_device)
-
-
-def _step(trainer: Any, name: str, step: Callable[..., Any], *arguments: Any) -> Any:
-    """Run a step under its name, which ``log`` reads: a transfer that failed leaves its own (``call.py``)."""
-    trainer.lightning_module._current_fx_name = name
-    return step(trainer.strategy, *arguments)
 
 
 def release_evaluation(trainer: Any) -> None:
