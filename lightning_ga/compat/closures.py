@@ -82,7 +82,7 @@ def zeroes_as_stock(trainer: Any) -> bool:
     if any(id(parameter) not in zeroed for parameter in module.parameters() if parameter.requires_grad):
         return False
     stock = patching.sibling(trainer, "core.module").LightningModule.optimizer_zero_grad
-    by_torch = all(type(each).zero_grad is torch.optim.Optimizer.zero_grad for each in optimizers)
+    by_torch = all(getattr(each.zero_grad, "__func__", None) is torch.optim.Optimizer.zero_grad for each in optimizers)
     return by_torch and getattr(module.optimizer_zero_grad, "__func__", None) is stock
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.utils.hooks import RemovableHandle
 
@@ -17,6 +17,7 @@ from lightning_ga.memory.device import describe_memory
 from lightning_ga.memory.oom import is_ambiguous_out_of_memory, is_out_of_memory, release
 from lightning_ga.snapshot.attempt import AttemptSnapshot
 
+Result = TypeVar("Result")
 _EXCHANGES = "its step exchanges values with the other ranks (all_gather, all_reduce, the compute of a metric)"
 
 
@@ -170,23 +171,21 @@ class AttemptRunner:
             raise failure
         raise self.told(self.out_of_memory(stage).cannot_run_again(why)) from failure
 
-    def again_if_memory_runs_out(self, run: Callable[[], None]) -> None:
+    def again_if_memory_runs_out(self, run: Callable[[], Result]) -> Result:
         """Run what undoes itself where it fails: with the step's memory freed, there is room for it.
 
         Not so where it has exchanged values with other ranks, as they would not do that again.
         """
         before = self._collectives()
         try:
-            run()
+            return run()
         except Exception as error:
             exchanged = self._collectives() != before
             if not self.policy.retries or not is_out_of_memory(error) or exchanged:
                 raise
             failure = error
-        else:
-            return
         release(failure)
-        run()
+        return run()
 
     def told(self, error: UserError) -> UserError:
         """Return the error as one rank of several says it."""

@@ -26,10 +26,13 @@ def whole_batch_metrics(
 
     Args:
         metrics: The metrics.
-        run: Calls what ends the batch of one metric, where its value is computed.
+        run: Calls what begins the batch of one metric, and what ends it, where its value is computed.
     """
-    batches = [_BatchOf(metric) for metric in metrics if not isinstance(metric, (WrapperMetric, CompositionalMetric))]
+    batches: list[_BatchOf] = []
     try:
+        for metric in metrics:
+            if not isinstance(metric, (WrapperMetric, CompositionalMetric)):
+                run(lambda metric=metric: batches.append(_BatchOf(metric)))  # type: ignore[misc]
         yield
         for batch in batches:
             run(batch.close)

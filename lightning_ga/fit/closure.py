@@ -171,7 +171,8 @@ class MicroBatch(BatchTask):
         self.may_begin_again = self._starts_window and steps.zeroes_anew and self.reduction is None
         self._zeroed, self._weights = False, steps.gradients.weights
         done = steps.run(self)
-        return _merged(done) if done.sizes else done.results[0]
+        merge = steps.retrier.attempts.again_if_memory_runs_out
+        return merge(lambda: _merged(done)) if done.sizes else done.results[0]
 
     @property
     def expected(self) -> int | None:
@@ -204,10 +205,12 @@ class MicroBatch(BatchTask):
         """Note that gradients were zeroed if they had to be, and are kept from here on."""
         self._zeroed = True
 
-    def begin_again(self) -> None:
-        """Undo all passes: gradients are zeroed anew."""
+    def begin_again(self) -> str | None:
+        """Undo all passes: gradients are zeroed anew; name those that are not."""
         self.steps.gradients.put_back(self._weights)
         self._zeroed = False
+        zeroes_anew = closures.zeroes_as_stock(self.steps.trainer)  # parameters may have been unfrozen since
+        return None if zeroes_anew else "gradients that came to be within an epoch, which no optimizer zeroes"
 
     def failed(self, piece: Piece | None, complete: list[Tensor]) -> None:
         """Note which gradients hold all that a failed piece adds."""
@@ -262,8 +265,7 @@ class _Pass:
         """
         batch, steps, reduction = self._batch, self._batch.steps, self._reduction
         if self._from_start:
-            batch.begin_again()
-            return None
+            return batch.begin_again()
         if self._weights is not None:
             steps.gradients.put_back(self._weights)
         has_sent = reduction is not None and reduction.has_sent

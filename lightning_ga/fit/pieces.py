@@ -7,6 +7,10 @@ from typing import TypeVar
 Result = TypeVar("Result")
 
 
+class Again:
+    """The outcome of a piece that has undone what it changed, and is to run again as it is."""
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
     """Some neighbouring samples of a batch."""
@@ -36,14 +40,14 @@ class Piece:
 
 
 def run_pieces(
-    pieces: Sequence[Piece], attempt: Callable[[Piece], Result | None], *, from_start: bool = False
+    pieces: Sequence[Piece], attempt: Callable[[Piece], Result | Again | None], *, from_start: bool = False
 ) -> list[tuple[Piece, Result]]:
     """Run pieces in order, each that fails again in halves; return those that ran, with their results.
 
     Args:
         pieces: What to run.
-        attempt: Runs a piece and returns its result; ``None`` for one that failed and has undone what it changed.
-            It raises where a single sample fails.
+        attempt: Runs a piece and returns its result; ``None`` for one that failed and has undone what it changed,
+            ``Again()`` for one that did for another reason than its size. It raises where a single sample fails.
         from_start: Whether a failure undoes the pieces before, too.
 
     Examples:
@@ -59,14 +63,15 @@ def run_pieces(
     while waiting:
         piece = waiting.pop()
         result = attempt(piece)
-        if result is not None:
+        if result is not None and not isinstance(result, Again):
             done.append((piece, result))
             continue
         waiting.append(piece)
         if from_start:
             waiting, done = [*waiting, *(ran for ran, _ in reversed(done))], []
         # What failed once fails again at its size: the pieces that wait are cut as well before they are tried.
-        waiting = [part for other in waiting for part in _cut(other, piece.samples)]
+        if result is None:
+            waiting = [part for other in waiting for part in _cut(other, piece.samples)]
     return done
 
 

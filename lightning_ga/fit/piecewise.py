@@ -13,7 +13,7 @@ from lightning_ga.fit.batch_readers import BatchReaders
 from lightning_ga.fit.batch_task import BatchResult, BatchTask, TaskAttempt
 from lightning_ga.fit.log_buffer import LogBuffer
 from lightning_ga.fit.messages import a_piece_failed
-from lightning_ga.fit.pieces import Piece, even_pieces, run_pieces
+from lightning_ga.fit.pieces import Again, Piece, even_pieces, run_pieces
 from lightning_ga.loading.reader import BatchSlices
 from lightning_ga.memory.oom import is_ambiguous_out_of_memory, is_out_of_memory, release
 from lightning_ga.plan.accumulation import plan_accumulation, split_evenly
@@ -77,14 +77,14 @@ class PiecewiseRun:
         sizes = tuple(piece.samples for piece, _ in done)
         return BatchResult(results, sizes, weights, tuple(self._refused), self._draws)
 
-    def _run_piece(self, piece: Piece) -> tuple[Any, float] | None:
-        """Run one piece; return its result and what it weighs, or ``None`` if it has to be cut otherwise."""
+    def _run_piece(self, piece: Piece) -> tuple[Any, float] | Again | None:
+        """Run one piece; return its result and what it weighs, or ``None`` if memory ran out."""
         task, attempts = self._task, self._attempts
         tried = task.attempt(piece, from_start=self._from_start)
         ran = attempts.attempt(task.stage, partial(self._run, tried, piece))
         if isinstance(ran.result, _PieceError):
             self._cut_otherwise(ran.result.error, piece, tried)
-            return None
+            return Again()
         if ran.failure is not None:
             self._drop(tried, ran.failure)
             self._failed(piece.samples, ran.failure)
@@ -93,9 +93,9 @@ class PiecewiseRun:
         if self._failure is not None:  # a step that failed before it came to wait for the others
             attempts.raise_if_others_wait(task.stage, self._failure)
             self._draws = self._draws or attempts.state.draws_numbers()
-        weight = task.weigh(self._part, piece)
+        result, weight = ran.result
         self._ledger.keep(weight, piece.samples)
-        return ran.result, weight
+        return result, weight
 
     def _run(self, tried: TaskAttempt, piece: Piece) -> Any:
         """Cut a piece, keep what may change, and run it."""
@@ -105,7 +105,8 @@ class PiecewiseRun:
             self._anew = False
         self._part = part = self._slices.take(piece.start, piece.stop)
         try:
-            return tried(part if self._move is None else self._move(part))
+            weight = self._task.weigh(part, piece)
+            return tried(part if self._move is None else self._move(part)), weight
         except Exception as error:
             if is_out_of_memory(error) or is_ambiguous_out_of_memory(error) or isinstance(error, UserError):
                 raise

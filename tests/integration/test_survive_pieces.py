@@ -1,5 +1,6 @@
 """Memory runs out in a batch that runs in pieces: at which operation is not to be seen afterwards, to the bit."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -7,6 +8,7 @@ import pytest
 import torch
 import torchmetrics
 from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ga import AutoAccumulate
@@ -66,25 +68,29 @@ class FailOnce(pl.Callback):
                 self.counter.__exit__(None, None, None)
 
 
+def trainer(ours: AutoAccumulate, *callbacks: pl.Callback, factor: int = 1) -> pl.Trainer:
+    return pl.Trainer(
+        max_epochs=1,
+        accumulate_grad_batches=factor,
+        accelerator="cpu",
+        callbacks=[ours, *callbacks],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+
+
 def train(batch: int, operation: int, factor: int) -> tuple[list[Any], FailOnce, AutoAccumulate]:
     """Everything that is left behind by a training in which memory ran out at an operation of a batch."""
     torch.manual_seed(0)
     module, fails = Stateful(), FailOnce(batch, operation)
     data = TensorDataset(torch.randn(SAMPLES * BATCHES, 5))
     ours = AutoAccumulate(micro_batch_size=MICRO, micro_batching="step", batch_norm="ignore", verify=False)
-    trainer = pl.Trainer(
-        max_epochs=1,
-        accumulate_grad_batches=factor,
-        accelerator="cpu",
-        callbacks=[ours, fails],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(module, DataLoader(data, batch_size=SAMPLES))
+    fitted = trainer(ours, fails, factor=factor)
+    fitted.fit(module, DataLoader(data, batch_size=SAMPLES))
     left = [*module.state_dict().values(), *module.gathered, module.mean.compute(), torch.get_rng_state()]
-    return [*left, trainer.callback_metrics["loss"]], fails, ours
+    return [*left, fitted.callback_metrics["loss"]], fails, ours
 
 
 def undisturbed(batch: int, factor: int) -> FailOnce:
@@ -152,10 +158,10 @@ def validate(operation: int) -> tuple[list[Any], Evaluated, AutoAccumulate]:
     torch.manual_seed(0)
     module, data = Evaluated(operation), TensorDataset(torch.randn(SAMPLES * BATCHES, 5))
     ours = AutoAccumulate()
-    trainer = pl.Trainer(
+    evaluating = pl.Trainer(
         accelerator="cpu", callbacks=[ours], logger=False, enable_progress_bar=False, enable_model_summary=False
     )
-    (logged,) = trainer.validate(module, DataLoader(data, batch_size=SAMPLES), verbose=False)
+    (logged,) = evaluating.validate(module, DataLoader(data, batch_size=SAMPLES), verbose=False)
     left = [*module.gathered, torch.get_rng_state()]
     return [*left, *map(torch.tensor, logged.values())], module, ours
 
@@ -169,3 +175,77 @@ def test_a_batch_of_an_evaluation_is_run_again_from_its_start() -> None:
         found, _, ours = validate(operation)
         assert len(found) == len(left[ours.oom_events])
         assert all(map(torch.equal, found, left[ours.oom_events])), f"memory ran out at operation {operation}"
+
+
+class Masked(pl.LightningModule):
+    """A mask as long as the longest sequence, which a piece may not hold; memory for half a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.sizes = nn.Linear(5, 1), list[int]()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        inputs, lengths = batch
+        self.sizes.append(len(inputs))
+        if len(inputs) > SAMPLES // 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        mask = torch.arange(int(lengths.max())) < lengths[:, None]
+        return (self.net(inputs).squeeze(-1) * mask).square().sum() / len(inputs)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+def padded(sequences: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    return pad_sequence(list(sequences), batch_first=True), torch.tensor([*map(len, sequences)])
+
+
+def test_a_piece_that_failed_for_another_reason_keeps_its_size() -> None:
+    """It is collated anew, and no smaller: it had memory."""
+    lengths = [4, 3, 5, 4, 8, 3, *6 * [5]] * BATCHES  # the second half of a batch is padded for the first
+    module, ours = Masked(), AutoAccumulate(micro_batch_size=SAMPLES, micro_batching="loader", verify=False)
+    data: Any = [torch.randn(length, 5) for length in lengths]
+    trainer(ours).fit(module, DataLoader(data, batch_size=SAMPLES, collate_fn=padded))
+    assert set(module.sizes[1:]) == {SAMPLES // 2}
+
+
+class Outputs(Stateful):
+    """Returns one output for each sample, and counts what it is a mean over."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        (inputs,) = batch
+        output = self.net(inputs)
+        return {"loss": output.square().mean(), "outputs": output.detach()}
+
+
+class FailBeforeStep(FailOnce):
+    """Counts operations until the optimizer steps."""
+
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+        """Go on."""
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        if self.counter is not None and not self.after:
+            self.after = [self.counter.operations]
+            self.counter.__exit__(None, None, None)
+
+
+def count(batch: Any) -> int:
+    return int(torch.ones(len(batch[0])).sum())
+
+
+def counted(operation: int) -> int:
+    """Train, memory running out at an operation of a batch; how many it has before the optimizer steps."""
+    fails, data = FailBeforeStep(4, operation), TensorDataset(torch.randn(SAMPLES * BATCHES, 5))
+    ours = AutoAccumulate(
+        micro_batch_size=MICRO, micro_batching="step", batch_norm="ignore", normalize=count, verify=False
+    )
+    trainer(ours, fails).fit(Outputs(), DataLoader(data, batch_size=SAMPLES))
+    return fails.after[0]
+
+
+def test_what_is_done_around_pieces_is_done_again() -> None:
+    """Counting what a piece weighs, and joining outputs."""
+    last = counted(0)
+    for operation in [*range(1, last - 40, 5), *range(last - 40, last - 8)]:
+        counted(operation)

@@ -10,6 +10,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader
 
 from lightning_ga import AutoAccumulate
+from lightning_ga.errors import UserError
 
 pytestmark = pytest.mark.filterwarnings("ignore:Memory ran out in:UserWarning")
 BATCH, FACTOR, WINDOWS = 8, 2, 4
@@ -71,6 +72,15 @@ class ByTheOptimizer(RunsOut):
         return Keeping(self.parameters(), lr=0.1)
 
 
+class ByOneOptimizer(RunsOut):
+    """One optimizer alone has a way of its own."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        vars(optimizer)["zero_grad"] = lambda set_to_none=True: Decaying.optimizer_zero_grad(self)
+        return optimizer
+
+
 class BodyAlone(RunsOut):
     """Nobody zeroes the gradients of the last layer, and they count in the norm that is clipped."""
 
@@ -87,7 +97,7 @@ def weights(module: RunsOut, *callbacks: Any) -> torch.Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
 
 
-@pytest.mark.parametrize("program", [ZeroedElsewhere, Decaying, ByTheOptimizer, BodyAlone])
+@pytest.mark.parametrize("program", [ZeroedElsewhere, Decaying, ByTheOptimizer, ByOneOptimizer, BodyAlone])
 @pytest.mark.parametrize(("mode", "micro_batch"), [("loader", BATCH), ("step", BATCH), ("step", BATCH // 2)])
 @pytest.mark.parametrize("window", [0, 2])
 def test_a_retry_begins_with_the_gradients_that_were_left(
@@ -97,3 +107,20 @@ def test_a_retry_begins_with_the_gradients_that_were_left(
     ours = AutoAccumulate(micro_batch_size=micro_batch, micro_batching=mode, verify=False)
     torch.testing.assert_close(weights(program(passes + 1), ours), weights(program(0)), rtol=1e-12, atol=1e-14)
     assert ours.oom_events == 1
+
+
+class UnfrozenLate(BodyAlone):
+    """The last layer is trained from the second window on."""
+
+    def on_fit_start(self) -> None:
+        self.net[2].requires_grad_(False)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.net[2].requires_grad_(batch_idx >= FACTOR)
+
+
+def test_gradients_that_came_within_an_epoch_are_told() -> None:
+    """Nothing zeroes them, and what they were is not known any more."""
+    ours = AutoAccumulate(micro_batch_size=BATCH, micro_batching="loader", verify=False)
+    with pytest.raises(UserError, match="no optimizer zeroes"):
+        weights(UnfrozenLate(2 * FACTOR + 1), ours)
