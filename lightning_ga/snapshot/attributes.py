@@ -31,6 +31,7 @@ class AttributeSnapshot:
     A large tensor, or one with a graph, is most often an output of the step before: it is not kept
     alive. Nor is each element of a long list copied: what a step appends goes, and a change of an
     element in place is noticed. Numbers, and lists of them, are none of this: what counts attempts goes on counting.
+    A number that becomes a tensor (``self.total = 0.0``, to which a step adds its loss) comes back.
 
     Modules that keep nothing of this kind are many. After the first attempts they are looked at where a window
     begins; what one of them has come to gather since then is noticed at a failure, not undone.
@@ -48,6 +49,7 @@ class AttributeSnapshot:
         self._looks = LOOKS
         self._modes: list[bool] = []
         self._kept: list[tuple[dict[str, Any], str, Any]] = []
+        self._plain: list[tuple[dict[str, Any], str, Any]] = []  # in the place of which tensors may be gathered
         self._copied: list[Tensor] = []
         self._copies = SmallCopies()
         self._watched: list[tuple[str, Tensor, int]] = []
@@ -68,7 +70,7 @@ class AttributeSnapshot:
             return
         before = self._copied
         self._kept, self._copied, self._watched, self._generators = [], [], [], []
-        self._containers, self._tails = [], []
+        self._containers, self._tails, self._plain = [], [], []
         self._look()
         if len(self._copied) != len(before) or not all(map(is_, self._copied, before)):
             self._copies = SmallCopies()  # the old ones go first
@@ -85,8 +87,9 @@ class AttributeSnapshot:
         for owner in self._owners:
             for name in owner.new():
                 del owner.attributes[name]
-            for name in owner.first():
-                owner.attributes[name] = None
+        for attributes, name, value in self._plain:
+            if _is_gathered(attributes.get(name)):
+                attributes[name] = value
         for attributes, name, value in self._kept:
             attributes[name] = value
         self._copies.restore()
@@ -114,6 +117,7 @@ class AttributeSnapshot:
         for owner in self._owners if self._everywhere else self._keeping:
             for name in owner.names():
                 self._take(owner, name, owner.attributes[name])
+            self._plain += [(owner.attributes, name, owner.attributes[name]) for name in owner.plain]
         if self._everywhere:
             self._looks = max(0, self._looks - 1)
             self._keeping = [owner for owner in self._owners if owner.keeps]
@@ -166,6 +170,7 @@ class _Owner:
         self._types: list[type] = []
         self._own: dict[str, type] | None = None  # without what Lightning and PyTorch keep
         self._names: list[str] = []
+        self.plain: list[str] = []  # names of attributes that are no more than a number, or nothing yet
         self._has_changed = False
 
     @property
@@ -185,6 +190,7 @@ class _Owner:
             before, self._own = self._own, {name: kind for name, kind in zip(known, types) if name not in _TABLES}
             self._has_changed = self._has_changed or before not in (None, self._own)
             self._names = [name for name, kind in self._own.items() if _is_kept(kind) or self._is_state(name, kind)]
+            self.plain = [name for name, kind in self._own.items() if kind in (NoneType, int, float)]
         return self._names
 
     def _is_state(self, name: str, kind: type) -> bool:
@@ -195,11 +201,6 @@ class _Owner:
         """Return the names under which something was gathered and that did not exist."""
         new = self.attributes.keys() - set(self._known)
         return [name for name in new if _is_gathered(self.attributes[name])]
-
-    def first(self) -> list[str]:
-        """Return the names under which something was gathered and that were ``None``."""
-        none = [name for name, kind in zip(self._known, self._types) if kind is NoneType and name not in _TABLES]
-        return [name for name in none if _is_gathered(self.attributes.get(name))]
 
 
 def _refill(container: Any, content: Any) -> None:

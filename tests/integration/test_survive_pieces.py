@@ -26,12 +26,21 @@ class Stateful(pl.LightningModule):
         self.net = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Dropout(0.3), nn.Linear(6, 1))
         self.gathered: list[torch.Tensor] = []
         self.mean = torchmetrics.MeanMetric()
+        self.totals: list[torch.Tensor] = []
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.total, self.largest = 0.0, None
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.totals += [self.total, self.largest]
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         (inputs,) = batch
         output = self.net(inputs)
         self.gathered.append(output.detach().mean())
         self.mean(output.detach())
+        self.total += output.detach().sum()
+        self.largest = output.detach().max() if self.largest is None else self.largest.maximum(output.detach().max())
         loss = output.square().mean()
         self.log("loss", loss)
         return loss
@@ -89,7 +98,13 @@ def train(batch: int, operation: int, factor: int) -> tuple[list[Any], FailOnce,
     ours = AutoAccumulate(micro_batch_size=MICRO, micro_batching="step", batch_norm="ignore", verify=False)
     fitted = trainer(ours, fails, factor=factor)
     fitted.fit(module, DataLoader(data, batch_size=SAMPLES))
-    left = [*module.state_dict().values(), *module.gathered, module.mean.compute(), torch.get_rng_state()]
+    left = [
+        *module.state_dict().values(),
+        *module.gathered,
+        *module.totals,
+        module.mean.compute(),
+        torch.get_rng_state(),
+    ]
     return [*left, fitted.callback_metrics["loss"]], fails, ours
 
 
