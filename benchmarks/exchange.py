@@ -10,11 +10,7 @@ done in addition. Processor time of all threads of all ranks tells that on a bus
 """
 
 import argparse
-import json
 import os
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -33,6 +29,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.measure import quiet
 from benchmarks.output import as_text, write_json
+from benchmarks.torchrun import run_on_ranks, write_as_first_rank
 from benchmarks.turns import RanksStopwatch, Stopwatch, interval, pooled_median, take_turns
 from lightning_ga import AutoAccumulate
 
@@ -90,8 +87,8 @@ def fit(watch: Stopwatch, *, name: str, factor: int, windows: int) -> None:
     trainer.fit(Layers(), DataLoader(data, batch_size=MICRO))
 
 
-def on_rank(factor: int, windows: int, folder: Path) -> None:
-    """Measure on this rank, and write down the seconds of every window, bout by bout."""
+def of_all_ranks(factor: int, windows: int) -> list[list[Bout]]:
+    """Seconds of every window, bout by bout, of each rank."""
     quiet()
     warm_up = 1 + ceil(LEARNING / factor)  # windows of a bout that are not counted
     fits = [partial(fit, name=name, factor=factor, windows=windows // BOUTS + warm_up) for name in PROGRAMS]
@@ -99,8 +96,9 @@ def on_rank(factor: int, windows: int, folder: Path) -> None:
     for seed in range(BOUTS):
         watches = take_turns(fits, [factor] * len(fits), watch=RanksStopwatch, seed=seed)
         bouts.append({n: {"wall": w.wall[warm_up:], "cpu": w.cpu[warm_up:]} for n, w in zip(PROGRAMS, watches)})
-    (folder / f"{torch.distributed.get_rank()}.json").write_text(json.dumps(bouts))
-    torch.distributed.destroy_process_group()
+    found: list[list[Bout]] = [[]] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(found, bouts)
+    return found
 
 
 def measure(ranks: int, factor: int, windows: int) -> list[Bout]:
@@ -109,14 +107,8 @@ def measure(ranks: int, factor: int, windows: int) -> list[Bout]:
     Raises:
         RuntimeError: If a rank fails; with the end of what it printed.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        job = ["-m", "benchmarks.exchange", "--on-rank", str(factor), str(windows), folder]
-        command, env = [sys.executable, *torchrun, *job], {**os.environ, **KEEPS_MEMORY}
-        done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
-        if done.returncode:
-            raise RuntimeError(f"{ranks} ranks: {done.stdout[-1000:]}{done.stderr[-3000:]}")
-        return joined([json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(ranks)])
+    given = "--on-rank", factor, windows
+    return joined(run_on_ranks(ranks, "benchmarks.exchange", *given, env=KEEPS_MEMORY))
 
 
 def joined(ranks: Sequence[Sequence[Bout]]) -> list[Bout]:
@@ -201,8 +193,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--on-rank", nargs=3, help=argparse.SUPPRESS)
     settings = parser.parse_args(arguments)
     if settings.on_rank:
-        factor, windows, folder = settings.on_rank
-        on_rank(int(factor), int(windows), Path(folder))
+        factor, windows, written = settings.on_rank
+        write_as_first_rank(partial(of_all_ranks, int(factor), int(windows)), Path(written))
         return 0
     start, cells = time.perf_counter(), []
     for ranks in settings.ranks:
