@@ -249,18 +249,25 @@ def count(batch: Any) -> int:
     return int(torch.ones(len(batch[0])).sum())
 
 
-def counted(operation: int) -> int:
-    """Train, memory running out at an operation of a batch; how many it has before the optimizer steps."""
-    fails, data = FailBeforeStep(4, operation), TensorDataset(torch.randn(SAMPLES * BATCHES, 5))
+def counted(operation: int) -> tuple[list[torch.Tensor], int, int]:
+    """Train, memory running out at an operation of a batch: what is left, errors told, operations before the step."""
+    torch.manual_seed(0)
+    module, fails, data = Outputs(), FailBeforeStep(4, operation), TensorDataset(torch.randn(SAMPLES * BATCHES, 5))
     ours = AutoAccumulate(
         micro_batch_size=MICRO, micro_batching="step", batch_norm="ignore", normalize=count, verify=False
     )
-    trainer(ours, fails).fit(Outputs(), DataLoader(data, batch_size=SAMPLES))
-    return fails.after[0]
+    trainer(ours, fails).fit(module, DataLoader(data, batch_size=SAMPLES))
+    return [*module.state_dict().values(), torch.get_rng_state()], ours.oom_events, fails.after[0]
 
 
 def test_what_is_done_around_pieces_is_done_again() -> None:
-    """Counting what a piece weighs, and joining outputs."""
-    last = counted(0)
-    for operation in [*range(1, last - 40, 5), *range(last - 40, last - 8)]:
-        counted(operation)
+    """Counting what a piece weighs leads to smaller pieces, joining outputs to nothing that could be seen."""
+    unchanged, none, last = counted(0)
+    smaller, one, _ = counted(1)
+    assert (none, one) == (0, 1)
+    seen = set()
+    for operation in [*range(2, last - 40, 5), *range(last - 40, last - 8)]:
+        found, events, _ = counted(operation)
+        seen.add(events)
+        assert all(map(torch.equal, found, (unchanged, smaller)[events])), f"memory ran out at operation {operation}"
+    assert seen == {0, 1}
