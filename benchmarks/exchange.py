@@ -1,21 +1,21 @@
 """How long does a window take on several ranks? ``python -m benchmarks.exchange``.
 
 Ten layers of 1024², whose 40 MiB of gradients gloo ranks of this machine exchange. Stock Lightning under
-``DistributedDataParallel``, stock Lightning again (the control) and ``AutoAccumulate`` take turns, a window each.
-Exits with 1 if a median ratio to stock Lightning is above 1.02. Messages overlap with a backward pass only where
-cores are left to both: with as many ranks as cores, all that shows is what is done in addition.
+``DistributedDataParallel``, stock Lightning again (the control) and ``AutoAccumulate`` take turns, a window each, in
+an order that is drawn for every round, in several bouts of fresh models. The first eight micro-batches of each do not
+count: in them a retry's snapshot learns what a step changes. A window is timed from the moment that all
+ranks begin to the moment that all are done. Exits with 1 if a median ratio to stock Lightning is above 1.02. Messages
+overlap with a backward pass only where cores are left to both: with as many ranks as cores, all that shows is what is
+done in addition. Processor time of all threads of all ranks tells that on a busy machine too.
 """
 
 import argparse
-import json
 import os
-import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
+from math import ceil
+from operator import truediv
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +29,24 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.measure import quiet
 from benchmarks.output import as_text, write_json
-from benchmarks.turns import Stopwatch, take_turns
+from benchmarks.torchrun import run_on_ranks, write_as_first_rank
+from benchmarks.turns import RanksStopwatch, Stopwatch, interval, pooled_median, take_turns
 from lightning_ga import AutoAccumulate
 
 LAYERS, WIDTH, MICRO = 10, 1024, 32
-WARM_UP = 3  # windows that are not counted
+LEARNING = 8  # micro-batches in which AutoAccumulate compares all weights to learn what a step changes
+BOUTS = 4  # of fresh models
 ALLOWED = 1.02
 STOCK, OURS = "stock", "ours"
 PROGRAMS = (STOCK, "again", OURS)
+Bout = Mapping[str, Mapping[str, Sequence[float]]]  # seconds of windows, by program and clock
 RANKS, FACTORS = (2, 4), (1, 4)
+# As it returns memory to the system or not, by chance, a window of either program takes 500 page faults more or less.
+KEEPS_MEMORY = {
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_THRESHOLD_": str(2**25),
+    "MALLOC_TRIM_THRESHOLD_": str(2**40),
+}
 
 
 class Layers(pl.LightningModule):
@@ -78,85 +87,121 @@ def fit(watch: Stopwatch, *, name: str, factor: int, windows: int) -> None:
     trainer.fit(Layers(), DataLoader(data, batch_size=MICRO))
 
 
-def on_rank(factor: int, windows: int, written: Path) -> None:
-    """Measure on this rank; the first writes down the seconds of every window."""
+def of_all_ranks(factor: int, windows: int) -> list[list[Bout]]:
+    """Seconds of every window, bout by bout, of each rank."""
     quiet()
-    given = {"factor": factor, "windows": windows + WARM_UP}
-    watches = take_turns([partial(fit, name=name, **given) for name in PROGRAMS], [factor] * len(PROGRAMS))
-    if torch.distributed.get_rank() == 0:
-        written.write_text(json.dumps({name: watch.wall[WARM_UP:] for name, watch in zip(PROGRAMS, watches)}))
-    torch.distributed.destroy_process_group()
+    warm_up = 1 + ceil(LEARNING / factor)  # windows of a bout that are not counted
+    fits = [partial(fit, name=name, factor=factor, windows=windows // BOUTS + warm_up) for name in PROGRAMS]
+    bouts = []
+    for seed in range(BOUTS):
+        watches = take_turns(fits, [factor] * len(fits), watch=RanksStopwatch, seed=seed)
+        bouts.append({n: {"wall": w.wall[warm_up:], "cpu": w.cpu[warm_up:]} for n, w in zip(PROGRAMS, watches)})
+    found: list[list[Bout]] = [[]] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(found, bouts)
+    return found
 
 
-def measure(ranks: int, factor: int, windows: int) -> dict[str, list[float]]:
-    """Seconds of every window of each program, on the first rank.
+def measure(ranks: int, factor: int, windows: int) -> list[Bout]:
+    """Seconds of every window of each program: of all ranks together, and on the processor, summed over ranks.
 
     Raises:
         RuntimeError: If a rank fails; with the end of what it printed.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        written = Path(folder) / "seconds.json"
-        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        job = ["-m", "benchmarks.exchange", "--on-rank", str(factor), str(windows), str(written)]
-        done = subprocess.run([sys.executable, *torchrun, *job], capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise RuntimeError(f"{ranks} ranks: {done.stdout[-1000:]}{done.stderr[-3000:]}")
-        found: dict[str, list[float]] = json.loads(written.read_text())
-        return found
+    given = "--on-rank", factor, windows
+    return joined(run_on_ranks(ranks, "benchmarks.exchange", *given, env=KEEPS_MEMORY))
 
 
-def summarize(seconds: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """Median of a stock window, and median ratios to the stock window of the same round.
+def joined(ranks: Sequence[Sequence[Bout]]) -> list[Bout]:
+    """Bouts of all ranks as one: the first one's clock, and the processor time of all.
 
     Examples:
-        >>> summarize({"stock": [1.0, 2.0], "again": [1.1, 2.0], "ours": [1.0, 1.8]})
-        {'stock_seconds': 1.5, 'again': 1.05, 'ours': 0.95}
+        >>> joined([[{"ours": {"wall": [3.0], "cpu": [1.0]}}], [{"ours": {"wall": [3.1], "cpu": [2.0]}}]])
+        [{'ours': {'wall': [3.0], 'cpu': [3.0]}}]
     """
-    ratios = {name: statistics.median(map(_ratio, seconds[name], seconds[STOCK])) for name in PROGRAMS[1:]}
-    return {"stock_seconds": statistics.median(seconds[STOCK]), **{k: round(v, 4) for k, v in ratios.items()}}
+    return [
+        {n: {"wall": one[0][n]["wall"], "cpu": list(map(sum, zip(*(rank[n]["cpu"] for rank in one))))} for n in one[0]}
+        for one in zip(*ranks)
+    ]
 
 
-def _ratio(seconds: float, stock: float) -> float:
-    return seconds / stock
+def summarize(bouts: Sequence[Bout]) -> dict[str, Any]:
+    """Median of a stock window, and median ratios to the stock window of the same round, with 95 % intervals.
+
+    Examples:
+        >>> window = {"wall": [1.0, 2.0], "cpu": [2.0, 4.0]}
+        >>> found = summarize([{"stock": window, "again": window, "ours": {"wall": [1.0, 1.8], "cpu": [3.0, 6.0]}}])
+        >>> found["stock_seconds"], found["again"], found["ours"], found["ours_95"], found["ours_cpu"]
+        (1.5, 1.0, 0.95, (0.95, 0.95), 1.5)
+    """
+    found: dict[str, Any] = {"stock_seconds": pooled_median([one[STOCK]["wall"] for one in bouts])}
+    for name in PROGRAMS[1:]:
+        for clock, key in (("wall", name), ("cpu", f"{name}_cpu")):
+            ratios = [list(map(truediv, one[name][clock], one[STOCK][clock])) for one in bouts]
+            low, high = interval(ratios)
+            found |= {key: round(pooled_median(ratios), 4), f"{key}_95": (round(low, 4), round(high, 4))}
+    return found
+
+
+def rounds_of(ranks: int, factor: int, windows: int) -> int:
+    """Windows of each program for as much time as that many of four ranks at factor 4 take.
+
+    Examples:
+        >>> rounds_of(4, 4, 40), rounds_of(2, 1, 40)
+        (40, 176)
+    """
+    return round(windows * 22 / (ranks * (factor + 1.5)))
 
 
 def table(cells: Sequence[Mapping[str, Any]]) -> Table:
     """Cells as they are shown."""
     shown = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for title in ("ranks", "factor", "stock, ms", "stock again", "AutoAccumulate"):
+    for title in ("ranks", "factor", "stock, ms", "stock again", "AutoAccumulate", "processor"):
         shown.add_column(title, justify="right", no_wrap=True)
     for cell in cells:
-        ratios = (f"{cell['again']:.3f}", f"{cell['ours']:.3f}{'' if cell['ours'] <= ALLOWED else ' NO'}")
+        ratios = [_with_interval(cell, key) for key in ("again", "ours", "ours_cpu")]
+        ratios[1] += "" if cell["ours"] <= ALLOWED else " NO"
         shown.add_row(str(cell["ranks"]), str(cell["factor"]), f"{1e3 * cell['stock_seconds']:.0f}", *ratios)
     return shown
 
 
+def _with_interval(cell: Mapping[str, Any], key: str) -> str:
+    low, high = cell[f"{key}_95"]
+    return f"{cell[key]:.3f} ± {max(high - cell[key], cell[key] - low):.3f}"
+
+
 def text(record: Mapping[str, Any]) -> str:
     """Table and legend of a record."""
+    windows = [cell["windows"] for cell in record["cells"]]
     return as_text(
         table(record["cells"]),
-        f"Time of a window of {LAYERS} layers of {WIDTH}² under DDP (gloo, one thread a rank), and medians of\n"
-        f"the ratios to stock Lightning's window of the same round, over {record['windows']} rounds; "
-        f"{os.cpu_count()} cores;\nload average {record['load_average']:.1f}.",
+        f"Time of a window of {LAYERS} layers of {WIDTH}² under DDP (gloo, one thread a rank), and medians\n"
+        f"of the ratios to stock Lightning's window of the same round, with 95 % confidence, over\n"
+        f"{min(windows)} to {max(windows)} rounds after the first {LEARNING} micro-batches;\n"
+        f"processor: AutoAccumulate's time on it, of all threads of all ranks.\n"
+        f"{os.cpu_count()} cores; load average {record['load_average']:.1f}.",
     )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, show, write; 1 if a target is missed."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.exchange", description=__doc__)
-    parser.add_argument("--windows", type=int, default=40, help="windows of each program (default: 40)")
+    parser.add_argument(
+        "--windows", type=int, default=36, help="windows of each program, more of short ones (default: 36)"
+    )
     parser.add_argument("--ranks", type=int, nargs="*", default=RANKS, help="ranks (default: 2 4)")
     parser.add_argument("--factors", type=int, nargs="*", default=FACTORS, help="factors (default: 1 4)")
     parser.add_argument("--on-rank", nargs=3, help=argparse.SUPPRESS)
     settings = parser.parse_args(arguments)
     if settings.on_rank:
         factor, windows, written = settings.on_rank
-        on_rank(int(factor), int(windows), Path(written))
+        write_as_first_rank(partial(of_all_ranks, int(factor), int(windows)), Path(written))
         return 0
     start, cells = time.perf_counter(), []
     for ranks in settings.ranks:
         for factor in settings.factors:
-            cells.append({"ranks": ranks, "factor": factor, **summarize(measure(ranks, factor, settings.windows))})
+            bouts = measure(ranks, factor, rounds_of(ranks, factor, settings.windows))
+            windows = sum(len(one[STOCK]["wall"]) for one in bouts)
+            cells.append({"ranks": ranks, "factor": factor, "windows": windows, **summarize(bouts)})
     load, seconds = os.getloadavg()[1], round(time.perf_counter() - start, 1)
     record = {"cells": cells, "windows": settings.windows, "load_average": load, "seconds": seconds}
     print(f"{text(record)}\n{write_json('exchange', record).name}, {seconds} s")

@@ -3,8 +3,9 @@
 Host time per micro-batch beside stock Lightning, for models of 10, 100 and 600 modules whose step costs
 nothing: on a GPU the step of a small model is bound by the host, so this is what its users wait for. Stock
 Lightning, stock Lightning again (the control), stock Lightning with a callback that does nothing, the loader mode
-and the step mode take turns, a window of 4 micro-batches each. Exits with 1 if a median is above 60 µs + 2 % of
-stock Lightning's.
+and the step mode take turns, a window of 4 micro-batches each; on one rank, and on two under
+``DistributedDataParallel`` (gloo), of which the first is timed. Exits with 1 if a median is above 60 µs + 2 % of stock
+Lightning's.
 """
 
 import argparse
@@ -14,10 +15,12 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.strategies import DDPStrategy
 from rich import box
 from rich.table import Table
 from torch import Tensor, nn
@@ -25,6 +28,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.measure import quiet
 from benchmarks.output import as_text, write_json
+from benchmarks.torchrun import run_on_ranks, write_as_first_rank
 from benchmarks.trainers import quiet_trainer
 from benchmarks.turns import Stopwatch, take_turns
 from lightning_ga import AutoAccumulate
@@ -77,14 +81,21 @@ def fit(
     settings: dict[str, Any],
     adam: bool = False,
 ) -> None:
-    """Train a fresh model for some windows."""
-    data = TensorDataset(torch.randn(MICRO * FACTOR * windows, WIDTH))
+    """Train a fresh model for some windows, on this rank of all."""
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if ranks > 1:
+        settings = {**settings, "devices": ranks, "strategy": DDPStrategy(process_group_backend="gloo")}
+    data = TensorDataset(torch.randn(MICRO * FACTOR * windows * ranks, WIDTH))
     batch, program = MICRO, {"callbacks": [watch], "accumulate_grad_batches": FACTOR}
     if name == EMPTY:
         program["callbacks"] = [pl.Callback(), watch]
     if name in MODES:
         ours = AutoAccumulate(
-            MICRO * FACTOR, micro_batch_size=MICRO, micro_batching=MODES[name], batch_norm="ignore", verify=False
+            MICRO * FACTOR * ranks,
+            micro_batch_size=MICRO,
+            micro_batching=MODES[name],
+            batch_norm="ignore",
+            verify=False,
         )
         program = {"callbacks": [ours, watch]}
         batch = MICRO * FACTOR if name == "step mode" else MICRO
@@ -125,14 +136,15 @@ def summarize(bouts: Sequence[Mapping[str, Sequence[float]]]) -> list[dict[str, 
 def table(cells: Sequence[dict[str, Any]]) -> Table:
     """Cells as they are shown."""
     shown = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for title in ("modules", "norm, optimizer"):
+    for title in ("ranks", "modules", "kind"):
         shown.add_column(title, no_wrap=True)
-    for title in ("stock", "again", "empty", "loader", "step", "allowed"):
+    for title in ("stock", "again", "empty", "loader", "step", "most"):
         shown.add_column(title, justify="right", no_wrap=True)
     for cell in cells:
         rows = cell["rows"]
         added = [f"{1e6 * row['added_seconds']:+.0f}{' NO' if row['met'] is False else ''}" for row in rows]
         shown.add_row(
+            str(cell["ranks"]),
             str(cell["modules"]),
             cell["kind"],
             f"{1e6 * cell['stock_seconds']:,.0f}",
@@ -147,20 +159,34 @@ def text(record: Mapping[str, Any]) -> str:
     return as_text(
         table(record["cells"]),
         f"Processor time per micro-batch in µs: stock Lightning's, and what is added to it by stock Lightning\n"
-        f"once more, by a callback that does nothing, and by AutoAccumulate in both modes. Medians of\n"
-        f"{record['windows']} windows of {FACTOR} micro-batches, each beside one of stock Lightning; one thread;\n"
+        f"once more, by a callback that does nothing, and by AutoAccumulate in both modes, and the most that is\n"
+        f"allowed. Medians of {record['windows']} windows of {FACTOR} micro-batches, each beside one of stock "
+        f"Lightning; one thread;\n"
         f"load average {record['load_average']:.1f}.",
     )
 
 
-def measure(modules: int, kind: str, *, bouts: int, windows: int, rng: random.Random) -> dict[str, Any]:
-    """One cell of the table."""
-    order, found = list(PROGRAMS), []
+def take_bouts(modules: int, kind: str, bouts: int, windows: int) -> list[dict[str, list[float]]]:
+    """Return what was timed in each bout, in an order that chance decides alike on all ranks."""
+    rng, order, found = random.Random(modules), list(PROGRAMS), []
     for _ in range(bouts):
         rng.shuffle(order)
         found.append(bout(modules, kind, windows=windows, order=order))
+    return found
+
+
+def on_rank(modules: str, kind: str, bouts: str, windows: str, written: str) -> int:
+    """Time one cell on this rank; the first writes it down."""
+    write_as_first_rank(partial(take_bouts, int(modules), kind, int(bouts), int(windows)), Path(written))
+    return 0
+
+
+def measure(ranks: int, modules: int, kind: str, *, bouts: int, windows: int) -> dict[str, Any]:
+    """One cell of the table."""
+    given = modules, kind, bouts, windows
+    found = take_bouts(*given) if ranks == 1 else run_on_ranks(ranks, "benchmarks.idle", "--on-rank", *given)
     stock = statistics.median(second for one in found for second in one[STOCK]) / FACTOR
-    return {"modules": modules, "kind": kind, "stock_seconds": stock, "rows": summarize(found)}
+    return {"ranks": ranks, "modules": modules, "kind": kind, "stock_seconds": stock, "rows": summarize(found)}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -168,12 +194,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.idle", description=__doc__)
     parser.add_argument("--bouts", type=int, default=5, help="bouts of fresh models (default: 5)")
     parser.add_argument("--windows", type=int, default=40, help="windows of each program a bout (default: 40)")
+    parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2], help="ranks (default: 1 2)")
+    parser.add_argument("--on-rank", nargs=5, help=argparse.SUPPRESS)
     parser.add_argument("--modules", type=int, nargs="*", default=[10, 100, 600], help="sizes (default: 10 100 600)")
     settings = parser.parse_args(arguments)
     quiet()
-    start, rng = time.perf_counter(), random.Random(0)
+    if settings.on_rank:
+        return on_rank(*settings.on_rank)
+    start = time.perf_counter()
     cells = [
-        measure(modules, kind, bouts=settings.bouts, windows=settings.windows, rng=rng)
+        measure(ranks, modules, kind, bouts=settings.bouts, windows=settings.windows)
+        for ranks in settings.ranks
         for modules in settings.modules
         for kind in KINDS
     ]

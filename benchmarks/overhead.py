@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from benchmarks.measure import quiet
 from benchmarks.output import as_text, write_json
 from benchmarks.trainers import quiet_trainer
-from benchmarks.turns import Stopwatch, take_turns
+from benchmarks.turns import Stopwatch, interval, pooled_median, take_turns
 from lightning_ga import AutoAccumulate
 from lightning_ga.fit.window_gradients import scale_gradients
 
@@ -132,22 +132,6 @@ def ratios(bouts: Sequence[dict[str, dict[str, list[float]]]], name: str, clock:
         [[1.5, 1.0]]
     """
     return [[a / b for a, b in zip(one[name][clock], one[STOCK][clock])] for one in bouts]
-
-
-def pooled_median(bouts: Sequence[Sequence[float]]) -> float:
-    """Median over the windows of all bouts."""
-    return statistics.median(ratio for one in bouts for ratio in one)
-
-
-def interval(bouts: Sequence[Sequence[float]], draws: int = 2000, seed: int = 0) -> tuple[float, float]:
-    """Where the median lies with 95 % confidence.
-
-    A bootstrap over bouts, as windows of one bout are no independent measurements: where a model
-    happens to lie in memory makes it faster or slower for good.
-    """
-    rng = random.Random(seed)
-    medians = sorted(pooled_median(rng.choices(bouts, k=len(bouts))) for _ in range(draws))
-    return medians[int(0.025 * draws)], medians[int(0.975 * draws)]
 
 
 def summarize(bouts: Sequence[dict[str, dict[str, list[float]]]], parts: Mapping[str, float]) -> list[dict[str, Any]]:

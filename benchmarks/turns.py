@@ -5,24 +5,30 @@ trainer has a thread of its own and only the one whose turn it is computes: wind
 compared are a second apart, and what slows one down slows down all.
 """
 
+import random
+import statistics
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 
 
 class Turns:
-    """Passes the turn around in order, until all have had enough or one has failed.
+    """Passes the turn around in rounds, until all have had enough or one has failed.
 
     Args:
         players: How many take turns.
+        seed: Draws the order of each round; ``None`` for the same in all. What follows another finds its traces
+            in caches and sockets.
     """
 
-    def __init__(self, players: int) -> None:
+    def __init__(self, players: int, seed: int | None = None) -> None:
         self._changed = threading.Condition()
-        self._waiting = list(range(players))
+        self._random = None if seed is None else random.Random(seed)
+        self._waiting, self._next = self._in_order(range(players)), list[int]()
         self.failure: BaseException | None = None
 
     def wait(self, player: int) -> None:
@@ -40,8 +46,17 @@ class Turns:
         """Let the next one go on; who leaves gets no more turns."""
         with self._changed:
             player = self._waiting.pop(0)
-            self._waiting += [] if leave else [player]
+            self._next += [] if leave else [player]
+            if not self._waiting:
+                self._waiting, self._next = self._in_order(self._next), []
             self._changed.notify_all()
+
+    def _in_order(self, players: Iterable[int]) -> list[int]:
+        """Players in the order of a round."""
+        order = sorted(players)
+        if self._random is not None:
+            self._random.shuffle(order)
+        return order
 
     def fail(self, failure: BaseException) -> None:
         """Wake all, to end."""
@@ -71,26 +86,61 @@ class Stopwatch(pl.Callback):
         """Stop after a window's last micro-batch; start again when it is the own turn."""
         if (batch_idx + 1) % self.factor:
             return
+        self.stop()
+        self.turns.pass_on()
+        self.turns.wait(self.player)
+        self.start()
+
+    def start(self) -> None:
+        """Begin to time a window."""
+        self._since = (time.perf_counter(), time.thread_time())
+
+    def stop(self) -> None:
+        """Note what the window took."""
         wall, cpu = self._since
         self.wall.append(time.perf_counter() - wall)
         self.cpu.append(time.thread_time() - cpu)
-        self.turns.pass_on()
-        self.turns.wait(self.player)
-        self._since = (time.perf_counter(), time.thread_time())
 
 
-def take_turns(fits: Sequence[Callable[[Stopwatch], None]], factors: Sequence[int]) -> list[Stopwatch]:
+class RanksStopwatch(Stopwatch):
+    """Times windows from the moment that all ranks begin to the moment that all are done.
+
+    Without that a rank that lags behind would be waited for in the window of the next program.
+    """
+
+    def start(self) -> None:
+        """Begin with all ranks."""
+        torch.distributed.barrier()
+        self._since = (time.perf_counter(), time.process_time())
+
+    def stop(self) -> None:
+        """Note what the window took: the slowest rank, and the processor time of all threads of this one."""
+        wall, cpu = self._since
+        self.cpu.append(time.process_time() - cpu)
+        torch.distributed.barrier()
+        self.wall.append(time.perf_counter() - wall)
+
+
+def take_turns(
+    fits: Sequence[Callable[[Stopwatch], None]],
+    factors: Sequence[int],
+    *,
+    watch: type[Stopwatch] = Stopwatch,
+    seed: int | None = None,
+) -> list[Stopwatch]:
     """Run fits side by side; each is given the stopwatch that it must have as its last callback.
 
     Args:
         fits: What takes turns.
         factors: Batches of each one's loop that make up a window.
+        watch: What times windows.
+        seed: Draws the order of each round, the same on all ranks; ``None`` for the order of ``fits``.
 
     Raises:
         RuntimeError: If one of them fails.
     """
-    turns = Turns(len(fits))
-    watches = [Stopwatch(turns, player, factor) for player, factor in enumerate(factors)]
+    turns = Turns(len(fits), seed)
+    watches = [watch(turns, player, factor) for player, factor in enumerate(factors)]
     threads = [threading.Thread(target=_play, args=(turns, fit, watch)) for fit, watch in zip(fits, watches)]
     for thread in threads:
         thread.start()
@@ -108,3 +158,19 @@ def _play(turns: Turns, fit: Callable[[Stopwatch], None], watch: Stopwatch) -> N
         turns.pass_on(leave=True)
     except BaseException as failure:
         turns.fail(failure)
+
+
+def pooled_median(bouts: Sequence[Sequence[float]]) -> float:
+    """Median over the windows of all bouts."""
+    return statistics.median(ratio for one in bouts for ratio in one)
+
+
+def interval(bouts: Sequence[Sequence[float]], draws: int = 2000, seed: int = 0) -> tuple[float, float]:
+    """Where the median lies with 95 % confidence.
+
+    A bootstrap over bouts, as windows of one bout are no independent measurements: where a model
+    happens to lie in memory makes it faster or slower for good.
+    """
+    rng = random.Random(seed)
+    medians = sorted(pooled_median(rng.choices(bouts, k=len(bouts))) for _ in range(draws))
+    return medians[int(0.025 * draws)], medians[int(0.975 * draws)]

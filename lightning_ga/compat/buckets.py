@@ -2,16 +2,26 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from operator import attrgetter
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-FIRST_BUCKET = 2**20  # bytes: sent early, as in DistributedDataParallel
+FIRST_BUCKET = 2**20  # bytes that are sent as soon as there are as many, as in DistributedDataParallel
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
+class Message:
+    """A tensor that is sent, and its parts, which lie in it."""
+
+    whole: Tensor
+    gradients: tuple[Tensor, ...]  # shaped as their parameters
+    marks: Tensor  # which gradients there are
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Bucket:
     """Gradients that are sent together."""
 
@@ -29,51 +39,49 @@ class Bucket:
         """Bytes of the tensor that is sent."""
         return self.length * self.dtype.itemsize
 
-    def joined(self, scale: float, room: Tensor | None = None) -> Tensor:
-        """Return a copy of all gradients in one tensor, times ``scale``; behind them, which of them there are.
+    def message(self, room: Tensor | None = None) -> Message:
+        """Return a message for the gradients, in so many bytes of ``room`` if there is one."""
+        if room is None:
+            room = torch.empty(self.size, dtype=torch.uint8, device=self.last.device)
+        whole = room[: self.size].view(self.dtype)
+        *parts, marks = torch.split(
+            whole, [*(parameter.numel() for parameter in self.parameters), len(self.parameters)]
+        )
+        return Message(whole, tuple(part.view(p.shape) for part, p in zip(parts, self.parameters)), marks)
 
-        Thus a rank that lacks one learns whether another has it, and no other rank has to ask. They are copied to
-        ``room`` if there is one.
+    def join(self, scale: float, message: Message) -> None:
+        """Write all gradients to a message, times ``scale``, and which of them there are.
+
+        Thus a rank that lacks one learns whether another has it, and no other rank has to ask.
         """
-        message = torch.empty(self.length, dtype=self.dtype, device=self.last.device) if room is None else room
-        *places, marks = self._parts_of(message)
-        for parameter, place in zip(self.parameters, places):
-            gradient = parameter.grad
+        gradients = [parameter.grad for parameter in self.parameters]
+        for gradient, place in zip(gradients, message.gradients):
             if gradient is None:
                 place.zero_()
             else:
-                dense = gradient.to_dense() if gradient.is_sparse else gradient
-                torch.mul(dense, scale, out=place.view(dense.shape))
-        there = [parameter.grad is not None for parameter in self.parameters]
-        marks.fill_(scale) if all(there) else marks.copy_(torch.tensor(there)).mul_(scale)
-        return message
+                torch.mul(gradient.to_dense() if gradient.is_sparse else gradient, scale, out=place)
+        there = [gradient is not None for gradient in gradients]
+        message.marks.fill_(scale) if all(there) else message.marks.copy_(torch.tensor(there)).mul_(scale)
 
-    def _parts_of(self, message: Tensor) -> tuple[Tensor, ...]:
-        """Cut a message into gradients, and marks."""
-        return torch.split(message, [*(parameter.numel() for parameter in self.parameters), len(self.parameters)])
-
-    def spread(self, averaged: Tensor) -> None:
+    def spread(self, averaged: Message) -> None:
         """Replace gradients by averages; one that no rank has stays missing."""
-        parts = self._parts_of(averaged)
-        pairs = [(parameter, part.view(parameter.shape)) for parameter, part in zip(self.parameters, parts)]
-        alike = [(p.grad, part) for p, part in pairs if p.grad is not None and self._is_alike(p.grad)]
-        if len(alike) < len(pairs):
-            self._replace(pairs, parts[-1].tolist())
-        if alike:
-            torch._foreach_copy_([gradient for gradient, _ in alike], [part for _, part in alike])
+        gradients = [parameter.grad for parameter in self.parameters]
+        alike = [g is not None and g.dtype == self.dtype and not g.is_sparse for g in gradients]
+        if not all(alike):
+            self._replace([not same for same in alike], averaged)
+        kept: list[Tensor] = [*compress(gradients, alike)]  # type: ignore[list-item]
+        if kept:
+            torch._foreach_copy_(kept, [*compress(averaged.gradients, alike)])
 
-    def _is_alike(self, gradient: Tensor) -> bool:
-        return gradient.dtype == self.dtype and not gradient.is_sparse
-
-    def _replace(self, pairs: Iterable[tuple[Parameter, Tensor]], marks: Iterable[float]) -> None:
+    def _replace(self, those: Iterable[bool], averaged: Message) -> None:
         """Give parameters a gradient that another rank has, or one of another type; none if memory runs out."""
-        there = [pair for pair, mark in zip(pairs, marks) if mark]
-        lacking = [(p, part) for p, part in there if p.grad is None or not self._is_alike(p.grad)]
+        there = zip(those, averaged.marks.tolist(), self.parameters, averaged.gradients)
+        lacking = [(p, part) for is_lacking, mark, p, part in there if is_lacking and mark]
         for parameter, gradient in [(p, torch.empty_like(p, dtype=self.dtype).copy_(part)) for p, part in lacking]:
             parameter.grad = gradient
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class SparseBucket:
     """A gradient that is sparse on every rank."""
 
@@ -147,9 +155,12 @@ def _grouped(
         if size > most:
             full.append([parameter])
             continue
-        if filling.get(kind) and sizes[kind] + size > (most if full else min(FIRST_BUCKET, most)):
+        if filling.get(kind) and sizes[kind] + size > most:
             full.append(filling.pop(kind))
             sizes[kind] = 0
         filling.setdefault(kind, []).append(parameter)
         sizes[kind] = sizes.get(kind, 0) + size
+        if not full and sizes[kind] >= FIRST_BUCKET:
+            full.append(filling.pop(kind))
+            sizes[kind] = 0
     return [*full, *filling.values()]

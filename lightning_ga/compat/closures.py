@@ -75,6 +75,17 @@ def zeroes_gradients(closure: Any) -> bool:
     return closure._zero_grad_fn is not None
 
 
+def zeroes_as_stock(trainer: Any) -> bool:
+    """Return whether zeroing leaves no gradient: each is an optimizer's, and no hook has a way of its own to do it."""
+    module, optimizers = trainer.lightning_module, trainer.optimizers
+    zeroed = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    if any(id(parameter) not in zeroed for parameter in module.parameters() if parameter.requires_grad):
+        return False
+    stock = patching.sibling(trainer, "core.module").LightningModule.optimizer_zero_grad
+    by_torch = all(getattr(each.zero_grad, "__func__", None) is torch.optim.Optimizer.zero_grad for each in optimizers)
+    return by_torch and getattr(module.optimizer_zero_grad, "__func__", None) is stock
+
+
 @contextmanager
 def around_backward(trainer: Any, before: Callable[[], None], after: Callable[[], None]) -> Iterator[None]:
     """Return a context in which a backward pass is set between two calls, within the hooks around it.

@@ -10,12 +10,11 @@ def collectives_run() -> int:
 
     Process groups number their collectives, in Python as in C++ (``c10d/Backend.hpp``, ``getSequenceNumberForGroup``).
     """
-    if not dist.is_available() or not dist.is_initialized():
-        return 0
-    return sum(_sequence_number(group) for group in dist.distributed_c10d._world.pg_map)
+    return sum(map(sequence_number, dist.distributed_c10d._world.pg_map)) if dist.is_available() else 0
 
 
-def _sequence_number(group: Any) -> int:
+def sequence_number(group: Any) -> int:
+    """Return how many collectives this rank has begun in a process group."""
     try:
         return int(group._get_sequence_number_for_group())
     except RuntimeError:  # a backend that keeps none

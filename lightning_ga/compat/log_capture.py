@@ -32,6 +32,17 @@ def let_go(results: Any) -> None:
         patching.unshadow(results, "log")
 
 
+def current_hook(trainer: Any) -> str | None:
+    """Return the hook in which ``log`` believes to be called."""
+    name: str | None = trainer.lightning_module._current_fx_name
+    return name
+
+
+def return_to_hook(trainer: Any, name: str | None) -> None:
+    """Let ``log`` know that hooks within one have failed (``trainer/call.py:180`` does so only where they return)."""
+    trainer.lightning_module._current_fx_name = name
+
+
 def log(results: Any, fx: str, name: str, *arguments: Any, **settings: Any) -> None:
     """Log one value; on failure restore the sums of that name (``logger_connector/result.py:234``)."""
     if results is None:

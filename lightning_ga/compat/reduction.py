@@ -8,9 +8,10 @@ stays right; buckets that are left are sent once the pieces have run.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from operator import attrgetter
 from threading import Lock
@@ -21,11 +22,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_ga.compat.buckets import AnyBucket, Bucket, make_buckets
-from lightning_ga.compat.collectives import collectives_run
+from lightning_ga.compat.buckets import AnyBucket, Bucket, Message, make_buckets
+from lightning_ga.compat.collectives import sequence_number
 from lightning_ga.compat.gradient_dtype import dtype_of_sum
 from lightning_ga.errors import UserError
-from lightning_ga.snapshot.gradients import Mark, mark_of
+from lightning_ga.snapshot.copies import versions
 
 BUCKET = 25 * 2**20  # bytes, as in DistributedDataParallel
 IN_FLIGHT = 2  # buckets of which copies are kept: one is sent while the next is made
@@ -37,7 +38,7 @@ class GradientReducer:
     Args:
         parameters: Lists what is averaged: the same on every rank, in the same order.
         sparse: Lists parameters whose gradients are sparse.
-        group: The process group; ``None`` is the default one.
+        group: The process group.
         most: Bytes of a bucket.
     """
 
@@ -46,7 +47,7 @@ class GradientReducer:
         parameters: Callable[[], list[Parameter]],
         sparse: Callable[[], Iterable[Tensor]] = tuple,
         *,
-        group: Any = None,
+        group: Any,
         most: int = BUCKET,
     ) -> None:
         self._list, self._list_sparse, self._group, self._most = parameters, sparse, group, most
@@ -54,8 +55,8 @@ class GradientReducer:
         self._made_for: tuple[bool, list[bool]] | None = None  # what the buckets hold; None: to be made anew
         self._buckets: list[AnyBucket] = []
         self.collectives = 0  # that it has run
-        self._rooms: dict[torch.device, list[Tensor]] = {}  # where copies are made, by turns
-        self._turn = 0
+        self._rooms: dict[torch.device, list[Tensor]] = {}  # where messages are written, by turns
+        self._messages: dict[Bucket, Message] = {}
         self.begin_epoch()
         self._bucketed(summed=True)
 
@@ -78,40 +79,47 @@ class GradientReducer:
             summed: Whether gradients are sums over several micro-batches, those of half-precision parameters in
                 float32. They are of one type on all ranks, some of which may run a micro-batch in pieces, or none.
         """
-        return WindowReduction(self._bucketed(summed=summed), self._send)
+        return WindowReduction(self._bucketed(summed=summed), partial(self._send, 1 / dist.get_world_size(self._group)))
 
     def _bucketed(self, *, summed: bool) -> list[AnyBucket]:
         """Return the buckets for the parameters that are trained now, with room to copy them."""
         trained = [parameter.requires_grad for parameter in self._parameters]
         if (summed, trained) != self._made_for:
-            self._made_for = summed, trained
             wanted = [parameter for parameter, trains in zip(self._parameters, trained) if trains]
             dtype = dtype_of_sum if summed else attrgetter("dtype")
             settings: dict[str, Any] = {"most": self._most, "arrival": self._arrival, "dtype": dtype}
             self._buckets = make_buckets(wanted, self._list_sparse(), **settings)
             self._make_room()
+            self._made_for = summed, trained
         return self._buckets
 
     def _make_room(self) -> None:
-        for bucket in self._buckets:
-            if isinstance(bucket, Bucket):
-                device = bucket.last.device
-                rooms = self._rooms.setdefault(device, [])
-                if not rooms or len(rooms[0]) < bucket.size:
-                    rooms.clear()
-                    rooms += [torch.empty(bucket.size, dtype=torch.uint8, device=device) for _ in range(IN_FLIGHT)]
+        """Let each message lie where the last but one does, which has come back before it is written."""
+        self._messages = {}
+        dense = [(place, bucket) for place, bucket in enumerate(self._buckets) if isinstance(bucket, Bucket)]
+        for device in {bucket.last.device for _, bucket in dense}:
+            size = max(bucket.size for _, bucket in dense if bucket.last.device == device)
+            rooms = self._rooms.setdefault(device, [])
+            if not rooms or len(rooms[0]) < size:
+                rooms.clear()
+                rooms += [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(IN_FLIGHT)]
+        self._messages = {
+            bucket: bucket.message(self._rooms[bucket.last.device][place % IN_FLIGHT]) for place, bucket in dense
+        }
 
-    def _send(self, bucket: AnyBucket) -> "Sent":
+    def _send(self, scale: float, bucket: AnyBucket) -> "Sent":
         """Begin to average a copy of a bucket."""
-        scale, before = 1 / dist.get_world_size(self._group), collectives_run()
-        copy = bucket.joined(scale, self._room_for(bucket)) if isinstance(bucket, Bucket) else bucket.joined(scale)
-        work = dist.all_reduce(copy, group=self._group, async_op=True)
-        self.collectives += collectives_run() - before
-        self._turn = (self._turn + 1) % IN_FLIGHT
-        return Sent(bucket, copy, work)
-
-    def _room_for(self, bucket: Bucket) -> Tensor:
-        return self._rooms[bucket.last.device][self._turn][: bucket.size].view(bucket.dtype)
+        before = sequence_number(self._group)
+        if isinstance(bucket, Bucket):
+            message = self._messages[bucket]
+            bucket.join(scale, message)
+            whole, spread = message.whole, partial(bucket.spread, message)
+        else:
+            whole = bucket.joined(scale)
+            spread = partial(bucket.spread, whole)
+        work = dist.all_reduce(whole, group=self._group, async_op=True)
+        self.collectives += sequence_number(self._group) - before
+        return Sent(bucket, work, spread)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +127,8 @@ class Sent:
     """A bucket on its way."""
 
     bucket: AnyBucket
-    copy: Tensor  # what is averaged
     work: Any  # what is to be waited for
+    spread: Callable[[], None]  # replaces gradients by averages, once they are there
 
 
 class WindowReduction:
@@ -133,7 +141,7 @@ class WindowReduction:
 
     def __init__(self, buckets: Iterable[AnyBucket], send: Callable[[AnyBucket], Sent]) -> None:
         self._waiting, self._sent, self._send = deque(buckets), deque[Sent](), send
-        self._marks: dict[Parameter, Mark] = {}  # of gradients that the pass sent, and should add to no more
+        self._marks: dict[AnyBucket, Marks] = {}  # of gradients that the pass sent, and should add to no more
         self.has_sent = False  # so that complete gradients have to be kept
         self.is_closing = False  # gradients were sent that were not known to be complete before all passes had run
         self._lock = Lock()  # a model on several devices has several threads of backward passes
@@ -142,12 +150,13 @@ class WindowReduction:
     def overlapping(self, are_complete: Callable[[Iterable[Parameter]], bool]) -> Iterator[None]:
         """Return a context in which a backward pass sends each bucket as soon as its gradients are complete."""
 
-        @torch.no_grad()
         def send_complete(_: Tensor) -> None:
-            with self._lock:
+            # A backward pass that can be differentiated itself runs hooks with gradients enabled.
+            with self._lock, torch.no_grad() if torch.is_grad_enabled() else nullcontext():
                 while self._waiting and are_complete(self._waiting[0].parameters):
                     self._send_next()
-                    self._mark(self._sent[-1].bucket)
+                    sent = self._sent[-1].bucket
+                    self._marks[sent] = marks_of(sent.parameters)
 
         lasts: list[Any] = [bucket.last for bucket in self._waiting]
         hooks = [last.register_post_accumulate_grad_hook(send_complete) for last in lasts]
@@ -158,25 +167,31 @@ class WindowReduction:
             for hook in hooks:
                 hook.remove()
 
-    @torch.no_grad()
+    @property
+    def is_over(self) -> bool:
+        """Whether all gradients are averages, and nothing is left to be checked."""
+        return not (self._waiting or self._sent or self._marks)
+
     def finish(self) -> None:
         """Send what is left, as all passes are over, and wait for the averages; to be called again if it fails.
 
         Raises:
             UserError: If the pass added to a gradient that it had sent.
         """
-        self._check(self._marks)
+        for bucket in self._marks:
+            self._check(bucket)
         self._marks = {}
-        while self._waiting:
-            self._send_next()
-            self.is_closing = True
+        with torch.no_grad():
+            while self._waiting:
+                self._send_next()
+                self.is_closing = True
         self.receive()
 
-    @torch.no_grad()
     def receive(self) -> None:
         """Wait for all that was sent."""
-        while self._sent:
-            self._receive_next()
+        with torch.no_grad():
+            while self._sent:
+                self._receive_next()
 
     def _send_next(self) -> None:
         while len(self._sent) >= IN_FLIGHT:
@@ -188,19 +203,27 @@ class WindowReduction:
     def _receive_next(self) -> None:
         sent = self._sent[0]
         sent.work.wait()
-        marked = self._marks.keys() & sent.bucket.parameters
-        self._check(marked)
-        sent.bucket.spread(sent.copy)
+        is_marked = sent.bucket in self._marks
+        if is_marked:
+            self._check(sent.bucket)
+        sent.spread()
         self._sent.popleft()
-        if marked:
-            self._mark(sent.bucket)
+        if is_marked:
+            self._marks[sent.bucket] = marks_of(sent.bucket.parameters)
 
-    def _mark(self, bucket: AnyBucket) -> None:
-        self._marks.update((parameter, mark_of(parameter)) for parameter in bucket.parameters)
-
-    def _check(self, parameters: Iterable[Parameter]) -> None:
-        if any(mark_of(parameter) != self._marks[parameter] for parameter in parameters):
+    def _check(self, bucket: AnyBucket) -> None:
+        if marks_of(bucket.parameters) != self._marks[bucket]:
             raise UserError(
                 "A backward pass added to a gradient once more after it had been sent to the other ranks, which the "
                 "first pass of the training did not do: torch.utils.checkpoint needs use_reentrant=False here."
             )
+
+
+Marks = tuple[list[int], Sequence[int]]
+"""Which tensors gradients are, and how often those were written to."""
+
+
+def marks_of(parameters: Iterable[Tensor]) -> Marks:
+    """Return marks that change when a gradient is replaced or written to."""
+    gradients = [parameter.grad for parameter in parameters]
+    return [*map(id, gradients)], versions(gradients)

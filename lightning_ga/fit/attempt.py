@@ -4,11 +4,11 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.utils.hooks import RemovableHandle
 
-from lightning_ga.compat import agreement
+from lightning_ga.compat import agreement, log_capture
 from lightning_ga.compat.collectives import collectives_run
 from lightning_ga.errors import UserError
 from lightning_ga.fit.messages import OutOfMemory, of_rank
@@ -17,6 +17,7 @@ from lightning_ga.memory.device import describe_memory
 from lightning_ga.memory.oom import is_ambiguous_out_of_memory, is_out_of_memory, release
 from lightning_ga.snapshot.attempt import AttemptSnapshot
 
+Result = TypeVar("Result")
 _EXCHANGES = "its step exchanges values with the other ranks (all_gather, all_reduce, the compute of a metric)"
 
 
@@ -110,6 +111,11 @@ class AttemptRunner:
             self.state.take(batch, anew=anew)
             self._is_taken = True
 
+    @property
+    def knows_what_changes(self) -> bool:
+        """Whether attempts that went through have shown what changes in one."""
+        return self.policy.retries and not self.state.is_learning
+
     def learn(self) -> None:
         """Note that an attempt went through: what changes in one shows."""
         if self._is_taken and self.state.is_learning:
@@ -140,6 +146,7 @@ class AttemptRunner:
             UserError: If memory runs out and other ranks would wait for a retry.
         """
         before = self._collectives() if self._distributed else 0
+        hook = log_capture.current_hook(self._trainer)
         try:
             return Attempt(run())
         except Exception as error:
@@ -150,6 +157,7 @@ class AttemptRunner:
             if self._distributed and self._collectives() != before:
                 self._lockstep.add(stage)
         release(failure)
+        log_capture.return_to_hook(self._trainer, hook)
         self._last_failures[stage] = failure
         self.raise_if_others_wait(stage, failure)
         return Attempt(failure=failure)
@@ -163,23 +171,21 @@ class AttemptRunner:
             raise failure
         raise self.told(self.out_of_memory(stage).cannot_run_again(why)) from failure
 
-    def again_if_memory_runs_out(self, run: Callable[[], None]) -> None:
+    def again_if_memory_runs_out(self, run: Callable[[], Result]) -> Result:
         """Run what undoes itself where it fails: with the step's memory freed, there is room for it.
 
         Not so where it has exchanged values with other ranks, as they would not do that again.
         """
         before = self._collectives()
         try:
-            run()
+            return run()
         except Exception as error:
             exchanged = self._collectives() != before
             if not self.policy.retries or not is_out_of_memory(error) or exchanged:
                 raise
             failure = error
-        else:
-            return
         release(failure)
-        run()
+        return run()
 
     def told(self, error: UserError) -> UserError:
         """Return the error as one rank of several says it."""

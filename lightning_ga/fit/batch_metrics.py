@@ -15,17 +15,27 @@ from torchmetrics import Metric
 from torchmetrics.metric import CompositionalMetric
 from torchmetrics.wrappers.abstract import WrapperMetric
 
-from lightning_ga.snapshot.metrics import metric_state, set_metric_state
+from lightning_ga.snapshot.metrics import give_metric_state, metric_state, set_metric_state
 
 
 @contextmanager
-def whole_batch_metrics(metrics: Sequence[Metric]) -> Iterator[None]:
-    """Return a context in which metrics treat the pieces that they are called with as one batch."""
-    batches = [_BatchOf(metric) for metric in metrics if not isinstance(metric, (WrapperMetric, CompositionalMetric))]
+def whole_batch_metrics(
+    metrics: Sequence[Metric], run: Callable[[Callable[[], None]], None] = lambda close: close()
+) -> Iterator[None]:
+    """Return a context in which metrics treat the pieces that they are called with as one batch.
+
+    Args:
+        metrics: The metrics.
+        run: Calls what begins the batch of one metric, and what ends it, where its value is computed.
+    """
+    batches: list[_BatchOf] = []
     try:
+        for metric in metrics:
+            if not isinstance(metric, (WrapperMetric, CompositionalMetric)):
+                run(lambda metric=metric: batches.append(_BatchOf(metric)))  # type: ignore[misc]
         yield
         for batch in batches:
-            batch.close()
+            run(batch.close)
     finally:
         for batch in batches:
             batch.release()
@@ -85,10 +95,10 @@ class _BatchOf:
     def _value(self, batch: dict[str, Any]) -> Any:
         """Compute the metric from these states alone."""
         metric, seen = self._metric, metric_state(self._metric)
-        set_metric_state(metric, {**batch, "_computed": None})
         to_sync, metric._to_sync = metric._to_sync, metric.dist_sync_on_step
         try:
+            set_metric_state(metric, {**batch, "_computed": None})
             return metric.compute()
         finally:
             metric._to_sync = to_sync
-            set_metric_state(metric, {**seen, "_computed": None, "_is_synced": False})
+            give_metric_state(metric, {**seen, "_computed": None, "_is_synced": False})

@@ -41,6 +41,7 @@ class BatchTask:
     """
 
     within_window = False  # whether no optimizer has stepped since the batch before
+    may_begin_again = True  # whether all that its pieces have done can be undone once several have run
 
     def __init__(self, batch: Any, stage: str, loader: int = 0) -> None:
         self.batch, self.stage, self.loader = batch, stage, loader
@@ -50,8 +51,13 @@ class BatchTask:
         """Samples that it should hold, where that is known."""
         return None
 
-    def attempt(self, piece: Piece | None) -> TaskAttempt:
-        """Return an attempt at one piece, or at all of it."""
+    def attempt(self, piece: Piece | None, *, from_start: bool) -> TaskAttempt:
+        """Return an attempt at one piece, or at all of it.
+
+        Args:
+            piece: The piece; ``None`` for all samples.
+            from_start: Whether to undo it is to undo the pieces before, too.
+        """
         raise NotImplementedError
 
     def weigh(self, part: Any, piece: Piece) -> float:

@@ -48,6 +48,7 @@ class MicroBatchClosures:
         self._trained = closures.TrainedTensors(trainer)
         self.parameters = self._trained.now()  # what may have a gradient, as of the window's start
         self.repeated: list[Tensor] | None = None  # that passes add to more than once; none before the first pass
+        self.zeroes_anew = closures.zeroes_as_stock(trainer)  # so that a retry begins without gradients
         self.runs_as_stock = False  # whether nothing is to be done around the pass over a whole micro-batch
         self.marks = WindowGradientMarks()
 
@@ -80,7 +81,8 @@ class MicroBatchClosures:
         """Run the passes of one micro-batch."""
         done, reduction = self.retrier.run(micro_batch), micro_batch.reduction
         if reduction is not None:
-            self.retrier.attempts.again_if_memory_runs_out(reduction.finish)  # no backward pass has done it
+            if not reduction.is_over:  # no backward pass has done it
+                self.retrier.attempts.again_if_memory_runs_out(reduction.finish)
             ranks.share_buffers(ranks.distributed_module(self.trainer))
         return done
 
@@ -93,6 +95,7 @@ class MicroBatchClosures:
     def begin_epoch(self) -> None:
         """Look through the module again: parts may have been added."""
         self._trained = closures.TrainedTensors(self.trainer)
+        self.zeroes_anew = closures.zeroes_as_stock(self.trainer)
         if self._reducer is not None:
             self._reducer.begin_epoch()
 
@@ -149,6 +152,8 @@ class MicroBatch(BatchTask):
         super().__init__(kwargs["batch"], "training")
         self.steps, self._prepared, self._make = steps, whole, make
         self._given = kwargs, optimizer, batch_idx
+        self._starts_window = closures.zeroes_gradients(whole)
+        self._weights = steps.gradients.weights  # before any of it has run
         self._evaluated = False
         self.reduction: WindowReduction | None = None
         self._zeroed = False  # whether gradients are
@@ -162,9 +167,12 @@ class MicroBatch(BatchTask):
         # The optimizer may have changed weights since the last pass.
         anew = self._evaluated or steps.evaluates_again or loops.begins_window(steps.trainer)
         self._evaluated, self.within_window = True, not anew
-        self._zeroed, self._complete, self.reduction = False, {}, steps.reduction()
+        self._complete, self.reduction = {}, steps.reduction()
+        self.may_begin_again = self._starts_window and steps.zeroes_anew and self.reduction is None
+        self._zeroed, self._weights = False, steps.gradients.weights
         done = steps.run(self)
-        return _merged(done) if done.sizes else done.results[0]
+        merge = steps.retrier.attempts.again_if_memory_runs_out
+        return merge(lambda: _merged(done)) if done.sizes else done.results[0]
 
     @property
     def expected(self) -> int | None:
@@ -175,9 +183,9 @@ class MicroBatch(BatchTask):
         """Fetch its samples again; ``None`` where they are not at hand."""
         return self.steps.batches.samples_again()
 
-    def attempt(self, piece: Piece | None) -> "_Pass":
+    def attempt(self, piece: Piece | None, *, from_start: bool) -> "_Pass":
         """Return a pass over the whole micro-batch or a piece of it."""
-        return _Pass(self, piece)
+        return _Pass(self, piece, from_start=from_start)
 
     def weigh(self, part: Any, piece: Piece) -> float:
         """Return what a piece weighs in the micro-batch."""
@@ -197,6 +205,13 @@ class MicroBatch(BatchTask):
         """Note that gradients were zeroed if they had to be, and are kept from here on."""
         self._zeroed = True
 
+    def begin_again(self) -> str | None:
+        """Undo all passes: gradients are zeroed anew; name those that are not."""
+        self.steps.gradients.put_back(self._weights)
+        self._zeroed = False
+        zeroes_anew = closures.zeroes_as_stock(self.steps.trainer)  # parameters may have been unfrozen since
+        return None if zeroes_anew else "gradients that came to be within an epoch, which no optimizer zeroes"
+
     def failed(self, piece: Piece | None, complete: list[Tensor]) -> None:
         """Note which gradients hold all that a failed piece adds."""
         self._complete[piece] = complete
@@ -210,13 +225,13 @@ class MicroBatch(BatchTask):
 class _Pass:
     """One forward and backward pass over some samples."""
 
-    def __init__(self, batch: MicroBatch, piece: Piece | None) -> None:
-        self._batch, self._piece = batch, piece
+    def __init__(self, batch: MicroBatch, piece: Piece | None, *, from_start: bool) -> None:
+        self._batch, self._piece, self._from_start = batch, piece, from_start
         self._weights: WindowWeights | None = None  # as they were; none where samples did not reach the device
         self._gradients: GradientSnapshot | None = None  # as they were; none where they are zeroed anew after an error
         completes = piece is None or piece.is_last
         self._reduction = batch.reduction if completes else None
-        self._starts_window = False
+        self._starts_window = self._waits_for_zeroing = False
 
     def __call__(self, part: Any) -> Any:
         """Run it; Lightning's result, of a piece what ``training_step`` returned, the loss without its graph."""
@@ -224,11 +239,12 @@ class _Pass:
         closure = batch.closure(part)
         self._starts_window = closures.zeroes_gradients(closure)
         self._weights = steps.gradients.weights
+        self._waits_for_zeroing = self._reduction is not None or (self._starts_window and not steps.zeroes_anew)
         if self._starts_window:
             steps.begin_window()
-        elif self._reduction is None:
+        elif self._reduction is None and not self._from_start:
             self._take_gradients()
-        if steps.runs_as_stock and self._piece is None:
+        if steps.runs_as_stock and self._piece is None and not self._waits_for_zeroing:
             result = closure.closure()
             steps.went_through(None)
         else:
@@ -248,9 +264,12 @@ class _Pass:
             What cannot be undone, in words.
         """
         batch, steps, reduction = self._batch, self._batch.steps, self._reduction
+        if self._from_start:
+            return batch.begin_again()
         if self._weights is not None:
             steps.gradients.put_back(self._weights)
-        if self._gradients is None or (self._starts_window and not (reduction and reduction.has_sent)):
+        has_sent = reduction is not None and reduction.has_sent
+        if self._gradients is None or (self._starts_window and steps.zeroes_anew and not has_sent):
             return None
         is_closing = reduction is not None and reduction.is_closing
         batch.failed(self._piece, steps.parameters if is_closing else self._gradients.restore())
@@ -274,15 +293,18 @@ class _Pass:
         steps, piece = self._batch.steps, self._piece
         complete = self._batch.complete_for(piece)
         stack = ExitStack()
-        if steps.retrier.policy.by_hand or (piece is not None and not piece.is_last):
+        if self._batch.reduction is not None or (piece is not None and not piece.is_last):  # else Lightning sees to it
             stack.enter_context(closures.accumulating(steps.trainer))
         if piece is not None:
             stack.enter_context(steps.gradients.weighing_a_part(self._batch.weigh(part, piece)))
+        if complete:
             stack.enter_context(left_alone(complete))
-        if self._reduction is not None:
-            stack.enter_context(closures.around_backward(steps.trainer, self._take_gradients, self._reduction.finish))
-            if steps.overlaps and not complete:
-                stack.enter_context(self._reduction.overlapping(self._are_complete))
+        reduction = self._reduction
+        if self._waits_for_zeroing:
+            after = (lambda: None) if reduction is None else reduction.finish
+            stack.enter_context(closures.around_backward(steps.trainer, self._take_gradients, after))
+        if reduction is not None and steps.overlaps and not complete:
+            stack.enter_context(reduction.overlapping(self._are_complete))
         return stack
 
 

@@ -30,7 +30,7 @@ class EvaluatedBatch(BatchTask):
         self._trainer, self._step, self._number = trainer, step, number
         self._others = (number,) if loader is None else (number, loader)
 
-    def attempt(self, piece: Piece | None) -> "EvaluatedBatch":
+    def attempt(self, piece: Piece | None, *, from_start: bool) -> "EvaluatedBatch":
         """Return what runs any part."""
         return self
 

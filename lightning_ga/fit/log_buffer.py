@@ -63,9 +63,11 @@ class LogBuffer:
         self._pieces.append(_Piece(weight, samples, self._open))
         self._open = []
 
-    def drop(self) -> None:
-        """Drop the entries of a piece that failed."""
+    def drop(self, *, from_start: bool = False) -> None:
+        """Drop the entries of a piece that failed; ``from_start`` those of the pieces before, too."""
         self._open = []
+        if from_start:
+            self._pieces = []
 
     def replay(self, log: Callable[..., None], run: Callable[[Callable[[], None]], None] = lambda log: log()) -> None:
         """Log each entry once, merged over the pieces: ``run`` calls what logs one entry."""
@@ -94,7 +96,7 @@ def _merged(parts: Sequence[_Part], whole: int) -> Entry:
     first, samples = parts[0][0], [piece.samples for _, piece in parts]
     settings, weights = dict(first.settings), [piece.weight for _, piece in parts]
     sizes = [size for entry, _ in parts if (size := entry.settings.get("batch_size")) is not None]
-    if len(sizes) == len(parts) and not _is_constant(sizes, samples, whole):
+    if len(sizes) == len(parts) and not _is_constant(sizes, samples, weights, whole):
         settings["batch_size"] = sum(sizes)
         weights = weights if sizes == samples else sizes
     if isinstance(first.value, Metric):
@@ -114,11 +116,13 @@ _EXTENSIVE: dict[Any, Callable[[Tensor], Tensor]] = {
 }
 
 
-def _is_constant(sizes: Sequence[float], samples: Sequence[int], whole: int) -> bool:
+def _is_constant(sizes: Sequence[float], samples: Sequence[int], weights: Sequence[float], whole: int) -> bool:
     """Return whether ``batch_size`` is a number that the user wrote, rather than counted in each piece."""
     if len(set(sizes)) > 1:
         return False
-    return len(set(samples)) > 1 or (sizes[0] in (1, whole) and sizes[0] != samples[0])
+    if len(set(samples)) > 1:
+        return len(set(weights)) > 1  # what ``normalize`` counts may be as much in pieces of other sizes
+    return sizes[0] in (1, whole) and sizes[0] != samples[0]
 
 
 def _mean(values: list[Tensor], weights: Sequence[float]) -> Tensor:

@@ -210,7 +210,8 @@ class OomHandler:
         self._evaluated = batch
         done = retrier.run(task)
         self._evaluated = None
-        return merge_outputs(done.results, done.sizes) if done.sizes else done.results[0]
+        merge = partial(merge_outputs, done.results, done.sizes)
+        return retrier.attempts.again_if_memory_runs_out(merge) if done.sizes else done.results[0]
 
     def _source_of(self, stage: str, loader: int) -> BatchSource:
         """What is known of the batches of a stage's loader."""

@@ -169,7 +169,7 @@ class OomRetrier:
 
     def _whole(self, task: BatchTask, ledger: LogBuffer) -> Attempt:
         """Run the batch as it is."""
-        attempts, tried = self.attempts, task.attempt(None)
+        attempts, tried = self.attempts, task.attempt(None, from_start=task.may_begin_again)
 
         def run() -> Any:
             attempts.take(task.batch, anew=not task.within_window)

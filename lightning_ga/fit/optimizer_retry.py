@@ -33,6 +33,8 @@ class OptimizerRetry:
     ) -> Any:
         """Run ``step``; once more without its closure if memory runs out after that, and nothing has changed."""
         losses: list[Any] = []
+        if self._is_update:
+            self._before.begin()
 
         def once() -> Any:
             losses.append(closure() if closure is not None else None)

@@ -7,6 +7,10 @@ from typing import TypeVar
 Result = TypeVar("Result")
 
 
+class Again:
+    """The outcome of a piece that has undone what it changed, and is to run again as it is."""
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
     """Some neighbouring samples of a batch."""
@@ -35,34 +39,45 @@ class Piece:
         return Piece(self.start, middle, self.of), Piece(middle, self.stop, self.of)
 
 
-def run_pieces(pieces: Sequence[Piece], attempt: Callable[[Piece], Result | None]) -> list[tuple[Piece, Result]]:
+def run_pieces(
+    pieces: Sequence[Piece], attempt: Callable[[Piece], Result | Again | None], *, from_start: bool = False
+) -> list[tuple[Piece, Result]]:
     """Run pieces in order, each that fails again in halves; return those that ran, with their results.
 
     Args:
         pieces: What to run.
-        attempt: Runs a piece and returns its result; ``None`` for one that failed and has undone what it changed.
-            It raises where a single sample fails.
+        attempt: Runs a piece and returns its result; ``None`` for one that failed and has undone what it changed,
+            ``Again()`` for one that did for another reason than its size. It raises where a single sample fails.
+        from_start: Whether a failure undoes the pieces before, too.
 
     Examples:
         >>> done = run_pieces([Piece(0, 5, of=5)], lambda piece: piece.samples if piece.samples <= 2 else None)
         >>> [result for _, result in done]
         [2, 1, 2]
+        >>> tried = []
+        >>> fails_once = lambda piece: tried.append(piece.start) or (None if len(tried) == 2 else piece.samples)
+        >>> [result for _, result in run_pieces(even_pieces([2, 2]), fails_once, from_start=True)], tried
+        ([1, 1, 1, 1], [0, 2, 0, 1, 2, 3])
     """
     waiting, done = list(reversed(pieces)), []
     while waiting:
         piece = waiting.pop()
         result = attempt(piece)
-        if result is not None:
+        if result is not None and not isinstance(result, Again):
             done.append((piece, result))
             continue
+        waiting.append(piece)
+        if from_start:
+            waiting, done = [*waiting, *(ran for ran, _ in reversed(done))], []
         # What failed once fails again at its size: the pieces that wait are cut as well before they are tried.
-        waiting = [part for other in waiting for part in _cut(other, piece.samples)] + [*reversed(piece.halves())]
+        if result is None:
+            waiting = [part for other in waiting for part in _cut(other, piece.samples)]
     return done
 
 
 def _cut(piece: Piece, too_large: int) -> tuple[Piece, ...]:
-    """A waiting piece in halves, in the order of a stack, if it is as large as one that failed."""
-    return (piece,) if piece.samples < too_large else tuple(reversed(piece.halves()))
+    """A piece in halves, in the order of a stack, if it is as large as one that failed."""
+    return (piece,) if piece.samples < max(too_large, 2) else tuple(reversed(piece.halves()))
 
 
 def even_pieces(sizes: Sequence[int]) -> list[Piece]:

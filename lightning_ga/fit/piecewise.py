@@ -13,7 +13,7 @@ from lightning_ga.fit.batch_readers import BatchReaders
 from lightning_ga.fit.batch_task import BatchResult, BatchTask, TaskAttempt
 from lightning_ga.fit.log_buffer import LogBuffer
 from lightning_ga.fit.messages import a_piece_failed
-from lightning_ga.fit.pieces import Piece, even_pieces, run_pieces
+from lightning_ga.fit.pieces import Again, Piece, even_pieces, run_pieces
 from lightning_ga.loading.reader import BatchSlices
 from lightning_ga.memory.oom import is_ambiguous_out_of_memory, is_out_of_memory, release
 from lightning_ga.plan.accumulation import plan_accumulation, split_evenly
@@ -54,6 +54,8 @@ class PiecewiseRun:
         self._refused: list[int] = []  # samples of the attempts that ran out of memory
         self._anew = not task.within_window or failure is not None  # whether all state is looked at anew
         self._draws = False
+        # To keep what each piece may change takes longer than to run some again, once in a training.
+        self._from_start = task.may_begin_again and attempts.knows_what_changes
         self._part: Any = task.batch  # what runs, or is cut
         self._slices = self._cut_batch()
 
@@ -69,21 +71,20 @@ class PiecewiseRun:
         most = min([samples if limit is None else limit, *((size + 1) // 2 for size in self._refused)])
         sizes = plan_accumulation(samples, micro_batch=most).chunks[0]
         sizes = sizes if pieces is None else split_evenly(samples, pieces)
-        with whole_batch_metrics(self._attempts.state.metrics):
-            done = run_pieces(even_pieces(sizes), self._run_piece)
+        with whole_batch_metrics(self._attempts.state.metrics, self._attempts.again_if_memory_runs_out):
+            done = run_pieces(even_pieces(sizes), self._run_piece, from_start=self._from_start)
         results, weights = zip(*(ran for _, ran in done))
         sizes = tuple(piece.samples for piece, _ in done)
         return BatchResult(results, sizes, weights, tuple(self._refused), self._draws)
 
-    def _run_piece(self, piece: Piece) -> tuple[Any, float] | None:
+    def _run_piece(self, piece: Piece) -> tuple[Any, float] | Again | None:
         """Run one piece; return its result and what it weighs, or ``None`` if memory ran out."""
         task, attempts = self._task, self._attempts
-        while True:
-            tried = task.attempt(piece)
-            ran = attempts.attempt(task.stage, partial(self._run, tried, piece))
-            if not isinstance(ran.result, _PieceError):
-                break
+        tried = task.attempt(piece, from_start=self._from_start)
+        ran = attempts.attempt(task.stage, partial(self._run, tried, piece))
+        if isinstance(ran.result, _PieceError):
             self._cut_otherwise(ran.result.error, piece, tried)
+            return Again()
         if ran.failure is not None:
             self._drop(tried, ran.failure)
             self._failed(piece.samples, ran.failure)
@@ -92,18 +93,20 @@ class PiecewiseRun:
         if self._failure is not None:  # a step that failed before it came to wait for the others
             attempts.raise_if_others_wait(task.stage, self._failure)
             self._draws = self._draws or attempts.state.draws_numbers()
-        weight = task.weigh(self._part, piece)
+        result, weight = ran.result
         self._ledger.keep(weight, piece.samples)
-        return ran.result, weight
+        return result, weight
 
     def _run(self, tried: TaskAttempt, piece: Piece) -> Any:
         """Cut a piece, keep what may change, and run it."""
         self._part = self._task.batch
+        if piece.start == 0 or not self._from_start:
+            self._attempts.take(self._part, anew=self._anew)
+            self._anew = False
         self._part = part = self._slices.take(piece.start, piece.stop)
-        self._attempts.take(part, anew=self._anew)
-        self._anew = False
         try:
-            return tried(part if self._move is None else self._move(part))
+            weight = self._task.weigh(part, piece)
+            return tried(part if self._move is None else self._move(part)), weight
         except Exception as error:
             if is_out_of_memory(error) or is_ambiguous_out_of_memory(error) or isinstance(error, UserError):
                 raise
@@ -111,7 +114,7 @@ class PiecewiseRun:
 
     def _drop(self, tried: TaskAttempt, failure: Exception | None) -> None:
         """Forget what a failed piece logged, and undo what it changed."""
-        self._ledger.drop()
+        self._ledger.drop(from_start=self._from_start)
         self._attempts.undo(self._task.stage, tried.undo, failure)
 
     def _failed(self, samples: int, failure: Exception) -> None:

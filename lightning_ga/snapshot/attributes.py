@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Iterator
 from functools import cache
 from operator import is_, itemgetter
+from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ class AttributeSnapshot:
     A large tensor, or one with a graph, is most often an output of the step before: it is not kept
     alive. Nor is each element of a long list copied: what a step appends goes, and a change of an
     element in place is noticed. Numbers, and lists of them, are none of this: what counts attempts goes on counting.
+    A number that becomes a tensor (``self.total = 0.0``, to which a step adds its loss) comes back.
 
     Modules that keep nothing of this kind are many. After the first attempts they are looked at where a window
     begins; what one of them has come to gather since then is noticed at a failure, not undone.
@@ -47,6 +49,7 @@ class AttributeSnapshot:
         self._looks = LOOKS
         self._modes: list[bool] = []
         self._kept: list[tuple[dict[str, Any], str, Any]] = []
+        self._plain: list[tuple[dict[str, Any], str, Any]] = []  # in the place of which tensors may be gathered
         self._copied: list[Tensor] = []
         self._copies = SmallCopies()
         self._watched: list[tuple[str, Tensor, int]] = []
@@ -67,7 +70,7 @@ class AttributeSnapshot:
             return
         before = self._copied
         self._kept, self._copied, self._watched, self._generators = [], [], [], []
-        self._containers, self._tails = [], []
+        self._containers, self._tails, self._plain = [], [], []
         self._look()
         if len(self._copied) != len(before) or not all(map(is_, self._copied, before)):
             self._copies = SmallCopies()  # the old ones go first
@@ -84,6 +87,9 @@ class AttributeSnapshot:
         for owner in self._owners:
             for name in owner.new():
                 del owner.attributes[name]
+        for attributes, name, value in self._plain:
+            if _is_gathered(attributes.get(name)):
+                attributes[name] = value
         for attributes, name, value in self._kept:
             attributes[name] = value
         self._copies.restore()
@@ -111,6 +117,7 @@ class AttributeSnapshot:
         for owner in self._owners if self._everywhere else self._keeping:
             for name in owner.names():
                 self._take(owner, name, owner.attributes[name])
+            self._plain += [(owner.attributes, name, owner.attributes[name]) for name in owner.plain]
         if self._everywhere:
             self._looks = max(0, self._looks - 1)
             self._keeping = [owner for owner in self._owners if owner.keeps]
@@ -121,6 +128,11 @@ class AttributeSnapshot:
             if _is_small_state(value):
                 self._kept.append((owner.attributes, name, value))
                 self._watch(place, value)
+        elif isinstance(value, tuple):
+            if not value or (_is_gathered(value) and _is_light(value)):
+                self._kept.append((owner.attributes, name, value))
+                for tensor in _tensors(value):
+                    self._watch(place, tensor)
         elif isinstance(value, (list, deque, dict)):
             if _is_gathered(value) and _is_light(value):
                 self._kept.append((owner.attributes, name, value))
@@ -158,6 +170,7 @@ class _Owner:
         self._types: list[type] = []
         self._own: dict[str, type] | None = None  # without what Lightning and PyTorch keep
         self._names: list[str] = []
+        self.plain: list[str] = []  # names of attributes that are no more than a number, or nothing yet
         self._has_changed = False
 
     @property
@@ -176,8 +189,13 @@ class _Owner:
             self._known, self._types = known, types
             before, self._own = self._own, {name: kind for name, kind in zip(known, types) if name not in _TABLES}
             self._has_changed = self._has_changed or before not in (None, self._own)
-            self._names = [name for name, kind in self._own.items() if _is_kept(kind)]
+            self._names = [name for name, kind in self._own.items() if _is_kept(kind) or self._is_state(name, kind)]
+            self.plain = [name for name, kind in self._own.items() if kind in (NoneType, int, float)]
         return self._names
+
+    def _is_state(self, name: str, kind: type) -> bool:
+        """Return whether it is a tuple of tensors, as the state of an LSTM is, or an empty one."""
+        return issubclass(kind, tuple) and (not (value := self.attributes[name]) or _is_gathered(value))
 
     def new(self) -> list[str]:
         """Return the names under which something was gathered and that did not exist."""
@@ -210,10 +228,18 @@ def _holds_tensors(container: Any) -> bool:
 
 
 def _is_gathered(value: Any) -> bool:
-    """Return whether it is a tensor, or a container of what steps gather: tensors, arrays, records of anything."""
+    """Return whether it is a tensor, a tuple of tensors, or a container of tensors, arrays, records of anything."""
     if isinstance(value, (list, deque, dict)):
         return all(isinstance(thing, (Tensor, np.ndarray, list, tuple, dict)) for thing in _things(value))
+    if isinstance(value, tuple):
+        return bool(value) and all(isinstance(thing, (Tensor, tuple)) and _is_gathered(thing) for thing in value)
     return isinstance(value, Tensor)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors of a tuple, at any depth of tuples."""
+    for thing in value:
+        yield from (thing,) if isinstance(thing, Tensor) else _tensors(thing)
 
 
 def _is_light(container: Any) -> bool:

@@ -57,7 +57,14 @@ class GradientSnapshot:
 
     def are_complete(self, parameters: Iterable[Tensor]) -> bool:
         """Return whether all of these have the whole contribution of the attempt's samples, as far as that shows."""
-        return all(id(p) in self._before and _has_changed(p, *self._before[id(p)]) for p in parameters)
+        known = self._before
+        for parameter in parameters:  # as ``_has_changed``, without a call for each
+            if id(parameter) not in known:
+                return False
+            before, version = known[id(parameter)]
+            if parameter.grad is before and (before is None or before._version == version):
+                return False
+        return True
 
     def lost(self) -> str | None:
         """Name what may have happened before the attempt, or in it: nobody knows."""

@@ -62,6 +62,10 @@ class UpdateSnapshot:
         self._gradients = self._kept(gradients)
         self._gradient_versions = versions(gradients)
 
+    def begin(self) -> None:
+        """Look at the optimizer's attributes again where its step begins: a gradient scaler has set some for it."""
+        self._contents[:1] = [_Contents(vars(self._optimizer))]
+
     def forget(self) -> None:
         """Let go of all tensors, after the update."""
         self._owners, self._state, self._weights, self._gradients = [], [], [], []

@@ -14,8 +14,9 @@ TINY = ("model=mlp", "debug=default", "trainer.max_epochs=3", "accumulate.micro_
 
 @pytest.fixture(autouse=True)
 def _handlers() -> Iterator[None]:
-    """Lightning leaves Ctrl-C ignored."""
+    """Lightning leaves Ctrl-C ignored, and so does a shell that has started the tests in the background."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     for number, handler in before.items():
         signal.signal(number, handler)

@@ -193,6 +193,22 @@ def test_trainers_take_turns_window_by_window() -> None:
     assert [len(watch.wall) for watch in watches] == [2, 1, 2]
 
 
+def test_the_order_of_a_round_is_drawn() -> None:
+    """The same on all ranks; each has one turn in every round."""
+
+    def orders(seed: int) -> list[list[int]]:
+        table = turns.Turns(3, seed)
+        played = []
+        for _ in range(3 * 20):
+            played.append(table._waiting[0])
+            table.pass_on()
+        return [played[place : place + 3] for place in range(0, len(played), 3)]
+
+    assert orders(1) == orders(1) != orders(2)
+    assert all(sorted(order) == [0, 1, 2] for order in orders(1))
+    assert len(set(map(tuple, orders(1)))) > 3
+
+
 def test_a_trainer_that_fails_ends_all() -> None:
     """Rather than leaving the others to wait for ever."""
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_ga.compat.buckets import FIRST_BUCKET, Bucket, SparseBucket, make_buckets
+from lightning_ga.compat.buckets import FIRST_BUCKET, Bucket, Message, SparseBucket, make_buckets
 from lightning_ga.compat.gradient_dtype import dtype_of_sum, has_grad_dtype
 
 MOST = 25 * 2**20
@@ -25,10 +25,19 @@ def made(given: list[nn.Parameter], most: int = MOST, sparse: Iterable[nn.Parame
     return bytes_of(make_buckets(given, sparse, most=most, arrival={}))
 
 
+def joined(bucket: Bucket | SparseBucket, room: torch.Tensor | None = None, scale: float = 0.5) -> Message:
+    """A message of its gradients."""
+    assert isinstance(bucket, Bucket)
+    message = bucket.message(room)
+    bucket.join(scale, message)
+    return message
+
+
 def test_the_last_gradients_go_first_in_a_small_message() -> None:
-    """They are complete first, and the sooner something is sent the better."""
+    """They are complete first, and the sooner something is sent the better, but no bias alone."""
     half = FIRST_BUCKET // 2
-    assert made(parameters(8, half, half, 16)) == [[16, half], [half, 8]]
+    assert made(parameters(8, half, half, half, 16)) == [[16, half, half], [half, 8]]
+    assert made(parameters(half, 8, 4 * FIRST_BUCKET, 16)) == [[16, 4 * FIRST_BUCKET], [8, half]]
 
 
 def test_messages_hold_25_mib_at_most() -> None:
@@ -62,8 +71,8 @@ def test_averages_come_back_to_their_places(shape: tuple[int, ...]) -> None:
     one.grad, other.grad = torch.randn(shape[::-1]).permute(*reversed(range(len(shape)))), torch.randn(5)
     wanted = [one.grad / 2, other.grad / 2]
     bucket = Bucket((one, other), one, one.dtype)
-    copy = bucket.joined(0.5)
-    assert torch.equal(copy, bucket.joined(0.5, torch.empty(bucket.length)))
+    copy, in_room = joined(bucket), joined(bucket, torch.full((bucket.size + 8,), 255, dtype=torch.uint8))
+    assert torch.equal(copy.whole, in_room.whole)
     one.grad.zero_()
     bucket.spread(copy)
     assert torch.equal(one.grad, wanted[0])
@@ -75,11 +84,11 @@ def test_a_gradient_that_another_rank_has_is_taken_over() -> None:
     here, elsewhere, nowhere, table = (nn.Parameter(torch.randn(2, 3)) for _ in range(4))
     bucket = Bucket((here, elsewhere, nowhere, table), here, here.dtype)
     here.grad, table.grad = torch.ones(2, 3), torch.ones(2, 3).to_sparse()
-    ours = bucket.joined(0.5)
+    ours = joined(bucket)
     here.grad, elsewhere.grad = None, 4 * torch.ones(2, 3)
-    theirs = bucket.joined(0.5)
+    ours.whole.add_(joined(bucket).whole)
     here.grad, elsewhere.grad = torch.ones(2, 3), None
-    bucket.spread(ours + theirs)
+    bucket.spread(ours)
     assert here.grad.tolist() == [[0.5] * 3] * 2
     assert elsewhere.grad is not None
     assert elsewhere.grad.tolist() == [[2.0] * 3] * 2
@@ -113,12 +122,12 @@ def test_sums_of_half_precision_parameters_are_sent_in_single_precision() -> Non
     wide.grad_dtype = narrow.grad_dtype = None
     wide.grad, narrow.grad = torch.full((3,), 1 / 3), torch.ones(3).bfloat16()
     (bucket,) = make_buckets([wide, narrow], (), most=MOST, arrival={}, dtype=dtype_of_sum)
-    copy = bucket.joined(0.5)
-    assert copy.dtype == torch.float32
+    copy = joined(bucket)
+    assert copy.whole.dtype == torch.float32
     bucket.spread(copy)
     assert wide.grad.tolist() == torch.full((3,), 1 / 6).tolist()
     assert narrow.grad.dtype == torch.float32
     assert narrow.grad.tolist() == [0.5] * 3
     (bucket,) = make_buckets([wide, narrow], (), most=MOST, arrival={})
-    bucket.spread(bucket.joined(1.0))
+    bucket.spread(joined(bucket, scale=1.0))
     assert {wide.grad.dtype, narrow.grad.dtype} == {torch.bfloat16}

@@ -1,6 +1,7 @@
 """Buckets are sent in order, each as soon as it is complete, and all of them once; ranks are in ``integration/``."""
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -27,7 +28,9 @@ class Ranks:
             self.fails -= 1
             raise torch.OutOfMemoryError("CUDA out of memory")
         self.sent.append(bucket)
-        return Sent(bucket, bucket.joined(0.5) * 4, self)
+        message = bucket.message()
+        bucket.join(2.0, message)
+        return Sent(bucket, self, partial(bucket.spread, message))
 
     def wait(self) -> None:
         self.received += 1
@@ -73,7 +76,9 @@ def equal(some: Iterable[Any], others: Iterable[Any]) -> bool:
 def test_each_is_sent_when_it_is_complete() -> None:
     """The last layer first, two at a time on their way; nothing is left for the end."""
     chain = Chain()
+    assert not chain.window.is_over
     chain.backward(chain(torch.ones(3)).sum())
+    assert chain.window.is_over
     assert chain.ranks.sent == chain.buckets
     assert [bucket.last for bucket in chain.buckets] == list(reversed(chain.weights))
     assert chain.at_the_end == 5

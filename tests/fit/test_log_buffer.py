@@ -59,6 +59,14 @@ def test_batch_sizes_that_count_add_up_and_constants_stay(
     assert kept == {"batch_size": size}
 
 
+def test_counts_that_are_the_same_in_pieces_of_other_sizes_are_no_constant() -> None:
+    """Two samples may have as many tokens as one, by which the pieces are weighed."""
+    parts = [("a", number, {"batch_size": 5}) for number in (2.0, 4.0)]
+    ((_, merged, kept),) = logged((0.5, 2, parts[:1]), (0.5, 1, parts[1:]))
+    assert merged == pytest.approx(3)
+    assert kept == {"batch_size": 10}
+
+
 def test_a_piece_of_no_weight_is_passed_over() -> None:
     """Its mean is over nothing."""
     ((_, value, _),) = logged((0.0, 1, [("a", float("nan"), {})]), (1.0, 1, [("a", 4.0, {})]))

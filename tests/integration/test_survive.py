@@ -323,6 +323,24 @@ def test_validation_within_a_fit() -> None:
     assert float(trainer.callback_metrics["val/loss"]) > 0
 
 
+class Narrow(Evaluated):
+    """Whose batches travel in parts of two at most."""
+
+    def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
+        if len(batch[0]) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return super().transfer_batch_to_device(batch, device, dataloader_idx)
+
+
+def test_parts_that_do_not_fit_on_the_way_to_validation() -> None:
+    """What the smaller ones log is of the step, not of the transfer before it that has failed."""
+    results = []
+    for module in (Narrow(), Roomy()):
+        trainer = quiet_trainer(AutoAccumulate())
+        results.append(trainer.validate(module, DataLoader(Samples(20), batch_size=8), verbose=False))
+    close(results[0], results[1], 1e-6)
+
+
 class Counts:
     """What an allocator counts: an error in validation shows there, too."""
 

@@ -145,6 +145,36 @@ def test_a_fused_update_that_has_begun_is_not_run_again(monkeypatch: pytest.Monk
         fit(DataLoader(Samples(37), batch_size=8), callback, ArmUpdate(faults), module=module)
 
 
+def test_a_fused_update_that_a_scaler_unscales_is_run_again_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scaler leaves it the scale in attributes of the optimizer, after what precedes an update is done."""
+
+    def fused(weights: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(weights, lr=0.05, fused=True)
+
+    def ran(fails: bool) -> Regression:
+        faults, make = Faults(), torch.zeros_like
+        left = [fails]
+
+        def failing(tensor: torch.Tensor, **settings: Any) -> torch.Tensor:
+            if faults.armed and left[0]:
+                left[0] = False
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+            return make(tensor, **settings)
+
+        module, callback = Chosen(fused, faults), AutoAccumulate(16, micro_batch_size=8, verify=False)
+        module.float()
+        plugin = pl.plugins.MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**10))
+        loader = DataLoader(Samples(37, torch.float32), batch_size=8)
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "zeros_like", failing)
+            fit(loader, callback, ArmUpdate(faults), module=module, plugins=plugin)
+        assert callback.oom_events == fails
+        return module
+
+    whole, again = ran(False).state_dict(), ran(True).state_dict()
+    assert all(torch.equal(value, again[name]) for name, value in whole.items())
+
+
 def test_an_update_that_runs_out_twice_ends_with_a_sentence() -> None:
     """Where nothing is left that could be freed."""
 

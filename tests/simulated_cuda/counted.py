@@ -62,7 +62,32 @@ class Deep(pl.LightningModule):
         return torch.optim.AdamW(self.parameters())
 
 
-def train(norm: type[nn.Module], precision: Any, mode: Any, ranks: int = 1) -> Seen:
+class Scheduled(Deep):
+    """Steps a schedule of several groups of weights after every window."""
+
+    def configure_optimizers(self) -> Any:
+        weights = [*self.parameters()]
+        optimizer = torch.optim.AdamW([{"params": weights[::2]}, {"params": weights[1::2], "lr": 0.1}])
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class Toggled(Deep):
+    """Trains parts of the model by turns, as a GAN does."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.net[:-1].requires_grad_(self.global_step % 2 == 0)
+
+
+def train(
+    norm: type[nn.Module],
+    precision: Any,
+    mode: Any,
+    ranks: int = 1,
+    *callbacks: pl.Callback,
+    kind: type[Deep] = Deep,
+    **settings: Any,
+) -> Seen:
     """Train under the callback, or with ``mode=None`` under stock Lightning.
 
     Args:
@@ -70,6 +95,9 @@ def train(norm: type[nn.Module], precision: Any, mode: Any, ranks: int = 1) -> S
         precision: The Trainer's.
         mode: ``micro_batching``.
         ranks: Processes, of which this is one.
+        *callbacks: Others.
+        kind: The module.
+        **settings: Of the Trainer.
     """
     ours = [] if mode is None else [AutoAccumulate(**OURS, micro_batching=mode)]
     size = MICRO_BATCH * FACTOR * (WARM_UP + WINDOWS) * ranks
@@ -78,14 +106,16 @@ def train(norm: type[nn.Module], precision: Any, mode: Any, ranks: int = 1) -> S
     trainer = quiet_trainer(
         *ours,
         counting,
+        *callbacks,
         accelerator="gpu",
         devices=ranks,
         strategy=DDPStrategy(process_group_backend="gloo") if ranks > 1 else "auto",
         precision=precision,
         max_epochs=1,
         accumulate_grad_batches=1 if ours else FACTOR,
+        **settings,
     )
-    trainer.fit(Deep(norm), DataLoader(data, batch_size=MICRO_BATCH * (FACTOR if ours else 1)))
+    trainer.fit(kind(norm), DataLoader(data, batch_size=MICRO_BATCH * (FACTOR if ours else 1)))
     assert counting.seen is not None
     return counting.seen
 

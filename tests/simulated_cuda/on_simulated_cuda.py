@@ -40,6 +40,11 @@ EXPLAINED: dict[str, str] = {
 }
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let the command line say how many programs chance writes."""
+    parser.addoption("--programs", type=int, default=12, help="random training programs (default: 12)")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Make the device that of all Trainers."""
     if not counters.is_loaded():

@@ -8,13 +8,14 @@ from pathlib import Path
 import device_counters
 import pytest
 import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import nn
 
 pytestmark = pytest.mark.skipif(
     not device_counters.is_loaded(), reason="needs the simulated CUDA device: make test-cuda"
 )
 if device_counters.is_loaded():
-    from counted import Seen, train, train_as_rank
+    from counted import Deep, Scheduled, Seen, Toggled, train, train_as_rank
     from forks import forked, in_ranks
 
 RANKS, MODES = 2, (None, "loader", "step")
@@ -35,6 +36,23 @@ def test_a_window_asks_no_more_of_the_device(norm: type[nn.Module], precision: s
     stock = train(norm, precision, None)
     for mode in MODES[1:]:
         asks_no_more(train(norm, precision, mode), stock)
+
+
+@pytest.mark.usefixtures("no_values")
+@pytest.mark.parametrize("what", ["clipped", "averaged", "scheduled", "toggled"])
+def test_a_window_of_other_programs_asks_no_more_either(what: str) -> None:
+    """With clipping of scaled gradients, averages of weights, schedules of several groups, parts trained by turns."""
+    kind = {"scheduled": Scheduled, "toggled": Toggled}.get(what, Deep)
+    settings = {"gradient_clip_val": 0.1} if what == "clipped" else {}
+    precision = "16-mixed" if what == "clipped" else "32-true"
+
+    def seen(mode: str | None) -> "Seen":
+        callbacks = [EMAWeightAveraging()] if what == "averaged" else []
+        return train(nn.LayerNorm, precision, mode, 1, *callbacks, kind=kind, **settings)
+
+    stock = seen(None)
+    for mode in MODES[1:]:
+        asks_no_more(seen(mode), stock)
 
 
 @pytest.mark.distributed

@@ -5,9 +5,11 @@
 #include <ATen/cuda/CUDAContext.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/cuda/CUDAFunctions.h>
+#include <pybind11/stl.h>
 #include <torch/extension.h>
 #include <torch/library.h>
 
+#include <mutex>
 #include <set>
 
 extern "C" void simulated_cuda_operator(const char* name);  // device.cpp
@@ -168,7 +170,24 @@ void raise_versions(const c10::FunctionSchema& schema, const std::vector<IValue>
         if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
 }
 
+// Memory runs out at some operators, counted from when they were chosen: before they run, as when their result is made.
+std::mutex failing;
+std::set<int64_t> failures;
+int64_t operators_run = 0;
+
+bool fails_now() {
+  std::lock_guard guard(failing);
+  return failures.erase(++operators_run) > 0;
+}
+
+int64_t fail_at(const std::set<int64_t>& operators) {
+  std::lock_guard guard(failing);
+  failures = operators;
+  return std::exchange(operators_run, 0);
+}
+
 void run_on_host(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
+  if (fails_now()) TORCH_CHECK_WITH(OutOfMemoryError, false, "CUDA out of memory. Injected in ", op.operator_name());
   c10::impl::ExcludeDispatchKeyGuard below(
       c10::autograd_dispatch_keyset_with_ADInplaceOrView |
       c10::DispatchKeySet({DispatchKey::AutocastCUDA, DispatchKey::AutocastCPU}));
@@ -296,4 +315,5 @@ void uninstall() { installed.clear(); }
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("install", &install, pybind11::arg("only") = std::set<std::string>());
   module.def("uninstall", &uninstall);
+  module.def("fail_at", &fail_at);
 }

@@ -166,6 +166,26 @@ def test_a_tensor_that_is_no_buffer_and_changes_in_place_comes_back() -> None:
     assert module.trained.requires_grad
 
 
+def test_the_state_of_an_lstm_and_what_was_none_come_back() -> None:
+    """A tuple of tensors that a step replaces or writes to, and the first tensors under a name that was there."""
+    module = Follower()
+    module.hidden = first = (torch.zeros(2), (torch.ones(2),))
+    module.kernel, module.began, module.name = (3, 3), (), None
+    state = AttemptSnapshot(module)
+    for _ in range(2):
+        module.cache = module.means = None
+        state.take(None)
+        module.hidden[1][0].data.add_(1)
+        module.hidden = (torch.ones(2), (torch.ones(2),))
+        module.began, module.kernel = (torch.ones(2),), (5, 5)
+        module.cache, module.means, module.name = torch.ones(2), {"a": torch.ones(2)}, "ran"
+        assert state.restore() is None
+        assert module.hidden is first
+        assert float(first[1][0].sum()) == 2
+        assert (module.began, module.cache, module.means) == ((), None, None)
+        assert (module.kernel, module.name) == ((5, 5), "ran")  # plain Python
+
+
 def test_elements_of_a_list_that_change_in_place_come_back() -> None:
     """Or are told, where the list is long: copies of all would take too much time."""
     module = Follower()

@@ -1,0 +1,273 @@
+"""Memory runs out in a batch that runs in pieces: at which operation is not to be seen afterwards, to the bit."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torchmetrics
+from torch import nn
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_ga import AutoAccumulate
+from lightning_ga.testing import OperationCounter, out_of_memory_at
+
+SAMPLES, MICRO, BATCHES = 12, 4, 6  # three pieces a batch
+pytestmark = pytest.mark.filterwarnings("ignore:Memory ran out in:UserWarning")
+
+
+class Stateful(pl.LightningModule):
+    """Draws random numbers, moves statistics, gathers outputs, and counts in a metric."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Dropout(0.3), nn.Linear(6, 1))
+        self.gathered: list[torch.Tensor] = []
+        self.mean = torchmetrics.MeanMetric()
+        self.totals: list[torch.Tensor] = []
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.total, self.largest = 0.0, None
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.totals += [self.total, self.largest]
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        (inputs,) = batch
+        output = self.net(inputs)
+        self.gathered.append(output.detach().mean())
+        self.mean(output.detach())
+        self.total += output.detach().sum()
+        self.largest = output.detach().max() if self.largest is None else self.largest.maximum(output.detach().max())
+        loss = output.square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+
+
+class FailOnce(pl.Callback):
+    """Lets memory run out at one operation of a batch: from its first forward pass to its last backward pass."""
+
+    def __init__(self, batch: int, operation: int) -> None:
+        self.batch, self.operation = batch, operation
+        self.counter: OperationCounter | None = None
+        self.before: list[int] = []  # operations before the backward pass of each piece
+        self.after: list[int] = []  # and after it
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.net[0].register_forward_pre_hook(lambda *_: self._begin(trainer))
+
+    def _begin(self, trainer: Any) -> None:
+        if self.counter is None and trainer.fit_loop.batch_idx == self.batch:
+            self.counter = out_of_memory_at(self.operation)
+            self.counter.__enter__()
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: torch.Tensor) -> None:
+        if self.counter is not None:
+            self.before.append(self.counter.operations)
+
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+        if self.counter is not None:
+            self.after.append(self.counter.operations)
+            if len(self.after) == SAMPLES // MICRO:
+                self.counter.__exit__(None, None, None)
+
+
+def trainer(ours: AutoAccumulate, *callbacks: pl.Callback, factor: int = 1) -> pl.Trainer:
+    return pl.Trainer(
+        max_epochs=1,
+        accumulate_grad_batches=factor,
+        accelerator="cpu",
+        callbacks=[ours, *callbacks],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+
+
+def train(batch: int, operation: int, factor: int) -> tuple[list[Any], FailOnce, AutoAccumulate]:
+    """Everything that is left behind by a training in which memory ran out at an operation of a batch."""
+    torch.manual_seed(0)
+    module, fails = Stateful(), FailOnce(batch, operation)
+    data = TensorDataset(torch.randn(SAMPLES * BATCHES, 5))
+    ours = AutoAccumulate(micro_batch_size=MICRO, micro_batching="step", batch_norm="ignore", verify=False)
+    fitted = trainer(ours, fails, factor=factor)
+    fitted.fit(module, DataLoader(data, batch_size=SAMPLES))
+    left = [
+        *module.state_dict().values(),
+        *module.gathered,
+        *module.totals,
+        module.mean.compute(),
+        torch.get_rng_state(),
+    ]
+    return [*left, fitted.callback_metrics["loss"]], fails, ours
+
+
+def undisturbed(batch: int, factor: int) -> FailOnce:
+    """Counts of the operations of a batch in which memory does not run out."""
+    _, counted, ours = train(batch, 0, factor)
+    assert ours.oom_events == 0
+    return counted
+
+
+def check(expected: list[Any], batch: int, operation: int, factor: int) -> None:
+    """Compare what is left behind where memory runs out at this operation."""
+    found, _, ours = train(batch, operation, factor)
+    assert ours.oom_events == 1
+    assert len(found) == len(expected)
+    differing = [place for place, pair in enumerate(zip(found, expected)) if not torch.equal(*pair)]
+    assert not differing, f"memory ran out at operation {operation}"
+
+
+def test_a_batch_that_begins_a_window_is_run_again_from_its_start() -> None:
+    """Wherever memory runs out, smaller pieces are all that is left of it."""
+    expected, _, _ = train(4, 1, factor=1)
+    last = undisturbed(4, factor=1).after[SAMPLES // MICRO - 1]
+    for operation in range(2, last, 17):
+        check(expected, 4, operation, factor=1)
+
+
+def test_within_a_window_a_piece_is_run_again() -> None:
+    """The batch before is kept, and so are pieces that went through, be it that a cut ran out of memory."""
+    counted = undisturbed(5, factor=2)
+    first, last = counted.after[0] + 1, counted.before[1]
+    expected, _, _ = train(5, last, factor=2)
+    for operation in [*range(first, first + 12), *range(first + 12, last, 9)]:  # the cut comes first
+        check(expected, 5, operation, factor=2)
+
+
+class Evaluated(Stateful):
+    """A validation that draws numbers, and holds three samples; memory runs out at one operation of its last batch."""
+
+    def __init__(self, operation: int) -> None:
+        super().__init__()
+        self.counter = out_of_memory_at(operation)
+        self.operations = 0  # of the last batch
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        (inputs,) = batch
+        if len(inputs) > 3:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        if batch_idx == BATCHES - 1 and not self.operations:
+            self.counter.__enter__()
+            self.operations = 1
+        output = nn.functional.dropout(self.net(inputs), 0.3)
+        self.gathered.append(output.mean())
+        self.mean(output)
+        self.log("mean", self.mean)
+        self.log("square", output.square().mean(), batch_size=len(inputs))
+
+    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.operations:
+            self.operations = self.counter.operations
+            self.counter.__exit__(None, None, None)
+
+
+def validate(operation: int) -> tuple[list[Any], Evaluated, AutoAccumulate]:
+    """Everything that is left behind by a validation in which memory ran out at an operation of the last batch."""
+    torch.manual_seed(0)
+    module, data = Evaluated(operation), TensorDataset(torch.randn(SAMPLES * BATCHES, 5))
+    ours = AutoAccumulate()
+    evaluating = pl.Trainer(
+        accelerator="cpu", callbacks=[ours], logger=False, enable_progress_bar=False, enable_model_summary=False
+    )
+    (logged,) = evaluating.validate(module, DataLoader(data, batch_size=SAMPLES), verbose=False)
+    left = [*module.gathered, torch.get_rng_state()]
+    return [*left, *map(torch.tensor, logged.values())], module, ours
+
+
+def test_a_batch_of_an_evaluation_is_run_again_from_its_start() -> None:
+    """What is logged when all pieces have run may run out of memory, too: it is logged again."""
+    unchanged, undisturbed, _ = validate(0)
+    smaller, _, _ = validate(1)
+    left = {1: unchanged, 2: smaller}  # by errors survived, of which the first batch met one
+    for operation in range(2, undisturbed.operations, 7):
+        found, _, ours = validate(operation)
+        assert len(found) == len(left[ours.oom_events])
+        assert all(map(torch.equal, found, left[ours.oom_events])), f"memory ran out at operation {operation}"
+
+
+class Masked(pl.LightningModule):
+    """A mask as long as the longest sequence, which a piece may not hold; memory for half a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.sizes = nn.Linear(5, 1), list[int]()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        inputs, lengths = batch
+        self.sizes.append(len(inputs))
+        if len(inputs) > SAMPLES // 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        mask = torch.arange(int(lengths.max())) < lengths[:, None]
+        return (self.net(inputs).squeeze(-1) * mask).square().sum() / len(inputs)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+def padded(sequences: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    return pad_sequence(list(sequences), batch_first=True), torch.tensor([*map(len, sequences)])
+
+
+def test_a_piece_that_failed_for_another_reason_keeps_its_size() -> None:
+    """It is collated anew, and no smaller: it had memory."""
+    lengths = [4, 3, 5, 4, 8, 3, *6 * [5]] * BATCHES  # the second half of a batch is padded for the first
+    module, ours = Masked(), AutoAccumulate(micro_batch_size=SAMPLES, micro_batching="loader", verify=False)
+    data: Any = [torch.randn(length, 5) for length in lengths]
+    trainer(ours).fit(module, DataLoader(data, batch_size=SAMPLES, collate_fn=padded))
+    assert set(module.sizes[1:]) == {SAMPLES // 2}
+
+
+class Outputs(Stateful):
+    """Returns one output for each sample, and counts what it is a mean over."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        (inputs,) = batch
+        output = self.net(inputs)
+        return {"loss": output.square().mean(), "outputs": output.detach()}
+
+
+class FailBeforeStep(FailOnce):
+    """Counts operations until the optimizer steps."""
+
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+        """Go on."""
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        if self.counter is not None and not self.after:
+            self.after = [self.counter.operations]
+            self.counter.__exit__(None, None, None)
+
+
+def count(batch: Any) -> int:
+    return int(torch.ones(len(batch[0])).sum())
+
+
+def counted(operation: int) -> tuple[list[torch.Tensor], int, int]:
+    """Train, memory running out at an operation of a batch: what is left, errors told, operations before the step."""
+    torch.manual_seed(0)
+    module, fails, data = Outputs(), FailBeforeStep(4, operation), TensorDataset(torch.randn(SAMPLES * BATCHES, 5))
+    ours = AutoAccumulate(
+        micro_batch_size=MICRO, micro_batching="step", batch_norm="ignore", normalize=count, verify=False
+    )
+    trainer(ours, fails).fit(module, DataLoader(data, batch_size=SAMPLES))
+    return [*module.state_dict().values(), torch.get_rng_state()], ours.oom_events, fails.after[0]
+
+
+def test_what_is_done_around_pieces_is_done_again() -> None:
+    """Counting what a piece weighs leads to smaller pieces, joining outputs to nothing that could be seen."""
+    unchanged, none, last = counted(0)
+    smaller, one, _ = counted(1)
+    assert (none, one) == (0, 1)
+    seen = set()
+    for operation in [*range(2, last - 40, 5), *range(last - 40, last - 8)]:
+        found, events, _ = counted(operation)
+        seen.add(events)
+        assert all(map(torch.equal, found, (unchanged, smaller)[events])), f"memory ran out at operation {operation}"
+    assert seen == {0, 1}
