@@ -8,7 +8,7 @@ from lightning_ga.memory.segments import Peaks
 from lightning_ga.memory.trace import MemoryTrace
 from lightning_ga.plan.records import Trial
 from lightning_ga.probe.pairing import paired
-from lightning_ga.probe.prediction import PeakPredictor, extrapolate
+from lightning_ga.probe.prediction import PeakPredictor, extrapolate, largest_fitting
 
 # A caching allocator hands out somewhat more than is asked for, and kernels choose their workspaces by size.
 TOLERANCE = 0.016  # of a measured peak
@@ -54,8 +54,12 @@ class Curve:
         """Bytes that a budget must leave: with segments, what the allocator reserves for that peak."""
         (real, foreseen), needed = self.grown, self._foreseen(samples)
         if real < foreseen:  # less than foreseen was once, and not more of it is sure
-            return needed - foreseen + real
+            return max(self(samples), needed - foreseen + real)
         return self.start + (needed - self.start) * real // foreseen
+
+    def alike(self, samples: int, low: int) -> int:
+        """The smallest size above ``low`` that takes as much as this one: an allocator may round up to few sizes."""
+        return largest_fitting(self, low + 1, samples, self(samples) - 1) + 1
 
     def through(self, step: Step) -> "Curve":
         """Stretch a curve so that it goes through a step, if that tells more than the traces do.
@@ -69,6 +73,10 @@ class Curve:
         start = 0 if traced or self.replay is None else self._foreseen(self.samples[1])
         grown = needed - start, self._foreseen(step.samples) - start
         return replace(self, start=start, grown=grown) if min(grown) > 0 else self
+
+    def unstretched(self) -> "Curve":
+        """Return the curve as the traces tell it where a step that took less than that led too far."""
+        return replace(self, grown=(1, 1)) if self.grown[0] < self.grown[1] else self
 
     def confirms(self, trial: Trial, traces: tuple[MemoryTrace, ...]) -> bool:
         """Whether a further trial has the predicted peak, and the stream of one of its traces.

@@ -139,6 +139,7 @@ class Prober:
             rules=self._meter.rules,
             predict_only=cautious,
             closest=CLOSEST if self._meter.deadly else 1.0,
+            has_margin=budget != self._asked,
             warm_up=first,
         )
         while (size := smallest_over_ranks(search.propose(), self._agree)) != search.limit:

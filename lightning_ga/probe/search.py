@@ -28,6 +28,8 @@ APART = 50  # a trial is smaller by this part of one that failed, at least: if i
 MOST_TRIALS = 12  # where sizes are not exact
 FAR = 8  # times the traced size: a prediction from there wants a third trace on the way
 HOLES = 200  # part of the budget that a first trial near it leaves to holes: half a percent
+UNSURE = 80  # part of the budget by which a prediction may be wrong, as measured where a step was
+WORTH = 33  # part of the limit that a trial has to add if it is not expected to fit
 # After a failure that the curve did not foresee: by what to stay below it, in percent of the budget where sizes are
 # exact, else of the size. What an allocator reserved for a step that fits corrects the curve, so one is wanted soon.
 EXACT_SPARES, SPARES = (2, 4, 8), (8, 8)
@@ -94,6 +96,7 @@ class Search:
         rules: How the allocator cuts blocks out of segments: the budget bounds these; ``None`` if it does not.
         predict_only: Try nothing near the budget: the result is ``predicted`` then.
         closest: Share of the budget that a trial may come to where only that leads on.
+        has_margin: Whether more than the budget is there, for the holes of an allocator.
         warm_up: The first step, of few samples, if it was recorded as the traces are.
 
     Attributes:
@@ -111,6 +114,7 @@ class Search:
         rules: SegmentRules | None = None,
         predict_only: bool = False,
         closest: float = 1.0,
+        has_margin: bool = False,
         warm_up: Step | None = None,
     ) -> None:
         self.budget = budget
@@ -118,6 +122,7 @@ class Search:
         self.rules = None if rules is None else replace(rules, budget=budget)
         self.predict_only = predict_only
         self._closest = int(closest * budget)
+        self._holes = 0 if has_margin or rounding == 1 else budget // HOLES
         self.limit = 0
         self.ceiling = high + 1
         self._high = high
@@ -141,7 +146,7 @@ class Search:
             return self._approach()
         guess = self._guess()
         if self.rounding > 1 and self._is_enough(guess):
-            return self.limit
+            return self._hoped()
         if guess > self.limit or self._is_proven():
             return guess
         return self._unused_between_traces() or min(self.limit + self._stride, self.ceiling - 1)
@@ -200,6 +205,8 @@ class Search:
         return (max(2 * self.limit, self._part_way(self._curve, guess)) if self.rounding > 1 else 2 * self.limit,)
 
     def _fail(self, size: int) -> None:
+        if self._curve is not None and self._replay is not None and self.rounding > 1:
+            size, self._curve = self._curve.alike(size, self.limit), self._curve.unstretched()
         self.ceiling = min(self.ceiling, size)
         self._misses += 1
         self._stride = 1
@@ -266,6 +273,17 @@ class Search:
         enough |= many and self.limit >= NEARLY_OF_FAILED * self.ceiling
         return (beyond and enough) or (self.limit > 0 and self._trials >= MOST_TRIALS)
 
+    def _hoped(self) -> int:
+        """A size much above the limit that would not take much more than there is, if nothing failed so far.
+
+        What an allocator reserves is not foreseen to the last bytes.
+        """
+        if self._curve is None or self._replay is None or self._misses or self._trials >= MANY_TRIALS - 1:
+            return self.limit
+        budget = self.budget + self.budget // UNSURE
+        size = largest_fitting(self._curve.needs, self.limit + 1, self.ceiling - 1, budget)
+        return size if size > self.limit + self.limit // WORTH else self.limit
+
     def _is_proven(self) -> bool:
         """Whether a replay counts as a trial: one confirmed it, and none ever contradicted it."""
         return self._verified and not self._misled and self._replay is not None
@@ -276,7 +294,7 @@ class Search:
         if self._curve is None:
             return _between(low, self.ceiling) if self._misses else min(2 * low, high)
         large = low > max(self._sizes)  # a large step is in the curve: it is nearly right
-        holes = 0 if large or self.rounding == 1 else self.budget // HOLES
+        holes = 0 if large else self._holes
         guess = largest_fitting(self._curve.needs, low + 1, self._high, self.budget - holes)
         if holes and guess <= HOLES:  # the last sample that does not fit leaves as much
             guess = largest_fitting(self._curve.needs, low + 1, self._high, self.budget)
