@@ -44,6 +44,7 @@ class Curve:
     # What a budget must leave goes from ``start`` on as many times as was foreseen as the largest step showed.
     start: int = 0
     grown: tuple[int, int] = (1, 1)  # by how much it grew up to that step, and by how much was foreseen
+    less: int = 0  # bytes by which its peak was lower than foreseen
     replayed: dict[int, Peaks] = field(default_factory=dict, compare=False)  # by size: a long stream takes a while
 
     def __call__(self, samples: int) -> int:
@@ -54,7 +55,7 @@ class Curve:
         """Bytes that a budget must leave: with segments, what the allocator reserves for that peak."""
         (real, foreseen), needed = self.grown, self._foreseen(samples)
         if real < foreseen:  # less than foreseen was once, and not more of it is sure
-            return max(self(samples), needed - foreseen + real)
+            return max(self(samples) - self.less, needed - foreseen + real)
         return self.start + (needed - self.start) * real // foreseen
 
     def alike(self, samples: int, low: int) -> int:
@@ -72,7 +73,8 @@ class Curve:
             return self
         start = 0 if traced or self.replay is None else self._foreseen(self.samples[1])
         grown = needed - start, self._foreseen(step.samples) - start
-        return replace(self, start=start, grown=grown) if min(grown) > 0 else self
+        less = max(0, self(step.samples) - step.trial.peak_bytes)
+        return replace(self, start=start, grown=grown, less=less) if min(grown) > 0 else self
 
     def unstretched(self) -> "Curve":
         """Return the curve as the traces tell it where a step that took less than that led too far."""

@@ -28,7 +28,6 @@ APART = 50  # a trial is smaller by this part of one that failed, at least: if i
 MOST_TRIALS = 12  # where sizes are not exact
 FAR = 8  # times the traced size: a prediction from there wants a third trace on the way
 HOLES = 200  # part of the budget that a first trial near it leaves to holes: half a percent
-UNSURE = 80  # part of the budget by which a prediction may be wrong, as measured where a step was
 WORTH = 33  # part of the limit that a trial has to add if it is not expected to fit
 # After a failure that the curve did not foresee: by what to stay below it, in percent of the budget where sizes are
 # exact, else of the size. What an allocator reserved for a step that fits corrects the curve, so one is wanted soon.
@@ -132,6 +131,7 @@ class Search:
         self._curve: Curve | None = None
         self._verified = self._misled = self._contradicted = False
         self._early: Curve | None = None  # from the first step on
+        self._error = 0  # bytes by which the last prediction was wrong
         self._trials = self._misses = 0
         self._stride = 1
 
@@ -159,6 +159,9 @@ class Search:
             foreseen = self._curve.confirms(trial, traces) if trial.fits else self._curve.needs(size) > self.budget
             self._verified |= foreseen and trial.fits
             self._misled |= not foreseen
+            needed = self._curve.needs(size)
+            reserved = needed if reserved_bytes is None else reserved_bytes
+            self._error = max(abs(self._curve(size) - trial.peak_bytes), abs(needed - reserved))
         self._contradicted = not trial.fits
         if not trial.fits:
             self._fail(size)
@@ -274,14 +277,10 @@ class Search:
         return (beyond and enough) or (self.limit > 0 and self._trials >= MOST_TRIALS)
 
     def _hoped(self) -> int:
-        """A size much above the limit that would not take much more than there is, if nothing failed so far.
-
-        What an allocator reserves is not foreseen to the last bytes.
-        """
+        """A size much above the limit that fits if the prediction is as wrong once more; only if nothing failed."""
         if self._curve is None or self._replay is None or self._misses or self._trials >= MANY_TRIALS - 1:
             return self.limit
-        budget = self.budget + self.budget // UNSURE
-        size = largest_fitting(self._curve.needs, self.limit + 1, self.ceiling - 1, budget)
+        size = largest_fitting(self._curve.needs, self.limit + 1, self.ceiling - 1, self.budget + self._error)
         return size if size > self.limit + self.limit // WORTH else self.limit
 
     def _is_proven(self) -> bool:
@@ -294,10 +293,10 @@ class Search:
         if self._curve is None:
             return _between(low, self.ceiling) if self._misses else min(2 * low, high)
         large = low > max(self._sizes)  # a large step is in the curve: it is nearly right
-        holes = 0 if large else self._holes
-        guess = largest_fitting(self._curve.needs, low + 1, self._high, self.budget - holes)
-        if holes and guess <= HOLES:  # the last sample that does not fit leaves as much
-            guess = largest_fitting(self._curve.needs, low + 1, self._high, self.budget)
+        guess = largest_fitting(self._curve.needs, low + 1, self._high, self.budget)
+        if self._holes and not large:  # near a budget that an allocator keeps to, many samples may take little more
+            spared = largest_fitting(self._curve.needs, low + 1, guess, self.budget - self._holes)
+            guess = max(spared, guess - guess // 100)
         if large and self.rounding > 1:
             middle = _between(low, self.ceiling)
             if self._misses > 1 and (self._contradicted or guess >= self.ceiling):

@@ -123,7 +123,8 @@ class Allocator(FakeDevice):
             self.tried.append(size)
             fits, trace = self.reserved(size) <= self.budget, self.trace(size)
             traces = [trace] if search.wants_trace and fits else []
-            trial = Trial(size, trace.peak(512) if fits else self.budget + 1, fits, 0.0)
+            peak = min(trace.peak(512), self.reserved(size))  # a large step may take less than small ones lead to
+            trial = Trial(size, peak if fits else self.budget + 1, fits, 0.0)
             search.record(trial, *traces, reserved_bytes=self.reserved(size) if fits else None)
         return search
 
@@ -326,6 +327,13 @@ def test_an_earlier_result_holds_while_its_limit_does(budget: int, high: int, ho
     assert still_holds(found, budget, high) == holds
     refused = replace(found, curve=(), trials=(Trial(91, 1010, False, 0.0),))
     assert still_holds(refused, budget, high) == holds
+
+
+def test_a_limit_somewhat_below_what_memory_allows_holds() -> None:
+    """A search on an allocator ends a little before; one that was asked for no more samples ends far before."""
+    found = ProbeResult(100, 1005, 990, (), 3, 0.0, "replay", curve=((100, 990), (101, 1000), (104, 1030), (130, 1300)))
+    assert still_holds(found, 1005, 512)
+    assert not still_holds(replace(found, curve=((100, 500), (101, 505), (125, 625))), 1005, 512)
 
 
 def test_a_curve_that_falls_again_beyond_the_limit_was_searched() -> None:
