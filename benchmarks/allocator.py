@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -77,7 +77,7 @@ SETTINGS = {
 def measure(setting: Setting, model: str, gib: float) -> dict[str, Any]:
     """Look for the limit in one budget, then confirm it."""
     budget = int(gib * GIB)
-    with _bounded(setting, budget):
+    with bounded(setting, budget):
         training = Training(MODELS[model], setting.device)
         started = time.process_time()
         found = find_micro_batch(
@@ -93,7 +93,7 @@ def measure(setting: Setting, model: str, gib: float) -> dict[str, Any]:
             "model": model,
             "gib": gib,
             "found": found.limit,
-            "limit": _true_limit(model, setting.device, found.limit),
+            "limit": confirmed(lambda: Training(MODELS[model], setting.device), found.limit),
             "method": found.method,
             "steps": found.steps,
             "failed": sum(not trial.fits for trial in found.trials),
@@ -102,16 +102,18 @@ def measure(setting: Setting, model: str, gib: float) -> dict[str, Any]:
         }
 
 
-def _true_limit(model: str, device: str, guess: int) -> int:
+def confirmed(make: Callable[[], Training], guess: int) -> int:
+    """The limit of a new training by trial: steps of this size pass and steps of one sample more fail."""
     gc.collect()
     torch.cuda.empty_cache()
-    training = Training(MODELS[model], device)
+    training = make()
     training.step(SMALL)
     return exhaustive(lambda size: passes(training, size), guess)
 
 
 @contextmanager
-def _bounded(setting: Setting, budget: int) -> Iterator[None]:
+def bounded(setting: Setting, budget: int) -> Iterator[None]:
+    """A device that leaves ``budget`` bytes to the training, in the setting's way."""
     gc.collect()
     with torch.cuda.device(setting.device):
         torch.cuda.init()
@@ -150,12 +152,13 @@ def _cells(models: Sequence[str], gibs: Sequence[float]) -> list[tuple[str, floa
     return [(model, gib) for gib in gibs for model in models if model not in few or gib <= FEW_GIB]
 
 
-def measured_apart(name: str, folder: Path) -> list[dict[str, Any]]:
-    """Measure all cells of a setting in a process of its own, started as this one was."""
-    path = folder / "cells.json"
-    environment = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": SETTINGS[name].text}
-    subprocess.run([*sys.orig_argv, "--only", name, "--record", str(path)], env=environment, check=True)
-    cells: list[dict[str, Any]] = json.loads(path.read_text())
+def measured_apart(text: str, *arguments: str) -> list[dict[str, Any]]:
+    """Measure cells under a setting of the allocator in a process of its own, started as this one was."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "cells.json"
+        environment = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": text}
+        subprocess.run([*sys.orig_argv, *arguments, "--record", str(path)], env=environment, check=True)
+        cells: list[dict[str, Any]] = json.loads(path.read_text())
     return cells
 
 
@@ -221,8 +224,7 @@ def measured(asked: argparse.Namespace) -> dict[str, Any]:
     for name in asked.settings:
         if torch.device(SETTINGS[name].device).index >= torch.cuda.device_count():
             continue
-        with tempfile.TemporaryDirectory() as folder:
-            record["settings"][name] = measured_apart(name, Path(folder))
+        record["settings"][name] = measured_apart(SETTINGS[name].text, "--only", name)
         record["targets"] = [asdict(target) for target in targets(record["settings"])]
         write_json("allocator", record)
     return record

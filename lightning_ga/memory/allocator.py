@@ -210,9 +210,9 @@ def events_as_trace(
     Examples:
         >>> step = [{"action": "alloc", "addr": 1, "size": 8}, {"action": "free_requested", "addr": 1, "size": 8}]
         >>> events_as_trace(step, samples=2, alive=100)
-        MemoryTrace(samples=2, sizes=(100, 8), events=(0, 1, -2), marks=(), layout=())
+        MemoryTrace(samples=2, sizes=(100, 8), events=(0, 1, -2), marks=(), layout=(), addresses=(0, 1), sums=())
     """
-    sizes, stream = [alive], []
+    sizes, addresses, stream = [alive], [0], []
     initial: dict[int, int] = {}  # by address
     held: dict[int, int] = {}
     mapped: list[tuple[int, int]] = []  # addresses and bytes
@@ -226,16 +226,22 @@ def events_as_trace(
             held[address] = len(sizes)
             stream.append(len(sizes))
             sizes.append(size)
+            addresses.append(address)
         else:
             number = held.pop(address, len(sizes))
             if number == len(sizes):
                 sizes.append(size)
+                addresses.append(0)
                 sizes[0] -= rounded_up(size, ROUNDING)
                 initial[address] = number
             stream.append(~number)
     layout = tuple(_layout(segment, initial) for segment in segments)
     return MemoryTrace(
-        samples, tuple(sizes), canonical([0, *initial.values(), *stream]), layout=(*_first_addresses(mapped), *layout)
+        samples,
+        tuple(sizes),
+        canonical([0, *initial.values(), *stream]),
+        layout=(*_first_addresses(mapped), *layout),
+        addresses=tuple(addresses),
     )
 
 

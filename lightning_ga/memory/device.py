@@ -191,6 +191,11 @@ def lifted_budget(device: torch.device) -> AbstractContextManager[None]:
     return nullcontext() if fraction is None or device.type != "cuda" else _bounded(device, fraction)
 
 
+def may_reserve(device: torch.device, size: int) -> bool:
+    """Return whether CUDA's allocator is not kept from reserving so many bytes: the device may have fewer."""
+    return device.type == "cuda" and _memory_fraction(device) * _device_memory(device)[1] > size
+
+
 @contextmanager
 def _bounded(device: torch.device, fraction: float) -> Iterator[None]:
     """Return a context in which this process may reserve that share of a CUDA device."""

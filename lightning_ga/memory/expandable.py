@@ -13,7 +13,7 @@ from lightning_ga.memory.segment_rules import LARGE_SEGMENT, SMALL_SEGMENT, Segm
 from lightning_ga.memory.segments import Block, Segments
 from lightning_ga.memory.trace import Segment, rounded_up
 
-_ENDLESS = 1 << 60  # addresses of a segment
+_ENDLESS = 1 << 90  # addresses of a segment: sizes that are only predicted may be any
 
 
 class ExpandableSegments(Segments):

@@ -19,11 +19,12 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_ga.memory.attribution import Origin, StepOrigins
 from lightning_ga.memory.live_tensors import HeldStorage, LiveTensorMeter, addresses
-from lightning_ga.memory.trace import rounded_up
+from lightning_ga.memory.trace import MemoryTrace, rounded_up
 from lightning_ga.plan.attribution import BATCH, GRADIENTS, LOGITS, OPTIMIZER, PARAMETERS
 
 Owners = Callable[[], Mapping[str, Iterable[Tensor]]]
 _NODE_NAME = "lightning_ga.module"  # in the metadata of autograd's nodes: which module made them
+_ADD = torch.ops.aten.add.Tensor
 _LOSSES = ("log_softmax", "nll_loss", "cross_entropy", "binary_cross_entropy_with_logits")
 
 
@@ -42,6 +43,8 @@ class OriginMeter(LiveTensorMeter):  # type: ignore[no-untyped-call]
         self._stack: list[str] = []
         self._hooks: list[RemovableHandle] = []
         self._origins: dict[int, Origin] = {}
+        self._sums: list[tuple[int, int]] = []
+        self._addresses: dict[int, int] = {}  # by storage
         self._kinds: dict[int, str] = {}  # of storages that were there before, by their addresses
         self._operation: Any = None
         self._was_backward = False  # since the last module ran
@@ -66,6 +69,8 @@ class OriginMeter(LiveTensorMeter):  # type: ignore[no-untyped-call]
         """Begin a step: the peak starts at what is alive, and what is alive is known by its owners."""
         super().start(record=record, budget=budget)
         self._origins.clear()
+        self._sums.clear()
+        self._addresses.clear()
         self._was_backward = False
         self._kinds = self._owned() if record else {}
 
@@ -127,11 +132,31 @@ class OriginMeter(LiveTensorMeter):  # type: ignore[no-untyped-call]
     def _see(self, outputs: Iterable[Tensor], func: Any, args: Any, kwargs: Any) -> None:
         self._operation = func
         super()._see(outputs, func, args, kwargs)
+        if self._events is not None and func is _ADD and torch._C._current_graph_task_id() != -1:
+            self._note_sum(args[0], *outputs)
         if self._events is not None and _described(func)[1]:
             for tensor in args:
                 if isinstance(tensor, Tensor) and tensor.is_floating_point():
                     for storage in addresses(tensor):
                         self._name(storage, LOGITS)
+
+    def _note_sum(self, gradient: Tensor, total: Tensor) -> None:
+        """Note the storages of a gradient and of its sum with another, both of this step."""
+        held = [self._held.get(storage) for tensor in (gradient, total) for storage in addresses(tensor)]
+        numbers = [each.number for each in held if each and each.counts and each.recording == self._recording]
+        if len(numbers) == 2:
+            self._sums.append((numbers[0] + 1, numbers[1] + 1))  # a trace numbers them from 1
+
+    def _hold(self, storage: torch.UntypedStorage, *, counts: bool) -> None:
+        super()._hold(storage, counts=counts)
+        if counts and self._events is not None and storage.device.type == "cuda":
+            self._addresses[len(self._sizes)] = storage.data_ptr()
+
+    def trace(self, samples: int) -> MemoryTrace:
+        """Return the recording, with the addresses of its storages and the sums of gradients."""
+        trace = super().trace(samples)
+        addresses = tuple(self._addresses.get(number, 0) for number in range(len(trace.sizes)))
+        return replace(trace, addresses=addresses, sums=tuple(self._sums))
 
     def _origin(self, size: int) -> Origin:
         operation, is_loss = _described(self._operation)

@@ -148,6 +148,8 @@ class Segments:
         """Return whole segments that were free for longer than the others (``garbage_collection_threshold``)."""
         budget, share = self._rules.budget, self._rules.collection
         surplus = self.reserved - int(share * budget) if share and budget is not None else 0
+        if surplus <= 0:
+            return
         whole = [block for *_, address in self._free[False] if (block := self._blocks[address]).is_whole]
         while surplus > 0 and whole:
             ages = {block.address: self._requests[False] - block.freed for block in whole}

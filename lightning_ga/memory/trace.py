@@ -1,7 +1,7 @@
 """The record of one training step: its allocations and releases in order, and the most bytes alive at once."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -29,6 +29,8 @@ class MemoryTrace:
             that follow one another are sorted: their order changes no peak.
         marks: Positions in ``events`` where a phase of the step ends, such as before the optimizer's step.
         layout: The segments of a caching allocator before the step, where they are known.
+        addresses: Where storages lie in the device's memory, 0 or nothing where that is not known.
+        sums: Pairs of storages: a gradient, and what its sum with another one was written to.
 
     Examples:
         >>> MemoryTrace(samples=2, sizes=(100, 8, 16), events=(0, 1, 2, ~1, ~2)).peak()
@@ -40,10 +42,36 @@ class MemoryTrace:
     events: tuple[int, ...]
     marks: tuple[int, ...] = ()
     layout: tuple[Segment, ...] = ()
+    addresses: tuple[int, ...] = ()
+    sums: tuple[tuple[int, int], ...] = ()
 
     def peak(self, rounding: int = 1) -> int:
         """Return the most bytes alive at once, every storage rounded up to a multiple of ``rounding`` bytes."""
         return replay(self.sizes, self.events, rounding)
+
+    def unwatched(self) -> "MemoryTrace":
+        """Return the stream as it is without a dispatch mode: there autograd adds gradients in place.
+
+        So it does where it holds the only reference (``can_accumulate_inplace`` in torch 2.15): the gradient dies
+        as soon as its sum is there.
+
+        Examples:
+            >>> MemoryTrace(2, (100, 8, 8), (0, 1, 2, ~1, ~2), sums=((1, 2),)).unwatched().events
+            (0, 1, -2)
+        """
+        gradients = {total: gradient for gradient, total in self.sums}
+        places: dict[int, int] = {}  # of sums: the storages that they are added up in
+        gone = set()
+        for index, event in enumerate(self.events):
+            if event > 0 and event in gradients and ~gradients[event] in _releases_after(self.events, index):
+                gone.add(gradients[event])
+                places[event] = places.get(gradients[event], gradients[event])
+        events = [
+            event if event >= 0 else ~places.get(~event, ~event)
+            for event in self.events
+            if (event not in places if event >= 0 else ~event not in gone)
+        ]
+        return replace(self, events=canonical(events), sums=())
 
     def phase_peaks(self, rounding: int = 1) -> tuple[int, ...]:
         """Return the most bytes alive at once in each phase: one more than there are marks.
@@ -91,6 +119,14 @@ def bytes_alive(sizes: Iterable[int], events: Iterable[int], rounding: int = 1) 
 def rounded_up(size: int, multiple: int) -> int:
     """Return the smallest multiple that is not less than ``size``."""
     return -(-size // multiple) * multiple
+
+
+def _releases_after(events: Sequence[int], index: int) -> Sequence[int]:
+    """Return the releases that follow an event directly."""
+    end = index + 1
+    while end < len(events) and events[end] < 0:
+        end += 1
+    return events[index + 1 : end]
 
 
 def canonical(events: Iterable[int]) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ from lightning_ga.plan.attribution import Attribution
 Method = Literal["replay", "prediction", "below", "phases", "bracket"]
 Source = Literal["probe", "cache", "checkpoint", "estimate"]
 _MORE = 1.02  # times an earlier budget: from here on a larger limit is worth a search
+_NEAR = 20  # part of a limit by which memory may allow for more, and it counts as what memory allows
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +102,10 @@ def still_holds(known: ProbeResult, budget: int, high: int) -> bool:
     if known.limit >= high:
         return True
     refused = [trial.peak_bytes for trial in known.trials if not trial.fits and trial.micro_batch_size > known.limit]
-    beyond = refused or [peak for samples, peak in known.curve if samples > known.limit][:1]
-    if not beyond or (not refused and beyond[0] <= known.budget_bytes):
+    larger = [(samples, peak) for samples, peak in known.curve if samples > known.limit]
+    beyond = refused or [peak for _, peak in larger[:1]]
+    near = known.limit + known.limit // _NEAR + 1
+    if not refused and all(peak <= known.budget_bytes for samples, peak in larger if samples <= near):
         return False
     return budget < min(beyond) or budget <= _MORE * known.budget_bytes
 

@@ -1,13 +1,14 @@
 """Peak memory by micro-batch size, read off the steps that ran. Pure."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from lightning_ga.memory.segment_replay import replay_segments
 from lightning_ga.memory.segment_rules import SegmentRules
 from lightning_ga.memory.segments import Peaks
 from lightning_ga.memory.trace import MemoryTrace
 from lightning_ga.plan.records import Trial
-from lightning_ga.probe.prediction import PeakPredictor, extrapolate
+from lightning_ga.probe.pairing import paired
+from lightning_ga.probe.prediction import PeakPredictor, extrapolate, largest_fitting
 
 # A caching allocator hands out somewhat more than is asked for, and kernels choose their workspaces by size.
 TOLERANCE = 0.016  # of a measured peak
@@ -40,17 +41,11 @@ class Curve:
     lines: tuple[tuple[int, int], ...]  # bytes at these two sizes
     rounding: int = 1  # of the allocator: 1 where sizes are exact
     rules: SegmentRules | None = None  # how the allocator cuts its blocks out of segments, if it does
-    shift: tuple[int, int] = (1, 0)  # size of the largest step that ran, and bytes by which its needs were missed
-
-    @property
-    def misses_blocks(self) -> bool:
-        """Whether a replay of segments lacks blocks, and so holes: the allocator's own traces did not align."""
-        return self.rules is not None and self.replay is not None and any(map(any, self.lines))
-
-    @property
-    def foresaw_more(self) -> bool:
-        """Whether the largest step that ran needed less than was foreseen."""
-        return self.shift[1] < 0
+    # What a budget must leave goes from ``start`` on as many times as was foreseen as the largest step showed.
+    start: int = 0
+    grown: tuple[int, int] = (1, 1)  # by how much it grew up to that step, and by how much was foreseen
+    less: int = 0  # bytes by which its peak was lower than foreseen
+    replayed: dict[int, Peaks] = field(default_factory=dict, compare=False)  # by size: a long stream takes a while
 
     def __call__(self, samples: int) -> int:
         """Peak bytes at a size."""
@@ -58,29 +53,44 @@ class Curve:
 
     def needs(self, samples: int) -> int:
         """Bytes that a budget must leave: with segments, what the allocator reserves for that peak."""
-        size, missed = self.shift
-        foreseen = self._unseen(samples) + self._seen(samples).needed
-        return foreseen + (missed * max(size, samples) // size if missed > 0 else missed)
+        (real, foreseen), needed = self.grown, self._foreseen(samples)
+        if real < foreseen:  # less than foreseen was once, and not more of it is sure
+            return max(self(samples) - self.less, needed - foreseen + real)
+        return self.start + (needed - self.start) * real // foreseen
+
+    def alike(self, samples: int, low: int) -> int:
+        """The smallest size above ``low`` that takes as much as this one: an allocator may round up to few sizes."""
+        return largest_fitting(self, low + 1, samples, self(samples) - 1) + 1
 
     def through(self, step: Step) -> "Curve":
-        """Shift a curve by what it missed of a step's needs: a large step tells what smaller ones do not.
+        """Stretch a curve so that it goes through a step, if that tells more than the traces do.
 
-        What is missing grows with the samples. For small steps segments may be left that hold more than they need.
+        From the larger traced step on; from zero where all that is known of what an allocator reserves is that step.
         """
-        reserved, small = step.reserved_bytes, self.rules is not None and step.samples <= self.samples[1]
-        seen = self._seen(step.samples)
-        missed = step.trial.peak_bytes - seen.allocated if reserved is None else reserved - seen.reserved
-        missed -= self._unseen(step.samples)
-        return replace(self, shift=(step.samples, min(0, missed) if small else missed))
+        needed = step.trial.peak_bytes if step.reserved_bytes is None else step.reserved_bytes
+        traced = self.replay is not None and step.samples <= self.samples[1]
+        if traced and self.rules is not None:  # a recorded step reserves otherwise
+            return self
+        start = 0 if traced or self.replay is None else self._foreseen(self.samples[1])
+        grown = needed - start, self._foreseen(step.samples) - start
+        less = max(0, self(step.samples) - step.trial.peak_bytes)
+        return replace(self, start=start, grown=grown, less=less) if min(grown) > 0 else self
+
+    def unstretched(self) -> "Curve":
+        """Return the curve as the traces tell it where a step that took less than that led too far."""
+        return replace(self, grown=(1, 1)) if self.grown[0] < self.grown[1] else self
 
     def confirms(self, trial: Trial, traces: tuple[MemoryTrace, ...]) -> bool:
         """Whether a further trial has the predicted peak, and the stream of one of its traces.
 
         To the byte where sizes are exact, else as closely as an allocator's word can be predicted.
         """
-        aligned = self.replay is None or not traces or any(map(self.replay.confirms, traces))
+        aligned = self.replay is None or self.rounding > 1 or not traces or any(map(self.replay.confirms, traces))
         tolerance = TOLERANCE * trial.peak_bytes if self.rounding > 1 else 0
         return aligned and abs(self(trial.micro_batch_size) - trial.peak_bytes) <= tolerance
+
+    def _foreseen(self, samples: int) -> int:
+        return self._unseen(samples) + self._seen(samples).needed
 
     def _unseen(self, samples: int) -> int:
         low, high = self.samples
@@ -91,7 +101,10 @@ class Curve:
         if self.replay is None:
             return Peaks(0, 0, 0)
         if self.rules is not None:
-            return replay_segments(self.replay.sizes(samples), self.replay.second, self.rules)
+            if samples not in self.replayed:
+                sizes = self.replay.sizes(samples)
+                self.replayed[samples] = replay_segments(sizes, self.replay.second, self.rules)
+            return self.replayed[samples]
         peak = self.replay(samples)
         return Peaks(peak, peak, peak)
 
@@ -110,8 +123,20 @@ def fit_curve(fitting: list[Step], rounding: int, *, rules: SegmentRules | None 
     return None if curve is None else curve.through(fitting[-1])
 
 
+def early_curve(warm_up: Step | None, first: Step, rounding: int, rules: SegmentRules | None) -> Curve | None:
+    """Return the curve from a first step, which makes the optimizer's state, and one that was recorded after it."""
+    blocks = None if warm_up is None else paired(warm_up.traces, first.traces, begin_alike=True)
+    replay = None if blocks is None else extrapolate(*blocks, rounding=rounding)
+    if warm_up is None or replay is None:
+        return None
+    return Curve(replay, (warm_up.samples, first.samples), ((0, 0),), rounding, rules)
+
+
 def _of_traces(small: Step, large: Step, rounding: int, rules: SegmentRules | None) -> Curve | None:
     samples, pairs = (small.samples, large.samples), list(zip(small.traces, large.traces))
+    blocks = paired(small.traces, large.traces)
+    if blocks is not None:  # nothing is unseen
+        return Curve(extrapolate(*blocks, rounding=rounding), samples, ((0, 0),), rounding, rules)
     for first, second in pairs:
         replay = extrapolate(first, second, rounding=rounding)
         if replay is not None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_ga.memory.allocator import WITH_STATISTICS, AllocatorMeter
 from lightning_ga.memory.attribution import StepOrigins
-from lightning_ga.memory.device import available_memory, is_emulated
+from lightning_ga.memory.device import available_memory, is_emulated, may_reserve
 from lightning_ga.memory.origin_meter import OriginMeter, Owners
 from lightning_ga.memory.segment_rules import ROUNDING, SegmentRules
 from lightning_ga.memory.trace import MemoryTrace
@@ -80,6 +80,10 @@ class TensorMeter:
             return self._given
         return int((CPU_SHARE if self.deadly else 1) * available_memory(self.device))
 
+    def may_exceed(self, size: int) -> bool:
+        """Return whether a step may take more than ``size`` bytes for a while without running out of memory."""
+        return False
+
     def may_hold_garbage(self, tensors: Iterable[Tensor | None]) -> bool:
         """Return whether memory may be held by what only the cycle collector finds: it cannot be told."""
         return not self.deadly
@@ -125,6 +129,10 @@ class CachingMeter(TensorMeter):
         """Return the bytes that are alive; these tensors are known to the recordings from now on."""
         self._tensors.add(tensors)
         return self._allocator.allocated()
+
+    def may_exceed(self, size: int) -> bool:
+        """Return whether the allocator may reserve more than ``size`` bytes."""
+        return may_reserve(self.device, size)
 
     def may_hold_garbage(self, tensors: Iterable[Tensor | None]) -> bool:
         """Return whether much more is alive than these tensors."""

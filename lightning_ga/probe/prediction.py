@@ -86,9 +86,16 @@ def largest_fitting(predict: Callable[[int], int], low: int, high: int, budget: 
         50
     """
     low -= 1
+    known: list[tuple[int, int]] = []  # sizes and their peaks: lines through two of them lead near, halving ends there
     while low < high:
         middle = (low + high + 1) // 2
-        if predict(middle) <= budget:
+        if len(known) > 1 and len(known) % 3:
+            (one, less), (other, more) = known[-2:]
+            along = one + (budget - less) * (other - one) // (more - less) if more != less else middle
+            middle = min(max(along, low + 1), high)
+        peak = predict(middle)
+        known.append((middle, peak))
+        if peak <= budget:
             low = middle
         else:
             high = middle - 1

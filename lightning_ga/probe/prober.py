@@ -16,10 +16,11 @@ from lightning_ga.errors import UserError
 from lightning_ga.memory.device import enforced_budget, lifted_budget
 from lightning_ga.memory.oom import is_ambiguous_out_of_memory, is_out_of_memory, release
 from lightning_ga.plan.records import ProbeResult, Trial, still_holds
+from lightning_ga.probe.curve import Step
 from lightning_ga.probe.meters import Measurement, TensorMeter
 from lightning_ga.probe.optimizers import SteppingOptimizers
 from lightning_ga.probe.peak_holders import PeakHolders
-from lightning_ga.probe.search import Search, affordable_samples, trace_sizes
+from lightning_ga.probe.search import HOLES, Search, affordable_samples, trace_sizes
 from lightning_ga.probe.shortage import Shortage
 
 _MOST = 1 << 62
@@ -128,7 +129,7 @@ class Prober:
     def _search(self, high: int, *, cautious: bool) -> ProbeResult:
         """Warm up, then run what a search proposes until it proposes nothing new."""
         self._least = inf
-        high, sizes = self._warm_up(high, cautious)
+        high, sizes, first = self._warm_up(high, cautious)
         alive, budget = self._prepare()
         search = Search(
             high=high,
@@ -138,6 +139,8 @@ class Prober:
             rules=self._meter.rules,
             predict_only=cautious,
             closest=CLOSEST if self._meter.deadly else 1.0,
+            has_margin=self._meter.may_exceed(budget + budget // HOLES),
+            warm_up=first,
         )
         while (size := smallest_over_ranks(search.propose(), self._agree)) != search.limit:
             trial, measured = self._try(size, record=search.wants_trace)
@@ -171,8 +174,8 @@ class Prober:
     def _seconds(self) -> float:
         return time.perf_counter() - self._started
 
-    def _warm_up(self, high: int, cautious: bool) -> tuple[int, tuple[int, ...]]:
-        """Run a first step, of two samples if these fit; the largest size left to search, and sizes to trace."""
+    def _warm_up(self, high: int, cautious: bool) -> tuple[int, tuple[int, ...], Step]:
+        """Run a first step, of two samples if these fit; the largest size left to search, sizes to trace, the step."""
         alive, budget = self._prepare()
         if not self._agree(alive <= budget):
             raise self._does_not_fit(alive, budget, high, cautious=cautious)
@@ -192,7 +195,8 @@ class Prober:
             )
             affordable = smallest_over_ranks(min(max(0, affordable), 2 * high), self._agree)
             high = high if size == 2 else 1
-            return high, trace_sizes(high, affordable, kernels_vary=self._meter.sees_kernels and not cautious)
+            sizes = trace_sizes(high, affordable, kernels_vary=self._meter.sees_kernels and not cautious)
+            return high, sizes, Step(trial, measured.traces)
         raise self._does_not_fit(alive, budget, high, cautious=cautious)
 
     def _prepare(self) -> tuple[int, int]:

@@ -17,7 +17,7 @@ from math import isqrt, sqrt
 from lightning_ga.memory.segment_rules import SegmentRules
 from lightning_ga.memory.trace import MemoryTrace
 from lightning_ga.plan.records import Method, Trial
-from lightning_ga.probe.curve import Curve, Step, fit_curve
+from lightning_ga.probe.curve import Curve, Step, early_curve, fit_curve
 from lightning_ga.probe.prediction import PeakPredictor, largest_fitting
 
 CURVE_POINTS = 32
@@ -26,7 +26,9 @@ MANY_TRIALS = 5  # after so many, less is enough: of what may still fit, and of 
 NEARLY, NEARLY_OF_FAILED = 0.98, 0.95
 APART = 50  # a trial is smaller by this part of one that failed, at least: if it fits, two in a hundred are left
 MOST_TRIALS = 12  # where sizes are not exact
-HOLES = 200  # part of the budget that holes take which no trace shows: half a percent
+FAR = 8  # times the traced size: a prediction from there wants a third trace on the way
+HOLES = 200  # part of the budget that a first trial near it leaves to holes: half a percent
+WORTH = 33  # part of the limit that a trial has to add if it is not expected to fit
 # After a failure that the curve did not foresee: by what to stay below it, in percent of the budget where sizes are
 # exact, else of the size. What an allocator reserved for a step that fits corrects the curve, so one is wanted soon.
 EXACT_SPARES, SPARES = (2, 4, 8), (8, 8)
@@ -93,6 +95,8 @@ class Search:
         rules: How the allocator cuts blocks out of segments: the budget bounds these; ``None`` if it does not.
         predict_only: Try nothing near the budget: the result is ``predicted`` then.
         closest: Share of the budget that a trial may come to where only that leads on.
+        has_margin: Whether more than the budget is there, for the holes of an allocator.
+        warm_up: The first step, of few samples, if it was recorded as the traces are.
 
     Attributes:
         limit: Largest size that was tried and fits; 0 before one did.
@@ -109,19 +113,25 @@ class Search:
         rules: SegmentRules | None = None,
         predict_only: bool = False,
         closest: float = 1.0,
+        has_margin: bool = False,
+        warm_up: Step | None = None,
     ) -> None:
         self.budget = budget
         self.rounding = rounding
         self.rules = None if rules is None else replace(rules, budget=budget)
         self.predict_only = predict_only
         self._closest = int(closest * budget)
+        self._holes = 0 if has_margin or rounding == 1 else budget // HOLES
         self.limit = 0
         self.ceiling = high + 1
         self._high = high
         self._sizes = sizes
         self._fitting: list[Step] = []  # by size
+        self._warm_up = warm_up
         self._curve: Curve | None = None
         self._verified = self._misled = self._contradicted = False
+        self._early: Curve | None = None  # from the first step on
+        self._error = 0  # bytes by which the last prediction was wrong
         self._trials = self._misses = 0
         self._stride = 1
 
@@ -136,7 +146,7 @@ class Search:
             return self._approach()
         guess = self._guess()
         if self.rounding > 1 and self._is_enough(guess):
-            return self.limit
+            return self._hoped()
         if guess > self.limit or self._is_proven():
             return guess
         return self._unused_between_traces() or min(self.limit + self._stride, self.ceiling - 1)
@@ -149,6 +159,9 @@ class Search:
             foreseen = self._curve.confirms(trial, traces) if trial.fits else self._curve.needs(size) > self.budget
             self._verified |= foreseen and trial.fits
             self._misled |= not foreseen
+            needed = self._curve.needs(size)
+            reserved = needed if reserved_bytes is None else reserved_bytes
+            self._error = max(abs(self._curve(size) - trial.peak_bytes), abs(needed - reserved))
         self._contradicted = not trial.fits
         if not trial.fits:
             self._fail(size)
@@ -157,11 +170,46 @@ class Search:
         self.limit = max(self.limit, size)
         fitting = [*self._fitting, Step(trial, traces, reserved_bytes)]
         self._fitting = sorted(fitting, key=lambda step: step.samples)
-        self._curve = fit_curve(self._fitting, self.rounding, rules=self.rules)
-        if len(self._fitting) == len(self._sizes) == 2 and self._is_quadratic() and 2 * self.limit < self._guess():
-            self._sizes = (*self._sizes, 2 * self.limit)  # two traces cannot tell a square from sizes that vary
+        if traces or self._curve is None or self._replay is None:
+            self._curve = fit_curve(self._fitting, self.rounding, rules=self.rules)
+        else:
+            self._curve = self._curve.through(self._fitting[-1])
+        if len(self._fitting) < len(self._sizes):
+            self._sizes = (*self._sizes[:-1], self._next_trace(self._sizes[-1]))
+        elif len(self._fitting) == len(self._sizes) == 2 and self._replay is not None:
+            self._sizes = (*self._sizes, *self._third_trace(self._guess()))
+
+    def _next_trace(self, size: int) -> int:
+        """The size of the second trace: with a quarter of what is left, as far as can be told, else a safe one."""
+        last = self._fitting[-1]
+        if self.rounding == 1 or not last.traces:
+            return size
+        early = early_curve(self._warm_up, last, self.rounding, self.rules)
+        if early is not None:
+            self._early = early
+            return max(self.limit + 1, self._part_way(early, self._high // 2))
+        kept = last.traces[0].kept_bytes(self.rounding)
+        room, growing = max(0, self.budget - kept), max(1, last.trial.peak_bytes - kept)
+        return max(self.limit + 1, min(size, isqrt(self.limit**2 * room // growing)))  # if all grows as the square
+
+    def _part_way(self, curve: Curve, high: int) -> int:
+        """Where a curve has come a quarter of the way from the largest step to the budget."""
+        needed = curve.needs(self.limit)
+        return largest_fitting(curve.needs, self.limit + 1, high, needed + (self.budget - needed) // 4)
+
+    def _third_trace(self, guess: int) -> tuple[int, ...]:
+        """A size between the traces and where they lead: far, or along a square, which two cannot tell for sure."""
+        assert self._curve is not None
+        trial = self._fitting[-1].trial
+        foreseen = self._early is not None and self._early.confirms(trial, ())
+        far = self.rounding > 1 and guess > FAR * self.limit
+        if guess <= 2 * self.limit or not (far or (self._is_quadratic() and not foreseen)):
+            return ()
+        return (max(2 * self.limit, self._part_way(self._curve, guess)) if self.rounding > 1 else 2 * self.limit,)
 
     def _fail(self, size: int) -> None:
+        if self._curve is not None and self._replay is not None and self.rounding > 1:
+            size, self._curve = self._curve.alike(size, self.limit), self._curve.unstretched()
         self.ceiling = min(self.ceiling, size)
         self._misses += 1
         self._stride = 1
@@ -228,6 +276,13 @@ class Search:
         enough |= many and self.limit >= NEARLY_OF_FAILED * self.ceiling
         return (beyond and enough) or (self.limit > 0 and self._trials >= MOST_TRIALS)
 
+    def _hoped(self) -> int:
+        """A size much above the limit that fits if the prediction is as wrong once more; only if nothing failed."""
+        if self._curve is None or self._replay is None or self._misses or self._trials >= MANY_TRIALS - 1:
+            return self.limit
+        size = largest_fitting(self._curve.needs, self.limit + 1, self.ceiling - 1, self.budget + self._error)
+        return size if size > self.limit + self.limit // WORTH else self.limit
+
     def _is_proven(self) -> bool:
         """Whether a replay counts as a trial: one confirmed it, and none ever contradicted it."""
         return self._verified and not self._misled and self._replay is not None
@@ -238,13 +293,11 @@ class Search:
         if self._curve is None:
             return _between(low, self.ceiling) if self._misses else min(2 * low, high)
         large = low > max(self._sizes)  # a large step is in the curve: it is nearly right
-        blind = self._curve.misses_blocks and not large
         guess = largest_fitting(self._curve.needs, low + 1, self._high, self.budget)
-        if blind and guess > HOLES:  # below, the last sample that does not fit leaves as much
-            guess = largest_fitting(self._curve.needs, low + 1, self._high, self.budget - self.budget // HOLES)
+        if self._holes and not large:  # near a budget that an allocator keeps to, many samples may take little more
+            spared = largest_fitting(self._curve.needs, low + 1, guess, self.budget - self._holes)
+            guess = max(spared, guess - guess // 100)
         if large and self.rounding > 1:
-            if self._curve.foresaw_more:  # it may lead too far
-                guess = max(low, min(guess, self._secant()))
             middle = _between(low, self.ceiling)
             if self._misses > 1 and (self._contradicted or guess >= self.ceiling):
                 return middle
@@ -255,14 +308,6 @@ class Search:
             return guess
         guess = self._spared(self._curve)
         return guess if low < guess < self.ceiling else _between(low, self.ceiling)
-
-    def _secant(self) -> int:
-        """Where what the two largest steps reserved leads in a line."""
-        small, large = self._fitting[-2:]
-        grown = (large.reserved_bytes or 0) - (small.reserved_bytes or 0)
-        if large.reserved_bytes is None or grown <= 0:
-            return self._high
-        return large.samples + (self.budget - large.reserved_bytes) * (large.samples - small.samples) // grown
 
     def _spared(self, curve: Curve) -> int:
         """A size below one that failed although the curve said that it fits: an allocator may be fragmented."""

@@ -17,7 +17,7 @@ from torch import nn
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT))  # benchmarks are not installed
 
-from benchmarks import allocator, gpu, output, probe  # noqa: E402
+from benchmarks import allocator, gpu, output, probe, random_cells  # noqa: E402
 from benchmarks.probing import cells, emulation, models, prediction, programs, tables, throughput  # noqa: E402
 from benchmarks.probing.cells import Cell  # noqa: E402
 from benchmarks.probing.devices import EMULATED, FAKE, TRAINER, memory  # noqa: E402
@@ -303,3 +303,14 @@ def test_the_gpu_benchmarks_need_neither_hydra_nor_the_hub_of_timm(tmp_path: Pat
     )
     done = forked(exec, "\n".join(lines), folder=tmp_path)
     assert done.code == 0, done.output
+
+
+def test_random_cells_are_the_same_for_the_same_number() -> None:
+    """They fit: a budget is several times as large as the parameters. All families are drawn."""
+    drawn = [random_cells.draw_cell(number) for number in range(40)]
+    assert drawn == [random_cells.draw_cell(number) for number in range(40)]
+    assert all(random_cells.SMALLEST <= cell.gib <= random_cells.LARGEST for cell in drawn)
+    assert len({cell.model.split()[0] for cell in drawn}) >= 9
+    cells = [asdict(cell) | {"found": 99, "limit": 100, "steps": 4, "errors": 0} for cell in drawn]
+    shown = random_cells.text({"device": "Simulated CUDA device", "seeds": [0], "cells": cells})
+    assert max(map(len, shown.splitlines())) <= output.WIDTH

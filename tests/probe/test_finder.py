@@ -480,6 +480,7 @@ def test_on_cuda_the_statistics_of_the_allocator_decide(monkeypatch: pytest.Monk
     FakeCuda.memory = LiveTensorMeter()
     monkeypatch.setattr("lightning_ga.probe.meters.AllocatorMeter", FakeCuda)
     monkeypatch.setattr("lightning_ga.probe.meters.available_memory", lambda device: 10**6)
+    monkeypatch.setattr("lightning_ga.probe.meters.may_reserve", lambda device, size: False)
     sizes: list[int] = []
 
     def step(samples: int) -> None:

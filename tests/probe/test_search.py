@@ -123,7 +123,8 @@ class Allocator(FakeDevice):
             self.tried.append(size)
             fits, trace = self.reserved(size) <= self.budget, self.trace(size)
             traces = [trace] if search.wants_trace and fits else []
-            trial = Trial(size, trace.peak(512) if fits else self.budget + 1, fits, 0.0)
+            peak = min(trace.peak(512), self.reserved(size))  # a large step may take less than small ones lead to
+            trial = Trial(size, peak if fits else self.budget + 1, fits, 0.0)
             search.record(trial, *traces, reserved_bytes=self.reserved(size) if fits else None)
         return search
 
@@ -134,14 +135,14 @@ class Allocator(FakeDevice):
 @pytest.mark.parametrize("budget", [10**7, 3 * 10**8, 5 * 10**9])
 @pytest.mark.parametrize("holes", [-0.1, -0.03, 0.0, 0.01, 0.03, 0.06])
 def test_what_an_allocator_reserved_for_a_large_step_corrects_the_prediction(holes: float, budget: int) -> None:
-    """Small steps say nothing of it: with the warm-up, six steps at most, one of which fails."""
+    """Small steps say nothing of it: with the warm-up, six steps at most, and a step on the way tells in time."""
     device = Allocator(linear(10**6, 10**4), budget, lambda samples: holes if samples > 16 else 0.0)
     search = device.search(10**7)
     limit = int((budget / (1 + holes) - 10**6) / 10**4)
     assert 0.98 * limit <= search.limit <= limit + 1
     assert search.limit in device.tried
     assert 1 + len(device.tried) <= 6
-    assert device.failed() == (holes > 0)
+    assert device.failed() == 0
 
 
 @settings(deadline=None, max_examples=3 * EXAMPLES)
@@ -174,7 +175,7 @@ def test_a_first_trace_that_does_not_fit_is_followed_by_small_ones() -> None:
     """Squares that no warm-up shows: one failure, then sizes that fit for sure, yet show the squares."""
     device = Allocator(([lambda b: 10**6 + 100 * b, lambda b: 1000 * b * b], [0, 1, ~1]), 10**9, lambda samples: 0.0)
     search = device.search(10**6, sizes=(5000, 10_000))
-    assert device.tried[:4] == [5000, 35, 70, 140]
+    assert device.tried[:4] == [5000, 35, 70, 503]
     assert 1 + len(device.tried) <= 6
     assert 0.98 * 999 <= search.limit <= 999
     assert device.failed() == 1
@@ -326,6 +327,13 @@ def test_an_earlier_result_holds_while_its_limit_does(budget: int, high: int, ho
     assert still_holds(found, budget, high) == holds
     refused = replace(found, curve=(), trials=(Trial(91, 1010, False, 0.0),))
     assert still_holds(refused, budget, high) == holds
+
+
+def test_a_limit_somewhat_below_what_memory_allows_holds() -> None:
+    """A search on an allocator ends a little before; one that was asked for no more samples ends far before."""
+    found = ProbeResult(100, 1005, 990, (), 3, 0.0, "replay", curve=((100, 990), (101, 1000), (104, 1030), (130, 1300)))
+    assert still_holds(found, 1005, 512)
+    assert not still_holds(replace(found, curve=((100, 500), (101, 505), (125, 625))), 1005, 512)
 
 
 def test_a_curve_that_falls_again_beyond_the_limit_was_searched() -> None:

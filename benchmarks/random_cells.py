@@ -1,0 +1,208 @@
+"""Is the limit found in cells that nobody named? ``python -m benchmarks.random_cells --cells 32 --seed 3``.
+
+Models, precisions, optimizers, budgets and settings of the allocator are drawn at random, the same for the same seed.
+Each setting has a process of its own; limits are confirmed as in ``benchmarks.allocator``, and on a simulated device
+the command is called in the same way. Exits with 1 if a target is missed, and with 2 where there is no CUDA device.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.allocator import Setting, bounded, confirmed, measured_apart, targets
+from benchmarks.output import as_text, write_json
+from benchmarks.probe import quiet
+from benchmarks.probing.cells import HIGH
+from benchmarks.probing.devices import GIB
+from benchmarks.probing.models import POOL
+from benchmarks.probing.random_models import Drawn, draw_model, size_of
+from benchmarks.probing.tables import shown
+from benchmarks.probing.training import Counter, Training
+from lightning_ga import find_micro_batch
+
+SMALLEST, LARGEST = 1.5, 130.0  # GiB
+ROOM = 8  # times the parameters, which a budget has at least: with Adam they take four or five
+PRECISIONS = ("32", "bf16-mixed", "16-mixed")
+OPTIMIZERS = ("SGD", "AdamW", "AdamW, fused", "AdamW, one by one", "RMSprop")
+TEXTS = (
+    *[""] * 6,
+    "expandable_segments:True",
+    "expandable_segments:True",
+    "max_split_size_mb:64",
+    "max_split_size_mb:256",
+    "roundup_power2_divisions:2",
+    "roundup_power2_divisions:16",
+    "garbage_collection_threshold:0.8",
+    "garbage_collection_threshold:0.5,max_split_size_mb:512",
+    "expandable_segments:True,roundup_power2_divisions:4",
+    "backend:cudaMallocAsync",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RandomCell:
+    """What was drawn, and from which number its model is drawn again.
+
+    Attributes:
+        number: Where the drawing began.
+        model: The model's name.
+        precision: As Lightning calls it.
+        optimizer: One of ``OPTIMIZERS``.
+        clipped: Whether gradients are clipped by their norm.
+        gib: Budget in GiB.
+        setting: How the allocator is set up.
+    """
+
+    number: int
+    model: str
+    precision: str
+    optimizer: str
+    clipped: bool
+    gib: float
+    setting: Setting
+
+
+def draw_cell(number: int) -> RandomCell:
+    """Draw a cell; the same number gives the same one."""
+    draw = Random(number)
+    model = draw_model(draw)
+    least = max(SMALLEST, ROOM * size_of(model) / GIB)
+    gib = round(least * (LARGEST / least) ** draw.random(), 2)
+    text, device = draw.choice(TEXTS), draw.choice(("cuda:0",) * 5 + ("cuda:1",))
+    bounded = draw.choice(("budget",) * 4 + ("fraction", "others"))
+    if "cudaMallocAsync" in text and bounded == "others":
+        bounded = "fraction"  # a simulated device counts what others take among the blocks of its pool
+    setting = Setting(text, device, bounded)
+    precision, optimizer = draw.choice(PRECISIONS), draw.choice(OPTIMIZERS)
+    return RandomCell(number, model.name, precision, optimizer, draw.random() < 0.3, gib, setting)
+
+
+class RandomTraining(Training):
+    """A training as a cell says."""
+
+    def __init__(self, cell: RandomCell) -> None:
+        model: Drawn = draw_model(Random(cell.number))
+        torch.manual_seed(0)
+        self.counter, self.cell = Counter(), cell
+        with torch.device(cell.setting.device):
+            self.net = model.build().train()
+            self.samples = model.samples()
+        self.optimizer = _optimizer(cell.optimizer, self.net)
+        self.scaler = torch.amp.GradScaler("cuda", enabled=cell.precision == "16-mixed")
+
+    def step(self, size: int) -> None:
+        """One counted training step."""
+        with self.counter.step(size):
+            loss = self.loss(size)
+            self.optimizer.zero_grad()
+            self.scaler.scale(loss).backward()
+            if self.cell.clipped:
+                self.scaler.unscale_(self.optimizer)
+                torch.nn.utils.clip_grad_norm_(self.net.parameters(), 1.0)
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+
+    def loss(self, size: int) -> Tensor:
+        """Mean loss of a new batch, in the cell's precision."""
+        index = torch.arange(size, device=self.samples[0].device) % POOL
+        dtype = torch.bfloat16 if self.cell.precision == "bf16-mixed" else torch.float16
+        with nullcontext() if self.cell.precision == "32" else torch.autocast("cuda", dtype):
+            loss: Tensor = self.net(*(tensor[index] for tensor in self.samples))
+        return loss
+
+
+def _optimizer(name: str, net: torch.nn.Module) -> torch.optim.Optimizer:
+    parameters = list(net.parameters())
+    if name == "SGD":
+        return torch.optim.SGD(parameters, 0.1, momentum=0.9)
+    if name == "RMSprop":
+        return torch.optim.RMSprop(parameters)
+    settings: dict[str, bool] = {"AdamW, fused": {"fused": True}, "AdamW, one by one": {"foreach": False}}.get(name, {})
+    return torch.optim.AdamW(parameters, **settings)  # type: ignore[arg-type]
+
+
+def measure(cell: RandomCell) -> dict[str, Any]:
+    """Look for the limit, then confirm it."""
+    setting, budget = cell.setting, int(cell.gib * GIB)
+    with bounded(setting, budget):
+        training = RandomTraining(cell)
+        found = find_micro_batch(
+            training.step,
+            high=HIGH,
+            budget=budget if setting.bounded == "budget" else None,
+            device=setting.device,
+            resident=training.resident,
+        )
+        errors = training.counter.ooms
+        del training
+        limit = min(HIGH, confirmed(lambda: RandomTraining(cell), found.limit))
+    tried = [(trial.micro_batch_size, trial.fits) for trial in found.trials]
+    counts = {"steps": found.steps, "errors": errors, "method": found.method, "tried": tried}
+    return {**asdict(cell), "found": found.limit, "limit": limit, **counts}
+
+
+def text(record: Mapping[str, Any]) -> str:
+    """A row for each family of models."""
+    families: dict[str, list[Mapping[str, Any]]] = {}
+    for cell in record["cells"]:
+        families.setdefault(cell["model"].split()[0], []).append(cell)
+    table = shown("model", ("cells", "found ÷ limit, least", "steps, most", "OOMs, most"))
+    for name, cells in sorted(families.items()):
+        least = min(cell["found"] / cell["limit"] for cell in cells)
+        most = (max(cell[key] for cell in cells) for key in ("steps", "errors"))
+        table.add_row(name, str(len(cells)), f"{least:.3f}", *map(str, most))
+    return as_text(table, f"{record['device']}: cells drawn at random, seed {', '.join(map(str, record['seeds']))}.")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, show, write; 1 if a target is missed, 2 without a CUDA device."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.random_cells",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--cells", type=int, default=32, help="cells for each seed (default: 32)")
+    parser.add_argument("--seeds", type=int, nargs="*", default=[3], help="default: 3")
+    parser.add_argument("--numbers", type=int, nargs="*", help=argparse.SUPPRESS)  # of cells, in a process of their own
+    parser.add_argument("--record", type=Path, help=argparse.SUPPRESS)
+    asked = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        print("benchmarks.random_cells needs a CUDA device, and PyTorch sees none.", file=sys.stderr)
+        return 2
+    quiet()
+    if asked.numbers:
+        asked.record.write_text(json.dumps([measure(draw_cell(number)) for number in asked.numbers]))
+        return 0
+    record = measured(asked.seeds, asked.cells)
+    print(text(record))
+    for target in record["targets"]:
+        print(f"{'met   ' if target['met'] else 'MISSED'} {target['what']}: {target['value']:.3g}, {target['asked']}")
+    return int(not all(target["met"] for target in record["targets"]))
+
+
+def measured(seeds: Sequence[int], count: int) -> dict[str, Any]:
+    """Measure the cells of all seeds, those of one setting together."""
+    cells: list[dict[str, Any]] = []
+    drawn = [draw_cell(1000 * seed + number) for seed in seeds for number in range(count)]
+    devices = torch.cuda.device_count()
+    for setting in sorted({cell.setting.text for cell in drawn}):
+        chosen = [cell for cell in drawn if cell.setting.text == setting and int(cell.setting.device[-1]) < devices]
+        cells += measured_apart(setting, "--numbers", *(str(cell.number) for cell in chosen))
+    by_seed = {str(seed): [cell for cell in cells if cell["number"] // 1000 == seed] for seed in seeds}
+    record = {"device": torch.cuda.get_device_name(), "seeds": list(seeds), "cells": cells}
+    record["targets"] = [asdict(target) for target in targets(by_seed)]
+    write_json("random_cells", record)
+    return record
+
+
+if __name__ == "__main__":
+    sys.exit(main())
