@@ -38,6 +38,7 @@ class AttemptRunner:
         self.is_active = True  # whether errors are acted upon
         self._distributed = agreement.is_distributed(trainer)
         self._foreseen: Callable[[], int] = lambda: 0  # collectives that a retry does not run again
+        self._changing: Collection[str] = ()  # names of what steps are known to change
         self._lockstep: set[str] = set()
         self._undecided: set[str] = set()
         self._last_failures: dict[str, Exception] = {}  # by stage
@@ -59,15 +60,23 @@ class AttemptRunner:
             changing: Names of what its steps are known to change.
             foreseen: Counts collectives in steps that do not keep a rank from running one again by itself.
         """
-        self.end_training()
-        self._foreseen = foreseen
-        self.read_module()
-        self.state.weights.expect(changing)
-        self.policy = policy
-        if policy.retries:
-            self._noting = self.state.weights.note_steps()
+        self._foreseen, self._changing, self.policy = foreseen, changing, policy
+        self._watch_training()
         self._lockstep |= {"training"} if policy.lockstep else set()
         self._undecided = {"training"} if policy.undecided else set()
+
+    def look_for_parts(self) -> None:
+        """Look at the module anew if parts were added to it, as trackers of metrics do where an epoch begins."""
+        if self.policy.retries and not self.state.has_all_parts():
+            self.read_module() if self._noting is None else self._watch_training()
+
+    def _watch_training(self) -> None:
+        """Look at the module anew, and note the steps of optimizers within attempts."""
+        self.end_training()
+        self.read_module()
+        self.state.weights.expect(self._changing)
+        if self.policy.retries:
+            self._noting = self.state.weights.note_steps()
 
     def end_training(self) -> None:
         """Note no more steps of optimizers."""

@@ -152,6 +152,7 @@ class MicroBatch(BatchTask):
         super().__init__(kwargs["batch"], "training")
         self.steps, self._prepared, self._make = steps, whole, make
         self._given = kwargs, optimizer, batch_idx
+        self.is_first = batch_idx == 0
         self._starts_window = closures.zeroes_gradients(whole)
         self._weights = steps.gradients.weights  # before any of it has run
         self._evaluated = False

@@ -90,6 +90,8 @@ class OomRetrier:
         Raises:
             UserError: If one sample alone does not fit, or the batch cannot be split.
         """
+        if task.is_first:
+            self.attempts.look_for_parts()
         ledger = LogBuffer()
         results = log_capture.hold_back(self._trainer, task.stage, ledger.note)
         try:

@@ -9,18 +9,21 @@ from types import NoneType
 from typing import Any
 
 import numpy as np
+import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.nn import Module
-from torchmetrics import Metric
 
 from lightning_ga.snapshot.contents import refill
 from lightning_ga.snapshot.copies import SmallCopies, is_small, is_writable
+from lightning_ga.snapshot.metrics import FIXED, VALUES, is_metric
 from lightning_ga.snapshot.random_numbers import GENERATORS, generator_state, have_moved, restore_generator
 
 FEW = 64  # tensors of a list that are copied before every attempt
 LOOKS = 8  # attempts before which all modules are looked at
 _MODE = itemgetter("training")
+_CONTAINERS = (list, deque, dict, set, tuple)
+_WRITABLE = (Tensor, *_CONTAINERS, *GENERATORS)
 # What Lightning and nn.Module keep of themselves: modes, tables, hooks.
 _TABLES = {*vars(LightningModule()), "_hparams"}
 
@@ -32,13 +35,16 @@ class AttributeSnapshot:
     alive. Nor is each element of a long list copied: what a step appends goes, and a change of an
     element in place is noticed. Numbers, and lists of them, are none of this: what counts attempts goes on counting.
     A number that becomes a tensor (``self.total = 0.0``, to which a step adds its loss) comes back.
+    Of metrics everything is put back, numbers too, as each batch counts in them once.
 
     Modules that keep nothing of this kind are many. After the first attempts they are looked at where a window
     begins; what one of them has come to gather since then is noticed at a failure, not undone.
     """
 
     def __init__(self, module: Module) -> None:
-        parts = [(path, part) for path, part in module.named_modules() if not isinstance(part, Metric)]
+        modules = [*module.named_modules()]
+        self._metrics = [_MetricAttributes(path, vars(part)) for path, part in modules if is_metric(part)]
+        parts = [(path, part) for path, part in modules if not is_metric(part)]
         self._states = [vars(part) for _, part in parts if "training" in vars(part)]
         # PyTorch's own layers keep nothing else, and they are many.
         own = [(path, part) for path, part in parts if not type(part).__module__.startswith("torch.nn.")]
@@ -54,6 +60,7 @@ class AttributeSnapshot:
         self._copies = SmallCopies()
         self._watched: list[tuple[str, Tensor, int]] = []
         self._containers: list[tuple[Any, Any]] = []  # each with its content; a long list with its length
+        self._whole: list[tuple[Any, Any]] = []  # what metrics hold, with all that it contains
         self._tails: list[tuple[dict[str, Any], str, int, int]] = []  # of lists that are not kept alive
         self._generators: list[tuple[Any, Any]] = []
         self.take()
@@ -66,11 +73,11 @@ class AttributeSnapshot:
         """Remember what there is, before an attempt; ``anew`` where a window begins."""
         self._modes = [*map(_MODE, self._states)]
         self._everywhere = anew or self._looks > 0
-        if not self._everywhere and not self._keeping:
+        if not self._everywhere and not self._keeping and not self._metrics:
             return
         before = self._copied
         self._kept, self._copied, self._watched, self._generators = [], [], [], []
-        self._containers, self._tails, self._plain = [], [], []
+        self._containers, self._tails, self._plain, self._whole = [], [], [], []
         self._look()
         if len(self._copied) != len(before) or not all(map(is_, self._copied, before)):
             self._copies = SmallCopies()  # the old ones go first
@@ -92,6 +99,8 @@ class AttributeSnapshot:
                 attributes[name] = value
         for attributes, name, value in self._kept:
             attributes[name] = value
+        for container, content in self._whole:
+            refill(container, content)
         self._copies.restore()
         for container, content in self._containers:
             _refill(container, content)
@@ -121,6 +130,12 @@ class AttributeSnapshot:
         if self._everywhere:
             self._looks = max(0, self._looks - 1)
             self._keeping = [owner for owner in self._owners if owner.keeps]
+        seen = set[int]()
+        for metric in self._metrics:
+            self._whole.append((metric.attributes, dict(metric.attributes)))
+            for name in metric.names():
+                # What lies in the list of a state never changes.
+                self._take_all(metric.place(name), metric.attributes[name], seen, deep=name not in metric.states)
 
     def _take(self, owner: "_Owner", name: str, value: Any) -> None:
         place = owner.place(name)
@@ -142,6 +157,22 @@ class AttributeSnapshot:
         else:
             self._generators.append((value, generator_state(value)))
 
+    def _take_all(self, place: str, value: Any, seen: set[int], *, deep: bool) -> None:
+        """Keep what a metric holds, which others of its collection may hold as well."""
+        if id(value) in seen:
+            return
+        seen.add(id(value))
+        if isinstance(value, Tensor):
+            if not value.is_inference() or torch.is_inference_mode_enabled():  # else nothing can write to it
+                self._watch(place, value)
+        elif isinstance(value, GENERATORS):
+            self._generators.append((value, generator_state(value)))
+        elif isinstance(value, _CONTAINERS):
+            if not isinstance(value, tuple):
+                self._whole.append((value, copy.copy(value)))
+            for thing in _things(value) if deep and len(value) <= FEW else ():
+                self._take_all(place, thing, seen, deep=True)
+
     def _gather(self, place: str, container: Any) -> None:
         """Keep what a container of tensors or of containers holds, at any depth of dictionaries and short lists."""
         is_long = isinstance(container, list) and len(container) > FEW
@@ -159,6 +190,30 @@ class AttributeSnapshot:
             self._copied.append(tensor)
         else:
             self._watched.append((place, tensor, tensor._version))
+
+
+class _MetricAttributes:
+    """Attributes of a metric or of a collection of them; those that an update may write to."""
+
+    def __init__(self, path: str, attributes: dict[str, Any]) -> None:
+        self.path, self.attributes = path, attributes
+        self.states = attributes.get("_defaults", ())
+        self._known: list[str] = []
+        self._types: list[type] = []
+        self._names: list[str] = []
+
+    def place(self, name: str) -> str:
+        """Return the path of an attribute."""
+        return f"{self.path}.{name}".lstrip(".")
+
+    def names(self) -> list[str]:
+        """Return the names of attributes that hold what can be written to."""
+        known, types = [*self.attributes], [*map(type, self.attributes.values())]
+        if known != self._known or types != self._types:
+            self._known, self._types = known, types
+            own = [(name, kind) for name, kind in zip(known, types) if name not in FIXED and name not in VALUES]
+            self._names = [name for name, kind in own if issubclass(kind, _WRITABLE)]
+        return self._names
 
 
 class _Owner:
