@@ -91,6 +91,16 @@ def zero_through(closure: Any, around: Callable[[Callable[[], None]], None]) -> 
     closure._zero_grad_fn = partial(around, closure._zero_grad_fn)
 
 
+def undo_half_made_scale(trainer: Any) -> None:
+    """Let a gradient scaler begin anew if memory ran out between the two tensors that it makes for its first loss.
+
+    It refuses to go on with one of them (``_lazy_init_scale_growth_tracker`` in ``torch/amp/grad_scaler.py``).
+    """
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    if isinstance(scaler, torch.amp.GradScaler) and scaler._growth_tracker is None:
+        scaler._scale = None
+
+
 @contextmanager
 def after_backward(trainer: Any, finish: Callable[[], None]) -> Iterator[None]:
     """Return a context in which a call follows every backward pass, before the hooks ``on_after_backward``."""

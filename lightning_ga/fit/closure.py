@@ -267,6 +267,7 @@ class _Pass:
             What cannot be undone, in words.
         """
         batch, steps, reduction = self._batch, self._batch.steps, self._reduction
+        closures.undo_half_made_scale(steps.trainer)
         if self._from_start:
             return batch.begin_again()
         if self._weights is not None:
