@@ -42,6 +42,7 @@ class AttemptRunner:
         self._lockstep: set[str] = set()
         self._undecided: set[str] = set()
         self._last_failures: dict[str, Exception] = {}  # by stage
+        self._left: set[str] = set()  # attributes that failed attempts changed and that were not put back
         self._is_taken = False  # whether ``state`` is what it was before the attempt that runs
         self._noting: RemovableHandle | None = None  # the steps of optimizers within attempts
 
@@ -113,6 +114,11 @@ class AttemptRunner:
         """Return the out-of-memory error that a stage met last."""
         return self._last_failures.get(stage)
 
+    def pop_left(self) -> tuple[str, ...]:
+        """Return the names of attributes that failed attempts changed for good, once."""
+        left, self._left = self._left, set()
+        return tuple(sorted(left))
+
     def take(self, batch: Any, *, anew: bool) -> None:
         """Remember what an attempt at these samples may change; all of it ``anew`` but within a window."""
         self._is_taken = False
@@ -144,6 +150,7 @@ class AttemptRunner:
         if not self._is_taken:
             return
         lost = self.state.restore()
+        self._left.update(self.state.left)
         lost = also() or lost
         if lost is not None and failure is not None:
             raise self.told(self.out_of_memory(stage).changed_by_the_step(lost)) from failure

@@ -63,6 +63,11 @@ class AttemptSnapshot:
         """Return whether random numbers were drawn since."""
         return not self._random.is_current() or self._attributes.draws_numbers()
 
+    @property
+    def left(self) -> list[str]:
+        """Names of attributes that a failed attempt changed and that were not put back, as they are plain Python."""
+        return self._attributes.left
+
     def restore(self) -> str | None:
         """Restore everything; name what cannot be."""
         self._random.restore()
