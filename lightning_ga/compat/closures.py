@@ -86,24 +86,32 @@ def zeroes_as_stock(trainer: Any) -> bool:
     return by_torch and getattr(module.optimizer_zero_grad, "__func__", None) is stock
 
 
-@contextmanager
-def around_backward(trainer: Any, before: Callable[[], None], after: Callable[[], None]) -> Iterator[None]:
-    """Return a context in which a backward pass is set between two calls, within the hooks around it.
+def zero_through(closure: Any, around: Callable[[Callable[[], None]], None]) -> None:
+    """Let a closure of the loop zero gradients by ``around(zero)``."""
+    closure._zero_grad_fn = partial(around, closure._zero_grad_fn)
 
-    Args:
-        trainer: The Trainer.
-        before: Called after ``on_before_backward``, with gradients zeroed.
-        after: Called before ``on_after_backward``.
+
+def undo_half_made_scale(trainer: Any) -> None:
+    """Let a gradient scaler begin anew if memory ran out between the two tensors that it makes for its first loss.
+
+    It refuses to go on with one of them (``_lazy_init_scale_growth_tracker`` in ``torch/amp/grad_scaler.py``).
     """
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    if isinstance(scaler, torch.amp.GradScaler) and scaler._growth_tracker is None:
+        scaler._scale = None
+
+
+@contextmanager
+def after_backward(trainer: Any, finish: Callable[[], None]) -> Iterator[None]:
+    """Return a context in which a call follows every backward pass, before the hooks ``on_after_backward``."""
     plugin = trainer.precision_plugin
     backward = plugin.backward
 
-    def between(*arguments: Any, **settings: Any) -> None:
-        before()
+    def and_then(*arguments: Any, **settings: Any) -> None:
         backward(*arguments, **settings)
-        after()
+        finish()
 
-    patching.shadow(plugin, "backward", between)
+    patching.shadow(plugin, "backward", and_then)
     try:
         yield
     finally:

@@ -38,9 +38,11 @@ class AttemptRunner:
         self.is_active = True  # whether errors are acted upon
         self._distributed = agreement.is_distributed(trainer)
         self._foreseen: Callable[[], int] = lambda: 0  # collectives that a retry does not run again
+        self._changing: Collection[str] = ()  # names of what steps are known to change
         self._lockstep: set[str] = set()
         self._undecided: set[str] = set()
         self._last_failures: dict[str, Exception] = {}  # by stage
+        self._left: set[str] = set()  # attributes that failed attempts changed and that were not put back
         self._is_taken = False  # whether ``state`` is what it was before the attempt that runs
         self._noting: RemovableHandle | None = None  # the steps of optimizers within attempts
 
@@ -59,15 +61,23 @@ class AttemptRunner:
             changing: Names of what its steps are known to change.
             foreseen: Counts collectives in steps that do not keep a rank from running one again by itself.
         """
-        self.end_training()
-        self._foreseen = foreseen
-        self.read_module()
-        self.state.weights.expect(changing)
-        self.policy = policy
-        if policy.retries:
-            self._noting = self.state.weights.note_steps()
+        self._foreseen, self._changing, self.policy = foreseen, changing, policy
+        self._watch_training()
         self._lockstep |= {"training"} if policy.lockstep else set()
         self._undecided = {"training"} if policy.undecided else set()
+
+    def look_for_parts(self) -> None:
+        """Look at the module anew if parts were added to it, as trackers of metrics do where an epoch begins."""
+        if self.policy.retries and not self.state.has_all_parts():
+            self.read_module() if self._noting is None else self._watch_training()
+
+    def _watch_training(self) -> None:
+        """Look at the module anew, and note the steps of optimizers within attempts."""
+        self.end_training()
+        self.read_module()
+        self.state.weights.expect(self._changing)
+        if self.policy.retries:
+            self._noting = self.state.weights.note_steps()
 
     def end_training(self) -> None:
         """Note no more steps of optimizers."""
@@ -104,6 +114,11 @@ class AttemptRunner:
         """Return the out-of-memory error that a stage met last."""
         return self._last_failures.get(stage)
 
+    def pop_left(self) -> tuple[str, ...]:
+        """Return the names of attributes that failed attempts changed for good, once."""
+        left, self._left = self._left, set()
+        return tuple(sorted(left))
+
     def take(self, batch: Any, *, anew: bool) -> None:
         """Remember what an attempt at these samples may change; all of it ``anew`` but within a window."""
         self._is_taken = False
@@ -135,6 +150,7 @@ class AttemptRunner:
         if not self._is_taken:
             return
         lost = self.state.restore()
+        self._left.update(self.state.left)
         lost = also() or lost
         if lost is not None and failure is not None:
             raise self.told(self.out_of_memory(stage).changed_by_the_step(lost)) from failure

@@ -3,6 +3,9 @@
 ``Metric.forward`` does two things: it adds a batch to the metric's state, and returns the value of that
 batch alone. Called for pieces it would return values of pieces, so the state of the batch is collected
 separately, piece by piece, and the value is computed from it at the end of the batch.
+
+Wrappers of metrics count calls or compare values, and a mean of losses weighs each call the same: what these are
+called with is kept, and the calls are made again at the end of the batch, once, with that of all pieces.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -11,33 +14,48 @@ from typing import Any
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
-from torchmetrics import Metric
+from torchmetrics import CatMetric, MeanMetric, Metric
 from torchmetrics.metric import CompositionalMetric
 from torchmetrics.wrappers.abstract import WrapperMetric
 
-from lightning_ga.snapshot.metrics import give_metric_state, metric_state, set_metric_state
+from lightning_ga.fit.metric_calls import Call, CallsOf
+from lightning_ga.fit.piece_buffer import PieceBuffer
+from lightning_ga.snapshot.metrics import beside_states, give_metric_state, metric_state, set_metric_state
+
+_CALLED_AGAIN = (WrapperMetric, MeanMetric, CatMetric)
 
 
 @contextmanager
 def whole_batch_metrics(
-    metrics: Sequence[Metric], run: Callable[[Callable[[], None]], None] = lambda close: close()
+    metrics: Sequence[Metric],
+    run: Callable[[Callable[[], None]], None] = lambda close: close(),
+    calls: PieceBuffer[Call] | None = None,
 ) -> Iterator[None]:
     """Return a context in which metrics treat the pieces that they are called with as one batch.
 
     Args:
         metrics: The metrics.
         run: Calls what begins the batch of one metric, and what ends it, where its value is computed.
+        calls: Where calls that are made again are noted, and kept or dropped with their pieces.
     """
-    batches: list[_BatchOf] = []
+    batches: list[_BatchOf | CallsOf] = []
+    calls = PieceBuffer() if calls is None else calls
+    within = {
+        id(part) for each in metrics if isinstance(each, WrapperMetric) for part in each.modules() if part is not each
+    }
+    outer = [metric for metric in metrics if id(metric) not in within]
     try:
-        for metric in metrics:
+        for metric in outer:
             if not isinstance(metric, (WrapperMetric, CompositionalMetric)):
                 run(lambda metric=metric: batches.append(_BatchOf(metric)))  # type: ignore[misc]
+        for metric in outer:
+            if isinstance(metric, _CALLED_AGAIN):
+                run(lambda metric=metric: batches.append(CallsOf(metric, calls)))  # type: ignore[misc]
         yield
         for batch in batches:
             run(batch.close)
     finally:
-        for batch in batches:
+        for batch in reversed(batches):
             batch.release()
 
 
@@ -73,8 +91,10 @@ class _BatchOf:
             with torch.no_grad():
                 metric._reduce_states({name: before[name] for name in metric._defaults})
         else:
+            beside = beside_states(metric)
             set_metric_state(metric, seen)
             metric.update(*arguments, **named)
+            vars(metric).update(beside)  # as ``forward`` left them
         metric._update_count, metric._computed, metric._forward_cache = count + 1, None, value
         return value
 

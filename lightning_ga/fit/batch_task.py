@@ -40,6 +40,7 @@ class BatchTask:
         loader: Which of several loaders of its stage it comes from.
     """
 
+    is_first = False  # of its epoch
     within_window = False  # whether no optimizer has stepped since the batch before
     may_begin_again = True  # whether all that its pieces have done can be undone once several have run
 

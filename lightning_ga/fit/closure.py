@@ -152,6 +152,7 @@ class MicroBatch(BatchTask):
         super().__init__(kwargs["batch"], "training")
         self.steps, self._prepared, self._make = steps, whole, make
         self._given = kwargs, optimizer, batch_idx
+        self.is_first = batch_idx == 0
         self._starts_window = closures.zeroes_gradients(whole)
         self._weights = steps.gradients.weights  # before any of it has run
         self._evaluated = False
@@ -231,7 +232,8 @@ class _Pass:
         self._gradients: GradientSnapshot | None = None  # as they were; none where they are zeroed anew after an error
         completes = piece is None or piece.is_last
         self._reduction = batch.reduction if completes else None
-        self._starts_window = self._waits_for_zeroing = False
+        self._starts_window = False
+        self._before_zeroing: GradientSnapshot | None = None  # while they are zeroed in a way of the user's own
 
     def __call__(self, part: Any) -> Any:
         """Run it; Lightning's result, of a piece what ``training_step`` returned, the loss without its graph."""
@@ -239,12 +241,13 @@ class _Pass:
         closure = batch.closure(part)
         self._starts_window = closures.zeroes_gradients(closure)
         self._weights = steps.gradients.weights
-        self._waits_for_zeroing = self._reduction is not None or (self._starts_window and not steps.zeroes_anew)
         if self._starts_window:
             steps.begin_window()
-        elif self._reduction is None and not self._from_start:
+            if self._reduction is not None or not steps.zeroes_anew:
+                closures.zero_through(closure, self._zero)
+        elif not self._from_start:
             self._take_gradients()
-        if steps.runs_as_stock and self._piece is None and not self._waits_for_zeroing:
+        if steps.runs_as_stock and self._piece is None:
             result = closure.closure()
             steps.went_through(None)
         else:
@@ -264,10 +267,13 @@ class _Pass:
             What cannot be undone, in words.
         """
         batch, steps, reduction = self._batch, self._batch.steps, self._reduction
+        closures.undo_half_made_scale(steps.trainer)
         if self._from_start:
             return batch.begin_again()
         if self._weights is not None:
             steps.gradients.put_back(self._weights)
+        if self._before_zeroing is not None and self._before_zeroing.restore():
+            return "gradients in part, in a way of its own to zero them"
         has_sent = reduction is not None and reduction.has_sent
         if self._gradients is None or (self._starts_window and steps.zeroes_anew and not has_sent):
             return None
@@ -278,6 +284,17 @@ class _Pass:
         if reduction is not None:
             reduction.receive()
         return "gradients of parameters that were made within an epoch" if steps.new_gradients() else lost
+
+    def _zero(self, zero: Callable[[], None]) -> None:
+        """Zero gradients, once where that may not leave none: the backward pass adds to what is left."""
+        steps = self._batch.steps
+        if not steps.zeroes_anew:
+            self._before_zeroing = GradientSnapshot(steps.parameters)
+        zero()
+        self._before_zeroing = None
+        if not steps.zeroes_anew:
+            self._batch.have_zeroed()
+        self._take_gradients()
 
     def _take_gradients(self) -> None:
         """Mark the gradients that the backward pass adds to."""
@@ -300,11 +317,10 @@ class _Pass:
         if complete:
             stack.enter_context(left_alone(complete))
         reduction = self._reduction
-        if self._waits_for_zeroing:
-            after = (lambda: None) if reduction is None else reduction.finish
-            stack.enter_context(closures.around_backward(steps.trainer, self._take_gradients, after))
-        if reduction is not None and steps.overlaps and not complete:
-            stack.enter_context(reduction.overlapping(self._are_complete))
+        if reduction is not None:
+            stack.enter_context(closures.after_backward(steps.trainer, reduction.finish))
+            if steps.overlaps and not complete:
+                stack.enter_context(reduction.overlapping(self._are_complete))
         return stack
 
 

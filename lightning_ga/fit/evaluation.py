@@ -28,6 +28,7 @@ class EvaluatedBatch(BatchTask):
     def __init__(self, trainer: Any, step: Callable[..., Any], batch: Any, number: int, loader: int | None) -> None:
         super().__init__(batch, loops.stage(trainer), loader or 0)
         self._trainer, self._step, self._number = trainer, step, number
+        self.is_first = number == 0
         self._others = (number,) if loader is None else (number, loader)
 
     def attempt(self, piece: Piece | None, *, from_start: bool) -> "EvaluatedBatch":

@@ -14,6 +14,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_ga.batch.merge import weighted_mean
+from lightning_ga.fit.piece_buffer import Noted, PieceBuffer
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,24 +27,14 @@ class Entry:
     settings: dict[str, Any]  # all other arguments
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """The entries of one piece, its weight in means, and its samples."""
-
-    weight: float
-    samples: int
-    entries: list[Entry]
+_Part = Noted[Entry]  # one of several entries that are merged
 
 
-_Part = tuple[Entry, _Piece]  # one of several entries that are merged
-
-
-class LogBuffer:
+class LogBuffer(PieceBuffer[Entry]):
     """The entries of one batch, piece by piece."""
 
     def __init__(self) -> None:
-        self._pieces: list[_Piece] = []
-        self._open: list[Entry] = []
+        super().__init__()
         self.noted = False  # whether anything was logged
 
     def note(self, fx: str, name: str, value: Any, **settings: Any) -> None:
@@ -56,34 +47,17 @@ class LogBuffer:
             **settings: All other arguments of ``log``.
         """
         self.noted = True
-        self._open.append(Entry(fx, name, _detached(value), settings))
-
-    def keep(self, weight: float, samples: int = 0) -> None:
-        """Keep the entries of a piece that succeeded, of this weight in means."""
-        self._pieces.append(_Piece(weight, samples, self._open))
-        self._open = []
-
-    def drop(self, *, from_start: bool = False) -> None:
-        """Drop the entries of a piece that failed; ``from_start`` those of the pieces before, too."""
-        self._open = []
-        if from_start:
-            self._pieces = []
+        self.add(Entry(fx, name, _detached(value), settings))
 
     def replay(self, log: Callable[..., None], run: Callable[[Callable[[], None]], None] = lambda log: log()) -> None:
         """Log each entry once, merged over the pieces: ``run`` calls what logs one entry."""
-        groups: dict[tuple[str, str, int], list[_Part]] = {}
-        for piece in self._pieces:
-            times: dict[tuple[str, str], int] = {}
-            for entry in piece.entries:
-                time = times[entry.fx, entry.name] = times.get((entry.fx, entry.name), -1) + 1
-                groups.setdefault((entry.fx, entry.name, time), []).append((entry, piece))
-        whole = sum(piece.samples for piece in self._pieces)
-        for parts in groups.values():
-            run(partial(_log, log, parts, whole if len(self._pieces) > 1 else None))
+        whole = self.samples if self.pieces > 1 else None
+        for parts in self.alike(lambda entry: (entry.fx, entry.name)):
+            run(partial(_log, log, parts, whole))
 
 
 def _log(log: Callable[..., None], parts: Sequence[_Part], whole: int | None) -> None:
-    entry = parts[0][0] if whole is None else _merged(parts, whole)
+    entry = parts[0].entry if whole is None else _merged(parts, whole)
     log(entry.fx, entry.name, entry.value, **entry.settings)
 
 
@@ -93,15 +67,15 @@ def _merged(parts: Sequence[_Part], whole: int) -> Entry:
     Sums are added up, and extremes are reduced likewise. Means are averaged by the pieces' weights, or by
     ``batch_size`` where that counts something else than samples, such as tokens.
     """
-    first, samples = parts[0][0], [piece.samples for _, piece in parts]
-    settings, weights = dict(first.settings), [piece.weight for _, piece in parts]
-    sizes = [size for entry, _ in parts if (size := entry.settings.get("batch_size")) is not None]
+    first, samples = parts[0].entry, [part.samples for part in parts]
+    settings, weights = dict(first.settings), [part.weight for part in parts]
+    sizes = [size for part in parts if (size := part.entry.settings.get("batch_size")) is not None]
     if len(sizes) == len(parts) and not _is_constant(sizes, samples, weights, whole):
         settings["batch_size"] = sum(sizes)
         weights = weights if sizes == samples else sizes
     if isinstance(first.value, Metric):
         return Entry(first.fx, first.name, first.value, settings)
-    values = [torch.as_tensor(entry.value) for entry, _ in parts]
+    values = [torch.as_tensor(part.entry.value) for part in parts]
     reduce_fx = settings.get("reduce_fx")
     reduce = _EXTENSIVE.get(reduce_fx.lower() if isinstance(reduce_fx, str) else reduce_fx)
     value = _mean(values, weights) if reduce is None else reduce(torch.stack(values))

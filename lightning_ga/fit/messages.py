@@ -10,6 +10,8 @@ SAME_BUT_RANDOM = "Its parts draw random numbers of their own (dropout, say); ap
 SKIPPED = "training_step returned None for some of its parts, which count as nothing; it saw each part by itself."
 HOOKS_APART = "The hooks of its transfer saw the parts one by one; whether its result is the same was not measured."
 
+MOST_NAMES = 8  # of attributes, in a sentence
+
 
 @dataclass(frozen=True, slots=True)
 class OomEvent:
@@ -21,6 +23,7 @@ class OomEvent:
     fits: int  # samples of the largest attempt that succeeded instead; 0 where it had none
     memory: str  # state of the device's memory, as text
     result: str = ""  # ``SAME_RESULT``, or a sentence on how the result in parts differs from that of the whole batch
+    left: tuple[str, ...] = ()  # attributes that the step had changed and that were not put back
 
     def __str__(self) -> str:
         if not self.samples:
@@ -30,7 +33,16 @@ class OomEvent:
             f"Memory ran out in {self.stage} with {self.samples} samples after {self.step} optimizer steps "
             f"({self.memory}). What failed was run again in parts of at most {self.fits} samples{same}; from now on "
             f"none is larger. {'' if same else self.result}"
-        ).rstrip()
+        ).rstrip() + self._left()
+
+    def _left(self) -> str:
+        if not self.left:
+            return ""
+        more = ", …" if len(self.left) > MOST_NAMES else ""
+        return (
+            f" What the step had changed in attributes ({', '.join(self.left[:MOST_NAMES])}{more}) is as the failed "
+            "attempt left it: only what small tensors hold comes back."
+        )
 
 
 def of_rank(error: UserError, world_size: int) -> UserError:

@@ -90,6 +90,8 @@ class OomRetrier:
         Raises:
             UserError: If one sample alone does not fit, or the batch cannot be split.
         """
+        if task.is_first:
+            self.attempts.look_for_parts()
         ledger = LogBuffer()
         results = log_capture.hold_back(self._trainer, task.stage, ledger.note)
         try:
@@ -193,7 +195,8 @@ class OomRetrier:
         self.lower(stage, fits)
         verdict = self._result_of(stage, result)
         step = self._trainer.global_step
-        self._report(OomEvent(stage, step, min(result.refused), fits, attempts.memory(), verdict))
+        refused, left = min(result.refused), attempts.pop_left()
+        self._report(OomEvent(stage, step, refused, fits, attempts.memory(), verdict, left))
 
     def _result_of(self, stage: str, result: BatchResult) -> str:
         """Say whether a batch in pieces gives the same result."""

@@ -13,6 +13,8 @@ from lightning_ga.fit.batch_readers import BatchReaders
 from lightning_ga.fit.batch_task import BatchResult, BatchTask, TaskAttempt
 from lightning_ga.fit.log_buffer import LogBuffer
 from lightning_ga.fit.messages import a_piece_failed
+from lightning_ga.fit.metric_calls import Call
+from lightning_ga.fit.piece_buffer import PieceBuffer
 from lightning_ga.fit.pieces import Again, Piece, even_pieces, run_pieces
 from lightning_ga.loading.reader import BatchSlices
 from lightning_ga.memory.oom import is_ambiguous_out_of_memory, is_out_of_memory, release
@@ -51,6 +53,7 @@ class PiecewiseRun:
     ) -> None:
         self._attempts, self._readers, self._task, self._ledger = attempts, readers, task, ledger
         self._move, self._failure = move, failure
+        self._calls = PieceBuffer[Call]()  # of metrics, which are made again for the whole batch
         self._refused: list[int] = []  # samples of the attempts that ran out of memory
         self._anew = not task.within_window or failure is not None  # whether all state is looked at anew
         self._draws = False
@@ -71,7 +74,8 @@ class PiecewiseRun:
         most = min([samples if limit is None else limit, *((size + 1) // 2 for size in self._refused)])
         sizes = plan_accumulation(samples, micro_batch=most).chunks[0]
         sizes = sizes if pieces is None else split_evenly(samples, pieces)
-        with whole_batch_metrics(self._attempts.state.metrics, self._attempts.again_if_memory_runs_out):
+        metrics, again = self._attempts.state.metrics, self._attempts.again_if_memory_runs_out
+        with whole_batch_metrics(metrics, again, self._calls):
             done = run_pieces(even_pieces(sizes), self._run_piece, from_start=self._from_start)
         results, weights = zip(*(ran for _, ran in done))
         sizes = tuple(piece.samples for piece, _ in done)
@@ -95,6 +99,7 @@ class PiecewiseRun:
             self._draws = self._draws or attempts.state.draws_numbers()
         result, weight = ran.result
         self._ledger.keep(weight, piece.samples)
+        self._calls.keep(weight, piece.samples)
         return result, weight
 
     def _run(self, tried: TaskAttempt, piece: Piece) -> Any:
@@ -115,6 +120,7 @@ class PiecewiseRun:
     def _drop(self, tried: TaskAttempt, failure: Exception | None) -> None:
         """Forget what a failed piece logged, and undo what it changed."""
         self._ledger.drop(from_start=self._from_start)
+        self._calls.drop(from_start=self._from_start)
         self._attempts.undo(self._task.stage, tried.undo, failure)
 
     def _failed(self, samples: int, failure: Exception) -> None:

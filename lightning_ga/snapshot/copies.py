@@ -37,7 +37,8 @@ class SmallCopies:
         kinds: dict[object, list[Tensor]] = {}
         for tensor in tensors:
             kinds.setdefault((tensor.dtype, tensor.device, min(tensor.dim(), 2)), []).append(tensor)
-        self._groups = [_Joined(group) if group[0].dim() < 2 else _Apart(group) for group in kinds.values()]
+        with torch.inference_mode(False):  # copies made in evaluation are written to in training
+            self._groups = [_Joined(group) if group[0].dim() < 2 else _Apart(group) for group in kinds.values()]
 
     def tensors(self) -> Iterator[Tensor]:
         """Yield the copies."""

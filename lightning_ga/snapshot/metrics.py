@@ -1,13 +1,21 @@
 """Take and set the state of a metric of torchmetrics."""
 
+import copy
+from collections import deque
 from typing import Any
 
-from torchmetrics import Metric
+import torch
+from torch.nn import Module
+from torchmetrics import Metric, MetricCollection
 
 MetricState = dict[str, Any]
 
+# What a metric keeps of itself for good, and does not change in an update.
+FIXED = {*vars(Module()), "_defaults", "_persistent", "_reductions", "_update_signature"}
+
 # What torchmetrics 1.9 keeps of a metric besides its states (``metric.py``, ``reset`` and ``forward``).
-_COUNTERS = ("_update_count", "_forward_cache", "_computed", "_cache", "_is_synced")
+VALUES = ("_forward_cache", "_computed", "_cache")
+_COUNTERS = ("_update_count", *VALUES, "_is_synced")
 
 
 def metric_state(metric: Metric) -> MetricState:
@@ -25,6 +33,28 @@ def give_metric_state(metric: Metric, state: MetricState) -> None:
     """Give a metric itself what ``metric_state`` took, for good; that takes no memory."""
     for name, value in state.items():
         setattr(metric, name, value)
+
+
+def beside_states(metric: Metric) -> MetricState:
+    """Return the attributes of a metric that are no states, with copies of tensors and containers."""
+    apart = {*FIXED, *metric._defaults, *_COUNTERS}
+    return {name: _deep(value) for name, value in vars(metric).items() if name not in apart}
+
+
+def is_metric(part: Module) -> bool:
+    """Return whether a part of a module is a metric, or a collection of metrics."""
+    return isinstance(part, (Metric, MetricCollection))
+
+
+def _deep(value: Any) -> Any:
+    """Copy tensors and containers of plain values, at any depth."""
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    if isinstance(value, dict):
+        return {name: _deep(thing) for name, thing in value.items()}
+    return (
+        [*map(_deep, value)] if type(value) is list else copy.copy(value) if isinstance(value, (set, deque)) else value
+    )
 
 
 def _copied(state: Any) -> Any:

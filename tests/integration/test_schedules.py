@@ -2,11 +2,13 @@
 
 import pickle
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from reference import Regression, Samples, cut, fit, plain_loop, quiet_trainer, worst_error
+from reference import Regression, Samples, StreamOf, Validated, cut, fit, plain_loop, quiet_trainer, worst_error
 from torch.utils.data import DataLoader
 
 from lightning_ga import AutoAccumulate, UserError
@@ -160,3 +162,35 @@ def test_a_failed_fit_leaves_the_trainer_as_it_was() -> None:
     assert trainer.accumulate_grad_batches == 2
     assert "setup_data" not in vars(trainer.fit_loop)
     assert "dataloader" not in vars(trainer.fit_loop._data_source)
+
+
+class ByEpoch(Validated):
+    """Notes the learning rate of every step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rates: list[float] = []
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        super().on_before_optimizer_step(optimizer)
+        self.rates.append(optimizer.param_groups[0]["lr"])
+
+
+@pytest.mark.parametrize("micro_batch", [4, 3])
+@pytest.mark.parametrize("factor", [1, 2])
+def test_a_stream_shorter_than_the_limit_ends_its_epoch_as_any(
+    factor: int, micro_batch: int, micro_batching: str
+) -> None:
+    """As stock Lightning where the limit is what the stream has; beyond, that leaves out what ends an epoch."""
+
+    def end(limit: int, *callbacks: pl.Callback) -> tuple[list[int], list[float]]:
+        stream, settings = DataLoader(StreamOf(Samples(20)), batch_size=4), {"accumulate_grad_batches": factor}
+        module, _ = fit(stream, *callbacks, module=ByEpoch(), limit_train_batches=limit, **settings)
+        return module.steps_at_validation, module.rates
+
+    assert end(8, AutoAccumulate(micro_batch_size=micro_batch)) == end(5)
+    assert end(8) != end(5)

@@ -250,3 +250,29 @@ def test_a_step_that_the_scaler_skips_leaves_no_gradients_behind() -> None:
     assert scaler.get_scale() < 2.0**127
     assert len(skipped.alive) > 1
     assert not any(skipped.alive)
+
+
+@pytest.mark.parametrize("refused", [torch.float32, torch.int32])
+def test_a_scaler_that_was_half_made_is_made_again(refused: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory runs out at one of the two numbers that a gradient scaler makes for its first loss."""
+
+    def ran(fails: bool) -> dict[str, torch.Tensor]:
+        make, left = torch.full, [fails]
+
+        def failing(*arguments: Any, **settings: Any) -> torch.Tensor:
+            if left[0] and settings.get("dtype") == refused:
+                left[0] = False
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 512 bytes.")
+            return make(*arguments, **settings)
+
+        ours, module = AutoAccumulate(16, micro_batch_size=8, verify=False), Regression(dtype=torch.float32)
+        plugin = pl.plugins.MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**10))
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "full", failing)
+            fit(DataLoader(Samples(37, torch.float32), batch_size=8), ours, module=module, plugins=plugin)
+        assert ours.oom_events == fails
+        return module.state_dict()
+
+    whole, again = ran(False), ran(True)
+    for name, value in whole.items():
+        torch.testing.assert_close(again[name], value, rtol=1e-2, atol=1e-3)  # sums of halves in half precision
