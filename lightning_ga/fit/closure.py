@@ -1,6 +1,6 @@
 """The closures of automatic optimization, run whole or in pieces."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
@@ -284,9 +284,9 @@ class _Pass:
         steps = self._batch.steps
         self._gradients = steps.marks.take(steps.parameters, steps.repeated or ())
 
-    def _are_complete(self, parameters: Iterable[Tensor]) -> bool:
-        """Return whether the backward pass has been through with these."""
-        return self._gradients is not None and self._gradients.are_complete(parameters)
+    def _are_complete(self, parameters: Sequence[Tensor], versions: Sequence[int]) -> bool:
+        """Return whether the backward pass has been through with these, by the versions of their gradients."""
+        return self._gradients is not None and self._gradients.are_complete(parameters, versions)
 
     def _context(self, part: Any) -> AbstractContextManager[Any]:
         """Return a context in which the backward pass weighs what it should, and reduces if it should."""

@@ -9,6 +9,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
+from itertools import compress
+from operator import eq
 
 import torch
 from torch import Tensor
@@ -51,20 +53,23 @@ class GradientSnapshot:
         self._versions = versions(self.gradients)
 
     @cached_property
-    def _before(self) -> dict[int, tuple[Tensor | None, int]]:
-        """Each gradient and its version, by the ``id`` of its parameter."""
-        return dict(zip(map(id, self._parameters), zip(self.gradients, self._versions)))
+    def _before(self) -> dict[int, int]:
+        """The version of each gradient, by the ``id`` of its parameter."""
+        return dict(zip(map(id, self._parameters), self._versions))
 
-    def are_complete(self, parameters: Iterable[Tensor]) -> bool:
-        """Return whether all of these have the whole contribution of the attempt's samples, as far as that shows."""
-        known = self._before
-        for parameter in parameters:  # as ``_has_changed``, without a call for each
-            if id(parameter) not in known:
-                return False
-            before, version = known[id(parameter)]
-            if parameter.grad is before and (before is None or before._version == version):
-                return False
-        return True
+    def are_complete(self, parameters: Sequence[Tensor], now: Sequence[int]) -> bool:
+        """Return whether all of these have the whole contribution of the attempt's samples, as far as that shows.
+
+        Args:
+            parameters: Parameters.
+            now: The versions of their gradients.
+        """
+        before = [*map(self._before.get, map(id, parameters))]
+        if None in before:
+            return False
+        alike = set(compress(map(id, parameters), map(eq, before, now)))
+        marks = zip(self._parameters, self.gradients, self._versions) if alike else ()
+        return all(_has_changed(*mark) for mark in marks if id(mark[0]) in alike)
 
     def lost(self) -> str | None:
         """Name what may have happened before the attempt, or in it: nobody knows."""

@@ -25,11 +25,15 @@ def made(given: list[nn.Parameter], most: int = MOST, sparse: Iterable[nn.Parame
     return bytes_of(make_buckets(given, sparse, most=most, arrival={}))
 
 
+def gradients(bucket: Bucket | SparseBucket) -> list[torch.Tensor | None]:
+    return [parameter.grad for parameter in bucket.parameters]
+
+
 def joined(bucket: Bucket | SparseBucket, room: torch.Tensor | None = None, scale: float = 0.5) -> Message:
     """A message of its gradients."""
     assert isinstance(bucket, Bucket)
     message = bucket.message(room)
-    bucket.join(scale, message)
+    bucket.join(gradients(bucket), scale, message)
     return message
 
 
@@ -74,7 +78,7 @@ def test_averages_come_back_to_their_places(shape: tuple[int, ...]) -> None:
     copy, in_room = joined(bucket), joined(bucket, torch.full((bucket.size + 8,), 255, dtype=torch.uint8))
     assert torch.equal(copy.whole, in_room.whole)
     one.grad.zero_()
-    bucket.spread(copy)
+    bucket.spread(gradients(bucket), copy)
     assert torch.equal(one.grad, wanted[0])
     assert torch.equal(other.grad, wanted[1])
 
@@ -88,7 +92,7 @@ def test_a_gradient_that_another_rank_has_is_taken_over() -> None:
     here.grad, elsewhere.grad = None, 4 * torch.ones(2, 3)
     ours.whole.add_(joined(bucket).whole)
     here.grad, elsewhere.grad = torch.ones(2, 3), None
-    bucket.spread(ours)
+    bucket.spread(gradients(bucket), ours)
     assert here.grad.tolist() == [[0.5] * 3] * 2
     assert elsewhere.grad is not None
     assert elsewhere.grad.tolist() == [[2.0] * 3] * 2
@@ -101,17 +105,17 @@ def test_sparse_gradients_stay_sparse() -> None:
     """A copy is sent; one without rows on all ranks is none; a dense one of tied weights stays dense."""
     table = nn.Parameter(torch.randn(4, 3))
     bucket = SparseBucket((table,), table.dtype)
-    bucket.spread(bucket.joined(0.5))
+    bucket.spread([table.grad], bucket.joined(table.grad, 0.5))
     assert table.grad is None
     table.grad = torch.sparse_coo_tensor([[1, 1]], torch.ones(2, 3), (4, 3), check_invariants=True)
-    copy = bucket.joined(0.5)
+    copy = bucket.joined(table.grad, 0.5)
     assert copy._nnz() == 1
     assert table.grad._nnz() == 2
-    bucket.spread(copy)
+    bucket.spread(gradients(bucket), copy)
     assert table.grad.is_coalesced()
     assert table.grad.to_dense()[1].tolist() == [1.0] * 3
     table.grad = torch.ones(4, 3)
-    bucket.spread(bucket.joined(0.5))
+    bucket.spread([table.grad], bucket.joined(table.grad, 0.5))
     assert table.grad.tolist() == [[0.5] * 3] * 4
 
 
@@ -124,10 +128,10 @@ def test_sums_of_half_precision_parameters_are_sent_in_single_precision() -> Non
     (bucket,) = make_buckets([wide, narrow], (), most=MOST, arrival={}, dtype=dtype_of_sum)
     copy = joined(bucket)
     assert copy.whole.dtype == torch.float32
-    bucket.spread(copy)
+    bucket.spread(gradients(bucket), copy)
     assert wide.grad.tolist() == torch.full((3,), 1 / 6).tolist()
     assert narrow.grad.dtype == torch.float32
     assert narrow.grad.tolist() == [0.5] * 3
     (bucket,) = make_buckets([wide, narrow], (), most=MOST, arrival={})
-    bucket.spread(joined(bucket, scale=1.0))
+    bucket.spread(gradients(bucket), joined(bucket, scale=1.0))
     assert {wide.grad.dtype, narrow.grad.dtype} == {torch.bfloat16}
