@@ -49,7 +49,6 @@ class MicroBatchClosures:
         self.parameters = self._trained.now()  # what may have a gradient, as of the window's start
         self.repeated: list[Tensor] | None = None  # that passes add to more than once; none before the first pass
         self.zeroes_anew = closures.zeroes_as_stock(trainer)  # so that a retry begins without gradients
-        self.runs_as_stock = False  # whether nothing is to be done around the pass over a whole micro-batch
         self.marks = WindowGradientMarks()
 
     @property
@@ -121,7 +120,6 @@ class MicroBatchClosures:
         """
         if counted is not None:
             self.repeated = counted.repeated()
-            self.runs_as_stock = self._reducer is None
             if self._reducer is not None:
                 self._reducer.expect(counted.order())
         if loops.window_is_over(self.trainer):
@@ -244,14 +242,13 @@ class _Pass:
             steps.begin_window()
         elif self._reduction is None and not self._from_start:
             self._take_gradients()
-        if steps.runs_as_stock and self._piece is None and not self._waits_for_zeroing:
-            result = closure.closure()
-            steps.went_through(None)
+        counted = steps.accumulations()
+        if counted is None and self._piece is None and not self._waits_for_zeroing:
+            result = closure.closure()  # nothing is to be done around it
         else:
-            counted = steps.accumulations()
             with self._context(part), nullcontext() if counted is None else counted.counted():
                 result = closure.closure()
-            steps.went_through(counted)
+        steps.went_through(counted)
         batch.have_zeroed()
         if self._piece is None:
             return result

@@ -21,8 +21,8 @@ from lightning_ga.snapshot.random_numbers import GENERATORS, generator_state, ha
 FEW = 64  # tensors of a list that are copied before every attempt
 LOOKS = 8  # attempts before which all modules are looked at
 _MODE = itemgetter("training")
-# What Lightning and nn.Module keep of themselves: modes, tables, hooks.
-_TABLES = {*vars(LightningModule()), "_hparams"}
+# What Lightning and nn.Module keep of themselves: modes, tables, hooks, the ``forward`` that a strategy puts back.
+_TABLES = {*vars(LightningModule()), "_hparams", "forward"}
 
 
 class AttributeSnapshot:
