@@ -29,9 +29,9 @@ class Gradients:
         tensors = [parameter.grad for parameter in parameters]
         return cls(tensors, versions(tensors))
 
-    def are(self, others: "Gradients") -> bool:
+    def unchanged_since(self, before: "Gradients") -> bool:
         """Return whether none has been replaced or written to in between."""
-        return self.versions == others.versions and all(map(is_, self.tensors, others.tensors))
+        return self.versions == before.versions and all(map(is_, self.tensors, before.tensors))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

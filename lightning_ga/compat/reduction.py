@@ -225,7 +225,7 @@ class WindowReduction:
 
 
 def _check(before: Gradients, now: Gradients) -> None:
-    if not now.are(before):
+    if not now.unchanged_since(before):
         raise UserError(
             "A backward pass added to a gradient once more after it had been sent to the other ranks, which the "
             "first pass of the training did not do: torch.utils.checkpoint needs use_reentrant=False here."
