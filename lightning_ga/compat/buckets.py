@@ -3,13 +3,35 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
-from operator import attrgetter
+from operator import attrgetter, is_, not_
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from lightning_ga.snapshot.copies import versions
+
 FIRST_BUCKET = 2**20  # bytes that are sent as soon as there are as many, as in DistributedDataParallel
+LARGE = 2**14  # entries of a gradient that take longer to be read once more than a call takes
+
+
+@dataclass(frozen=True, slots=True)
+class Gradients:
+    """The gradients of some parameters at one moment, and how often each had been written to."""
+
+    tensors: list[Tensor | None]
+    versions: Sequence[int]
+
+    @classmethod
+    def of(cls, parameters: Iterable[Tensor]) -> "Gradients":
+        """Look at the gradients of parameters."""
+        tensors = [parameter.grad for parameter in parameters]
+        return cls(tensors, versions(tensors))
+
+    def unchanged_since(self, before: "Gradients") -> bool:
+        """Return whether none has been replaced or written to in between."""
+        return self.versions == before.versions and all(map(is_, self.tensors, before.tensors))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -19,6 +41,11 @@ class Message:
     whole: Tensor
     gradients: tuple[Tensor, ...]  # shaped as their parameters
     marks: Tensor  # which gradients there are
+
+    @property
+    def in_one_pass(self) -> bool:
+        """Whether gradients are scaled one by one as they are copied, not all together afterwards."""
+        return self.whole.device.type == "cpu" and len(self.whole) >= LARGE * len(self.gradients)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,31 +74,52 @@ class Bucket:
         *parts, marks = torch.split(
             whole, [*(parameter.numel() for parameter in self.parameters), len(self.parameters)]
         )
-        return Message(whole, tuple(part.view(p.shape) for part, p in zip(parts, self.parameters)), marks)
+        # In the order of memory of the parameters, which ``DistributedDataParallel`` has seen to be that of all ranks.
+        strides = [torch.empty_like(parameter, device="meta").stride() for parameter in self.parameters]
+        laid_out = [part.as_strided(p.shape, order) for part, p, order in zip(parts, self.parameters, strides)]
+        return Message(whole, tuple(laid_out), marks)
 
-    def join(self, scale: float, message: Message) -> None:
+    def join(self, gradients: Sequence[Tensor | None], scale: float, message: Message) -> None:
         """Write all gradients to a message, times ``scale``, and which of them there are.
 
         Thus a rank that lacks one learns whether another has it, and no other rank has to ask.
         """
-        gradients = [parameter.grad for parameter in self.parameters]
-        for gradient, place in zip(gradients, message.gradients):
-            if gradient is None:
-                place.zero_()
-            else:
-                torch.mul(gradient.to_dense() if gradient.is_sparse else gradient, scale, out=place)
-        there = [gradient is not None for gradient in gradients]
-        message.marks.fill_(scale) if all(there) else message.marks.copy_(torch.tensor(there)).mul_(scale)
+        alike = self._alike(gradients)
+        message.marks.fill_(1)
+        others = [] if all(alike) else self._join_others(gradients, alike, message)
+        kept: list[Any] = [*compress(gradients, alike)]
+        parts = [*compress(message.gradients, alike)]
+        if message.in_one_pass:
+            for gradient, part in zip(kept, parts):
+                torch.mul(gradient, scale, out=part)
+            torch._foreach_mul_([*others, message.marks], scale)
+        else:
+            _copy(kept, parts)
+            message.whole.mul_(scale)
 
-    def spread(self, averaged: Message) -> None:
+    def spread(self, gradients: Sequence[Tensor | None], averaged: Message) -> None:
         """Replace gradients by averages; one that no rank has stays missing."""
-        gradients = [parameter.grad for parameter in self.parameters]
-        alike = [g is not None and g.dtype == self.dtype and not g.is_sparse for g in gradients]
+        alike = self._alike(gradients)
         if not all(alike):
-            self._replace([not same for same in alike], averaged)
-        kept: list[Tensor] = [*compress(gradients, alike)]  # type: ignore[list-item]
-        if kept:
-            torch._foreach_copy_(kept, [*compress(averaged.gradients, alike)])
+            self._replace(map(not_, alike), averaged)
+        kept: list[Any] = [*compress(gradients, alike)]
+        _copy([*compress(averaged.gradients, alike)], kept)
+
+    def _alike(self, gradients: Iterable[Tensor | None]) -> list[bool]:
+        """Tell which gradients are there, of the type that is sent and not sparse."""
+        return [g is not None and g.dtype == self.dtype and not g.is_sparse for g in gradients]
+
+    @staticmethod
+    def _join_others(gradients: Sequence[Tensor | None], alike: Sequence[bool], message: Message) -> list[Tensor]:
+        """Write what is not there, or not alike, and which gradients there are; return where gradients were written."""
+        others = [*compress(message.gradients, map(not_, alike))]
+        for part, gradient in zip(others, compress(gradients, map(not_, alike))):
+            if gradient is None:
+                part.zero_()
+            else:
+                part.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
+        message.marks.copy_(torch.tensor([gradient is not None for gradient in gradients]))
+        return others
 
     def _replace(self, those: Iterable[bool], averaged: Message) -> None:
         """Give parameters a gradient that another rank has, or one of another type; none if memory runs out."""
@@ -93,9 +141,8 @@ class SparseBucket:
         """The parameter."""
         return self.parameters[0]
 
-    def joined(self, scale: float) -> Tensor:
+    def joined(self, gradient: Tensor | None, scale: float) -> Tensor:
         """Return the gradient times ``scale``, as a new tensor without duplicates; without rows if it is missing."""
-        gradient = self.last.grad
         if gradient is None:
             parameter = self.last
             nowhere = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
@@ -104,9 +151,9 @@ class SparseBucket:
         gradient = gradient if gradient.is_sparse else gradient.to_sparse(1)
         return (gradient.to(self.dtype).coalesce() * scale).coalesce()
 
-    def spread(self, averaged: Tensor) -> None:
+    def spread(self, gradients: Sequence[Tensor | None], averaged: Tensor) -> None:
         """Replace the gradient by the average; one without rows is none, and a dense one (of tied weights) stays so."""
-        averaged, gradient = averaged.coalesce(), self.last.grad
+        averaged, (gradient,) = averaged.coalesce(), gradients
         if gradient is not None and not gradient.is_sparse:
             self.last.grad = averaged.to_dense()
         else:
@@ -140,6 +187,12 @@ def make_buckets(
         for group in _grouped(together, most, dtype)
     ]
     return [*dense, *(SparseBucket((p,), dtype(p)) for p in parameters if id(p) in alone)]
+
+
+def _copy(sources: list[Tensor], targets: list[Tensor]) -> None:
+    """Copy tensors in one call."""
+    if targets:
+        torch._foreach_copy_(targets, sources)
 
 
 def _grouped(

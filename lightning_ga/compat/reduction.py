@@ -22,11 +22,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_ga.compat.buckets import AnyBucket, Bucket, Message, make_buckets
+from lightning_ga.compat.buckets import AnyBucket, Bucket, Gradients, Message, make_buckets
 from lightning_ga.compat.collectives import sequence_number
 from lightning_ga.compat.gradient_dtype import dtype_of_sum
 from lightning_ga.errors import UserError
-from lightning_ga.snapshot.copies import versions
 
 BUCKET = 25 * 2**20  # bytes, as in DistributedDataParallel
 IN_FLIGHT = 2  # buckets of which copies are kept: one is sent while the next is made
@@ -107,16 +106,17 @@ class GradientReducer:
             bucket: bucket.message(self._rooms[bucket.last.device][place % IN_FLIGHT]) for place, bucket in dense
         }
 
-    def _send(self, scale: float, bucket: AnyBucket) -> "Sent":
-        """Begin to average a copy of a bucket."""
+    def _send(self, scale: float, bucket: AnyBucket, gradients: Gradients) -> "Sent":
+        """Begin to average a copy of the gradients of a bucket."""
         before = sequence_number(self._group)
+        spread: Callable[[Sequence[Tensor | None]], None]
         if isinstance(bucket, Bucket):
             message = self._messages[bucket]
-            bucket.join(scale, message)
-            whole, spread = message.whole, partial(bucket.spread, message)
+            bucket.join(gradients.tensors, scale, message)
+            whole, spread = message.whole, partial(bucket.spread, averaged=message)
         else:
-            whole = bucket.joined(scale)
-            spread = partial(bucket.spread, whole)
+            whole = bucket.joined(gradients.tensors[0], scale)
+            spread = partial(bucket.spread, averaged=whole)
         work = dist.all_reduce(whole, group=self._group, async_op=True)
         self.collectives += sequence_number(self._group) - before
         return Sent(bucket, work, spread)
@@ -128,7 +128,7 @@ class Sent:
 
     bucket: AnyBucket
     work: Any  # what is to be waited for
-    spread: Callable[[], None]  # replaces gradients by averages, once they are there
+    spread: Callable[[Sequence[Tensor | None]], None]  # replaces gradients by averages, once they are there
 
 
 class WindowReduction:
@@ -136,27 +136,35 @@ class WindowReduction:
 
     Args:
         buckets: What is sent, in this order.
-        send: Begins to average a bucket.
+        send: Begins to average the gradients of a bucket.
     """
 
-    def __init__(self, buckets: Iterable[AnyBucket], send: Callable[[AnyBucket], Sent]) -> None:
+    def __init__(self, buckets: Iterable[AnyBucket], send: Callable[[AnyBucket, Gradients], Sent]) -> None:
         self._waiting, self._sent, self._send = deque(buckets), deque[Sent](), send
-        self._marks: dict[AnyBucket, Marks] = {}  # of gradients that the pass sent, and should add to no more
+        self._marks: dict[AnyBucket, Gradients] = {}  # that the pass sent, and should add to no more
         self.has_sent = False  # so that complete gradients have to be kept
         self.is_closing = False  # gradients were sent that were not known to be complete before all passes had run
         self._lock = Lock()  # a model on several devices has several threads of backward passes
 
     @contextmanager
-    def overlapping(self, are_complete: Callable[[Iterable[Parameter]], bool]) -> Iterator[None]:
-        """Return a context in which a backward pass sends each bucket as soon as its gradients are complete."""
+    def overlapping(self, are_complete: Callable[[Sequence[Parameter], Sequence[int]], bool]) -> Iterator[None]:
+        """Return a context in which a backward pass sends each bucket as soon as its gradients are complete.
 
-        def send_complete(_: Tensor) -> None:
+        Args:
+            are_complete: Says whether those of parameters are, by their versions.
+        """
+        came: set[int] = set()  # gradients that are the last of a bucket
+
+        def send_complete(last: Tensor) -> None:
             # A backward pass that can be differentiated itself runs hooks with gradients enabled.
             with self._lock, torch.no_grad() if torch.is_grad_enabled() else nullcontext():
-                while self._waiting and are_complete(self._waiting[0].parameters):
-                    self._send_next()
-                    sent = self._sent[-1].bucket
-                    self._marks[sent] = marks_of(sent.parameters)
+                came.add(id(last))
+                while self._waiting and id(self._waiting[0].last) in came:
+                    bucket = self._waiting[0]
+                    gradients = Gradients.of(bucket.parameters)
+                    if not are_complete(bucket.parameters, gradients.versions):
+                        return
+                    self._send_next(gradients, watched=True)
 
         lasts: list[Any] = [bucket.last for bucket in self._waiting]
         hooks = [last.register_post_accumulate_grad_hook(send_complete) for last in lasts]
@@ -178,14 +186,14 @@ class WindowReduction:
         Raises:
             UserError: If the pass added to a gradient that it had sent.
         """
-        for bucket in self._marks:
-            self._check(bucket)
-        self._marks = {}
         with torch.no_grad():
             while self._waiting:
-                self._send_next()
+                self._send_next(Gradients.of(self._waiting[0].parameters))
                 self.is_closing = True
         self.receive()
+        for bucket, marked in self._marks.items():
+            _check(marked, Gradients.of(bucket.parameters))
+        self._marks = {}
 
     def receive(self) -> None:
         """Wait for all that was sent."""
@@ -193,37 +201,32 @@ class WindowReduction:
             while self._sent:
                 self._receive_next()
 
-    def _send_next(self) -> None:
+    def _send_next(self, gradients: Gradients, *, watched: bool = False) -> None:
+        """Send the next bucket; ``watched`` in a pass that should not add to it any more."""
         while len(self._sent) >= IN_FLIGHT:
-            self._receive_next()
-        self._sent.append(self._send(self._waiting[0]))
+            received = self._receive_next()
+            if watched:
+                self._marks[received] = Gradients.of(received.parameters)
+        bucket = self._waiting[0]
+        self._sent.append(self._send(bucket, gradients))
         self.has_sent = True
         self._waiting.popleft()
+        if watched:
+            self._marks[bucket] = gradients
 
-    def _receive_next(self) -> None:
+    def _receive_next(self) -> AnyBucket:
         sent = self._sent[0]
         sent.work.wait()
-        is_marked = sent.bucket in self._marks
-        if is_marked:
-            self._check(sent.bucket)
-        sent.spread()
+        gradients = Gradients.of(sent.bucket.parameters)
+        _check(self._marks.pop(sent.bucket, gradients), gradients)
+        sent.spread(gradients.tensors)
         self._sent.popleft()
-        if is_marked:
-            self._marks[sent.bucket] = marks_of(sent.bucket.parameters)
-
-    def _check(self, bucket: AnyBucket) -> None:
-        if marks_of(bucket.parameters) != self._marks[bucket]:
-            raise UserError(
-                "A backward pass added to a gradient once more after it had been sent to the other ranks, which the "
-                "first pass of the training did not do: torch.utils.checkpoint needs use_reentrant=False here."
-            )
+        return sent.bucket
 
 
-Marks = tuple[list[int], Sequence[int]]
-"""Which tensors gradients are, and how often those were written to."""
-
-
-def marks_of(parameters: Iterable[Tensor]) -> Marks:
-    """Return marks that change when a gradient is replaced or written to."""
-    gradients = [parameter.grad for parameter in parameters]
-    return [*map(id, gradients)], versions(gradients)
+def _check(before: Gradients, now: Gradients) -> None:
+    if not now.unchanged_since(before):
+        raise UserError(
+            "A backward pass added to a gradient once more after it had been sent to the other ranks, which the "
+            "first pass of the training did not do: torch.utils.checkpoint needs use_reentrant=False here."
+        )

@@ -1,6 +1,6 @@
 """The closures of automatic optimization, run whole or in pieces."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
@@ -49,7 +49,6 @@ class MicroBatchClosures:
         self.parameters = self._trained.now()  # what may have a gradient, as of the window's start
         self.repeated: list[Tensor] | None = None  # that passes add to more than once; none before the first pass
         self.zeroes_anew = closures.zeroes_as_stock(trainer)  # so that a retry begins without gradients
-        self.runs_as_stock = False  # whether nothing is to be done around the pass over a whole micro-batch
         self.marks = WindowGradientMarks()
 
     @property
@@ -121,7 +120,6 @@ class MicroBatchClosures:
         """
         if counted is not None:
             self.repeated = counted.repeated()
-            self.runs_as_stock = self._reducer is None
             if self._reducer is not None:
                 self._reducer.expect(counted.order())
         if loops.window_is_over(self.trainer):
@@ -247,14 +245,13 @@ class _Pass:
                 closures.zero_through(closure, self._zero)
         elif not self._from_start:
             self._take_gradients()
-        if steps.runs_as_stock and self._piece is None:
-            result = closure.closure()
-            steps.went_through(None)
+        counted = steps.accumulations()
+        if counted is None and self._piece is None and self._reduction is None:
+            result = closure.closure()  # nothing is to be done around it
         else:
-            counted = steps.accumulations()
             with self._context(part), nullcontext() if counted is None else counted.counted():
                 result = closure.closure()
-            steps.went_through(counted)
+        steps.went_through(counted)
         batch.have_zeroed()
         if self._piece is None:
             return result
@@ -301,9 +298,9 @@ class _Pass:
         steps = self._batch.steps
         self._gradients = steps.marks.take(steps.parameters, steps.repeated or ())
 
-    def _are_complete(self, parameters: Iterable[Tensor]) -> bool:
-        """Return whether the backward pass has been through with these."""
-        return self._gradients is not None and self._gradients.are_complete(parameters)
+    def _are_complete(self, parameters: Sequence[Tensor], versions: Sequence[int]) -> bool:
+        """Return whether the backward pass has been through with these, by the versions of their gradients."""
+        return self._gradients is not None and self._gradients.are_complete(parameters, versions)
 
     def _context(self, part: Any) -> AbstractContextManager[Any]:
         """Return a context in which the backward pass weighs what it should, and reduces if it should."""

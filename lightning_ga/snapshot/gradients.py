@@ -9,6 +9,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
+from itertools import compress
+from operator import eq
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,20 +54,23 @@ class GradientSnapshot:
         self._versions = versions(self.gradients)
 
     @cached_property
-    def _before(self) -> dict[int, tuple[Tensor | None, int]]:
-        """Each gradient and its version, by the ``id`` of its parameter."""
-        return dict(zip(map(id, self._parameters), zip(self.gradients, self._versions)))
+    def _before(self) -> dict[int, int]:
+        """The version of each gradient, by the ``id`` of its parameter."""
+        return dict(zip(map(id, self._parameters), self._versions))
 
-    def are_complete(self, parameters: Iterable[Tensor]) -> bool:
-        """Return whether all of these have the whole contribution of the attempt's samples, as far as that shows."""
-        known = self._before
-        for parameter in parameters:  # as ``_has_changed``, without a call for each
-            if id(parameter) not in known:
-                return False
-            before, version = known[id(parameter)]
-            if parameter.grad is before and (before is None or before._version == version):
-                return False
-        return True
+    def are_complete(self, parameters: Sequence[Tensor], now: Sequence[int]) -> bool:
+        """Return whether all of these have the whole contribution of the attempt's samples, as far as that shows.
+
+        Args:
+            parameters: Parameters.
+            now: The versions of their gradients.
+        """
+        before = [*map(self._before.get, map(id, parameters))]
+        if None in before:
+            return False
+        alike = set(compress(map(id, parameters), map(eq, before, now)))
+        marks = zip(self._parameters, self.gradients, self._versions) if alike else ()
+        return all(_has_changed(*mark) for mark in marks if id(mark[0]) in alike)
 
     def lost(self) -> str | None:
         """Name what may have happened before the attempt, or in it: nobody knows."""
@@ -177,9 +183,10 @@ class Accumulations:
 class AccumulationHooks:
     """Hooks on what a backward pass is about to add to gradients, until they are removed.
 
-    They are on the nodes that add, not on the parameters. A hook of a tensor is called for ``autograd.grad``
-    too, and once removed it leaves a table behind which every later backward pass takes the interpreter's lock
-    for (``call_tensor_pre_hooks`` in torch 2.15: 1 µs for each parameter). A node goes with its graph.
+    A hook of a tensor is called for ``autograd.grad`` too, and once removed leaves an empty table behind, for which
+    every later backward pass takes the interpreter's lock (``call_tensor_pre_hooks`` in torch 2.15: 1 µs for each
+    parameter). So the table goes as well. Those of the nodes that add would stay, as ``DistributedDataParallel`` keeps
+    these nodes.
 
     Args:
         parameters: Parameters; those that want no gradient are passed over.
@@ -187,18 +194,30 @@ class AccumulationHooks:
     """
 
     def __init__(self, parameters: Iterable[Tensor], hook: Callable[[Tensor | None], Tensor | None]) -> None:
-        def before(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
-            changed = hook(gradients[0])
-            return None if changed is None else (changed,)
+        def before(node: Any, gradient: Tensor | None) -> Tensor | None:
+            return hook(gradient) if _is_added(node) else None
 
-        self._nodes = [get_gradient_edge(parameter).node for parameter in parameters if parameter.requires_grad]
-        self._handles = [node.register_prehook(before) for node in self._nodes]
+        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        nodes = [get_gradient_edge(parameter).node for parameter in self._parameters]
+        pairs: Iterable[tuple[Any, Any]] = zip(self._parameters, nodes)
+        self._handles = [parameter.register_hook(partial(before, node)) for parameter, node in pairs]
 
     def remove(self) -> None:
         """Remove them."""
         for handle in self._handles:
             handle.remove()
-        self._nodes, self._handles = [], []
+        for parameter in self._parameters:
+            if not parameter._backward_hooks:
+                parameter._backward_hooks = None
+        self._parameters, self._handles = [], []
+
+
+def _is_added(node: Any) -> bool:
+    """Return whether a gradient is about to be added by its node, not to be returned by ``autograd.grad``."""
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # how it says that the gradient is returned
+        return False
 
 
 @contextmanager

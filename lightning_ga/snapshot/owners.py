@@ -23,8 +23,8 @@ _DEPTH = 3  # of objects within objects
 _WRITABLE = (Tensor, np.ndarray, *CONTAINERS, tuple, *GENERATORS)
 _PLAIN = ("builtins", "abc", "typing", "__main__")
 _FOREIGN = {"torch", "lightning", "pytorch_lightning", "lightning_fabric", "torchmetrics", "lightning_ga", "numpy"}
-# What Lightning and nn.Module keep of themselves: modes, tables, hooks.
-_TABLES = {*vars(LightningModule()), "_hparams"}
+# What Lightning and nn.Module keep of themselves: modes, tables, hooks, the ``forward`` that a strategy puts back.
+_TABLES = {*vars(LightningModule()), "_hparams", "forward"}
 
 
 class Owner:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_ga.compat import buckets
 from lightning_ga.compat.buckets import FIRST_BUCKET, Bucket, Message, SparseBucket, make_buckets
 from lightning_ga.compat.gradient_dtype import dtype_of_sum, has_grad_dtype
 
@@ -25,11 +26,15 @@ def made(given: list[nn.Parameter], most: int = MOST, sparse: Iterable[nn.Parame
     return bytes_of(make_buckets(given, sparse, most=most, arrival={}))
 
 
+def gradients(bucket: Bucket | SparseBucket) -> list[torch.Tensor | None]:
+    return [parameter.grad for parameter in bucket.parameters]
+
+
 def joined(bucket: Bucket | SparseBucket, room: torch.Tensor | None = None, scale: float = 0.5) -> Message:
     """A message of its gradients."""
     assert isinstance(bucket, Bucket)
     message = bucket.message(room)
-    bucket.join(scale, message)
+    bucket.join(gradients(bucket), scale, message)
     return message
 
 
@@ -74,9 +79,53 @@ def test_averages_come_back_to_their_places(shape: tuple[int, ...]) -> None:
     copy, in_room = joined(bucket), joined(bucket, torch.full((bucket.size + 8,), 255, dtype=torch.uint8))
     assert torch.equal(copy.whole, in_room.whole)
     one.grad.zero_()
-    bucket.spread(copy)
+    bucket.spread(gradients(bucket), copy)
     assert torch.equal(one.grad, wanted[0])
     assert torch.equal(other.grad, wanted[1])
+
+
+def awkward() -> tuple[list[nn.Parameter], list[torch.Tensor | None]]:
+    """Parameters whose gradients lie in memory in all orders, are sparse or missing; and these gradients."""
+    plain, cut, turned, wide, table, missing = (nn.Parameter(torch.randn(4, 6)) for _ in range(6))
+    image = nn.Parameter(torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last))
+    every_other = nn.Parameter(torch.randn(8, 3)[::2])
+    empty, number = nn.Parameter(torch.zeros(0, 3)), nn.Parameter(torch.tensor(2.0))
+    sparse = torch.sparse_coo_tensor([[3, 1, 3]], torch.randn(3, 6), (4, 6), check_invariants=True)
+    found = [torch.randn(4, 6), torch.randn(4, 12)[:, ::2], torch.randn(6, 4).T, torch.randn(6).expand(4, 6), sparse]
+    more = [None, torch.randn(2, 3, 4, 5), torch.randn(4, 3), torch.zeros(0, 3), torch.tensor(3.0)]
+    return [plain, cut, turned, wide, table, missing, image, every_other, empty, number], [*found, *more]
+
+
+@pytest.mark.parametrize("large", [0, 2**30], ids=["in one pass", "copied first"])
+def test_gradients_of_all_kinds_are_averaged(large: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of two ranks that lack different ones."""
+    monkeypatch.setattr(buckets, "LARGE", large)
+    weights, ours = awkward()
+    theirs = [None if gradient is None else torch.randn(gradient.shape) for gradient in ours]
+    theirs[0], theirs[5] = None, torch.randn(4, 6)
+    (bucket,) = make_buckets(weights, (), most=MOST, arrival={})
+    assert isinstance(bucket, Bucket)
+    ours, theirs, weights = ours[::-1], theirs[::-1], weights[::-1]
+    message, other = (bucket.message(torch.full((bucket.size,), 255, dtype=torch.uint8)) for _ in range(2))
+    assert message.in_one_pass == (large == 0)
+    wanted = [sum(g.to_dense() / 3 for g in pair if g is not None) for pair in zip(ours, theirs)]
+    bucket.join(ours, 1 / 3, message)
+    bucket.join(theirs, 1 / 3, other)
+    message.whole.add_(other.whole)
+    for weight, gradient in zip(weights, ours):
+        # A pass adds to its gradients, so no two entries of one are one in memory.
+        weight.grad = gradient.clone() if gradient is not None and 0 in gradient.stride() else gradient
+    bucket.spread(gradients(bucket), message)
+    for weight, mean in zip(weights, wanted):
+        assert weight.grad is not None
+        torch.testing.assert_close(weight.grad, mean)
+
+
+def test_a_gradient_in_the_order_of_its_parameter_is_copied_as_it_lies() -> None:
+    """As ``DistributedDataParallel`` does: no copy turns an image around."""
+    image = nn.Parameter(torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last))
+    (part,) = Bucket((image,), image, image.dtype).message().gradients
+    assert part.stride() == image.stride()
 
 
 def test_a_gradient_that_another_rank_has_is_taken_over() -> None:
@@ -88,7 +137,7 @@ def test_a_gradient_that_another_rank_has_is_taken_over() -> None:
     here.grad, elsewhere.grad = None, 4 * torch.ones(2, 3)
     ours.whole.add_(joined(bucket).whole)
     here.grad, elsewhere.grad = torch.ones(2, 3), None
-    bucket.spread(ours)
+    bucket.spread(gradients(bucket), ours)
     assert here.grad.tolist() == [[0.5] * 3] * 2
     assert elsewhere.grad is not None
     assert elsewhere.grad.tolist() == [[2.0] * 3] * 2
@@ -101,17 +150,17 @@ def test_sparse_gradients_stay_sparse() -> None:
     """A copy is sent; one without rows on all ranks is none; a dense one of tied weights stays dense."""
     table = nn.Parameter(torch.randn(4, 3))
     bucket = SparseBucket((table,), table.dtype)
-    bucket.spread(bucket.joined(0.5))
+    bucket.spread([table.grad], bucket.joined(table.grad, 0.5))
     assert table.grad is None
     table.grad = torch.sparse_coo_tensor([[1, 1]], torch.ones(2, 3), (4, 3), check_invariants=True)
-    copy = bucket.joined(0.5)
+    copy = bucket.joined(table.grad, 0.5)
     assert copy._nnz() == 1
     assert table.grad._nnz() == 2
-    bucket.spread(copy)
+    bucket.spread(gradients(bucket), copy)
     assert table.grad.is_coalesced()
     assert table.grad.to_dense()[1].tolist() == [1.0] * 3
     table.grad = torch.ones(4, 3)
-    bucket.spread(bucket.joined(0.5))
+    bucket.spread([table.grad], bucket.joined(table.grad, 0.5))
     assert table.grad.tolist() == [[0.5] * 3] * 4
 
 
@@ -124,10 +173,10 @@ def test_sums_of_half_precision_parameters_are_sent_in_single_precision() -> Non
     (bucket,) = make_buckets([wide, narrow], (), most=MOST, arrival={}, dtype=dtype_of_sum)
     copy = joined(bucket)
     assert copy.whole.dtype == torch.float32
-    bucket.spread(copy)
+    bucket.spread(gradients(bucket), copy)
     assert wide.grad.tolist() == torch.full((3,), 1 / 6).tolist()
     assert narrow.grad.dtype == torch.float32
     assert narrow.grad.tolist() == [0.5] * 3
     (bucket,) = make_buckets([wide, narrow], (), most=MOST, arrival={})
-    bucket.spread(joined(bucket, scale=1.0))
+    bucket.spread(gradients(bucket), joined(bucket, scale=1.0))
     assert {wide.grad.dtype, narrow.grad.dtype} == {torch.bfloat16}

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_ga.compat.buckets import Bucket, make_buckets
+from lightning_ga.compat.buckets import Bucket, Gradients, make_buckets
 from lightning_ga.compat.reduction import IN_FLIGHT, Sent, WindowReduction
 from lightning_ga.errors import UserError
 from lightning_ga.snapshot.gradients import GradientSnapshot
@@ -23,14 +23,14 @@ class Ranks:
         self.received = 0
         self.fails = 0
 
-    def send(self, bucket: Any) -> Sent:
+    def send(self, bucket: Any, gradients: Gradients) -> Sent:
         if self.fails:
             self.fails -= 1
             raise torch.OutOfMemoryError("CUDA out of memory")
         self.sent.append(bucket)
         message = bucket.message()
-        bucket.join(2.0, message)
-        return Sent(bucket, self, partial(bucket.spread, message))
+        bucket.join(gradients.tensors, 2.0, message)
+        return Sent(bucket, self, partial(bucket.spread, averaged=message))
 
     def wait(self) -> None:
         self.received += 1
