@@ -29,6 +29,7 @@ class TrainingBatches:
     samples: Callable[[], int | None] = lambda: None  # how many the current one should hold, where that is known
     samples_again: Callable[[], CollatedAgain | None] = lambda: None  # those of the current one, where at hand
     samples_of_next: Callable[[Any], int | None] = lambda _: None  # how many the next one should hold
+    is_empty: Callable[[int], bool] = lambda _: False  # whether one, by its number, only fills its window up
 
 
 class BatchTask:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
+import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
@@ -13,7 +14,7 @@ from lightning_ga.compat import closures, loops, ranks
 from lightning_ga.compat.reduction import GradientReducer, WindowReduction
 from lightning_ga.errors import ExactnessWarning
 from lightning_ga.fit.batch_task import BatchResult, BatchTask, TrainingBatches
-from lightning_ga.fit.lbfgs import evaluates_again
+from lightning_ga.fit.lbfgs import Closure, Wrap, evaluates_again
 from lightning_ga.fit.oom_retry import OomRetrier
 from lightning_ga.fit.pieces import Piece
 from lightning_ga.fit.window_gradients import WindowGradients
@@ -306,6 +307,25 @@ class _Pass:
         if reduction is not None and steps.overlaps and not complete:
             stack.enter_context(reduction.overlapping(self._are_complete))
         return stack
+
+
+def without_empty(wrap: Wrap | None, is_empty: Callable[[int], bool]) -> Wrap:
+    """Let closures run as ``wrap`` says, but for micro-batches that hold no samples: these are not run at all.
+
+    They only fill windows up to the accumulation factor, are never a window's first, and bring a sample that has been
+    trained on: to run them would log it, count it in metrics and move statistics again.
+
+    Args:
+        wrap: Makes the closures; ``None`` for Lightning's own.
+        is_empty: Says so of a micro-batch, by its number.
+    """
+
+    def closure(whole: Any, make: Callable[..., Any], kwargs: Any, optimizer: Optimizer, batch_idx: int) -> Closure:
+        if is_empty(batch_idx):  # with a loss, or a gradient scaler would skip the step
+            return lambda *_: closures.ClosureOutput(torch.zeros(()), {})
+        return whole.closure if wrap is None else wrap(whole, make, kwargs, optimizer, batch_idx)
+
+    return closure
 
 
 def _merged(done: BatchResult) -> closures.ClosureOutput:

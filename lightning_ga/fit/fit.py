@@ -76,6 +76,7 @@ class Fit:
             samples=lambda: self._samples,
             samples_again=lambda: self.source.samples_at(loops.micro_batch_index(trainer)),
             samples_of_next=self._samples_of_next,
+            is_empty=lambda index: not self.source.chunk(index).count,
         )
         self.oom_handler = OomHandler(trainer, retries=options.on_oom == "split", report=reporter, training=batches)
         self.oom_handler.watch_batches()
@@ -132,7 +133,8 @@ class Fit:
             self._rescale_momenta()
         self._frequencies = self._frequencies_in_steps()
         cut_in_step, changing = self.source.cut_in_step, self.exactness.changing
-        self.oom_handler.watch_training(self.gradients, cut_in_step=cut_in_step, changing=changing)
+        fills_up = self.source.keeps_groups and not cut_in_step
+        self.oom_handler.watch_training(self.gradients, cut_in_step=cut_in_step, fills_up=fills_up, changing=changing)
         self._held.callback(intervals.stop_only_unless(trainer, lambda: self._progress.within_batch))
         self._progress.resume(self.source, same_epoch=same_epoch)
         with self.source.seeded_as_before():
