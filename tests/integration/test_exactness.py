@@ -236,6 +236,31 @@ def test_an_optimizer_that_evaluates_again_leaves_out_micro_batches_without_a_sa
     torch.testing.assert_close(*weights, rtol=1e-4, atol=1e-6)  # LBFGS enlarges rounding
 
 
+class Rotating(Sampler[int]):
+    """Begins three samples later each time it has ended."""
+
+    start = 0
+
+    def __len__(self) -> int:
+        return 20
+
+    def __iter__(self) -> Iterator[int]:
+        yield from ((index + self.start) % 20 for index in range(20))
+        self.start += 3
+
+
+@pytest.mark.parametrize("batch_size", [5, 8])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_sampler_ends_where_stock_lightning_lets_it_end(workers: int, batch_size: int) -> None:
+    """What it does at its end, the next epoch shows: it is asked for one more by workers, and by a batch to be filled."""
+    runs = []
+    for callbacks in ([], [AutoAccumulate(micro_batch_size=3, verify=False)]):
+        loader = DataLoader(Samples(20), batch_size, sampler=Rotating(), num_workers=workers)
+        module, _ = fit(loader, *callbacks, max_epochs=3)
+        runs.append(module.windows)
+    assert runs[0] == runs[1]
+
+
 def test_a_sampler_without_an_end_is_cut_at_its_length() -> None:
     """As torch's loaders never ask it for more than the loop takes."""
 
