@@ -252,7 +252,7 @@ class Rotating(Sampler[int]):
 @pytest.mark.parametrize("batch_size", [5, 8])
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_sampler_ends_where_stock_lightning_lets_it_end(workers: int, batch_size: int) -> None:
-    """What it does at its end shows in the next epoch: workers ask it for one more, and so does a batch to be filled."""
+    """What it does at its end shows in the next epoch: workers ask it for more, and so does a batch to be filled."""
     runs = []
     for callbacks in ([], [AutoAccumulate(micro_batch_size=3, verify=False)]):
         loader = DataLoader(Samples(20), batch_size, sampler=Rotating(), num_workers=workers)
