@@ -153,6 +153,7 @@ class MicroBatch(BatchTask):
         super().__init__(kwargs["batch"], "training")
         self.steps, self._prepared, self._make = steps, whole, make
         self._given = kwargs, optimizer, batch_idx
+        self._number = batch_idx
         self._starts_window = closures.zeroes_gradients(whole)
         self._weights = steps.gradients.weights  # before any of it has run
         self._evaluated = False
@@ -178,11 +179,11 @@ class MicroBatch(BatchTask):
     @property
     def expected(self) -> int | None:
         """Samples that it should hold, where that is known."""
-        return self.steps.batches.samples()
+        return self.steps.batches.samples(self._number)
 
     def again(self) -> CollatedAgain | None:
         """Fetch its samples again; ``None`` where they are not at hand."""
-        return self.steps.batches.samples_again()
+        return self.steps.batches.samples_again(self._number)
 
     def attempt(self, piece: Piece | None, *, from_start: bool) -> "_Pass":
         """Return a pass over the whole micro-batch or a piece of it."""
