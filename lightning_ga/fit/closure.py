@@ -67,7 +67,7 @@ class MicroBatchClosures:
 
     def warn_of_second_evaluation(self) -> None:
         """Warn once where an optimizer (SAM, say) evaluates a closure again that holds a part of the window."""
-        if self._warned or self.trainer.accumulate_grad_batches == 1:
+        if self._warned or self.evaluates_again or self.trainer.accumulate_grad_batches == 1:
             return
         self._warned = True
         name = type(self.trainer.optimizers[0]).__name__
@@ -154,6 +154,7 @@ class MicroBatch(BatchTask):
         self.steps, self._prepared, self._make = steps, whole, make
         self._given = kwargs, optimizer, batch_idx
         self._number = batch_idx
+        self._move = steps.retrier.move_of_pieces
         self._starts_window = closures.zeroes_gradients(whole)
         self._weights = steps.gradients.weights  # before any of it has run
         self._evaluated = False
@@ -166,6 +167,7 @@ class MicroBatch(BatchTask):
         steps = self.steps
         if self._evaluated:
             steps.warn_of_second_evaluation()
+            steps.retrier.move_pieces(self._move)
         # The optimizer may have changed weights since the last pass.
         anew = self._evaluated or steps.evaluates_again or loops.begins_window(steps.trainer)
         self._evaluated, self.within_window = True, not anew

@@ -18,6 +18,10 @@ class Newton(Regression):
         super().__init__()
         self.line_search = line_search
 
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        assert batch[0].device == self.device
+        return super().training_step(batch, batch_idx)
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.LBFGS(self.net.parameters(), lr=0.1, max_iter=4, line_search_fn=self.line_search)
 
