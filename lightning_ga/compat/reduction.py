@@ -81,9 +81,24 @@ class GradientReducer:
         """
         return WindowReduction(self._bucketed(summed=summed), partial(self._send, 1 / dist.get_world_size(self._group)))
 
+    def check(self) -> None:
+        """Refuse gradients of parameters that were not trained when the window's reduction began: no bucket holds them.
+
+        Raises:
+            UserError: If there are some; ranks would go on with different weights.
+        """
+        pairs = zip(self._parameters, self._trained)
+        late = [one for one, trained in pairs if not trained and one.requires_grad and one.grad is not None]
+        if late:
+            raise UserError(
+                f"training_step sets requires_grad=True on {len(late)} parameters (the first is of shape "
+                f"{tuple(late[0].shape)}), when ranks have agreed on the gradients that they exchange: set it in "
+                "on_train_batch_start or before."
+            )
+
     def _bucketed(self, *, summed: bool) -> list[AnyBucket]:
         """Return the buckets for the parameters that are trained now, with room to copy them."""
-        trained = [parameter.requires_grad for parameter in self._parameters]
+        trained = self._trained = [parameter.requires_grad for parameter in self._parameters]
         if (summed, trained) != self._made_for:
             wanted = [parameter for parameter, trains in zip(self._parameters, trained) if trains]
             dtype = dtype_of_sum if summed else attrgetter("dtype")
@@ -158,7 +173,7 @@ class WindowReduction:
                     sent = self._sent[-1].bucket
                     self._marks[sent] = marks_of(sent.parameters)
 
-        lasts: list[Any] = [bucket.last for bucket in self._waiting]
+        lasts: list[Any] = [bucket.last for bucket in self._waiting if bucket.last.requires_grad]  # frozen since
         hooks = [last.register_post_accumulate_grad_hook(send_complete) for last in lasts]
         try:
             yield

@@ -81,9 +81,10 @@ class MicroBatchClosures:
     def run(self, micro_batch: "MicroBatch") -> BatchResult:
         """Run the passes of one micro-batch."""
         done, reduction = self.retrier.run(micro_batch), micro_batch.reduction
-        if reduction is not None:
+        if reduction is not None and self._reducer is not None:
             if not reduction.is_over:  # no backward pass has done it
                 self.retrier.attempts.again_if_memory_runs_out(reduction.finish)
+            self._reducer.check()
             ranks.share_buffers(ranks.distributed_module(self.trainer))
         return done
 
