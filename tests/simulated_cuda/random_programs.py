@@ -76,7 +76,7 @@ def draw(seed: int) -> Program:
         effective=effective,
         micro_batch=pick((2, 3, effective, effective)),
         mode=pick(("loader", "step")),
-        unequal=may(),
+        unequal=pick((True, False)),
     )
 
 
