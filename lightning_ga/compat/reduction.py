@@ -80,11 +80,26 @@ class GradientReducer:
         """
         return WindowReduction(self._bucketed(summed=summed), partial(self._send, 1 / dist.get_world_size(self._group)))
 
+    def check(self) -> None:
+        """Refuse gradients of parameters that were not trained when the window's reduction began: no bucket holds them.
+
+        Raises:
+            UserError: If there are some; ranks would go on with different weights.
+        """
+        late = [one for one in self._frozen if one.requires_grad and one.grad is not None]
+        if late:
+            raise UserError(
+                f"training_step sets requires_grad=True on {len(late)} parameters (the first is of shape "
+                f"{tuple(late[0].shape)}), when ranks have agreed on the gradients that they exchange: set it in "
+                "on_train_batch_start or before."
+            )
+
     def _bucketed(self, *, summed: bool) -> list[AnyBucket]:
         """Return the buckets for the parameters that are trained now, with room to copy them."""
         trained = [parameter.requires_grad for parameter in self._parameters]
         if (summed, trained) != self._made_for:
             wanted = [parameter for parameter, trains in zip(self._parameters, trained) if trains]
+            self._frozen = [parameter for parameter, trains in zip(self._parameters, trained) if not trains]
             dtype = dtype_of_sum if summed else attrgetter("dtype")
             settings: dict[str, Any] = {"most": self._most, "arrival": self._arrival, "dtype": dtype}
             self._buckets = make_buckets(wanted, self._list_sparse(), **settings)
@@ -166,7 +181,7 @@ class WindowReduction:
                         return
                     self._send_next(gradients, watched=True)
 
-        lasts: list[Any] = [bucket.last for bucket in self._waiting]
+        lasts: list[Any] = [bucket.last for bucket in self._waiting if bucket.last.requires_grad]  # frozen since
         hooks = [last.register_post_accumulate_grad_hook(send_complete) for last in lasts]
         try:
             yield

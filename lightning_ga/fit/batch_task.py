@@ -26,9 +26,12 @@ class TrainingBatches:
 
     source: Callable[[], BatchSource] = lambda: ReadyMadeBatches(list)  # how they are made
     verdict: Callable[[], str] = str  # says in a sentence whether a batch in parts has the gradient of the whole
-    samples: Callable[[], int | None] = lambda: None  # how many the current one should hold, where that is known
-    samples_again: Callable[[], CollatedAgain | None] = lambda: None  # those of the current one, where at hand
+    # Of one of the window that is trained on, by its number: how many it should hold, where that is known; those
+    # samples, where at hand.
+    samples: Callable[[int], int | None] = lambda _: None
+    samples_again: Callable[[int], CollatedAgain | None] = lambda _: None
     samples_of_next: Callable[[Any], int | None] = lambda _: None  # how many the next one should hold
+    is_empty: Callable[[int], bool] = lambda _: False  # whether one, by its number, only fills its window up
 
 
 class BatchTask:

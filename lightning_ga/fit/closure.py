@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
+import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
@@ -13,7 +14,7 @@ from lightning_ga.compat import closures, loops, ranks
 from lightning_ga.compat.reduction import GradientReducer, WindowReduction
 from lightning_ga.errors import ExactnessWarning
 from lightning_ga.fit.batch_task import BatchResult, BatchTask, TrainingBatches
-from lightning_ga.fit.lbfgs import evaluates_again
+from lightning_ga.fit.lbfgs import Closure, Wrap, evaluates_again
 from lightning_ga.fit.oom_retry import OomRetrier
 from lightning_ga.fit.pieces import Piece
 from lightning_ga.fit.window_gradients import WindowGradients
@@ -65,7 +66,7 @@ class MicroBatchClosures:
 
     def warn_of_second_evaluation(self) -> None:
         """Warn once where an optimizer (SAM, say) evaluates a closure again that holds a part of the window."""
-        if self._warned or self.trainer.accumulate_grad_batches == 1:
+        if self._warned or self.evaluates_again or self.trainer.accumulate_grad_batches == 1:
             return
         self._warned = True
         name = type(self.trainer.optimizers[0]).__name__
@@ -79,9 +80,10 @@ class MicroBatchClosures:
     def run(self, micro_batch: "MicroBatch") -> BatchResult:
         """Run the passes of one micro-batch."""
         done, reduction = self.retrier.run(micro_batch), micro_batch.reduction
-        if reduction is not None:
+        if reduction is not None and self._reducer is not None:
             if not reduction.is_over:  # no backward pass has done it
                 self.retrier.attempts.again_if_memory_runs_out(reduction.finish)
+            self._reducer.check()
             ranks.share_buffers(ranks.distributed_module(self.trainer))
         return done
 
@@ -151,6 +153,8 @@ class MicroBatch(BatchTask):
         self.steps, self._prepared, self._make = steps, whole, make
         self._given = kwargs, optimizer, batch_idx
         self.is_first = batch_idx == 0
+        self._number = batch_idx
+        self._move = steps.retrier.move_of_pieces
         self._starts_window = closures.zeroes_gradients(whole)
         self._weights = steps.gradients.weights  # before any of it has run
         self._evaluated = False
@@ -163,6 +167,7 @@ class MicroBatch(BatchTask):
         steps = self.steps
         if self._evaluated:
             steps.warn_of_second_evaluation()
+            steps.retrier.move_pieces(self._move)
         # The optimizer may have changed weights since the last pass.
         anew = self._evaluated or steps.evaluates_again or loops.begins_window(steps.trainer)
         self._evaluated, self.within_window = True, not anew
@@ -176,11 +181,11 @@ class MicroBatch(BatchTask):
     @property
     def expected(self) -> int | None:
         """Samples that it should hold, where that is known."""
-        return self.steps.batches.samples()
+        return self.steps.batches.samples(self._number)
 
     def again(self) -> CollatedAgain | None:
         """Fetch its samples again; ``None`` where they are not at hand."""
-        return self.steps.batches.samples_again()
+        return self.steps.batches.samples_again(self._number)
 
     def attempt(self, piece: Piece | None, *, from_start: bool) -> "_Pass":
         """Return a pass over the whole micro-batch or a piece of it."""
@@ -319,6 +324,25 @@ class _Pass:
             if steps.overlaps and not complete:
                 stack.enter_context(reduction.overlapping(self._are_complete))
         return stack
+
+
+def without_empty(wrap: Wrap | None, is_empty: Callable[[int], bool]) -> Wrap:
+    """Let closures run as ``wrap`` says, but for micro-batches that hold no samples: these are not run at all.
+
+    They only fill windows up to the accumulation factor, are never a window's first, and bring a sample that has been
+    trained on: to run them would log it, count it in metrics and move statistics again.
+
+    Args:
+        wrap: Makes the closures; ``None`` for Lightning's own.
+        is_empty: Says so of a micro-batch, by its number.
+    """
+
+    def closure(whole: Any, make: Callable[..., Any], kwargs: Any, optimizer: Optimizer, batch_idx: int) -> Closure:
+        if is_empty(batch_idx):  # with a loss, or a gradient scaler would skip the step
+            return lambda *_: closures.ClosureOutput(torch.zeros(()), {})
+        return whole.closure if wrap is None else wrap(whole, make, kwargs, optimizer, batch_idx)
+
+    return closure
 
 
 def _merged(done: BatchResult) -> closures.ClosureOutput:

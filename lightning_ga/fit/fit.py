@@ -64,7 +64,7 @@ class Fit:
         self._momenta: Momenta | None = None
         self._begun: tuple[TrainingSource, int] | None = None  # what the loops were told of last
         self._frequencies: dict[int, int] = {}
-        self._samples: int | None = None  # that the batch which is trained on should hold
+        self._samples: dict[int, int | None] = {}  # that batches of the window which is trained on should hold
         self._as_planned = False  # whether every batch holds the samples that were fetched for it
         self._progress = Progress(trainer)
         cut_in_step = options.micro_batching == "step"
@@ -73,9 +73,10 @@ class Fit:
         batches = TrainingBatches(
             source=lambda: self.source.batch_source,
             verdict=self._splitting_sentence,
-            samples=lambda: self._samples,
-            samples_again=lambda: self.source.samples_at(loops.micro_batch_index(trainer)),
+            samples=lambda index: self._samples.get(index),
+            samples_again=lambda index: self.source.samples_at(index),
             samples_of_next=self._samples_of_next,
+            is_empty=lambda index: not self.source.chunk(index).count,
         )
         self.oom_handler = OomHandler(trainer, retries=options.on_oom == "split", report=reporter, training=batches)
         self.oom_handler.watch_batches()
@@ -132,7 +133,8 @@ class Fit:
             self._rescale_momenta()
         self._frequencies = self._frequencies_in_steps()
         cut_in_step, changing = self.source.cut_in_step, self.exactness.changing
-        self.oom_handler.watch_training(self.gradients, cut_in_step=cut_in_step, changing=changing)
+        fills_up = self.source.keeps_groups and not cut_in_step
+        self.oom_handler.watch_training(self.gradients, cut_in_step=cut_in_step, fills_up=fills_up, changing=changing)
         self._held.callback(intervals.stop_only_unless(trainer, lambda: self._progress.within_batch))
         self._progress.resume(self.source, same_epoch=same_epoch)
         with self.source.seeded_as_before():
@@ -151,12 +153,14 @@ class Fit:
             self.exactness.look(accumulates=self._accumulates)
         source, index = self.source, loops.micro_batch_index(self.trainer)
         chunk = source.chunk(index)
+        if loops.begins_window(self.trainer):
+            self._samples.clear()
         if self.gradients.counts_samples:
             samples = self._count(batch, chunk, on_host=self.oom_handler.on_host)
             self.gradients.weigh(batch, chunk, index, sharded_ranks=source.sharded_ranks, samples=samples)
-            self._samples = samples
+            self._samples[index] = samples
         else:
-            self._samples = source.expected(chunk)
+            self._samples[index] = source.expected(chunk)
         if self._frequencies:
             intervals.step_schedulers_when_due(self.trainer, self._frequencies, chunk.window)
 

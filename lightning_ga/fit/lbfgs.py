@@ -30,11 +30,11 @@ def evaluates_again(optimizer: torch.optim.Optimizer) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """One micro-batch of the window: what its step gets, and what it weighs."""
+    """One micro-batch of the window."""
 
-    kwargs: Any
-    batch_idx: int
-    weights: WindowWeights
+    run: Closure
+    batch: Any
+    weights: WindowWeights  # what it weighs
 
 
 class LbfgsWindow:
@@ -58,20 +58,16 @@ class LbfgsWindow:
         """Return the closure of a micro-batch; that of the last stands for the window."""
         if batch_idx % self._trainer.accumulate_grad_batches == 0:
             self._parts, self._losses = [], []
-        self._parts.append(_Part(kwargs, batch_idx, self._gradients.weights))
-        run = partial(self._noting, self._wrap(whole, make, kwargs, optimizer, batch_idx))
+        part = _Part(self._wrap(whole, make, kwargs, optimizer, batch_idx), kwargs["batch"], self._gradients.weights)
+        self._parts.append(part)
+        run = partial(self._noting, part.run)
         if not loops.window_is_over(self._trainer):
             return run
-
-        def make_part(part: _Part) -> Closure:
-            given = part.kwargs, optimizer, part.batch_idx
-            return self._wrap(make(*given), make, *given)
-
         evaluations = count()
 
         def evaluate(*_: Any) -> closures.ClosureOutput:
             """Run the micro-batch, or the whole window again; the loss is that of the window."""
-            result = self._run_again(make_part) if next(evaluations) else run()
+            result = self._run_again() if next(evaluations) else run()
             return closures.ClosureOutput(self._loss(), result.asdict())
 
         return evaluate
@@ -82,20 +78,20 @@ class LbfgsWindow:
         self._losses.append(0.0 if result.loss is None else float(result.loss))
         return result
 
-    def _run_again(self, make: Callable[[_Part], Closure]) -> Any:
+    def _run_again(self) -> Any:
         """Run every micro-batch anew, the first one zeroing the gradients; return the last result."""
         self._losses, counted = [], self._gradients.weights
         for part in self._parts[:-1]:
             with closures.accumulating(self._trainer):
-                self._run_part(make, part)
-        result = self._run_part(make, self._parts[-1])
+                self._run_part(part)
+        result = self._run_part(self._parts[-1])
         self._gradients.put_back(counted)  # what the window holds has been counted before
         return result
 
-    def _run_part(self, make: Callable[[_Part], Closure], part: _Part) -> Any:
+    def _run_part(self, part: _Part) -> Any:
         self._gradients.put_back(part.weights)
-        self._trainer._logger_connector.on_batch_start(part.kwargs["batch"])  # whose size means are weighed by
-        return self._noting(make(part))
+        self._trainer._logger_connector.on_batch_start(part.batch)  # whose size means are weighed by
+        return self._noting(part.run)
 
     def _loss(self) -> torch.Tensor:
         """Return the loss of the whole window."""

@@ -12,7 +12,7 @@ from lightning_ga.batch.merge import merge_outputs
 from lightning_ga.compat import agreement, closures, dataloaders, evaluation, ranks
 from lightning_ga.compat.reduction import GradientReducer
 from lightning_ga.fit.batch_task import TrainingBatches
-from lightning_ga.fit.closure import MicroBatchClosures
+from lightning_ga.fit.closure import MicroBatchClosures, without_empty
 from lightning_ga.fit.evaluation import EvaluatedBatch
 from lightning_ga.fit.lbfgs import LbfgsWindow, Wrap, evaluates_again
 from lightning_ga.fit.messages import OomEvent
@@ -119,12 +119,15 @@ class OomHandler:
         """Guard evaluation, and the way of every batch to the device."""
         evaluation.intercept_evaluation(self._trainer, self._evaluate, self._retrier.move)
 
-    def watch_training(self, gradients: WindowGradients, *, cut_in_step: bool, changing: Collection[str]) -> None:
+    def watch_training(
+        self, gradients: WindowGradients, *, cut_in_step: bool, fills_up: bool, changing: Collection[str]
+    ) -> None:
         """Guard training from here on.
 
         Args:
             gradients: The weights of the window.
             cut_in_step: Whether batches are cut in the step even if nothing fails.
+            fills_up: Whether windows may hold micro-batches without a sample that are not to be run.
             changing: Names of what the step is known to change.
         """
         trainer, must_average = self._trainer, ranks.needs_averaging_by_hand(self._trainer)
@@ -139,6 +142,8 @@ class OomHandler:
         if self._wanted or cut_in_step or must_average:
             self._steps = MicroBatchClosures(trainer, self._retrier, gradients, self._training, reducer)
             wrap = self._steps.closure
+        if fills_up:
+            wrap = without_empty(wrap, self._training.is_empty)
         if evaluates_again(trainer.optimizers[0]):
             wrap = LbfgsWindow(trainer, gradients, wrap).closure
         elif policy.retries:

@@ -71,6 +71,15 @@ class OomRetrier:
         """Whether the current batch stays on the host, to be moved in pieces."""
         return self._move is not None
 
+    @property
+    def move_of_pieces(self) -> Callable[[Any], Any] | None:
+        """What moves the pieces of the current batch to the device; ``None`` if it is there."""
+        return self._move
+
+    def move_pieces(self, move: Callable[[Any], Any] | None) -> None:
+        """Go on with a batch that was current before, whose pieces are moved so."""
+        self._move = move
+
     def limit(self, stage: str) -> int | None:
         """Return the most samples of a piece; ``None`` where whole batches are tried."""
         return self._limits.get(stage)

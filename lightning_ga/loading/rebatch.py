@@ -65,10 +65,10 @@ def read_loader(loader: object, *, world_size: int, shard: bool = True, shuffle:
     if type(batch_sampler) is not BatchSampler:
         _require_length(batch_sampler, "batch sampler")
         shared = (shard and not isinstance(sampler, DistributedSampler)) or world_size == 1
-        return LoaderRecipe(FromBatches(batch_sampler), None, False, shared)
+        return LoaderRecipe(FromBatches(batch_sampler, runs_out=loader.num_workers > 0), None, False, shared)
     if not shuffle and loader.batch_size is not None:  # a batch sampler that was given stays, as in Lightning
         return LoaderRecipe(Sequential(_length(loader.dataset)), loader.batch_size, loader.drop_last, shared=True)
-    order, shared = _read_sampler(sampler, world_size, shard=shard or world_size == 1)
+    order, shared = _read_sampler(loader, sampler, world_size, shard=shard or world_size == 1)
     return LoaderRecipe(order, batch_sampler.batch_size, batch_sampler.drop_last, shared)
 
 
@@ -119,7 +119,7 @@ def copy_loader(
     return clone
 
 
-def _read_sampler(sampler: Any, world_size: int, *, shard: bool) -> tuple[Order, bool]:
+def _read_sampler(loader: "DataLoader[Any]", sampler: Any, world_size: int, *, shard: bool) -> tuple[Order, bool]:
     """Return the order, and whether all ranks share it: by the sampler itself, or because the trainer may shard it."""
     if type(sampler) is SequentialSampler:
         return Sequential(len(sampler.data_source)), shard
@@ -134,7 +134,14 @@ def _read_sampler(sampler: Any, world_size: int, *, shard: bool) -> tuple[Order,
             return Shuffled(size, sampler.seed, whole=whole), True
         return Sequential(size), True
     _require_length(sampler, "sampler")
-    return FromSampler(sampler, len(sampler)), shard and not isinstance(sampler, DistributedSampler)
+    order = FromSampler(sampler, len(sampler), runs_out=_runs_out(loader, len(sampler)))
+    return order, shard and not isinstance(sampler, DistributedSampler)
+
+
+def _runs_out(loader: "DataLoader[Any]", size: int) -> bool:
+    """Return whether a loader asks its sampler for more than it has: workers fetch ahead, a last batch is not full."""
+    batches: Any = loader.batch_sampler
+    return loader.num_workers > 0 or (not batches.drop_last and size % batches.batch_size > 0)
 
 
 def _length(dataset: Any) -> int:

@@ -110,11 +110,17 @@ class _UsersOrder:
 
 
 class FromSampler(_UsersOrder):
-    """What a sampler of the user's own yields."""
+    """What a sampler of the user's own yields.
 
-    def __init__(self, sampler: Iterable[Any], size: int) -> None:
+    Args:
+        sampler: The sampler.
+        size: Samples of an epoch.
+        runs_out: Whether the user's loader asks it for more than these: a sampler may change once it has ended.
+    """
+
+    def __init__(self, sampler: Iterable[Any], size: int, *, runs_out: bool = False) -> None:
         super().__init__(sampler)
-        self.sampler, self.size = sampler, size
+        self.sampler, self.size, self.runs_out = sampler, size, runs_out
 
     def draw(self, epoch: int, seed: int) -> Sequence[Any]:
         """Return the sampler's own order for one epoch."""
@@ -126,15 +132,20 @@ class FromSampler(_UsersOrder):
         return self._drawn
 
     def _read(self) -> list[Any]:
-        return list(islice(self.sampler, self.size))
+        return _first(self.sampler, self.size, runs_out=self.runs_out)
 
 
 class FromBatches(_UsersOrder):
-    """What a batch sampler of the user's own yields, joined; the sizes of its batches are kept."""
+    """What a batch sampler of the user's own yields, joined; the sizes of its batches are kept.
 
-    def __init__(self, batch_sampler: Iterable[Sequence[Any]]) -> None:
+    Args:
+        batch_sampler: The batch sampler.
+        runs_out: Whether the user's loader asks it for more than its length.
+    """
+
+    def __init__(self, batch_sampler: Iterable[Sequence[Any]], *, runs_out: bool = False) -> None:
         super().__init__(batch_sampler, getattr(batch_sampler, "sampler", None))
-        self.batch_sampler = batch_sampler
+        self.batch_sampler, self.runs_out = batch_sampler, runs_out
         self.size = 0  # of the epoch drawn last
 
     def batches(self, epoch: int, seed: int) -> list[list[Any]]:
@@ -156,7 +167,16 @@ class FromBatches(_UsersOrder):
 
     def _read(self) -> list[list[Any]]:
         length = len(self.batch_sampler) if isinstance(self.batch_sampler, Sized) else None
-        return [list(batch) for batch in islice(self.batch_sampler, length)]
+        return [list(batch) for batch in _first(self.batch_sampler, length, runs_out=self.runs_out)]
+
+
+def _first(sampler: Iterable[Any], number: int | None, *, runs_out: bool) -> list[Any]:
+    """Return so many of what a sampler yields; where it ``runs_out``, it has been asked for the next as well."""
+    iterator = iter(sampler)
+    found = list(islice(iterator, number))
+    if runs_out:
+        next(iterator, None)
+    return found
 
 
 class Stream:

@@ -202,13 +202,17 @@ class Window:
     def samples_after(self, position: int) -> int:
         """Return the samples of the epoch that are done once each rank has done this micro-batch.
 
+        One of the recipe's batches is done with its last micro-batch, be that an empty one: the optimizer has then
+        stepped on it, if it ends its window.
+
         Examples:
             >>> EpochPlan(RegularWindows(total=10, size=8), 4, factor=2, world_size=1).window(0).samples_after(0)
             4
         """
         if self.plan.batches is not None:
-            chunk = self.chunk(position, rank=0)
-            return chunk.start + chunk.count
+            chunk, (_, stop) = self.chunk(position, rank=0), self._batch(position // self.plan.pieces)
+            is_last = (position + 1) % self.plan.pieces == 0
+            return stop if is_last else min(chunk.start + chunk.count, stop - 1)
         share, larger = divmod(self.samples, self.plan.world_size)
         done = self.start + (self.plan.world_size - larger) * part(share, self.factor, position + 1)[0]
         return done + larger * part(share + 1, self.factor, position + 1)[0] if larger else done

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_ga.compat.buckets import Bucket, Gradients, make_buckets
-from lightning_ga.compat.reduction import IN_FLIGHT, Sent, WindowReduction
+from lightning_ga.compat.reduction import IN_FLIGHT, GradientReducer, Sent, WindowReduction
 from lightning_ga.errors import UserError
 from lightning_ga.snapshot.gradients import GradientSnapshot
 
@@ -125,3 +125,14 @@ def test_a_gradient_that_is_added_to_after_it_was_sent_is_an_error(layers: int) 
     loss = chain(checkpoint(shared, inputs, use_reentrant=True)).sum()
     with pytest.raises(UserError, match="use_reentrant=False"):
         chain.backward(loss)
+
+
+def test_parameters_that_come_to_be_trained_within_a_window_are_refused() -> None:
+    """No rank would send their gradients, and weights would drift apart."""
+    weights = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2), requires_grad=False)]
+    reducer = GradientReducer(lambda: weights, group=None)
+    weights[1].requires_grad_()
+    reducer.check()
+    sum(weight.sum() for weight in weights).backward()
+    with pytest.raises(UserError, match=r"requires_grad=True on 1 parameters \(the first is of shape \(2,\)"):
+        reducer.check()

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from reference import Samples, SizedStreamOf, StreamOf, cut, fit, permutation, plain_loop, worst_error
+import torchmetrics
+from reference import Samples, SizedStreamOf, StreamOf, Validated, cut, fit, permutation, plain_loop, worst_error
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, Sampler, WeightedRandomSampler
 
 from lightning_ga import AutoAccumulate
@@ -176,11 +177,88 @@ def test_random_numbers_of_a_sampler_are_a_function_of_the_epoch() -> None:
     """Every epoch holds each sample once, in windows that are the sampler's own batches."""
     loader = DataLoader(Samples(40), batch_sampler=OwnRandom())
     module, _ = fit(loader, AutoAccumulate(micro_batch_size=3), max_epochs=3)
-    windows = [sorted(set(window)) for window in module.windows]  # small ones have stand-ins
+    windows = [sorted(window) for window in module.windows]
     epochs = [windows[start : start + 8] for start in (0, 8, 16)]
     assert all(sorted(sum(epoch, [])) == list(range(40)) for epoch in epochs)
     assert epochs[0] != epochs[1]
     assert worst_error(module.gradients, plain_loop(Samples(40), windows)) <= 1e-12
+
+
+class Unequal(Sampler[list[int]]):
+    """Batches such as those of a budget of tokens."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([list(range(a, b)) for a, b in pairwise((0, 9, 10, 16, 18))])
+
+
+class Logging(Validated):
+    """Logs its loss and a metric, and moves statistics in each pass."""
+
+    def __init__(self, optimizer: Any = torch.optim.SGD) -> None:
+        super().__init__()
+        self.optimizer, self.metric = optimizer, torchmetrics.MeanSquaredError().double()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.seen += len(batch[0])
+        self.metric.update(self.net(batch[0]), batch[1])
+        value = super().training_step(batch, batch_idx)
+        self.log("metric", self.metric, on_step=False, on_epoch=True)
+        self.log("loss", value, on_step=False, on_epoch=True, batch_size=len(batch[0]))
+        return value
+
+    def configure_optimizers(self) -> Any:
+        return self.optimizer(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("on_oom", ["split", "raise"])
+def test_a_batch_of_fewer_samples_than_others_have_micro_batches_runs_each_once(on_oom: Any) -> None:
+    """So logs, metrics and statistics are those of the samples, and validation follows the optimizer's step."""
+    seen = []
+    for callbacks in ([], [AutoAccumulate(micro_batch_size=2, on_oom=on_oom, verify=False)]):
+        loader = DataLoader(Samples(18), batch_sampler=Unequal())
+        module, trainer = fit(loader, *callbacks, module=Logging())
+        logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        seen.append((logged, int(module.seen), module.steps_at_validation, module.windows))
+    assert seen[0][0] == pytest.approx(seen[1][0])
+    assert seen[0][1:] == seen[1][1:]
+
+
+def test_an_optimizer_that_evaluates_again_leaves_out_micro_batches_without_a_sample() -> None:
+    """The window that LBFGS runs again holds each sample once."""
+    weights = []
+    for callbacks in ([], [AutoAccumulate(micro_batch_size=2, verify=False)]):
+        module, _ = fit(DataLoader(Samples(18), batch_sampler=Unequal()), *callbacks, module=Logging(torch.optim.LBFGS))
+        weights.append((torch.cat([p.flatten() for p in module.net.parameters()]), module.seen))
+    torch.testing.assert_close(*weights, rtol=1e-4, atol=1e-6)  # LBFGS enlarges rounding
+
+
+class Rotating(Sampler[int]):
+    """Begins three samples later each time it has ended."""
+
+    start = 0
+
+    def __len__(self) -> int:
+        return 20
+
+    def __iter__(self) -> Iterator[int]:
+        yield from ((index + self.start) % 20 for index in range(20))
+        self.start += 3
+
+
+@pytest.mark.parametrize("batch_size", [5, 8])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_sampler_ends_where_stock_lightning_lets_it_end(workers: int, batch_size: int) -> None:
+    """What it does at its end shows in the next epoch: workers ask it for more, and so does a batch to be filled."""
+    runs = []
+    for callbacks in ([], [AutoAccumulate(micro_batch_size=3, verify=False)]):
+        loader = DataLoader(Samples(20), batch_size, sampler=Rotating(), num_workers=workers)
+        module, _ = fit(loader, *callbacks, max_epochs=3)
+        runs.append(module.windows)
+    assert runs[0] == runs[1]
 
 
 def test_a_sampler_without_an_end_is_cut_at_its_length() -> None:

@@ -18,6 +18,10 @@ class Newton(Regression):
         super().__init__()
         self.line_search = line_search
 
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        assert batch[0].device == self.device
+        return super().training_step(batch, batch_idx)
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.LBFGS(self.net.parameters(), lr=0.1, max_iter=4, line_search_fn=self.line_search)
 
@@ -51,3 +55,31 @@ def test_weights_are_those_of_the_whole_batch(micro_batch: int, line_search: str
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
     assert trainer.global_step == 6
     assert "_make_closure" not in vars(trainer.fit_loop.epoch_loop.automatic_optimization)
+
+
+class OutOfMemoryOnce(Newton):
+    """Memory runs out in one of its passes over several samples."""
+
+    def __init__(self, fails_at: int) -> None:
+        super().__init__(None)
+        self.fails_at = fails_at
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.fails_at -= 1
+        if self.fails_at == 0:
+            raise torch.OutOfMemoryError("injected")
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.filterwarnings("ignore:Memory ran out:UserWarning")
+@pytest.mark.parametrize("mode", ["loader", "step"])
+@pytest.mark.parametrize("fails_at", [1, 3, 4, 5, 6, 10])
+def test_an_error_in_any_evaluation_is_survived(fails_at: int, mode: Any) -> None:
+    """Whichever micro-batch of the window it meets: each is cut into its own samples."""
+    dataset = Samples(21)
+    callback = AutoAccumulate(micro_batch_size=3, micro_batching=mode, verify=False)
+    module, _ = fit(DataLoader(dataset, batch_size=8), callback, module=OutOfMemoryOnce(fails_at))
+    assert callback.oom_events == 1
+    oracle = plain_newton(dataset, cut(range(21), 8) * 2, None)
+    for ours, theirs in zip(module.net.parameters(), oracle, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)

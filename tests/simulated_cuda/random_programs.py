@@ -44,6 +44,7 @@ class Program(NamedTuple):
     effective: int
     micro_batch: int
     mode: Any
+    unequal: bool  # batches of a batch sampler, such as those of a budget of tokens
 
 
 def draw(seed: int) -> Program:
@@ -75,6 +76,7 @@ def draw(seed: int) -> Program:
         effective=effective,
         micro_batch=pick((2, 3, effective, effective)),
         mode=pick(("loader", "step")),
+        unequal=pick((True, False)),
     )
 
 
@@ -109,6 +111,23 @@ class Samples(torch.utils.data.Dataset):
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor, int, float]:
         return self.inputs[index], self.targets[index], index, float("inf") if index == self.overflowing else 1.0
+
+
+class Unequal(torch.utils.data.Sampler[list[int]]):
+    """Batches of one sample up to as many as a program's others have."""
+
+    def __init__(self, samples: int, most: int) -> None:
+        self.batches, start = [], 0
+        while start < samples:
+            stop = min(start + (most, 1, most - 2)[len(self.batches) % 3], samples)
+            self.batches.append([*range(start, stop)])
+            start = stop
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self.batches)
 
 
 class Collate:
@@ -188,6 +207,7 @@ class Trained(pl.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         inputs, targets, indices, scales = parts_of(batch)
+        assert inputs.device == targets.device == self.device  # which the simulated device's operators do not look at
         self.keep(len(indices))
         loss = (self.net(inputs) * scales[:, None] - targets).abs().mean()
         self.log("largest", indices.double().max(), on_step=False, on_epoch=True, reduce_fx="max")
@@ -286,6 +306,9 @@ def train(program: Program, *callbacks: pl.Callback) -> dict[str, Any]:
         DataLoader(Samples(program._replace(samples=samples)), batch_size=batch, collate_fn=collate)
         for samples, batch in ((program.samples, program.effective), (7, 4))
     )
+    if program.unequal:
+        batches = Unequal(program.samples, program.effective)
+        loader = DataLoader(loader.dataset, batch_sampler=batches, collate_fn=collate)
     with no_failures():
         trainer.fit(module, loader, val_loader)
     scaler = getattr(trainer.precision_plugin, "scaler", None)
