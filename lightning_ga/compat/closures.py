@@ -5,7 +5,7 @@ Lightning's ``loops/optimization/automatic.py``, ``plugins/precision/precision.p
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
 from itertools import chain
@@ -54,10 +54,10 @@ def release_closures(trainer: Any) -> None:
     patching.unshadow(trainer.fit_loop.epoch_loop.automatic_optimization, "_make_closure")
 
 
-def accumulating(trainer: Any) -> AbstractContextManager[None]:
-    """Return a context in which backward passes do not reduce gradients over ranks."""
+def accumulating(trainer: Any) -> AbstractContextManager[None] | None:
+    """Return a context in which backward passes do not reduce gradients over ranks; ``None`` if they never do."""
     block = getattr(trainer.strategy, "block_backward_sync", None)
-    return nullcontext() if block is None else block()
+    return None if block is None else block()
 
 
 def takes_an_iterator(module: Any, step: str = "training_step") -> bool:

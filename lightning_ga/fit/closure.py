@@ -1,7 +1,7 @@
 """The closures of automatic optimization, run whole or in pieces."""
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
@@ -115,16 +115,16 @@ class MicroBatchClosures:
         now = closures.TrainedTensors(self.trainer).now()
         return any(tensor.grad is not None for tensor in now if id(tensor) not in known)
 
-    def went_through(self, counted: Accumulations | None) -> None:
+    def went_through(self, counted: Accumulations | None, *, completes: bool) -> None:
         """Learn from the first pass which parameters are added to more than once, and in which order.
 
-        No gradients are held after the last pass of a window.
+        No gradients are held after the last pass of a window, which ``completes`` a micro-batch.
         """
         if counted is not None:
             self.repeated = counted.repeated()
             if self._reducer is not None:
                 self._reducer.expect(counted.order())
-        if loops.window_is_over(self.trainer):
+        if completes and loops.window_is_over(self.trainer):
             self.marks.forget()
 
 
@@ -250,15 +250,23 @@ class _Pass:
                 closures.zero_through(closure, self._zero)
         elif not self._from_start:
             self._take_gradients()
-        counted = steps.accumulations()
-        if counted is None and self._piece is None and self._reduction is None:
-            result = closure.closure()  # nothing is to be done around it
-        else:
-            with self._context(part), nullcontext() if counted is None else counted.counted():
+        counted, piece = steps.accumulations(), self._piece
+        if piece is not None:
+            steps.gradients.weigh_a_part(batch.weigh(part, piece))
+        contexts = [*self._contexts(), *([] if counted is None else [counted.counted()])]
+        if contexts:
+            with ExitStack() as stack:
+                for context in contexts:
+                    stack.enter_context(context)
                 result = closure.closure()
-        steps.went_through(counted)
+        else:
+            result = closure.closure()
+        completes = piece is None or piece.is_last
+        if completes:
+            steps.gradients.weigh_all()
+        steps.went_through(counted, completes=completes)
         batch.have_zeroed()
-        if self._piece is None:
+        if piece is None:
             return result
         return None if result.loss is None else result.asdict()
 
@@ -307,23 +315,19 @@ class _Pass:
         """Return whether the backward pass has been through with these, by the versions of their gradients."""
         return self._gradients is not None and self._gradients.are_complete(parameters, versions)
 
-    def _context(self, part: Any) -> AbstractContextManager[Any]:
-        """Return a context in which the backward pass weighs what it should, and reduces if it should."""
-        steps, piece = self._batch.steps, self._piece
+    def _contexts(self) -> Iterator[AbstractContextManager[Any]]:
+        """Yield contexts in which the backward pass leaves out what is complete, and reduces if it should."""
+        steps, piece, reduction = self._batch.steps, self._piece, self._reduction
         complete = self._batch.complete_for(piece)
-        stack = ExitStack()
         if self._batch.reduction is not None or (piece is not None and not piece.is_last):  # else Lightning sees to it
-            stack.enter_context(closures.accumulating(steps.trainer))
-        if piece is not None:
-            stack.enter_context(steps.gradients.weighing_a_part(self._batch.weigh(part, piece)))
+            apart = closures.accumulating(steps.trainer)
+            yield from () if apart is None else (apart,)
         if complete:
-            stack.enter_context(left_alone(complete))
-        reduction = self._reduction
+            yield left_alone(complete)
         if reduction is not None:
-            stack.enter_context(closures.after_backward(steps.trainer, reduction.finish))
+            yield closures.after_backward(steps.trainer, reduction.finish)
             if steps.overlaps and not complete:
-                stack.enter_context(reduction.overlapping(self._are_complete))
-        return stack
+                yield reduction.overlapping(self._are_complete)
 
 
 def without_empty(wrap: Wrap | None, is_empty: Callable[[int], bool]) -> Wrap:

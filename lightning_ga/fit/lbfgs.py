@@ -6,6 +6,7 @@ every micro-batch of the window again; its value is the loss of the whole window
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -82,7 +83,7 @@ class LbfgsWindow:
         """Run every micro-batch anew, the first one zeroing the gradients; return the last result."""
         self._losses, counted = [], self._gradients.weights
         for part in self._parts[:-1]:
-            with closures.accumulating(self._trainer):
+            with closures.accumulating(self._trainer) or nullcontext():
                 self._run_part(part)
         result = self._run_part(self._parts[-1])
         self._gradients.put_back(counted)  # what the window holds has been counted before

@@ -1,7 +1,6 @@
 """The gradients of a window: what each micro-batch weighs, and what is done to them before the step."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -103,14 +102,13 @@ class WindowGradients:
         total = count_items(self._counts, batch)
         return count_items(self._counts, part) / total if total else 0.0
 
-    @contextmanager
-    def weighing_a_part(self, share: float) -> Iterator[None]:
-        """Return a context in which the next backward pass is that of a part of the micro-batch."""
+    def weigh_a_part(self, share: float) -> None:
+        """Let the next backward pass be that of a part of the micro-batch."""
         self.weights = self.weights.part(share)
-        try:
-            yield
-        finally:
-            self.weights = self.weights.whole()
+
+    def weigh_all(self) -> None:
+        """Let the next backward pass be that of a whole micro-batch."""
+        self.weights = self.weights.whole()
 
     def put_back(self, weights: WindowWeights) -> None:
         """Go on with weights as they were, with no hook left on a parameter."""
