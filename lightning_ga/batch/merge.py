@@ -7,7 +7,7 @@ Lightning, nothing keeps its graph.
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from numbers import Number
 from typing import Any
 
@@ -99,7 +99,7 @@ def _merge_fields(parts: list[_Part], losses: tuple[str, ...] = ()) -> Any:
         for name, value in open_container(part.value) or ():
             if name not in fields:
                 return _same([part.value for part in parts])
-            fields[name].append(replace(part, value=value))
+            fields[name].append(_Part(value, part.size, part.weight))
     return rebuild(whole, [_merge_field(parts, name in losses) for name, parts in fields.items()])
 
 
