@@ -4,6 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from lightning_ga.plan.accumulation import split_evenly
+
 Result = TypeVar("Result")
 
 
@@ -48,7 +50,7 @@ def run_pieces(
         pieces: What to run.
         attempt: Runs a piece and returns its result; ``None`` for one that failed and has undone what it changed,
             ``Again()`` for one that did for another reason than its size. It raises where a single sample fails.
-        from_start: Whether a failure undoes the pieces before, too.
+        from_start: Whether a failure undoes the pieces before, too: the batch is cut anew, into near-equal ones.
 
     Examples:
         >>> done = run_pieces([Piece(0, 5, of=5)], lambda piece: piece.samples if piece.samples <= 2 else None)
@@ -58,6 +60,9 @@ def run_pieces(
         >>> fails_once = lambda piece: tried.append(piece.start) or (None if len(tried) == 2 else piece.samples)
         >>> [result for _, result in run_pieces(even_pieces([2, 2]), fails_once, from_start=True)], tried
         ([1, 1, 1, 1], [0, 2, 0, 1, 2, 3])
+        >>> most_two = lambda piece: piece.samples if piece.samples <= 2 else None
+        >>> [result for _, result in run_pieces(even_pieces([3, 3, 2]), most_two, from_start=True)]
+        [2, 2, 2, 2]
     """
     waiting, done = list(reversed(pieces)), []
     while waiting:
@@ -70,7 +75,10 @@ def run_pieces(
         if from_start:
             waiting, done = [*waiting, *(ran for ran, _ in reversed(done))], []
         # What failed once fails again at its size: the pieces that wait are cut as well before they are tried.
-        if result is None:
+        if result is None and from_start:
+            parts = -(-piece.of // piece.halves()[0].samples)
+            waiting = [*reversed(even_pieces(split_evenly(piece.of, parts)))]
+        elif result is None:
             waiting = [part for other in waiting for part in _cut(other, piece.samples)]
     return done
 

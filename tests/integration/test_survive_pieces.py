@@ -271,3 +271,31 @@ def test_what_is_done_around_pieces_is_done_again() -> None:
         seen.add(events)
         assert all(map(torch.equal, found, (unchanged, smaller)[events])), f"memory ran out at operation {operation}"
     assert seen == {0, 1}
+
+
+class Norms(pl.LightningModule):
+    """BatchNorm of vectors, which refuses a single sample; more than ``most`` samples do not fit from a batch on."""
+
+    def __init__(self, most: int, since: int) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Linear(6, 1))
+        self.most, self.since, self.sizes = most, since, list[int]()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        (inputs,) = batch
+        if batch_idx >= self.since and len(inputs) > self.most:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        self.sizes.append(len(inputs))
+        return self.net(inputs).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+def test_a_batch_that_is_run_again_is_cut_into_near_equal_pieces() -> None:
+    """Three samples halved would be two and one, which BatchNorm refuses, and two passes more."""
+    module = Norms(most=2, since=4)
+    ours = AutoAccumulate(micro_batch_size=3, micro_batching="step", batch_norm="ignore", verify=False)
+    trainer(ours).fit(module, DataLoader(TensorDataset(torch.randn(8 * 5, 5)), batch_size=8))
+    assert ours.oom_events == 1
+    assert module.sizes[-4:] == [2, 2, 2, 2]
