@@ -162,8 +162,10 @@ def _is_one_number(given: Sequence[_Given]) -> bool:
 
 
 def _number(given: Sequence[_Given], reduce: Callable[[Tensor], Tensor] | None) -> Any:
-    if reduce is None and all(same_values(part.entry, given[0].entry) for part in given):
-        return given[0].entry
+    first = given[0].entry
+    # To compare tensors would wait for the device.
+    if reduce is None and all(not isinstance(part.entry, Tensor) and part.entry == first for part in given):
+        return first
     values = [torch.as_tensor(part.entry) for part in given]
     if reduce is not None:
         return reduce(torch.stack(values))

@@ -13,6 +13,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from reference import quiet_trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanMetric, MeanSquaredError
 
 from lightning_ga import AutoAccumulate
 
@@ -77,6 +78,22 @@ class Toggled(Deep):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.net[:-1].requires_grad_(self.global_step % 2 == 0)
+
+
+class Metered(Deep):
+    """Counts in metrics that do not wait for the device by themselves."""
+
+    def __init__(self, norm: type[nn.Module]) -> None:
+        super().__init__(norm)
+        self.mean = MeanMetric(nan_strategy="disable")
+        self.error = MeanSquaredError()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        scores = self.net(batch[0])
+        loss = nn.functional.cross_entropy(scores, batch[1])
+        self.mean.update(loss.detach())
+        self.error.update(scores.detach()[:, 0], batch[0][:, 0])
+        return loss
 
 
 def train(

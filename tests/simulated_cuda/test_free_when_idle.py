@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(
     not device_counters.is_loaded(), reason="needs the simulated CUDA device: make test-cuda"
 )
 if device_counters.is_loaded():
-    from counted import Deep, Scheduled, Seen, Toggled, train, train_as_rank
+    from counted import Deep, Metered, Scheduled, Seen, Toggled, train, train_as_rank
     from forks import forked, in_ranks
 
 RANKS, MODES = 2, (None, "loader", "step")
@@ -53,6 +53,16 @@ def test_a_window_of_other_programs_asks_no_more_either(what: str) -> None:
     stock = seen(None)
     for mode in MODES[1:]:
         asks_no_more(seen(mode), stock)
+
+
+@pytest.mark.usefixtures("no_values")
+def test_metrics_of_batches_in_pieces_wait_for_nothing() -> None:
+    """Their states are copied and joined on the device."""
+    stock = train(nn.LayerNorm, "32-true", None, kind=Metered)
+    for mode in MODES[1:]:
+        ours = train(nn.LayerNorm, "32-true", mode, kind=Metered)
+        for name in ("waits", "copies_to_host", "memory_queries"):
+            assert getattr(ours.counts, name) <= getattr(stock.counts, name), name
 
 
 @pytest.mark.distributed
