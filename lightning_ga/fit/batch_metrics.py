@@ -40,16 +40,14 @@ def whole_batch_metrics(
     """
     batches: list[_BatchOf | CallsOf] = []
     calls = PieceBuffer() if calls is None else calls
-    within = {
-        id(part) for each in metrics if isinstance(each, WrapperMetric) for part in each.modules() if part is not each
-    }
+    within, shared = _within_wrappers(metrics)
     outer = [metric for metric in metrics if id(metric) not in within]
     try:
         for metric in outer:
             if not isinstance(metric, (WrapperMetric, CompositionalMetric)):
                 run(lambda metric=metric: batches.append(_BatchOf(metric)))  # type: ignore[misc]
         for metric in outer:
-            if isinstance(metric, _CALLED_AGAIN):
+            if isinstance(metric, _CALLED_AGAIN) and id(metric) not in shared:
                 run(lambda metric=metric: batches.append(CallsOf(metric, calls)))  # type: ignore[misc]
         yield
         for batch in batches:
@@ -57,6 +55,21 @@ def whole_batch_metrics(
     finally:
         for batch in reversed(batches):
             batch.release()
+
+
+def _within_wrappers(metrics: Sequence[Metric]) -> tuple[set[int], set[int]]:
+    """Return which metrics are called by wrappers alone, and wrappers of metrics that the module has besides."""
+    places = {id(metric): place for place, metric in enumerate(metrics)}
+    within, shared = set[int](), set[int]()
+    for wrapper in metrics:
+        parts = [id(part) for part in wrapper.modules() if part is not wrapper and id(part) in places]
+        if not isinstance(wrapper, WrapperMetric):
+            continue
+        if any(places[part] < places[id(wrapper)] for part in parts):
+            shared.add(id(wrapper))
+        else:
+            within.update(parts)
+    return within, shared
 
 
 class _BatchOf:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from torchmetrics import MaxMetric, MeanMetric, Metric, MinMetric, SumMetric
 
 from lightning_ga.batch.merge import weighted_mean
@@ -24,6 +25,7 @@ _EXTENSIVE: dict[type[Metric], Callable[[Tensor], Tensor]] = {
     MaxMetric: torch.amax,
     MinMetric: torch.amin,
 }
+MOST = 2**24  # bytes of what is kept until a batch is over
 _Given = Noted[Any]  # what one piece gave
 
 
@@ -35,6 +37,10 @@ class Call:
     method: str
     arguments: tuple[Any, ...]
     named: dict[str, Any]
+
+    def tensors(self) -> list[Tensor]:
+        """Return the tensors among the arguments."""
+        return [leaf for leaf in tree_leaves((self.arguments, self.named)) if isinstance(leaf, Tensor)]
 
 
 class CallsOf:
@@ -49,28 +55,34 @@ class CallsOf:
         self._metric, self._calls = metric, calls
         self._before = AttributeSnapshot(metric)
         self._is_within = False  # whether a method runs, which may call others
+        self._versions: list[tuple[Tensor, int]] = []  # of what was given, which is not copied
+        self._size = 0  # bytes of it
         self._shadowed = {name: vars(metric)[name] for name in _METHODS if name in vars(metric)}
         vars(metric).update({name: partial(self._call, name, getattr(metric, name)) for name in _METHODS})
 
     def close(self) -> None:
         """Call the metric for the whole batch."""
         own = [group for group in self._calls.alike(_kind) if group[0].entry.metric is self._metric]
-        if not own or self._calls.pieces == 1 or any(map(_has_weights, own)):
+        if not own or self._calls.pieces == 1 or any(map(_has_weights, own)) or _is_by_sample(own, self._calls.pieces):
+            return
+        if self._size > MOST or any(tensor._version != version for tensor, version in self._versions):
+            self._warn("is too large to be kept, or was written to")
             return
         merge = partial(_merged, reduce=_reduction(self._metric))
         try:
             merged = [(group[0].entry.method, *merge(_arguments(group))) for group in own]
         except ValueError:
-            name = type(self._metric).__name__
-            warnings.warn(
-                f"What pieces of a batch gave to {name} cannot be put together: it has seen pieces.",
-                ExactnessWarning,
-                stacklevel=2,
-            )
+            self._warn("cannot be put together")
             return
         self._before.restore()
         for method, arguments, named in merged:
             getattr(self._metric, method)(*arguments, **named)
+
+    def _warn(self, why: str) -> None:
+        name = type(self._metric).__name__
+        warnings.warn(
+            f"What pieces of a batch gave to {name} {why}: it has seen pieces.", ExactnessWarning, stacklevel=3
+        )
 
     def release(self) -> None:
         """Restore the metric's own methods."""
@@ -82,13 +94,27 @@ class CallsOf:
         """Let a piece call a method."""
         if self._is_within:
             return method(*arguments, **named)
-        given = apply_to_collection((arguments, named), Tensor, Tensor.detach)
-        self._calls.add(Call(self._metric, name, *given))
+        call = Call(self._metric, name, *apply_to_collection((arguments, named), Tensor, Tensor.detach))
+        tensors = call.tensors()
+        self._size += sum(tensor.nbytes for tensor in tensors)
+        if self._size > MOST:
+            call, self._versions = Call(self._metric, name, (), {}), []
+        else:
+            self._versions += [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
+        self._calls.add(call)
         self._is_within = True
         try:
             return method(*arguments, **named)
         finally:
             self._is_within = False
+
+
+def _is_by_sample(own: Sequence[Sequence[Noted[Call]]], pieces: int) -> bool:
+    """Return whether samples have calls of their own, or pieces unequal numbers of them: they are not to be merged."""
+    updates = [group for group in own if group[0].entry.method in ("forward", "update")]
+    if any(len(group) != pieces for group in updates):
+        return True
+    return len(updates) > 1 and any(part.samples == len(updates) for part in updates[0])
 
 
 def _kind(call: Call) -> tuple[int, str]:

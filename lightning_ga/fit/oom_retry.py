@@ -29,6 +29,8 @@ from lightning_ga.loading.batch_source import BatchSource
 from lightning_ga.plan.exactness import SAME_RESULT
 from lightning_ga.snapshot.random_numbers import RandomState
 
+LOOKS = 3
+
 
 class OomRetrier:
     """Runs batches, whole or in pieces, and knows how large a piece of each stage may be.
@@ -57,6 +59,7 @@ class OomRetrier:
         self.attempts = AttemptRunner(trainer, policy)  # runs and undoes attempts
         self.readers = BatchReaders(trainer, self.attempts, source)  # count and cut batches
         self._limits: dict[str, int] = {}  # most samples of a piece, by stage
+        self._looks = LOOKS  # batches before which parts are looked for that steps may have added
         self._unmovable: set[str] = set()  # stages in which there was no memory for the hooks of a transfer
         self._move: Callable[[Any], Any] | None = None  # of pieces, while the current batch stays on the host
         self._not_moved: Exception | None = None  # why it does, if memory ran out
@@ -100,6 +103,9 @@ class OomRetrier:
             UserError: If one sample alone does not fit, or the batch cannot be split.
         """
         if task.is_first:
+            self._looks = LOOKS
+        if self._looks:
+            self._looks -= 1
             self.attempts.look_for_parts()
         ledger = LogBuffer()
         results = log_capture.hold_back(self._trainer, task.stage, ledger.note)

@@ -49,7 +49,7 @@ class AttributeSnapshot:
         self._modes: list[bool] = []
         self._kept: list[tuple[dict[str, Any], str, Any]] = []
         self._plain: list[tuple[Owner, list[str], list[Any]]] = []  # in the place of which tensors may be gathered
-        self._numbers: list[tuple[str, Any, Any]] = []  # containers of numbers, each with its content or its length
+        self._numbers: list[tuple[Owner, str, Any]] = []  # containers of numbers, each with an outline of its content
         self._large: list[tuple[str, weakref.ref[Tensor], int]] = []
         self._arrays: list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]] = []
         self.left: list[str] = []  # names of what a failed attempt has changed and that was not put back
@@ -89,14 +89,16 @@ class AttributeSnapshot:
             state["training"] = mode
         unseen = [] if self._everywhere else [owner for owner in self._owners if not owner.keeps]
         self._gathered = next((owner.place(name) for owner in unseen for name in owner.names()), None)
+        emptied = set[int]()  # objects of tensors that go: what they know of these, such as a size, goes with them
         for owner in self._owners:
             for name in owner.new():
                 del owner.attributes[name]
-        self.left = [*self._find_left()]
+                emptied.add(id(owner))
         for owner, names, values in self._plain:
-            for name, value in zip(names, values):
-                if is_gathered(owner.attributes.get(name)):
-                    owner.attributes[name] = value
+            gathered = [(name, value) for name, value in zip(names, values) if is_gathered(owner.attributes.get(name))]
+            everything = owner.is_object and (gathered or id(owner) in emptied)
+            owner.attributes.update(zip(names, values) if everything else gathered)
+        self.left = [*self._find_left()]
         for attributes, name, value in self._kept:
             attributes[name] = value
         for container, content in self._whole:
@@ -149,8 +151,9 @@ class AttributeSnapshot:
             else:
                 self._watch_large(place, value)
         elif isinstance(value, np.ndarray):
-            self._kept.append((owner.attributes, name, value))
-            self._keep_array(value)
+            if value.nbytes <= SMALL:
+                self._kept.append((owner.attributes, name, value))
+                self._keep_array(value)
         elif isinstance(value, tuple):
             if not value or (is_gathered(value) and _is_light(value)):
                 self._kept.append((owner.attributes, name, value))
@@ -158,7 +161,7 @@ class AttributeSnapshot:
                     self._watch(place, tensor)
         elif isinstance(value, CONTAINERS):
             if not is_gathered(value):
-                self._numbers.append((place, value, copy.copy(value) if len(value) <= FEW else len(value)))
+                self._numbers.append((owner, name, _outline(value)))
             elif _is_light(value):
                 self._kept.append((owner.attributes, name, value))
                 self._gather(place, value)
@@ -219,11 +222,12 @@ class AttributeSnapshot:
         for owner, names, values in self._plain:
             now = owner.attributes
             for name, value in zip(names, values):
-                if name in now and isinstance(now[name], NUMBERS) and now[name] != value:
+                if isinstance(now.get(name, value), NUMBERS) and now.get(name, value) not in (value,):
                     yield owner.place(name)
-        for place, container, content in self._numbers:
-            if len(container) != content if isinstance(content, int) else not _are_same(container, content):
-                yield place
+        for owner, name, outline in self._numbers:
+            held = owner.attributes.get(name)
+            if isinstance(held, CONTAINERS) and _outline(held) != outline:
+                yield owner.place(name)
         for place, held, version in self._large:
             tensor = held()
             if tensor is not None and tensor._version != version:
@@ -246,14 +250,18 @@ def _refill(container: Any, content: Any) -> None:
         refill(container, content)
 
 
-def _are_same(container: Any, content: Any) -> bool:
-    """Return whether a container holds the same things under the same names as its copy."""
-    if isinstance(container, set):
-        return bool(container == content)
-    if isinstance(container, dict) and [*container] != [*content]:
-        return False
-    pairs = zip(things(container), things(content))
-    return len(container) == len(content) and all(a is b or (isinstance(a, NUMBERS) and a == b) for a, b in pairs)
+def _outline(container: Any) -> Any:
+    """Return what tells whether a container holds the same, without keeping that alive; of a long one the length.
+
+    Examples:
+        >>> _outline([1, 2.0]) == _outline([1, 2.0]), _outline({"step": 1}) == _outline({"step": 2})
+        (True, False)
+    """
+    if len(container) > FEW:
+        return len(container)
+    held = [*container.items()] if isinstance(container, dict) else [*enumerate(container)]
+    outline = [(name, value if isinstance(value, NUMBERS) else id(value)) for name, value in held]
+    return {value for _, value in outline} if isinstance(container, set) else outline
 
 
 def _holds_tensors(container: Any) -> bool:

@@ -154,13 +154,11 @@ class Accumulations:
     @contextmanager
     def counted(self) -> Iterator[None]:
         """Return a context in which backward passes are watched."""
-        pairs = zip(self._parameters, self._marks)
-        hooks = [AccumulationHooks((parameter,), partial(self._count, parameter, mark)) for parameter, mark in pairs]
+        hooks = CountingHooks(self._parameters, partial(self._count, dict(zip(map(id, self._parameters), self._marks))))
         try:
             yield
         finally:
-            for hook in hooks:
-                hook.remove()
+            hooks.remove()
 
     def order(self) -> list[Tensor]:
         """Return parameters in the order in which their gradients came."""
@@ -175,18 +173,16 @@ class Accumulations:
             if self._counts[id(parameter)] != 1 and mark_of(parameter) not in (mark, _NO_GRADIENT)
         ]
 
-    def _count(self, parameter: Tensor, mark: Mark, _: Tensor | None) -> None:
+    def _count(self, marks: dict[int, Mark], parameter: Tensor) -> None:
         """Just before autograd adds; by then nothing else should have written."""
-        self._counts[id(parameter)] += 1 if mark_of(parameter) in (mark, _NO_GRADIENT) else 2
+        self._counts[id(parameter)] += 1 if mark_of(parameter) in (marks[id(parameter)], _NO_GRADIENT) else 2
 
 
 class AccumulationHooks:
-    """Hooks on what a backward pass is about to add to gradients, until they are removed.
+    """Hooks that change what a backward pass is about to add to gradients, until they are removed.
 
-    A hook of a tensor is called for ``autograd.grad`` too, and once removed leaves an empty table behind, for which
-    every later backward pass takes the interpreter's lock (``call_tensor_pre_hooks`` in torch 2.15: 1 µs for each
-    parameter). So the table goes as well. Those of the nodes that add would stay, as ``DistributedDataParallel`` keeps
-    these nodes.
+    They are on the nodes that add, not on the parameters: so they come after all hooks of the user's own, and
+    ``autograd.grad`` does not call them.
 
     Args:
         parameters: Parameters; those that want no gradient are passed over.
@@ -194,13 +190,41 @@ class AccumulationHooks:
     """
 
     def __init__(self, parameters: Iterable[Tensor], hook: Callable[[Tensor | None], Tensor | None]) -> None:
-        def before(node: Any, gradient: Tensor | None) -> Tensor | None:
-            return hook(gradient) if _is_added(node) else None
+        def before(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
+            changed = hook(gradients[0])
+            return None if changed is None else (changed,)
+
+        self._nodes = [get_gradient_edge(parameter).node for parameter in parameters if parameter.requires_grad]
+        self._handles = [node.register_prehook(before) for node in self._nodes]
+
+    def remove(self) -> None:
+        """Remove them."""
+        for handle in self._handles:
+            handle.remove()
+        self._nodes, self._handles = [], []
+
+
+class CountingHooks:
+    """Hooks that are told when a backward pass is about to add to gradients, until they are removed.
+
+    A table of hooks that is left empty makes every later backward pass take the interpreter's lock (1 µs for each
+    parameter in torch 2.15). Those of the nodes that add would stay, as ``DistributedDataParallel`` keeps these nodes;
+    of parameters they can be dropped.
+
+    Args:
+        parameters: Parameters; those that want no gradient are passed over.
+        hook: Called with the parameter.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor], hook: Callable[[Tensor], None]) -> None:
+        def before(parameter: Tensor, node: Any, _: Tensor) -> None:
+            if _is_added(node):
+                hook(parameter)
 
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
         nodes = [get_gradient_edge(parameter).node for parameter in self._parameters]
         pairs: Iterable[tuple[Any, Any]] = zip(self._parameters, nodes)
-        self._handles = [parameter.register_hook(partial(before, node)) for parameter, node in pairs]
+        self._handles = [parameter.register_hook(partial(before, parameter, node)) for parameter, node in pairs]
 
     def remove(self) -> None:
         """Remove them."""

@@ -30,8 +30,9 @@ _TABLES = {*vars(LightningModule()), "_hparams", "forward"}
 class Owner:
     """An object with attributes, searched again only when their names or types have changed."""
 
-    def __init__(self, path: str, attributes: dict[str, Any]) -> None:
+    def __init__(self, path: str, attributes: dict[str, Any], *, is_object: bool = False) -> None:
         self.path, self.attributes = path, attributes
+        self.is_object = is_object  # not a module
         self._known: list[str] = []
         self._types: list[type] = []
         self._own: dict[str, type] | None = None  # without what Lightning and PyTorch keep
@@ -113,7 +114,7 @@ def owners_of(parts: list[tuple[str, Module]], module: Module) -> list[Owner]:
 
 
 def _objects(values: dict[Any, Any], path: str, root: str, seen: set[int], depth: int) -> Iterator[Owner]:
-    for name, value in values.items() if depth else ():
+    for name, value in [*values.items()] if depth else ():
         place = f"{path}.{name}".lstrip(".")
         if isinstance(value, (list, tuple, dict)) and 0 < len(value) <= FEW:
             inner = value if isinstance(value, dict) else dict(enumerate(value))
@@ -122,14 +123,14 @@ def _objects(values: dict[Any, Any], path: str, root: str, seen: set[int], depth
         kind: type = type(value)
         if id(value) not in seen and _is_of(kind, root) and isinstance(getattr(value, "__dict__", 0), dict):
             seen.add(id(value))
-            yield Owner(place, vars(value))
+            yield Owner(place, vars(value), is_object=True)
             yield from _objects(vars(value), place, root, seen, depth - 1)
 
 
 @cache
 def _is_of(kind: type, root: str) -> bool:
     """Return whether a class is plain code of a package or of one that is not installed."""
-    own, *others = (base.__module__.partition(".")[0] for base in kind.__mro__)
+    own, *others = (str(base.__module__).partition(".")[0] for base in kind.__mro__)
     if {own, *others} & (_FOREIGN | sys.stdlib_module_names - {root, *_PLAIN}) or own == "builtins":
         return False
     path = getattr(sys.modules.get(own), "__file__", None)
@@ -142,8 +143,12 @@ def _is_kept(kind: type) -> bool:
 
 
 def things(container: Any) -> Any:
-    """Return what a container holds."""
-    return container.values() if isinstance(container, dict) else container
+    """Return what a container holds, which another thread may change meanwhile."""
+    return (
+        container
+        if isinstance(container, list)
+        else [*(container.values() if isinstance(container, dict) else container)]
+    )
 
 
 def is_gathered(value: Any) -> bool:

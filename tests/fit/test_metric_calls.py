@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torchmetrics
-from torchmetrics.wrappers import Running
+from torchmetrics.wrappers import MinMaxMetric, Running
 
 from lightning_ga.errors import ExactnessWarning
 from lightning_ga.fit.batch_metrics import whole_batch_metrics
@@ -23,6 +23,14 @@ class Noting(torchmetrics.MeanMetric):
 
     def update(self, value: Any) -> None:
         self.given.append(value)
+
+
+class Overwriting(Noting):
+    """Works in what it is given."""
+
+    def update(self, value: Any) -> None:
+        super().update(value)
+        value.zero_()
 
 
 def call(metric: Any, *pieces: Any, samples: tuple[int, ...] = (3, 1)) -> Any:
@@ -81,3 +89,39 @@ def test_what_cannot_be_put_together_is_said() -> None:
         call(metric, torch.zeros(3, 2), torch.zeros(1, 4))
     assert len(metric.given) == 2
     assert not {"forward", "reset"} & vars(metric).keys()
+
+
+def test_calls_for_each_sample_stay_as_they_are() -> None:
+    """They are the same in pieces: to join the first of each piece would lose samples."""
+    metric, calls = torchmetrics.CatMetric(), PieceBuffer[Call]()
+    with whole_batch_metrics([metric], calls=calls):
+        for piece in ((1.0, 2.0, 3.0), (4.0, 5.0)):
+            for value in piece:
+                metric(value)
+            calls.keep(len(piece), len(piece))
+    assert metric.compute().tolist() == [1.0, 2.0, 3.0, 4.0, 5.0]
+
+
+def test_what_was_written_to_is_not_given_again() -> None:
+    with pytest.warns(ExactnessWarning, match="was written to"):
+        metric = call(Overwriting(), torch.ones(3), torch.ones(1))
+    assert len(metric.given) == 2
+
+
+def test_what_is_large_is_not_kept() -> None:
+    metric = Noting()
+    with pytest.warns(ExactnessWarning, match="too large"):
+        call(metric, torch.zeros(3, 2**21), torch.zeros(1, 2**21))
+    assert len(metric.given) == 2
+
+
+def test_a_metric_that_is_called_beside_its_wrapper_sees_whole_batches() -> None:
+    """Its wrapper sees pieces then, as to call that again would call the metric once more."""
+    metric = torchmetrics.MeanSquaredError()
+    both, calls = [metric, MinMaxMetric(metric)], PieceBuffer[Call]()
+    predicted, targets = torch.tensor([1.0, 2.0, 3.0]), torch.zeros(3)
+    with whole_batch_metrics(both, calls=calls):
+        for piece in (slice(0, 2), slice(2, 3)):
+            metric(predicted[piece], targets[piece])
+            calls.keep(2, 2)
+    assert metric._forward_cache == pytest.approx(14 / 3)

@@ -210,6 +210,10 @@ class Logging(Validated):
         self.log("loss", value, on_step=False, on_epoch=True, batch_size=len(batch[0]))
         return value
 
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        assert outputs["loss"] > 0, "callbacks read it"
+        super().on_train_batch_end(outputs, batch, batch_idx)
+
     def configure_optimizers(self) -> Any:
         return self.optimizer(self.parameters(), lr=0.1)
 

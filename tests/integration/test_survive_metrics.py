@@ -230,12 +230,25 @@ def test_metrics_that_come_where_an_epoch_begins_count_each_batch_once() -> None
 class AddsWithin(Measured):
     """A metric comes within an epoch."""
 
+    comes = 4
+
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 1:
+        if batch_idx == self.comes:
             self.late = MeanSquaredError()
+
+
+class AddsEarly(AddsWithin):
+    """A metric comes with one of the first batches."""
+
+    comes = 1
 
 
 def test_a_metric_that_came_within_an_epoch_is_told() -> None:
     """What it held before is not known."""
     with pytest.raises(UserError, match=r"\(late\)"):
-        train(AddsWithin(Plain, FAILS), AutoAccumulate(micro_batch_size=BATCH, verify=False))
+        train(AddsWithin(Plain, 5), AutoAccumulate(micro_batch_size=BATCH, verify=False))
+
+
+def test_a_metric_that_came_with_one_of_the_first_batches_is_kept() -> None:
+    train(AddsEarly(Plain, FAILS), ours := AutoAccumulate(micro_batch_size=BATCH, verify=False))
+    assert ours.oom_events == 1

@@ -479,3 +479,43 @@ def test_gradients_that_are_replaced_in_every_pass_are_looked_for_before_every_p
         layers.weight.grad = torch.ones(2, 2)
         taken = marks.take(parameters)
         assert (taken.restore(), taken.lost()) == ([], None)
+
+
+@pytest.mark.parametrize("record", [lambda held: {"number": 1, "held": held}, lambda held: [1, held]])
+def test_a_record_with_numbers_keeps_nothing_alive(record) -> None:
+    """Most often it is an output of the step before."""
+    module, held = Whole(), torch.zeros(SMALL)
+    module.last, gone = record(held), weakref.ref(held)
+    snapshot = AttemptSnapshot(module)
+    snapshot.take(None)
+    module.last = None
+    del held
+    assert gone() is None
+    module.last = record(torch.zeros(1))
+    snapshot.take(None)
+    snapshot.restore()
+    assert snapshot.left == []
+    module.last = record(torch.ones(1))
+    snapshot.restore()
+    assert [*snapshot.left] == ["last"]
+
+
+class Whole(nn.Module):
+    """A module of the user's own."""
+
+
+class Cache:
+    """Knows for which size its tensor is."""
+
+    def __init__(self) -> None:
+        self.size, self.table = 0, None
+
+
+def test_what_an_object_knows_of_a_tensor_that_goes_goes_with_it() -> None:
+    module = Whole()
+    module.cache = Cache()
+    snapshot = AttemptSnapshot(module)
+    snapshot.take(None)
+    module.cache.size, module.cache.table = 5, torch.ones(5)
+    snapshot.restore()
+    assert (module.cache.size, module.cache.table) == (0, None)

@@ -71,3 +71,14 @@ def test_a_gradient_is_complete_once_it_was_written_to(before: float | None) -> 
     assert complete(weights[2], weights[1])
     assert not complete(*weights)
     assert not complete(nn.Parameter(torch.ones(2)))
+
+
+def test_hooks_of_the_users_own_see_what_the_pass_adds() -> None:
+    """Registered later they would see zeros, of which ``g / g.norm()`` makes NaN."""
+    weight = torch.nn.Parameter(torch.ones(3))
+    weight.sum().backward()
+    with left_alone([weight]):
+        weight.register_hook(lambda gradient: gradient / gradient.norm())
+        (2 * weight).sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [1.0, 1.0, 1.0]
