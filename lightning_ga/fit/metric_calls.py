@@ -18,6 +18,7 @@ from lightning_ga.batch.pytree import same_values
 from lightning_ga.errors import ExactnessWarning
 from lightning_ga.fit.piece_buffer import Noted, PieceBuffer
 from lightning_ga.snapshot.attributes import AttributeSnapshot
+from lightning_ga.snapshot.copies import SMALL
 
 _METHODS = ("forward", "update", "compute", "reset")
 _EXTENSIVE: dict[type[Metric], Callable[[Tensor], Tensor]] = {
@@ -25,7 +26,6 @@ _EXTENSIVE: dict[type[Metric], Callable[[Tensor], Tensor]] = {
     MaxMetric: torch.amax,
     MinMetric: torch.amin,
 }
-MOST = 2**24  # bytes of what is kept until a batch is over
 _Given = Noted[Any]  # what one piece gave
 
 
@@ -37,10 +37,12 @@ class Call:
     method: str
     arguments: tuple[Any, ...]
     named: dict[str, Any]
+    versions: list[int] | None  # of the tensors among the arguments; ``None`` if these are too large to be kept
 
-    def tensors(self) -> list[Tensor]:
-        """Return the tensors among the arguments."""
-        return [leaf for leaf in tree_leaves((self.arguments, self.named)) if isinstance(leaf, Tensor)]
+    @property
+    def is_overwritten(self) -> bool:
+        """Whether an argument, of which there is no copy, was written to since."""
+        return versions_of(self.arguments, self.named) != self.versions
 
 
 class CallsOf:
@@ -55,8 +57,6 @@ class CallsOf:
         self._metric, self._calls = metric, calls
         self._before = AttributeSnapshot(metric)
         self._is_within = False  # whether a method runs, which may call others
-        self._versions: list[tuple[Tensor, int]] = []  # of what was given, which is not copied
-        self._size = 0  # bytes of it
         self._shadowed = {name: vars(metric)[name] for name in _METHODS if name in vars(metric)}
         vars(metric).update({name: partial(self._call, name, getattr(metric, name)) for name in _METHODS})
 
@@ -65,8 +65,12 @@ class CallsOf:
         own = [group for group in self._calls.alike(_kind) if group[0].entry.metric is self._metric]
         if not own or self._calls.pieces == 1 or any(map(_has_weights, own)) or _is_by_sample(own, self._calls.pieces):
             return
-        if self._size > MOST or any(tensor._version != version for tensor, version in self._versions):
-            self._warn("is too large to be kept, or was written to")
+        noted = [part.entry for group in own for part in group]
+        if any(call.versions is None for call in noted):
+            self._warn("is too large to be kept")
+            return
+        if any(call.is_overwritten for call in noted):
+            self._warn("was written to")
             return
         merge = partial(_merged, reduce=_reduction(self._metric))
         try:
@@ -94,13 +98,11 @@ class CallsOf:
         """Let a piece call a method."""
         if self._is_within:
             return method(*arguments, **named)
-        call = Call(self._metric, name, *apply_to_collection((arguments, named), Tensor, Tensor.detach))
-        tensors = call.tensors()
-        self._size += sum(tensor.nbytes for tensor in tensors)
-        if self._size > MOST:
-            call, self._versions = Call(self._metric, name, (), {}), []
+        given, by_name = apply_to_collection((arguments, named), Tensor, Tensor.detach)
+        if sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(given, by_name)) <= SMALL:
+            call = Call(self._metric, name, given, by_name, versions_of(given, by_name))
         else:
-            self._versions += [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
+            call = Call(self._metric, name, (), {}, None)
         self._calls.add(call)
         self._is_within = True
         try:
@@ -109,12 +111,22 @@ class CallsOf:
             self._is_within = False
 
 
+def tensors_in(*values: Any) -> list[Tensor]:
+    """Return the tensors in values of any structure."""
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+def versions_of(*values: Any) -> list[int]:
+    """Return how often the tensors in values were written to; those of inference mode do not tell."""
+    return [tensor._version for tensor in tensors_in(*values) if not tensor.is_inference()]
+
+
 def _is_by_sample(own: Sequence[Sequence[Noted[Call]]], pieces: int) -> bool:
     """Return whether samples have calls of their own, or pieces unequal numbers of them: they are not to be merged."""
     updates = [group for group in own if group[0].entry.method in ("forward", "update")]
     if any(len(group) != pieces for group in updates):
         return True
-    return len(updates) > 1 and any(part.samples == len(updates) for part in updates[0])
+    return len(updates) > 1 and all(part.samples == len(updates) for part in updates[0])
 
 
 def _kind(call: Call) -> tuple[int, str]:

@@ -27,23 +27,14 @@ _FOREIGN = {"torch", "lightning", "pytorch_lightning", "lightning_fabric", "torc
 _TABLES = {*vars(LightningModule()), "_hparams", "forward"}
 
 
-class Owner:
-    """An object with attributes, searched again only when their names or types have changed."""
+class _Attributes:
+    """Attributes of one object, searched again only when their names or types have changed."""
 
-    def __init__(self, path: str, attributes: dict[str, Any], *, is_object: bool = False) -> None:
+    def __init__(self, path: str, attributes: dict[str, Any]) -> None:
         self.path, self.attributes = path, attributes
-        self.is_object = is_object  # not a module
         self._known: list[str] = []
         self._types: list[type] = []
-        self._own: dict[str, type] | None = None  # without what Lightning and PyTorch keep
         self._names: list[str] = []
-        self.plain: list[str] = []  # names of attributes that are no more than a number, or nothing yet
-        self._has_changed = False
-
-    @property
-    def keeps(self) -> bool:
-        """Whether it has attributes that are kept, or attributes of it come, go or change their types."""
-        return bool(self._names) or self._has_changed
 
     def place(self, name: str) -> str:
         """Return the path of an attribute."""
@@ -54,11 +45,33 @@ class Owner:
         known, types = [*self.attributes], [*map(type, self.attributes.values())]
         if known != self._known or types != self._types:
             self._known, self._types = known, types
-            before, self._own = self._own, {name: kind for name, kind in zip(known, types) if name not in _TABLES}
-            self._has_changed = self._has_changed or before not in (None, self._own)
-            self._names = [name for name, kind in self._own.items() if _is_kept(kind) or self._is_state(name, kind)]
-            self.plain = [name for name, kind in self._own.items() if kind in NUMBERS]
+            self._names = self._search(dict(zip(known, types)))
         return self._names
+
+    def _search(self, types: dict[str, type]) -> list[str]:
+        raise NotImplementedError
+
+
+class Owner(_Attributes):
+    """A part of a module, or an object that one holds."""
+
+    def __init__(self, path: str, attributes: dict[str, Any], *, is_object: bool = False) -> None:
+        super().__init__(path, attributes)
+        self.is_object = is_object  # not a module
+        self._own: dict[str, type] | None = None  # without what Lightning and PyTorch keep
+        self.plain: list[str] = []  # names of attributes that are no more than a number, or nothing yet
+        self._has_changed = False
+
+    @property
+    def keeps(self) -> bool:
+        """Whether it has attributes that are kept, or attributes of it come, go or change their types."""
+        return bool(self._names) or self._has_changed
+
+    def _search(self, types: dict[str, type]) -> list[str]:
+        before, self._own = self._own, {name: kind for name, kind in types.items() if name not in _TABLES}
+        self._has_changed = self._has_changed or before not in (None, self._own)
+        self.plain = [name for name, kind in self._own.items() if kind in NUMBERS]
+        return [name for name, kind in self._own.items() if _is_kept(kind) or self._is_state(name, kind)]
 
     def _is_state(self, name: str, kind: type) -> bool:
         """Return whether it is a tuple of tensors, as the state of an LSTM is, or an empty one."""
@@ -70,28 +83,16 @@ class Owner:
         return [name for name in new if is_gathered(self.attributes[name])]
 
 
-class MetricOwner:
+class MetricOwner(_Attributes):
     """A metric or a collection of them; the attributes that an update may write to."""
 
     def __init__(self, path: str, attributes: dict[str, Any]) -> None:
-        self.path, self.attributes = path, attributes
+        super().__init__(path, attributes)
         self.states = attributes.get("_defaults", ())
-        self._known: list[str] = []
-        self._types: list[type] = []
-        self._names: list[str] = []
 
-    def place(self, name: str) -> str:
-        """Return the path of an attribute."""
-        return f"{self.path}.{name}".lstrip(".")
-
-    def names(self) -> list[str]:
-        """Return the names of attributes that hold what can be written to."""
-        known, types = [*self.attributes], [*map(type, self.attributes.values())]
-        if known != self._known or types != self._types:
-            self._known, self._types = known, types
-            own = [(name, kind) for name, kind in zip(known, types) if name not in FIXED and name not in VALUES]
-            self._names = [name for name, kind in own if issubclass(kind, _WRITABLE)]
-        return self._names
+    def _search(self, types: dict[str, type]) -> list[str]:
+        own = {name: kind for name, kind in types.items() if name not in FIXED and name not in VALUES}
+        return [name for name, kind in own.items() if issubclass(kind, _WRITABLE)]
 
 
 def owners_of(parts: list[tuple[str, Module]], module: Module) -> list[Owner]:

@@ -125,3 +125,14 @@ def test_a_metric_that_is_called_beside_its_wrapper_sees_whole_batches() -> None
             metric(predicted[piece], targets[piece])
             calls.keep(2, 2)
     assert metric._forward_cache == pytest.approx(14 / 3)
+
+
+def test_two_calls_of_a_batch_are_merged_though_a_piece_has_two_samples() -> None:
+    """Only where every piece has a call for each of its samples may these be calls by sample."""
+    metric, calls = torchmetrics.MeanMetric(), PieceBuffer[Call]()
+    with whole_batch_metrics([metric], calls=calls):
+        for value, size in ((1.0, 3), (4.0, 2)):
+            metric.update(value)
+            metric.update(2 * value)
+            calls.keep(size, size)
+    assert (metric.compute(), metric.weight) == (pytest.approx((2.2 + 4.4) / 2), 2.0)
