@@ -78,7 +78,7 @@ class OptimizerRetry:
     def gradients_are_ready(self) -> None:
         """Backward, hooks and clipping are done: all that is left is the update."""
         self._prepare()
-        self._before.take()
+        self._before.take(short=self._tells is True)
         self._is_update = True
 
     def _can_tell(self) -> bool:

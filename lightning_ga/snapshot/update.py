@@ -1,8 +1,8 @@
 """Tell what a failed update of an optimizer has changed, and remove what it had begun to make."""
 
 import weakref
-from collections.abc import Iterator, Sequence
-from itertools import accumulate, chain, pairwise
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate, chain, islice, pairwise
 from typing import Any
 
 from torch import Tensor
@@ -20,7 +20,8 @@ class UpdateSnapshot:
     weight, in a tensor, before such a kernel runs (``torch/optim/adam.py``, ``_fused_adam``).
 
     An optimizer of a thousand weights keeps thousands of values: where they lie is looked for only when their
-    names or types are others.
+    names or types are others. PyTorch's own optimizers write to the weights of a group in order, or to those of each
+    device and type in order (``foreach``), once their states are made: then the first ones tell of all.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -28,6 +29,9 @@ class UpdateSnapshot:
         self._own = is_own(optimizer)
         self._layout = _Layout([], [], [])
         self._owners: list[dict[Any, Any]] = []
+        self._known_states = 0  # how many weights had a state
+        self._is_short = False  # whether only the first weights were looked at
+        self._lists: list[list[list[int]]] = []  # of each group: places of weights that are written to in order
         self._numbers: list[float] = []
         self._contents: list[_Contents] = []  # of the optimizer, and of what lies within groups and states
         self._state: _Kept = []
@@ -37,13 +41,37 @@ class UpdateSnapshot:
         self._gradients: _Kept = []
         self._gradient_versions = versions(())
 
-    def take(self) -> None:
-        """Look at everything, before an update."""
-        groups = self._optimizer.param_groups
-        self._owners = [*groups, *(state for state in self._optimizer.state.values() if isinstance(state, dict))]
-        names = [*chain.from_iterable(self._owners)]
-        values = [*chain.from_iterable(map(dict.values, self._owners))]
-        lengths, types = [*map(len, self._owners)], [*map(type, values)]
+    def take(self, *, short: bool = False) -> None:
+        """Look at everything, before an update; ``short``: at the first weights alone, where they tell of all."""
+        groups, states = self._optimizer.param_groups, self._optimizer.state
+        sizes = [len(group["params"]) for group in groups]
+        made = len(states) in (0, sum(sizes)) and len(states) == self._known_states
+        self._is_short = short and self._own and made and sizes == [*map(_size, self._lists)]
+        if self._is_short:
+            weights = [*self._first_weights()]
+            owned = [states[weight] for weight in weights if weight in states]
+            self._is_short = all(value is None or isinstance(value, Tensor) for one in owned for value in one.values())
+        if not self._is_short:
+            weights = [weight for group in groups for weight in group["params"]]
+            owned = [state for state in states.values() if isinstance(state, dict)]
+            if self._own:
+                self._lists = [_lists(group["params"]) for group in groups]
+        self._known_states = len(states)
+        self._look([*groups, *owned], weights)
+
+    def _first_weights(self) -> Iterator[Tensor]:
+        """Yield the first weight with a gradient of each list."""
+        for group, lists in zip(self._optimizer.param_groups, self._lists):
+            weights = group["params"]
+            for places in lists:
+                yield from islice((weights[at] for at in places if weights[at].grad is not None), 1)
+
+    def _look(self, owners: list[dict[Any, Any]], weights: list[Tensor]) -> None:
+        """Look at groups and states, and at weights with their gradients."""
+        self._owners = owners
+        names = [*chain.from_iterable(owners)]
+        values = [*chain.from_iterable(map(dict.values, owners))]
+        lengths, types = [*map(len, owners)], [*map(type, values)]
         if not self._layout.fits(lengths, names, types):
             self._layout = _Layout(lengths, names, types)
         self._numbers = [values[place] for place in self._layout.numbers]
@@ -53,7 +81,6 @@ class UpdateSnapshot:
         held += _tensors(within)
         self._state = self._kept(held)
         self._state_versions = versions(held)
-        weights = [weight for group in groups for weight in group["params"]]
         found = [weight.grad for weight in weights]
         gradients = [gradient for gradient in found if gradient is not None]
         every = len(gradients) == len(weights)
@@ -72,7 +99,9 @@ class UpdateSnapshot:
         self._contents = []
 
     def have_changed(self) -> bool:
-        """Return whether a weight, its gradient, or a tensor of the state is another now."""
+        """Return whether a weight, its gradient, or a tensor of the state is another now, or may be."""
+        if self._is_short and not self._tell_of_all():
+            return True
         if any(weight._version != version for weight, version in zip(self._weights, self._versions)):
             return True
         gradients = _alive(self._gradients)
@@ -96,8 +125,9 @@ class UpdateSnapshot:
 
     def restore(self) -> None:
         """Remove what the failed step had begun to make, and set numbers back."""
-        known, states = set(map(id, self._owners)), self._optimizer.state
-        for key in [key for key, state in states.items() if id(state) not in known or not state]:
+        states = self._optimizer.state
+        new = {*[*states][self._known_states :]}
+        for key in [key for key, state in states.items() if key in new or not state]:
             del states[key]
         ends = [0, *self._layout.ends]
         for owner, (start, end) in zip(self._owners, pairwise(ends)):
@@ -111,13 +141,25 @@ class UpdateSnapshot:
         for contents in self._contents:
             contents.restore()
 
+    def _tell_of_all(self) -> bool:
+        """Return whether the first weights are still that, and all others of their lists have states of their kind."""
+        first, states = {*map(id, self._weights)}, self._optimizer.state
+        for group in self._optimizer.param_groups:
+            for places in _lists(group["params"]):
+                trained = [w for w in (group["params"][at] for at in places) if w.grad is not None]
+                kinds = {tuple((name, value is None) for name, value in states.get(w, {}).items()) for w in trained}
+                if trained and (len(kinds) > 1 or id(trained[0]) not in first):
+                    return False
+        return True
+
     def _kept(self, tensors: list[Tensor]) -> "_Kept":
         return tensors if self._own else [*map(weakref.ref, tensors)]
 
     def _fused(self) -> list[Tensor]:
-        """Return weights with a gradient that a fused kernel of PyTorch's updates."""
+        """Return the weights that a fused kernel of PyTorch's updates."""
         groups = [group for group in self._optimizer.param_groups if group.get("fused")] if self._own else []
-        return [weight for group in groups for weight in group["params"] if weight.grad is not None]
+        fused = {id(weight) for group in groups for weight in group["params"]}
+        return [weight for weight in self._weights if id(weight) in fused]
 
     def _stepped(self) -> set[int]:
         """Return weights that a fused kernel may have updated: a count made in this step begins at version 0."""
@@ -136,6 +178,18 @@ _Kept = Sequence[Tensor | weakref.ref[Tensor]]
 
 def _alive(kept: _Kept) -> list[Tensor | None]:
     return [each if isinstance(each, Tensor) else each() for each in kept]
+
+
+def _lists(weights: Iterable[Tensor]) -> list[list[int]]:
+    """Return the places of weights by their device and type, as PyTorch's optimizers list them."""
+    lists: dict[object, list[int]] = {}
+    for place, weight in enumerate(weights):
+        lists.setdefault((weight.device, weight.dtype), []).append(place)
+    return [*lists.values()]
+
+
+def _size(lists: list[list[int]]) -> int:
+    return sum(map(len, lists))
 
 
 class _Layout:
@@ -181,7 +235,7 @@ class _Contents:
 
 def is_own(optimizer: Optimizer) -> bool:
     """Return whether an optimizer is PyTorch's own."""
-    return type(optimizer).__module__.startswith("torch.optim.")
+    return f"{type(optimizer).__module__}.".startswith("torch.optim.")
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:

@@ -1,11 +1,13 @@
 """What a failed update has changed is seen, and what it had begun to make is removed."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
+from faults import Faults
 from torch import nn
 
 from lightning_ga.snapshot.update import UpdateSnapshot
@@ -117,3 +119,118 @@ def test_nothing_is_kept_alive_after_an_update() -> None:
     snapshot.forget()
     held = [value for value in vars(snapshot).values() if isinstance(value, list)]
     assert not any(isinstance(thing, torch.Tensor) for value in held for thing in value)
+
+
+OWN = {
+    "SGD": lambda groups, **how: torch.optim.SGD(groups, lr=0.1, momentum=0.9, weight_decay=0.1, **how),
+    "SGD without momentum": lambda groups, **how: torch.optim.SGD(groups, lr=0.1, **how),
+    "Adam": lambda groups, **how: torch.optim.Adam(groups, amsgrad=True, weight_decay=0.1, **how),
+    "Rprop": lambda groups, **how: torch.optim.Rprop(groups, maximize=True, **how),
+    **{
+        name: getattr(torch.optim, name)
+        for name in ("Adadelta", "Adafactor", "Adagrad", "Adamax", "AdamW", "ASGD", "NAdam", "RAdam", "RMSprop")
+    },
+}
+
+
+def two_types(make: Any, **how: Any) -> tuple[list[nn.Parameter], torch.optim.Optimizer]:
+    """Weights of two types in two groups, the first of which gets no gradient, after two steps."""
+    torch.manual_seed(0)
+    types = [torch.float32, torch.float32, torch.float64, torch.float32, torch.float64, torch.float64, torch.float32]
+    weights = [nn.Parameter(torch.randn(2, 3, dtype=dtype)) for dtype in types]
+    optimizer = make([{"params": weights[:5]}, {"params": weights[5:]}], **how)
+    give_gradients(weights)
+    optimizer.step()
+    give_gradients(weights)
+    optimizer.step()
+    give_gradients(weights)
+    weights[0].grad = None
+    return weights, optimizer
+
+
+def give_gradients(weights: list[nn.Parameter]) -> None:
+    """New gradients for these alone."""
+    for weight in weights:
+        weight.grad = torch.randn_like(weight)
+
+
+def values(weights: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Copies of all that an update may change."""
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    held = [*weights, *(weight.grad for weight in weights), *states]
+    return [tensor.detach().clone() for tensor in held if isinstance(tensor, torch.Tensor)]
+
+
+class StoppedError(Exception):
+    """An update that was stopped."""
+
+
+@contextmanager
+def stopped_at(place: int, *, foreach: bool) -> Iterator[list[int]]:
+    """Stop at an operation; on lists, at one that is called for them, as a mode would hide their versions."""
+    if not foreach:
+        faults = Faults(place)
+        faults.armed = True
+        with faults, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch, "OutOfMemoryError", StoppedError)
+            yield [0]
+        return
+    calls = [0]
+
+    def counted(operation: Any) -> Any:
+        def run(*arguments: Any, **settings: Any) -> Any:
+            calls[0] += 1
+            if calls[0] == place:
+                raise StoppedError
+            return operation(*arguments, **settings)
+
+        return run
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in dir(torch):
+            if name.startswith("_foreach_"):
+                patch.setattr(torch, name, counted(getattr(torch, name)))
+        yield calls
+
+
+@pytest.mark.parametrize("foreach", [False, True], ids=["one by one", "lists"])
+@pytest.mark.parametrize("name", OWN)
+def test_a_short_look_sees_every_update_that_has_begun(name: str, foreach: bool) -> None:
+    """PyTorch's own optimizers write to their weights in order, wherever they are stopped."""
+    seen = []
+    for place in range(1, 500):
+        weights, optimizer = two_types(OWN[name], foreach=foreach)
+        snapshot = UpdateSnapshot(optimizer)
+        snapshot.take()
+        snapshot.take(short=True)
+        assert len(snapshot._versions) == 4  # the first of each type in each group
+        before = values(weights, optimizer)
+        try:
+            with stopped_at(place, foreach=foreach):
+                optimizer.step()
+        except StoppedError:
+            changed = any(not torch.equal(*pair) for pair in zip(before, values(weights, optimizer), strict=True))
+            assert snapshot.have_changed() or not changed
+            seen.append(changed)
+        else:
+            break
+    assert place > 2
+    assert snapshot.have_changed()
+    assert True in seen, "no update was stopped halfway"
+
+
+def test_a_short_look_is_taken_only_where_states_are_made() -> None:
+    """While an update makes states, and where their number has changed, everything is looked at."""
+    weights, optimizer = two_types(OWN["SGD"])
+    snapshot = UpdateSnapshot(optimizer)
+    momentum = optimizer.state[weights[1]]["momentum_buffer"]
+    for buffer in (None, momentum):
+        optimizer.state[weights[1]]["momentum_buffer"] = buffer
+        snapshot.take()
+        snapshot.take(short=True)
+        assert snapshot.have_changed() == (buffer is None)
+    extra = {"params": [nn.Parameter(torch.ones(2))]}
+    for change in (lambda: optimizer.state.pop(weights[3]), lambda: optimizer.add_param_group(extra)):
+        change()
+        snapshot.take(short=True)
+        assert len(snapshot._versions) == 6
