@@ -397,10 +397,19 @@ class Cached(nn.Module):
         self.cache: torch.Tensor | None = None
 
 
+class Scaled(Cached):
+    """One that holds a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(1))
+
+
 CHANGES = {
     "weights without an optimizer (0.weight)": lambda part: part.weight.detach().add_(1),
     "which weights are trained (0.weight)": lambda part: part.weight.requires_grad_(False),
-    "the buffers of a module that had none (0)": lambda part: part.register_buffer("late", torch.zeros(1)),
+    "the buffers of a module (0)": lambda part: part.register_buffer("late", torch.zeros(1)),
+    "the buffers of a module (1)": lambda part: setattr(part, "scale", torch.zeros(1)),
     "what its modules keep (0.cache)": lambda part: setattr(part, "cache", torch.zeros(1)),
     "what its modules keep (0.made)": lambda part: setattr(part, "made", [torch.zeros(1)]),
 }
@@ -409,13 +418,13 @@ CHANGES = {
 @pytest.mark.parametrize("lost", CHANGES)
 def test_what_changes_first_in_a_later_window_is_noticed_at_a_failure_in_it(lost: str) -> None:
     """By an attempt before the one that failed, too: within a window not everything is looked at."""
-    model = nn.Sequential(Cached(), Cached())
+    model = nn.Sequential(Cached(), Scaled())
     state = AttemptSnapshot(model)
     for step in range(20):
         state.take(None, anew=step % 2 == 0)
         state.learn()
     state.take(None, anew=True)
-    CHANGES[lost](model[0])
+    CHANGES[lost](model[lost == "the buffers of a module (1)"])
     state.take(None, anew=False)
     assert state.restore() == lost
     state.take(None, anew=True)
