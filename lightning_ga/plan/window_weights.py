@@ -40,7 +40,7 @@ class WindowWeights:
 
     def whole(self) -> Self:
         """Let the next backward pass cover the whole micro-batch."""
-        return replace(self, share=1.0)
+        return self if self.share == 1.0 else replace(self, share=1.0)
 
     def trained(self) -> Self:
         """Note that the backward pass has been reached; steps that return ``None`` do not reach it."""

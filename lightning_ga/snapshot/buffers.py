@@ -12,6 +12,7 @@ from lightning_ga.snapshot.copies import LargeCopy, SmallCopies, is_small, is_wr
 
 LOOKS = 8  # attempts within windows that show whether buffers are replaced there
 
+
 class BufferSnapshot:
     """A module's buffers: small ones copied before every attempt, large ones when they have changed.
 

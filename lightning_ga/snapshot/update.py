@@ -31,6 +31,7 @@ class UpdateSnapshot:
         self._owners: list[dict[Any, Any]] = []
         self._known_states = 0  # how many weights had a state
         self._is_short = False  # whether only the first weights were looked at
+        self._sizes: list[int] = []  # weights of each group
         self._lists: list[list[list[int]]] = []  # of each group: places of weights that are written to in order
         self._numbers: list[float] = []
         self._contents: list[_Contents] = []  # of the optimizer, and of what lies within groups and states
@@ -46,18 +47,17 @@ class UpdateSnapshot:
         groups, states = self._optimizer.param_groups, self._optimizer.state
         sizes = [len(group["params"]) for group in groups]
         made = len(states) in (0, sum(sizes)) and len(states) == self._known_states
-        self._is_short = short and self._own and made and sizes == [*map(_size, self._lists)]
-        if self._is_short:
+        if short and self._own and made and sizes == self._sizes:
             weights = [*self._first_weights()]
-            owned = [states[weight] for weight in weights if weight in states]
-            self._is_short = all(value is None or isinstance(value, Tensor) for one in owned for value in one.values())
-        if not self._is_short:
-            weights = [weight for group in groups for weight in group["params"]]
-            owned = [state for state in states.values() if isinstance(state, dict)]
-            if self._own:
-                self._lists = [_lists(group["params"]) for group in groups]
-        self._known_states = len(states)
-        self._look([*groups, *owned], weights)
+            held = [value for weight in weights if weight in states for value in states[weight].values()]
+            self._is_short = all(value is None or isinstance(value, Tensor) for value in held)
+            if self._is_short:
+                self._mark(weights, [value for value in held if value is not None])
+                return
+        self._is_short, self._known_states, self._sizes = False, len(states), sizes
+        self._lists = [_lists(group["params"]) for group in groups] if self._own else []
+        held = self._look_at([*groups, *(state for state in states.values() if isinstance(state, dict))])
+        self._mark([weight for group in groups for weight in group["params"]], held)
 
     def _first_weights(self) -> Iterator[Tensor]:
         """Yield the first weight with a gradient of each list."""
@@ -66,8 +66,8 @@ class UpdateSnapshot:
             for places in lists:
                 yield from islice((weights[at] for at in places if weights[at].grad is not None), 1)
 
-    def _look(self, owners: list[dict[Any, Any]], weights: list[Tensor]) -> None:
-        """Look at groups and states, and at weights with their gradients."""
+    def _look_at(self, owners: list[dict[Any, Any]]) -> list[Tensor]:
+        """Look at what groups and states hold; return their tensors."""
         self._owners = owners
         names = [*chain.from_iterable(owners)]
         values = [*chain.from_iterable(map(dict.values, owners))]
@@ -75,10 +75,12 @@ class UpdateSnapshot:
         if not self._layout.fits(lengths, names, types):
             self._layout = _Layout(lengths, names, types)
         self._numbers = [values[place] for place in self._layout.numbers]
-        held = [values[place] for place in self._layout.tensors]
         within = [values[place] for place in self._layout.containers]
         self._contents = [*map(_Contents, (vars(self._optimizer), *_containers(within)))]
-        held += _tensors(within)
+        return [*(values[place] for place in self._layout.tensors), *_tensors(within)]
+
+    def _mark(self, weights: list[Tensor], held: list[Tensor]) -> None:
+        """Note the versions of weights with a gradient, of these, and of what states hold."""
         self._state = self._kept(held)
         self._state_versions = versions(held)
         found = [weight.grad for weight in weights]
@@ -186,10 +188,6 @@ def _lists(weights: Iterable[Tensor]) -> list[list[int]]:
     for place, weight in enumerate(weights):
         lists.setdefault((weight.device, weight.dtype), []).append(place)
     return [*lists.values()]
-
-
-def _size(lists: list[list[int]]) -> int:
-    return sum(map(len, lists))
 
 
 class _Layout:
