@@ -2,16 +2,22 @@
 
 from array import array
 from collections.abc import Iterable, Iterator
+from operator import attrgetter
 
 import torch
 from torch import Tensor
 
+_VERSION = attrgetter("_version")
 SMALL = 2**20  # bytes of a tensor that is copied before every attempt
 
 
 def versions(tensors: Iterable[Tensor | None]) -> "array[int]":
     """Return how often each tensor was written to; -1 for none. Unlike a list, the garbage collector passes it over."""
-    return array("q", [-1 if tensor is None else tensor._version for tensor in tensors])
+    tensors = [*tensors]
+    try:
+        return array("q", [*map(_VERSION, tensors)])  # twice as fast
+    except AttributeError:  # one is none
+        return array("q", [-1 if tensor is None else tensor._version for tensor in tensors])
 
 
 def is_small(tensor: Tensor) -> bool:

@@ -410,6 +410,7 @@ CHANGES = {
     "which weights are trained (0.weight)": lambda part: part.weight.requires_grad_(False),
     "the buffers of a module (0)": lambda part: part.register_buffer("late", torch.zeros(1)),
     "the buffers of a module (1)": lambda part: setattr(part, "scale", torch.zeros(1)),
+    "the mode of a module (0)": lambda part: part.eval(),
     "what its modules keep (0.cache)": lambda part: setattr(part, "cache", torch.zeros(1)),
     "what its modules keep (0.made)": lambda part: setattr(part, "made", [torch.zeros(1)]),
 }
@@ -443,17 +444,19 @@ def test_a_weight_that_changes_within_windows_is_looked_at_before_every_attempt(
         model.weight.detach().clamp_(-1, 1)
 
 
-def test_a_weight_that_is_trained_in_turns_is_again_as_before_the_attempt() -> None:
+def test_what_changes_in_turns_is_again_as_before_the_attempt() -> None:
     """By a callback, between the batches of a window; and within an attempt."""
-    model = nn.Linear(2, 2)
+    model = nn.Sequential(nn.Linear(2, 2), nn.Dropout())
     state = AttemptSnapshot(model)
     for step in range(24):
-        model.bias.requires_grad_(step % 2 == 0)
+        model[0].bias.requires_grad_(step % 2 == 0)
+        model[1].train(step % 2 == 0)
         state.take(None, anew=step % 4 == 0)
         state.learn()
-        model.bias.requires_grad_(step % 3 == 0)
+        model[0].bias.requires_grad_(step % 3 == 0)
+        model[1].train(step % 3 == 0)
         assert state.restore() is None
-        assert model.bias.requires_grad == (step % 2 == 0)
+        assert model[0].bias.requires_grad == model[1].training == (step % 2 == 0)
 
 
 def run_passes(layers: nn.Module, parameters: list[nn.Parameter], marks: WindowGradientMarks, number: int) -> None:
