@@ -174,10 +174,10 @@ def text(record: Mapping[str, Any]) -> str:
     windows = [cell["windows"] for cell in record["cells"]]
     return as_text(
         table(record["cells"]),
-        f"Time of a window of {LAYERS} layers of {WIDTH}² under DDP (gloo, one thread a rank), and medians\n"
-        f"of the ratios to stock Lightning's window of the same round, with 95 % confidence, over\n"
-        f"{min(windows)} to {max(windows)} rounds after the first {LEARNING} micro-batches;\n"
-        f"processor: AutoAccumulate's time on it, of all threads of all ranks.\n"
+        f"Time of a window of {LAYERS} layers of {WIDTH}² under DDP (gloo, one thread a rank), and medians of "
+        f"the ratios to stock Lightning's window of the same round, with 95 % confidence, over "
+        f"{min(windows)} to {max(windows)} rounds after the first {LEARNING} micro-batches; processor: "
+        f"AutoAccumulate's time on it, of all threads of all ranks. "
         f"{os.cpu_count()} cores; load average {record['load_average']:.1f}.",
     )
 

@@ -158,11 +158,10 @@ def text(record: Mapping[str, Any]) -> str:
     """Table and legend of a record."""
     return as_text(
         table(record["cells"]),
-        f"Processor time per micro-batch in µs: stock Lightning's, and what is added to it by stock Lightning\n"
-        f"once more, by a callback that does nothing, and by AutoAccumulate in both modes, and the most that is\n"
-        f"allowed. Medians of {record['windows']} windows of {FACTOR} micro-batches, each beside one of stock "
-        f"Lightning; one thread;\n"
-        f"load average {record['load_average']:.1f}.",
+        f"Processor time per micro-batch in µs: stock Lightning's, and what is added to it by stock Lightning once "
+        f"more, by a callback that does nothing, and by AutoAccumulate in both modes, and the most that is allowed. "
+        f"Medians of {record['windows']} windows of {FACTOR} micro-batches, each beside one of stock Lightning; one "
+        f"thread; load average {record['load_average']:.1f}.",
     )
 
 

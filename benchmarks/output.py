@@ -4,6 +4,7 @@ import io
 import json
 import os
 import platform
+import textwrap
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -54,7 +55,8 @@ def as_text(table: Table, caption: str = "") -> str:
     """A table as it looks in a terminal of 80 columns, and what is to be said below it."""
     console = Console(width=WIDTH, highlight=False, color_system=None, file=io.StringIO())
     console.print(table)
-    lines = console.file.getvalue().splitlines() + caption.splitlines()  # type: ignore[attr-defined]
+    below = [part for line in caption.splitlines() for part in textwrap.wrap(line, WIDTH)]
+    lines = console.file.getvalue().splitlines() + below  # type: ignore[attr-defined]
     return "\n".join(line.rstrip() for line in lines if line.strip())
 
 

@@ -54,21 +54,24 @@ def text(record: Mapping[str, Any]) -> str:
     """Tables and legend of a record."""
     cells: Cells = record["cells"]
     cost = record["emulation"]
+    peers = ", ".join(f"{name} {version or 'n/a'}" for name, version in record["peers"].items())
     parts = [
         *(["Only one budget of every model: --quick."] if record["quick"] else []),
-        as_text(summary(cells)),
-        "steps: median and most of a cell. seconds: sum over the cells that are timed.\n"
-        "×: how many times what ours took, median over cells. Peers:\n"
-        + ", ".join(f"{name} {version or 'n/a'}" for name, version in record["peers"].items())
-        + ".",
-        as_text(against_binsearch(cells)),
-        "From 16 GiB on tensors have no values and ours runs on them. There, and where\n"
-        "steps take seconds, peers are told what fits: steps are counted, not timed.\n"
-        "*: AutoAccumulate in a Trainer, which holds no peer's search.\n"
-        f"limit_memory costs {cost['limit_us']:.0f} µs an operation, a trace {cost['trace_us']:.0f} µs "
-        f"({cost['model']}: {cost['operations']} operations).",
+        as_text(
+            summary(cells),
+            "steps: median and most of a cell. seconds: sum over the cells that are timed. ×: how many times what ours "
+            f"took, median over cells. Peers: {peers}.",
+        ),
+        as_text(
+            against_binsearch(cells),
+            "From 16 GiB on tensors have no values and ours runs on them. There, and where steps take seconds, peers "
+            "are told what fits: steps are counted, not timed.\n"
+            "*: AutoAccumulate in a Trainer, which holds no peer's search.\n"
+            f"limit_memory costs {cost['limit_us']:.0f} µs an operation, a trace {cost['trace_us']:.0f} µs "
+            f"({cost['model']}: {cost['operations']} operations).",
+        ),
     ]
-    return "\n".join(parts)
+    return "\n\n".join(parts)
 
 
 def verdict(record: Mapping[str, Any]) -> str:
