@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
-import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
@@ -14,7 +13,7 @@ from lightning_ga.compat import closures, loops, ranks
 from lightning_ga.compat.reduction import GradientReducer, WindowReduction
 from lightning_ga.errors import ExactnessWarning
 from lightning_ga.fit.batch_task import BatchResult, BatchTask, TrainingBatches
-from lightning_ga.fit.lbfgs import Closure, Wrap, evaluates_again
+from lightning_ga.fit.lbfgs import evaluates_again
 from lightning_ga.fit.oom_retry import OomRetrier
 from lightning_ga.fit.pieces import Piece
 from lightning_ga.fit.window_gradients import WindowGradients
@@ -328,35 +327,6 @@ class _Pass:
             yield closures.after_backward(steps.trainer, reduction.finish)
             if steps.overlaps and not complete:
                 yield reduction.overlapping(self._are_complete)
-
-
-def without_empty(wrap: Wrap | None, is_empty: Callable[[int], bool]) -> Wrap:
-    """Let closures run as ``wrap`` says, but for micro-batches that hold no samples: these are not run at all.
-
-    They only fill windows up to the accumulation factor, are never a window's first, and bring a sample that has been
-    trained on: to run them would log it, count it in metrics and move statistics again. Their loss is that of the last
-    that ran.
-
-    Args:
-        wrap: Makes the closures; ``None`` for Lightning's own.
-        is_empty: Says so of a micro-batch, by its number.
-    """
-    last = torch.zeros(())  # with a loss, or a gradient scaler would skip the step
-
-    def closure(whole: Any, make: Callable[..., Any], kwargs: Any, optimizer: Optimizer, batch_idx: int) -> Closure:
-        if is_empty(batch_idx):
-            return lambda *_: closures.ClosureOutput(last, {"loss": last})
-        run = whole.closure if wrap is None else wrap(whole, make, kwargs, optimizer, batch_idx)
-
-        def noting(*arguments: Any) -> Any:
-            nonlocal last
-            result = run(*arguments)
-            last = last if result.loss is None else result.loss.detach()
-            return result
-
-        return noting
-
-    return closure
 
 
 def _merged(done: BatchResult) -> closures.ClosureOutput:

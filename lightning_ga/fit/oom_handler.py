@@ -12,7 +12,8 @@ from lightning_ga.batch.merge import merge_outputs
 from lightning_ga.compat import agreement, closures, dataloaders, evaluation, ranks
 from lightning_ga.compat.reduction import GradientReducer
 from lightning_ga.fit.batch_task import TrainingBatches
-from lightning_ga.fit.closure import MicroBatchClosures, without_empty
+from lightning_ga.fit.closure import MicroBatchClosures
+from lightning_ga.fit.empty_batches import without_empty
 from lightning_ga.fit.evaluation import EvaluatedBatch
 from lightning_ga.fit.lbfgs import LbfgsWindow, Wrap, evaluates_again
 from lightning_ga.fit.messages import OomEvent
