@@ -21,6 +21,7 @@ from lightning_ga.memory.oom import release
 HIGH = 2**24  # samples: far above every limit, the same for ours and for Lightning's max_val
 IN_TRAINER = "GPT, SDPA"  # the model whose limit is also searched for in a Trainer
 SMALL = 2  # samples of a step that only warms up
+PEERS_TO_GIB = 8.0  # largest budget in which peers compute on a GPU: dozens of steps at the limit take minutes
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,8 @@ class Cell:
     @property
     def runs_peers(self) -> bool:
         """Whether peers compute; else they are told what fits, as the limit alone decides what they try."""
-        return self.kind == CUDA or (self.kind == EMULATED and self.gib <= MODELS[self.model].peers_to_gib)
+        most = {CUDA: PEERS_TO_GIB, EMULATED: MODELS[self.model].peers_to_gib}.get(self.kind, 0.0)
+        return self.gib <= most
 
 
 @dataclass(frozen=True, slots=True)
