@@ -29,12 +29,12 @@ from typing import Any
 
 import torch
 
-from benchmarks.output import RESULTS, as_text, read_json, write_json
+from benchmarks.output import RESULTS, as_text, empty_table, read_json, write_json
 from benchmarks.probe import quiet
 from benchmarks.probing.cells import HIGH, SMALL, exhaustive, passes
 from benchmarks.probing.devices import GIB, capped_cuda
 from benchmarks.probing.models import MODELS
-from benchmarks.probing.tables import Target, shown
+from benchmarks.probing.tables import Target, judged
 from benchmarks.probing.training import Training
 from lightning_ga import find_micro_batch
 
@@ -179,7 +179,7 @@ def targets(settings: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Target]
 
 def text(record: Mapping[str, Any]) -> str:
     """A row for each setting."""
-    table = shown("setting", ("cells", "found ÷ limit", "least", "steps", "most", "OOMs, most"))
+    table = empty_table(("setting",), ("cells", "found ÷ limit", "least", "steps", "most", "OOMs, most"))
     for name, cells in record["settings"].items():
         shares, steps = [cell["found"] / cell["limit"] for cell in cells], [cell["steps"] for cell in cells]
         numbers = (f"{statistics.median(shares):.3f}", f"{min(shares):.3f}", f"{statistics.median(steps):g}")
@@ -210,9 +210,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     record = measured(asked)
     print(text(record))
-    for target in record["targets"]:
-        print(f"{'met   ' if target['met'] else 'MISSED'} {target['what']}: {target['value']:.3g}, {target['asked']}")
-    return int(not all(target["met"] for target in record["targets"]))
+    return judged(record["targets"])
 
 
 def measured(asked: argparse.Namespace) -> dict[str, Any]:

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from benchmarks.allocator import Setting, bounded, confirmed, measured_apart, targets
-from benchmarks.output import as_text, write_json
+from benchmarks.output import as_text, empty_table, write_json
 from benchmarks.probe import quiet
 from benchmarks.probing.cells import HIGH
 from benchmarks.probing.devices import GIB
 from benchmarks.probing.models import POOL
 from benchmarks.probing.random_models import Drawn, draw_model, size_of
-from benchmarks.probing.tables import shown
+from benchmarks.probing.tables import judged
 from benchmarks.probing.training import Counter, Training
 from lightning_ga import find_micro_batch
 
@@ -155,7 +155,7 @@ def text(record: Mapping[str, Any]) -> str:
     families: dict[str, list[Mapping[str, Any]]] = {}
     for cell in record["cells"]:
         families.setdefault(cell["model"].split()[0], []).append(cell)
-    table = shown("model", ("cells", "found ÷ limit, least", "steps, most", "OOMs, most"))
+    table = empty_table(("model",), ("cells", "found ÷ limit, least", "steps, most", "OOMs, most"))
     for name, cells in sorted(families.items()):
         least = min(cell["found"] / cell["limit"] for cell in cells)
         most = (max(cell[key] for cell in cells) for key in ("steps", "errors"))
@@ -184,9 +184,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     record = measured(asked.seeds, asked.cells)
     print(text(record))
-    for target in record["targets"]:
-        print(f"{'met   ' if target['met'] else 'MISSED'} {target['what']}: {target['value']:.3g}, {target['asked']}")
-    return int(not all(target["met"] for target in record["targets"]))
+    return judged(record["targets"])
 
 
 def measured(seeds: Sequence[int], count: int) -> dict[str, Any]:
