@@ -111,13 +111,7 @@ class _Unless:
 
 
 def call_module_hook(trainer: Any, name: str, *arguments: Any) -> None:
-    """Call a hook of the module alone: steps may need what it sets up, and callbacks see no trial.
-
-    Args:
-        trainer: The Trainer.
-        name: The hook.
-        *arguments: Its arguments.
-    """
+    """Call a hook of the module alone: steps may need what it sets up, and callbacks see no trial."""
     patching.sibling(trainer, "trainer.call")._call_lightning_module_hook(trainer, name, *arguments)
 
 
