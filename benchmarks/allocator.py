@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,11 +75,11 @@ SETTINGS = {
 }
 
 
-def measure(setting: Setting, model: str, gib: float) -> dict[str, Any]:
-    """Look for the limit in one budget, then confirm it."""
+def measure(setting: Setting, gib: float, make: Callable[[], Training]) -> dict[str, Any]:
+    """Look for the limit of a training in a budget, then confirm it."""
     budget = int(gib * GIB)
     with bounded(setting, budget):
-        training = Training(MODELS[model], setting.device)
+        training = make()
         started = time.process_time()
         found = find_micro_batch(
             training.step,
@@ -90,13 +91,11 @@ def measure(setting: Setting, model: str, gib: float) -> dict[str, Any]:
         seconds, errors = time.process_time() - started, training.counter.ooms
         del training
         return {
-            "model": model,
-            "gib": gib,
             "found": found.limit,
-            "limit": confirmed(lambda: Training(MODELS[model], setting.device), found.limit),
+            "limit": min(HIGH, confirmed(make, found.limit)),
             "method": found.method,
             "steps": found.steps,
-            "failed": sum(not trial.fits for trial in found.trials),
+            "tried": [(trial.micro_batch_size, trial.fits) for trial in found.trials],
             "errors": errors,
             "cpu_seconds": round(seconds, 2),
         }
@@ -205,7 +204,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     quiet()
     if asked.only:
-        cells = [measure(SETTINGS[asked.only], model, gib) for model, gib in _cells(asked.models, asked.budgets)]
+        setting = SETTINGS[asked.only]
+        cells = [
+            {"model": model, "gib": gib, **measure(setting, gib, partial(Training, MODELS[model], setting.device))}
+            for model, gib in _cells(asked.models, asked.budgets)
+        ]
         asked.record.write_text(json.dumps(cells))
         return 0
     record = measured(asked)
