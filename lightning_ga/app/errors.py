@@ -210,12 +210,12 @@ def parent_section(error: BaseException) -> Any:
 
 
 def chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An error and its causes, from the outside in."""
+    """An error and its causes, from the outside in, but for those that ``raise … from None`` leaves out."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
         yield error
-        error = error.__cause__ or error.__context__
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 
 def one_line(error: BaseException) -> str:

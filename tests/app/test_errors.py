@@ -66,6 +66,15 @@ def test_disks_and_folders_are_told_in_one_sentence():
     assert not is_expected(OSError(errno.ECHILD, "No child processes"))
 
 
+def test_what_an_error_leaves_out_is_not_told_in_its_place():
+    """``raise … from None`` says that a missing file was not the trouble; without it, it may have been."""
+    bug = KeyError("a bug")
+    bug.__context__ = FileNotFoundError(errno.ENOENT, "No such file", "cache.json")
+    assert is_expected(bug)
+    bug.__suppress_context__ = True
+    assert not is_expected(bug)
+
+
 def test_a_long_message_is_cut_to_its_first_paragraph():
     """One line, whatever the library wrote."""
     assert explain(UserError("first\n  line\n\nsecond")) == "first line"
