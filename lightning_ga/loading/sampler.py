@@ -319,6 +319,8 @@ def seeded(seed: int, epoch: int, *samplers: object) -> Iterator[None]:
             is_torch = isinstance(generator, torch.Generator)
             random_numbers.seed_generator(generator, generator.initial_seed() + epoch if is_torch else seed)
         torch.default_generator.manual_seed(seed % _SEEDS)
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            torch.cuda.manual_seed_all(seed % _SEEDS)
         np.random.seed(seed % 2**32)
         random.seed(seed)
         yield
