@@ -60,6 +60,9 @@ def test_disks_and_folders_are_told_in_one_sentence():
     denied = PermissionError(errno.EACCES, "Permission denied", "/somewhere")
     assert "'/somewhere' cannot be written" in explain(denied)
     assert "hydra.run.dir=FOLDER" in explain(denied)
+    missing = FileNotFoundError(errno.ENOENT, "No such file or directory", "cat.png")  # of the data, perhaps
+    assert explain(missing).startswith("'cat.png' cannot be written, or read: No such file or directory (--traceback")
+    assert "If this run writes it, choose another folder" in explain(missing)
     wrapped = RuntimeError("unexpected pos 64 vs 0")
     wrapped.__cause__ = full
     assert is_expected(wrapped)
