@@ -24,17 +24,18 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.output import RESULTS, as_text, read_json, write_json
+from benchmarks.output import RESULTS, as_text, empty_table, read_json, write_json
 from benchmarks.probe import quiet
 from benchmarks.probing.cells import HIGH, SMALL, exhaustive, passes
 from benchmarks.probing.devices import GIB, capped_cuda
 from benchmarks.probing.models import MODELS
-from benchmarks.probing.tables import Target, shown
+from benchmarks.probing.tables import Target, judged
 from benchmarks.probing.training import Training
 from lightning_ga import find_micro_batch
 
@@ -74,11 +75,11 @@ SETTINGS = {
 }
 
 
-def measure(setting: Setting, model: str, gib: float) -> dict[str, Any]:
-    """Look for the limit in one budget, then confirm it."""
+def measure(setting: Setting, gib: float, make: Callable[[], Training]) -> dict[str, Any]:
+    """Look for the limit of a training in a budget, then confirm it."""
     budget = int(gib * GIB)
     with bounded(setting, budget):
-        training = Training(MODELS[model], setting.device)
+        training = make()
         started = time.process_time()
         found = find_micro_batch(
             training.step,
@@ -90,13 +91,11 @@ def measure(setting: Setting, model: str, gib: float) -> dict[str, Any]:
         seconds, errors = time.process_time() - started, training.counter.ooms
         del training
         return {
-            "model": model,
-            "gib": gib,
             "found": found.limit,
-            "limit": confirmed(lambda: Training(MODELS[model], setting.device), found.limit),
+            "limit": min(HIGH, confirmed(make, found.limit)),
             "method": found.method,
             "steps": found.steps,
-            "failed": sum(not trial.fits for trial in found.trials),
+            "tried": [(trial.micro_batch_size, trial.fits) for trial in found.trials],
             "errors": errors,
             "cpu_seconds": round(seconds, 2),
         }
@@ -179,7 +178,7 @@ def targets(settings: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Target]
 
 def text(record: Mapping[str, Any]) -> str:
     """A row for each setting."""
-    table = shown("setting", ("cells", "found ÷ limit", "least", "steps", "most", "OOMs, most"))
+    table = empty_table(("setting",), ("cells", "found ÷ limit", "least", "steps", "most", "OOMs, most"))
     for name, cells in record["settings"].items():
         shares, steps = [cell["found"] / cell["limit"] for cell in cells], [cell["steps"] for cell in cells]
         numbers = (f"{statistics.median(shares):.3f}", f"{min(shares):.3f}", f"{statistics.median(steps):g}")
@@ -205,14 +204,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     quiet()
     if asked.only:
-        cells = [measure(SETTINGS[asked.only], model, gib) for model, gib in _cells(asked.models, asked.budgets)]
+        setting = SETTINGS[asked.only]
+        cells = [
+            {"model": model, "gib": gib, **measure(setting, gib, partial(Training, MODELS[model], setting.device))}
+            for model, gib in _cells(asked.models, asked.budgets)
+        ]
         asked.record.write_text(json.dumps(cells))
         return 0
     record = measured(asked)
     print(text(record))
-    for target in record["targets"]:
-        print(f"{'met   ' if target['met'] else 'MISSED'} {target['what']}: {target['value']:.3g}, {target['asked']}")
-    return int(not all(target["met"] for target in record["targets"]))
+    return judged(record["targets"])
 
 
 def measured(asked: argparse.Namespace) -> dict[str, Any]:

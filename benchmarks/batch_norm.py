@@ -20,14 +20,13 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
-from rich import box
 from rich.table import Table
 from torch import Tensor, nn
 from torch.optim.swa_utils import update_bn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from benchmarks.measure import quiet
-from benchmarks.output import as_text, write_json
+from benchmarks.output import as_text, empty_table, write_json
 from benchmarks.trainers import quiet_trainer
 from benchmarks.training import EFFECTIVE, TRAINED_ON, digits
 from lightning_ga import AutoAccumulate
@@ -148,10 +147,7 @@ def _legend(epochs: int, seeds: int) -> str:
 
 def table(groups: Mapping[str, Mapping[str, Any]]) -> Table:
     """Rows as they are shown."""
-    shown = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    shown.add_column("effective batch of 64 as", no_wrap=True)
-    for title in ("loss", "accuracy", "statistics", "gain"):
-        shown.add_column(title, justify="right", no_wrap=True)
+    shown = empty_table(("effective batch of 64 as",), ("loss", "accuracy", "statistics", "gain"))
     for schedule, programs in groups.items():
         shown.add_row(f"{RATES[schedule]}")
         for name, seeds in programs.items():

@@ -22,14 +22,14 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.strategies import DDPStrategy
-from rich import box
 from rich.table import Table
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.measure import quiet
-from benchmarks.output import as_text, write_json
+from benchmarks.output import as_text, empty_table, write_json
 from benchmarks.torchrun import run_on_ranks, write_as_first_rank
+from benchmarks.trainers import quiet_trainer
 from benchmarks.turns import RanksStopwatch, Stopwatch, interval, pooled_median, take_turns
 from lightning_ga import AutoAccumulate
 
@@ -73,17 +73,7 @@ def fit(watch: Stopwatch, *, name: str, factor: int, windows: int) -> None:
     if name == OURS:
         ours = AutoAccumulate(MICRO * factor * ranks, micro_batch_size=MICRO, verify=False)
         program = {"callbacks": [ours, watch]}
-    trainer = pl.Trainer(
-        max_epochs=1,
-        accelerator="cpu",
-        devices=ranks,
-        strategy=DDPStrategy(process_group_backend="gloo"),
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **program,
-    )
+    trainer = quiet_trainer(max_epochs=1, devices=ranks, strategy=DDPStrategy(process_group_backend="gloo"), **program)
     trainer.fit(Layers(), DataLoader(data, batch_size=MICRO))
 
 
@@ -154,9 +144,7 @@ def rounds_of(ranks: int, factor: int, windows: int) -> int:
 
 def table(cells: Sequence[Mapping[str, Any]]) -> Table:
     """Cells as they are shown."""
-    shown = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for title in ("ranks", "factor", "stock, ms", "stock again", "AutoAccumulate", "processor"):
-        shown.add_column(title, justify="right", no_wrap=True)
+    shown = empty_table((), ("ranks", "factor", "stock, ms", "stock again", "AutoAccumulate", "processor"))
     for cell in cells:
         ratios = [_with_interval(cell, key) for key in ("again", "ours", "ours_cpu")]
         ratios[1] += "" if cell["ours"] <= ALLOWED else " NO"

@@ -12,12 +12,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rich import box
 from rich.table import Table
 
 from benchmarks.cases import CASES, FP64_TARGET, HALF_TARGETS, LEGEND, WHOLE_TARGET, Case
 from benchmarks.measure import Measured, measure, quiet
-from benchmarks.output import as_text, error, write_json
+from benchmarks.output import as_text, empty_table, error, write_json
 from benchmarks.ranks import measure_on_ranks
 
 COLUMNS = {
@@ -85,10 +84,7 @@ def row(case: Case, measured: Measured) -> dict[str, Any]:
 
 def table(rows: Sequence[dict[str, Any]]) -> Table:
     """Rows as they are shown."""
-    shown = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    shown.add_column("window", no_wrap=True)
-    for title in COLUMNS.values():
-        shown.add_column(title, justify="right", no_wrap=True)
+    shown = empty_table(("window",), COLUMNS.values())
     shown.add_column("met")
     for one in rows:
         met = {True: "yes", False: "NO", None: "–"}[one["met"]]

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.output import as_text, installed, write_json
+from benchmarks.output import as_text, empty_table, installed, write_json
 from benchmarks.probe import quiet, run
 from benchmarks.probing.cells import Cell, cells
 from benchmarks.probing.devices import CUDA, GIB
@@ -32,7 +32,7 @@ from benchmarks.probing.models import MODELS
 from benchmarks.probing.on_gpu import Watch, fit_at_limit, meters
 from benchmarks.probing.prediction import prediction
 from benchmarks.probing.programs import NEEDS
-from benchmarks.probing.tables import Target, against_binsearch, details, shown, summary, targets
+from benchmarks.probing.tables import Target, against_binsearch, details, judged, summary, targets
 from benchmarks.probing.throughput import throughput
 
 STAGES = ("sanity", "throughput", "fp16", "cudnn", "cells")
@@ -91,7 +91,7 @@ def extend(record: dict[str, Any]) -> dict[str, Any]:
 
 def extras(records: Sequence[Mapping[str, Any]]) -> Any:
     """Predictions as they are shown."""
-    table = shown("model", ("GiB", "samples", "predicted MiB", "measured MiB", "error"))
+    table = empty_table(("model",), ("GiB", "samples", "predicted MiB", "measured MiB", "error"))
     for cell in records:
         foreseen = cell.get("prediction")
         if foreseen:
@@ -233,13 +233,13 @@ def measure(name: str, stage: Stage, device: str, until: float) -> dict[str, Any
     return record
 
 
-def show(name: str, stage: Stage, record: Mapping[str, Any]) -> None:
-    """A stage's tables, and which targets it met."""
+def show(name: str, stage: Stage, record: Mapping[str, Any]) -> int:
+    """A stage's tables, and which targets it met; 1 if one is missed."""
     print(f"{stage.text(record)}")
-    for target in record["targets"]:
-        print(f"{'met   ' if target['met'] else 'MISSED'} {target['what']}: {target['value']:.3g}, {target['asked']}")
+    missed = judged(record["targets"])
     late = f", {record['left_out']} left out for want of time" if record["left_out"] else ""
     print(f"{name}: {len(record['cells'])} measured{late}, {record['seconds']} s\n", flush=True)
+    return missed
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -268,9 +268,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if name in settings.stages and not record:
             print(f"{name}: left out for want of time\n", flush=True)
         if record:
-            show(name, stage, record)
-            missed += sum(not target["met"] for target in record["targets"])
-    return int(missed > 0)
+            missed |= show(name, stage, record)
+    return missed
 
 
 if __name__ == "__main__":

@@ -21,13 +21,12 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.strategies import DDPStrategy
-from rich import box
 from rich.table import Table
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.measure import quiet
-from benchmarks.output import as_text, write_json
+from benchmarks.output import as_text, empty_table, write_json
 from benchmarks.torchrun import run_on_ranks, write_as_first_rank
 from benchmarks.trainers import quiet_trainer
 from benchmarks.turns import Stopwatch, take_turns
@@ -135,11 +134,7 @@ def summarize(bouts: Sequence[Mapping[str, Sequence[float]]]) -> list[dict[str, 
 
 def table(cells: Sequence[dict[str, Any]]) -> Table:
     """Cells as they are shown."""
-    shown = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for title in ("ranks", "modules", "kind"):
-        shown.add_column(title, no_wrap=True)
-    for title in ("stock", "again", "empty", "loader", "step", "most"):
-        shown.add_column(title, justify="right", no_wrap=True)
+    shown = empty_table(("ranks", "modules", "kind"), ("stock", "again", "empty", "loader", "step", "most"))
     for cell in cells:
         rows = cell["rows"]
         added = [f"{1e6 * row['added_seconds']:+.0f}{' NO' if row['met'] is False else ''}" for row in rows]

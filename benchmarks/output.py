@@ -5,12 +5,13 @@ import json
 import os
 import platform
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -49,6 +50,15 @@ def read_json(name: str, folder: Path | None = None) -> dict[str, Any]:
     """A record that was written before."""
     record: dict[str, Any] = json.loads(((folder or RESULTS) / f"{name}.json").read_text())
     return record
+
+
+def empty_table(texts: Iterable[str], numbers: Iterable[str]) -> Table:
+    """A table with columns of text, then of numbers."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for titles, side in ((texts, "left"), (numbers, "right")):
+        for title in titles:
+            table.add_column(title, justify=side, no_wrap=True)  # type: ignore[arg-type]
+    return table
 
 
 def as_text(table: Table, caption: str = "") -> str:

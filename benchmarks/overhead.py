@@ -23,13 +23,12 @@ from typing import Any
 import lightning.pytorch as pl
 import timm
 import torch
-from rich import box
 from rich.table import Table
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.measure import quiet
-from benchmarks.output import as_text, write_json
+from benchmarks.output import as_text, empty_table, write_json
 from benchmarks.trainers import quiet_trainer
 from benchmarks.turns import Stopwatch, interval, pooled_median, take_turns
 from lightning_ga import AutoAccumulate
@@ -148,10 +147,7 @@ def summarize(bouts: Sequence[dict[str, dict[str, list[float]]]], parts: Mapping
 
 def table(rows: Sequence[dict[str, Any]]) -> Table:
     """Rows as they are shown."""
-    shown = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    shown.add_column("÷ Lightning", no_wrap=True)
-    for title in ("wall clock (95 %)", "processor (95 %)", "parts", "target", "met"):
-        shown.add_column(title, justify="right", no_wrap=True)
+    shown = empty_table(("÷ Lightning",), ("wall clock (95 %)", "processor (95 %)", "parts", "target", "met"))
     for row in rows:
         met = {True: "yes", False: "NO", None: "–"}[row["met"]]
         target = "–" if row["target"] is None else f"{row['target']}"

@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.measure import quiet
 from benchmarks.output import read_json, write_json
+from benchmarks.trainers import quiet_trainer
 from lightning_ga import AutoAccumulate, find_micro_batch, plan_accumulation
 from lightning_ga.plan.accumulation import cut_window
 from lightning_ga.testing import limit_memory
@@ -117,10 +118,7 @@ def measured_survival() -> dict[str, Any]:
         observer = Observer(lambda: memory.live_bytes)
         module = Observed(observer)
         accumulate = AutoAccumulate(micro_batch_size=4096, verify=False)
-        trainer = pl.Trainer(
-            accelerator="cpu", max_epochs=1, callbacks=[accumulate], logger=False, enable_checkpointing=False,
-            enable_progress_bar=False, enable_model_summary=False,
-        )  # fmt: skip
+        trainer = quiet_trainer(max_epochs=1, callbacks=[accumulate])
         with observer:
             trainer.fit(module, DataLoader(data, batch_size=4096))
     return {"budget": memory.budget, "attempts": observer.parts(), "oom_events": accumulate.oom_events}

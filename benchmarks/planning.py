@@ -16,7 +16,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from rich import box
 from rich.table import Table
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -24,8 +23,9 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from benchmarks.cuda_dispatch import forward_rows
 from benchmarks.measure import quiet
-from benchmarks.output import as_text, error, write_json
+from benchmarks.output import as_text, empty_table, error, write_json
 from benchmarks.planning_cases import CASES, CLASSES, Case
+from benchmarks.trainers import quiet_trainer
 from lightning_ga import AutoAccumulate, ProbeResult
 from lightning_ga.plan.planned_device import planned_device
 
@@ -60,10 +60,7 @@ def probe(case: Case, budget: int, *, estimated: bool) -> tuple[ProbeResult, tup
     """The probe of a real Trainer, and what an estimate listed as unreliable."""
     torch.manual_seed(0)
     accumulate = AutoAccumulate(MOST, memory_budget=budget, verify=False, cache=False)
-    trainer = pl.Trainer(
-        accelerator="cpu", max_epochs=1, callbacks=[accumulate, Enough()], logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, **case.settings(),
-    )  # fmt: skip
+    trainer = quiet_trainer(max_epochs=1, callbacks=[accumulate, Enough()], **case.settings())
     with planned_device(budget, like_cuda=False) if estimated else nullcontext() as device:
         trainer.fit(Module(case), DataLoader(case.data(MOST), batch_size=8))
     assert accumulate.probe is not None
@@ -91,10 +88,7 @@ def row(case: Case) -> dict[str, Any]:
 
 def table(rows: Sequence[dict[str, Any]]) -> Table:
     """Rows as they are shown."""
-    shown = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    shown.add_column("training step", no_wrap=True)
-    for title in ("samples", "peak, MB", "error", "limit", "estimate"):
-        shown.add_column(title, justify="right", no_wrap=True)
+    shown = empty_table(("training step",), ("samples", "peak, MB", "error", "limit", "estimate"))
     for one in rows:
         last, limit = one["peaks"][-1], one["limit"]
         exact = "0" if one["error"] == 0 else error(one["error"])
@@ -105,9 +99,7 @@ def table(rows: Sequence[dict[str, Any]]) -> Table:
 
 def forward_table(rows: Sequence[dict[str, Any]]) -> Table:
     """What the forward pass leaves alive."""
-    shown = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for title in ("forward pass", "precision", "CUDA, MB", "error", "CPU as it is"):
-        shown.add_column(title, justify="left" if title == "forward pass" else "right", no_wrap=True)
+    shown = empty_table(("forward pass",), ("precision", "CUDA, MB", "error", "CPU as it is"))
     for one in rows:
         cuda = one["cuda"]
         errors = (f"{100 * (one[name] - cuda) / cuda:+.2f} %" for name in ("estimate", "cpu"))

@@ -22,7 +22,7 @@ from benchmarks.output import as_text, installed, write_json
 from benchmarks.probing.cells import Cell, full, measure, quick
 from benchmarks.probing.emulation import emulation_cost
 from benchmarks.probing.programs import NEEDS
-from benchmarks.probing.tables import Cells, against_binsearch, details, summary, targets
+from benchmarks.probing.tables import Cells, against_binsearch, details, judged, summary, targets
 
 THREADS = 2
 
@@ -74,15 +74,6 @@ def text(record: Mapping[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
-def verdict(record: Mapping[str, Any]) -> str:
-    """The targets, each in a line."""
-    lines = [
-        f"{'met   ' if target['met'] else 'MISSED'} {target['what']}: {target['value']:.3g} (asked: {target['asked']})"
-        for target in record["targets"]
-    ]
-    return "\n".join(lines)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, show, write; 1 if a target is missed."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.probe", description=__doc__)
@@ -100,9 +91,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "cells": cells,
     }
     record["seconds"] = round(time.perf_counter() - start, 1)
-    print(f"{as_text(details(cells))}\n{text(record)}\n{verdict(record)}")
+    print(f"{as_text(details(cells))}\n{text(record)}")
     print(f"{'not written' if settings.quick else write_json('probe', record).name}, {record['seconds']} s")
-    return int(not all(target["met"] for target in record["targets"]))
+    return judged(record["targets"])
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -18,16 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.allocator import Setting, bounded, confirmed, measured_apart, targets
-from benchmarks.output import as_text, write_json
+from benchmarks.allocator import Setting, measure, measured_apart, targets
+from benchmarks.output import as_text, empty_table, write_json
 from benchmarks.probe import quiet
-from benchmarks.probing.cells import HIGH
 from benchmarks.probing.devices import GIB
 from benchmarks.probing.models import POOL
 from benchmarks.probing.random_models import Drawn, draw_model, size_of
-from benchmarks.probing.tables import shown
+from benchmarks.probing.tables import judged
 from benchmarks.probing.training import Counter, Training
-from lightning_ga import find_micro_batch
 
 SMALLEST, LARGEST = 1.5, 130.0  # GiB
 ROOM = 8  # times the parameters, which a budget has at least: with Adam they take four or five
@@ -130,32 +129,12 @@ def _optimizer(name: str, net: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, **settings)  # type: ignore[arg-type]
 
 
-def measure(cell: RandomCell) -> dict[str, Any]:
-    """Look for the limit, then confirm it."""
-    setting, budget = cell.setting, int(cell.gib * GIB)
-    with bounded(setting, budget):
-        training = RandomTraining(cell)
-        found = find_micro_batch(
-            training.step,
-            high=HIGH,
-            budget=budget if setting.bounded == "budget" else None,
-            device=setting.device,
-            resident=training.resident,
-        )
-        errors = training.counter.ooms
-        del training
-        limit = min(HIGH, confirmed(lambda: RandomTraining(cell), found.limit))
-    tried = [(trial.micro_batch_size, trial.fits) for trial in found.trials]
-    counts = {"steps": found.steps, "errors": errors, "method": found.method, "tried": tried}
-    return {**asdict(cell), "found": found.limit, "limit": limit, **counts}
-
-
 def text(record: Mapping[str, Any]) -> str:
     """A row for each family of models."""
     families: dict[str, list[Mapping[str, Any]]] = {}
     for cell in record["cells"]:
         families.setdefault(cell["model"].split()[0], []).append(cell)
-    table = shown("model", ("cells", "found ÷ limit, least", "steps, most", "OOMs, most"))
+    table = empty_table(("model",), ("cells", "found ÷ limit, least", "steps, most", "OOMs, most"))
     for name, cells in sorted(families.items()):
         least = min(cell["found"] / cell["limit"] for cell in cells)
         most = (max(cell[key] for cell in cells) for key in ("steps", "errors"))
@@ -180,13 +159,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     quiet()
     if asked.numbers:
-        asked.record.write_text(json.dumps([measure(draw_cell(number)) for number in asked.numbers]))
+        drawn = map(draw_cell, asked.numbers)
+        cells = [{**asdict(cell), **measure(cell.setting, cell.gib, partial(RandomTraining, cell))} for cell in drawn]
+        asked.record.write_text(json.dumps(cells))
         return 0
     record = measured(asked.seeds, asked.cells)
     print(text(record))
-    for target in record["targets"]:
-        print(f"{'met   ' if target['met'] else 'MISSED'} {target['what']}: {target['value']:.3g}, {target['asked']}")
-    return int(not all(target["met"] for target in record["targets"]))
+    return judged(record["targets"])
 
 
 def measured(seeds: Sequence[int], count: int) -> dict[str, Any]:

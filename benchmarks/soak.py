@@ -17,7 +17,7 @@ from benchmarks.gpu import file_name
 from benchmarks.output import write_json
 from benchmarks.probe import quiet
 from benchmarks.probing.on_gpu import Watch, fit_at_limit
-from benchmarks.probing.tables import Target
+from benchmarks.probing.tables import Target, judged
 
 MODEL, GIB, MINUTES, SHARE = "GPT, SDPA", 8.0, 60.0, 0.95
 
@@ -52,13 +52,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     quiet()
     watch = Watch(seconds=60 * settings.minutes)
     record = fit_at_limit(MODEL, settings.gib, watch, precision=settings.precision, varied=True)
-    targets = soak_targets(record)
+    targets = [asdict(target) for target in soak_targets(record)]
     name = f"{file_name(torch.cuda.get_device_name())}-soak"
-    write_json(name, {"targets": [asdict(target) for target in targets], **record})
-    for target in targets:
-        print(f"{'met   ' if target.met else 'MISSED'} {target.what}: {target.value:.3g}, {target.asked}")
+    write_json(name, {"targets": targets, **record})
     print(f"{name}.json: {record['windows']} windows of {2 * record['micro_batch']} samples")
-    return int(not all(target.met for target in targets))
+    return judged(targets)
 
 
 if __name__ == "__main__":

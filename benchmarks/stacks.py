@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from benchmarks.cases import Case
 from benchmarks.tasks import TASKS, Batch, collate
+from benchmarks.trainers import quiet_trainer
 from lightning_ga import AutoAccumulate
 
 INITIAL_SCALE = 1024.0  # of the GradScaler: no overflow in the one step that is measured
@@ -160,17 +161,7 @@ def _fit(case: Case, seed: int, dtype: torch.dtype, batch_size: int, **settings:
     if case.ranks > 1:
         settings["strategy"] = "ddp"
     module = Module(case, seed, dtype)
-    trainer = pl.Trainer(
-        max_epochs=1,
-        accelerator="cpu",
-        devices=case.ranks,
-        gradient_clip_val=case.clip,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **settings,
-    )
+    trainer = quiet_trainer(max_epochs=1, devices=case.ranks, gradient_clip_val=case.clip, **settings)
     trainer.fit(module, loader)
     return last_seen(trainer.optimizers[0])
 

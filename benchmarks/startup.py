@@ -23,10 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch  # noqa: F401  (forks have it)
-from rich import box
 from rich.table import Table
 
-from benchmarks.output import as_text, write_json
+from benchmarks.output import as_text, empty_table, write_json
 
 README = Path(__file__).parents[1] / "README.md"
 STOCK, AGAIN, OURS = "stock", "again", "ours"
@@ -126,9 +125,7 @@ def summarize(rounds: Sequence[Mapping[str, float]]) -> dict[str, Any]:
 
 def table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """Rows as they are shown."""
-    shown = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for title in ("workers", "cache", "stock, s", "stock again", "AutoAccumulate"):
-        shown.add_column(title, justify="right", no_wrap=True)
+    shown = empty_table((), ("workers", "cache", "stock, s", "stock again", "AutoAccumulate"))
     for row in rows:
         added = [f"{row[name][1]:+.2f} ({row[name][0]:+.2f} to {row[name][2]:+.2f})" for name in PROGRAMS[1:]]
         added[-1] += "" if row["met"] else " NO"

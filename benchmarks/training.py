@@ -17,14 +17,13 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
-from rich import box
 from rich.table import Table
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset, default_collate
 
 from benchmarks.measure import quiet
-from benchmarks.output import as_text, error, write_json
+from benchmarks.output import as_text, empty_table, error, write_json
 from benchmarks.trainers import quiet_trainer
 from lightning_ga import AutoAccumulate
 
@@ -189,10 +188,7 @@ def row(program: Program, whole: Sequence[Trained], trained: Sequence[Trained]) 
 
 def table(groups: Sequence[Sequence[dict[str, Any]]]) -> Table:
     """Rows as they are shown."""
-    shown = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    shown.add_column("effective batch of 64 as", no_wrap=True)
-    for title in ("weights", "accuracy of each seed, %", "met"):
-        shown.add_column(title, justify="right", no_wrap=True)
+    shown = empty_table(("effective batch of 64 as",), ("weights", "accuracy of each seed, %", "met"))
     for rows in groups:
         for one in rows:
             met = {True: "yes", False: "NO", None: "–"}[one["met"]]

@@ -1,5 +1,6 @@
-"""Cut batches of own types: the public path of ``lightning_ga.batch.split``."""
+"""Cut batches of own types: the public path of functions of ``lightning_ga.batch``."""
 
-from lightning_ga.batch.split import register_splitter, split_batch
+from lightning_ga.batch.pytree import register_splitter
+from lightning_ga.batch.split import split_batch
 
 __all__ = ["register_splitter", "split_batch"]

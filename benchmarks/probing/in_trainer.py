@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, default_collate
 from benchmarks.probing.devices import EMULATED, memory
 from benchmarks.probing.models import Model, Samples
 from benchmarks.probing.throughput import Module, Pool
+from benchmarks.trainers import quiet_trainer
 from lightning_ga import AutoAccumulate, ProbeResult, is_out_of_memory
 from lightning_ga.memory.live_tensors import uncounted
 from lightning_ga.memory.oom import release
@@ -52,17 +53,7 @@ def _fit(module: Module, model: Model, callback: pl.Callback) -> None:
     """A few windows of training."""
     with uncounted():
         data = Pool(model, WINDOWS * EFFECTIVE, "cpu")
-    trainer = pl.Trainer(
-        max_epochs=1,
-        max_steps=WINDOWS,
-        accelerator="cpu",
-        devices=1,
-        callbacks=[callback],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = quiet_trainer(max_epochs=1, max_steps=WINDOWS, callbacks=[callback])
     trainer.fit(module, DataLoader(data, batch_size=FACTOR, collate_fn=on_host))
 
 

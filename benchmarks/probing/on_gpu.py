@@ -13,6 +13,7 @@ from benchmarks.probing.devices import GIB, capped_cuda
 from benchmarks.probing.models import LENGTH, MODELS, POOL, WORDS, Samples
 from benchmarks.probing.throughput import Module, Pool
 from benchmarks.probing.training import Training
+from benchmarks.trainers import quiet_trainer
 from lightning_ga import AutoAccumulate
 from lightning_ga.memory.allocator import AllocatorMeter
 from lightning_ga.memory.segment_replay import replay_segments
@@ -101,17 +102,7 @@ def fit_at_limit(model: str, gib: float, watch: Watch, *, precision: Any = "32-t
         callback = AutoAccumulate(
             accumulate=FACTOR, memory_budget=budget, verify=False, batch_norm="ignore", cache=False
         )
-        trainer = pl.Trainer(
-            max_epochs=1,
-            accelerator="gpu",
-            devices=1,
-            precision=precision,
-            callbacks=[callback, watch],
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
+        trainer = quiet_trainer(max_epochs=1, accelerator="gpu", precision=precision, callbacks=[callback, watch])
         data: Any = Sentences() if varied else Pool(MODELS[model], ENDLESS, "cpu")
         module = Short() if varied else Module(MODELS[model])
         trainer.fit(module, DataLoader(data, batch_size=POOL, collate_fn=padded if varied else None))

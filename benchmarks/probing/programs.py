@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from benchmarks.output import installed
 from benchmarks.probing.training import Training
+from benchmarks.trainers import quiet_trainer
 from lightning_ga import find_micro_batch
 from lightning_ga.memory.live_tensors import uncounted
 
@@ -114,15 +115,8 @@ class Module(pl.LightningModule):
 def lightning(training: Training, choice: Choice, mode: str) -> tuple[int, str]:
     """``Tuner.scale_batch_size``: 3 steps a trial, from 2 samples; ``max_val`` as high as ours may go."""
     with tempfile.TemporaryDirectory() as folder:
-        trainer = pl.Trainer(
-            max_epochs=1,
-            accelerator="gpu" if choice.device == "cuda" else "cpu",
-            devices=1,
-            default_root_dir=folder,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
+        trainer = quiet_trainer(
+            max_epochs=1, accelerator="gpu" if choice.device == "cuda" else "cpu", default_root_dir=folder
         )
         found = Tuner(trainer).scale_batch_size(Module(training), mode=mode, max_val=choice.high)
     return int(found or 0), METHODS[mode]

@@ -5,9 +5,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rich import box
 from rich.table import Table
 
+from benchmarks.output import empty_table
 from benchmarks.probing.devices import TRAINER
 from benchmarks.probing.programs import BINSEARCH, OURS, PROGRAMS
 
@@ -68,18 +68,18 @@ def times(cells: Cells, program: str, quantity: str) -> float:
     return statistics.median(ratios) if ratios else float("nan")
 
 
-def shown(title: str, columns: Iterable[str]) -> Table:
-    """An empty table whose first column is text and whose others are numbers."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column(title, no_wrap=True)
-    for column in columns:
-        table.add_column(column, justify="right", no_wrap=True)
-    return table
+def judged(targets: Iterable[Mapping[str, Any]]) -> int:
+    """Print targets, each in a line, and return 1 if one is missed."""
+    met = []
+    for target in targets:
+        met.append(target["met"])
+        print(f"{'met   ' if target['met'] else 'MISSED'} {target['what']}: {target['value']:.3g}, {target['asked']}")
+    return int(not all(met))
 
 
 def details(cells: Cells) -> Table:
     """Every program in every cell."""
-    table = shown("", ("method", "trials", "steps", "OOMs", "s", "found", "÷ limit"))
+    table = empty_table(("",), ("method", "trials", "steps", "OOMs", "s", "found", "÷ limit"))
     for cell in cells:
         table.add_row(
             f"{_title(cell)} GiB", *([""] * 5), f"{cell['limit'] or 0:,}", "limit" if cell["limit"] else "NONE"
@@ -94,7 +94,7 @@ def details(cells: Cells) -> Table:
 def against_binsearch(cells: Cells) -> Table:
     """A row a cell: ours beside the peer that looks for the limit itself."""
     columns = ("GiB", "limit", "ours", "steps", "s", "binsearch", "steps", "OOMs", "s")
-    table = shown("model", columns)
+    table = empty_table(("model",), columns)
     for cell in cells:
         mine, theirs = cell["programs"].get(OURS), cell["programs"].get(BINSEARCH)
         if not cell["limit"]:
@@ -109,7 +109,7 @@ def against_binsearch(cells: Cells) -> Table:
 
 def summary(cells: Cells) -> Table:
     """A row a program, over all cells."""
-    table = shown("program", ("found ÷ limit", "steps", "most", "OOMs", "s", "× steps", "× s"))
+    table = empty_table(("program",), ("found ÷ limit", "steps", "most", "OOMs", "s", "× steps", "× s"))
     fitting = [cell for cell in cells if cell["limit"]]
     for name in PROGRAMS:
         ran = [(cell, cell["programs"][name]) for cell in fitting if name in cell["programs"]]

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.probing.models import POOL, Model, Samples, loss_of
+from benchmarks.trainers import quiet_trainer
 from benchmarks.turns import Stopwatch, take_turns
 from lightning_ga import AutoAccumulate
 
@@ -102,15 +103,8 @@ def plain(watch: Stopwatch, model: Model, micro: int, windows: int, device: str)
 def accumulated(watch: Stopwatch, model: Model, micro: int, windows: int, device: str) -> None:
     """The same windows in a Trainer with ``AutoAccumulate``."""
     ours = AutoAccumulate(micro * FACTOR, micro_batch_size=micro, batch_norm="ignore", verify=False)
-    trainer = pl.Trainer(
-        max_epochs=1,
-        accelerator="gpu" if device == "cuda" else "cpu",
-        devices=1,
-        callbacks=[ours, Finish(), watch],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+    trainer = quiet_trainer(
+        max_epochs=1, accelerator="gpu" if device == "cuda" else "cpu", callbacks=[ours, Finish(), watch]
     )
     trainer.fit(Module(model), loader(model, micro, windows, device))
 

@@ -9,14 +9,15 @@ that is written, before anything is imported, and by where the found class was d
 import inspect
 import sys
 from collections.abc import Mapping, Sequence
-from functools import cache
-from importlib import import_module
 from typing import Any
+
+from hydra._internal.utils import _locate
+from hydra.utils import get_class
 
 from lightning_ga.app.walk import walk
 from lightning_ga.errors import UserError
 
-MODULE, TRANSFORM = "torch.nn.Module", "object"
+MODULE, TRANSFORM = "torch.nn.Module", "builtins.object"
 KINDS: Mapping[str, tuple[str, ...]] = {
     "lightning_ga": (
         *(MODULE, "lightning.pytorch.LightningDataModule", "lightning.pytorch.Callback"),
@@ -94,8 +95,6 @@ def kinds_of(target: str) -> tuple[str, ...]:
 
 def found_at(target: str, where: str) -> Any:
     """What Hydra will find under a name."""
-    from hydra._internal.utils import _locate
-
     try:
         return _locate(target)
     except (ImportError, ValueError, AttributeError) as error:
@@ -109,7 +108,7 @@ def is_kind(found: Any, kinds: Sequence[str]) -> bool:
     home = f"{found.__module__}.{found.__qualname__}"
     if not kinds_of(home) and not is_below(found.__module__, ["lightning.fabric"]):
         return False
-    return not is_below(home, LOADERS) and issubclass(found, tuple(loaded(kind) for kind in kinds))
+    return not is_below(home, LOADERS) and issubclass(found, tuple(map(get_class, kinds)))
 
 
 def is_builder(target: str, found: Any) -> bool:
@@ -119,14 +118,6 @@ def is_builder(target: str, found: Any) -> bool:
     from torchvision.models import list_models
 
     return found.__module__.startswith("torchvision.models.") and found.__name__ in list_models()
-
-
-@cache
-def loaded(name: str) -> type:
-    """A class by its full name."""
-    module, _, attribute = name.rpartition(".")
-    kind: type = getattr(import_module(module or "builtins"), attribute)
-    return kind
 
 
 def is_below(name: str, modules: Sequence[str]) -> bool:

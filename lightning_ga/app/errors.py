@@ -21,7 +21,7 @@ from lightning_ga.errors import UserError
 
 EXPECTED = (UserError, HydraException, OmegaConfBaseException, MarkedYAMLError)
 FULL = (errno.ENOSPC, errno.EFBIG)  # the system does not always name the file
-PLACE_ERRORS = (  # of a file or folder that the user named
+PLACE_ERRORS = (  # of a file or folder that the user named, to write or to read
     *FULL,
     *(errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.EISDIR),
     errno.ENAMETOOLONG,
@@ -78,7 +78,12 @@ def explain(error: BaseException, keys: Sequence[str] = ()) -> str:
     place = place_error(error)
     if place is not None:
         name = f"{str(place.filename)!r}" if place.filename else "A file of this run"
-        return f"{name} cannot be written: {place.strerror}. Choose another folder: {FOLDER_KEYS}."
+        if place.errno in (*FULL, errno.EDQUOT, errno.EROFS):
+            return f"{name} cannot be written: {place.strerror}. Choose another folder: {FOLDER_KEYS}."
+        return (
+            f"{name} cannot be written, or read: {place.strerror} (--traceback shows where). If this run writes it, "
+            f"choose another folder: {FOLDER_KEYS}."
+        )
     if isinstance(error, InstantiationException):
         return explain_constructor(error)
     if isinstance(error, InterpolationKeyError):
@@ -210,12 +215,12 @@ def parent_section(error: BaseException) -> Any:
 
 
 def chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An error and its causes, from the outside in."""
+    """An error and its causes, from the outside in, but for those that ``raise … from None`` leaves out."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
         yield error
-        error = error.__cause__ or error.__context__
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 
 def one_line(error: BaseException) -> str:

@@ -9,6 +9,7 @@ from rich.console import Console
 from lightning_ga.app.plan_table import PlanRecords, plan_table, save_plan
 from lightning_ga.app.plots import probe_figure
 from lightning_ga.app.terminal import warn
+from lightning_ga.compat import loops
 from lightning_ga.plan.accumulation import AccumulationPlan
 from lightning_ga.plan.planned_device import current_device
 
@@ -35,7 +36,7 @@ class PlanReport(Callback):
                 console.print(line, markup=False)
             warn(beyond_the_data(records.plan, getattr(trainer.train_dataloader, "dataset", None)))
         if self.dry_run:
-            trainer.fit_loop.epoch_loop.max_steps = trainer.global_step
+            loops.end_training(trainer)
 
 
 def beyond_the_data(plan: AccumulationPlan | None, data: Any) -> str | None:

@@ -17,11 +17,9 @@ import numpy as np
 import torch
 
 from lightning_ga.batch.layout import Layout, LayoutError, SampleAxis, SampleCount, Slice
-from lightning_ga.batch.pytree import is_plain_sequence, open_container, rebuild, register_splitter
+from lightning_ga.batch.pytree import is_plain_sequence, open_container, rebuild
 from lightning_ga.batch.take import Edges, take
 from lightning_ga.errors import UserError
-
-__all__ = ["Layout", "SplitBatch", "register_splitter", "split_batch"]
 
 SplitBatch = Callable[[Any, Sequence[int]], Iterable[Any]]
 

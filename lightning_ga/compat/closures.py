@@ -160,11 +160,7 @@ def intercept_optimizer_step(trainer: Any, around: Callable[..., Any], ready: Ca
 
 
 class TrainedTensors:
-    """The module's parameters, and tensors that only an optimizer holds; modules are listed once, at the start.
-
-    Args:
-        trainer: The Trainer.
-    """
+    """The module's parameters, and tensors that only an optimizer holds; modules are listed once, at the start."""
 
     def __init__(self, trainer: Any) -> None:
         self._optimizers = trainer.optimizers

@@ -57,21 +57,12 @@ def batches_of(trainer: Any, loader: Any) -> Batches:
         for part in combined.flattened:
             for sampler in (getattr(part, "sampler", None), getattr(part, "batch_sampler", None)):
                 getattr(sampler, "set_epoch", int)(loops.training_epoch(trainer))
-        return _batches(iter(combined))
+        # Asked for by ``next``: a ``for`` over the iterator would start its loaders once more.
+        return (batch for batch, *_ in iter(partial(next, iter(combined), None), None))
 
     lengths = [sized_len(part) for part in combined.flattened]
     total = None if None in lengths else module._SUPPORTED_MODES[combined._mode]["fn"](lengths)
     return Batches(combined.flattened, partial(tree_unflatten, treespec=combined._spec), batches, total)
-
-
-def _batches(iterator: Iterator[Any]) -> Iterator[Any]:
-    """Yield the batches of a CombinedLoader's iterator; a ``for`` would start its loaders once more."""
-    while True:
-        try:
-            batch, *_ = next(iterator)
-        except StopIteration:
-            return
-        yield batch
 
 
 def load_later(trainer: Any, states: list[Any]) -> None:

@@ -80,15 +80,7 @@ def dtype_of_sum(parameter: Tensor) -> torch.dtype:
 
 
 def narrow_before_steps(optimizer: Optimizer, parameters: list[Tensor]) -> Any:
-    """Round gradients before every update of an optimizer: after its closure, where it has one.
-
-    Args:
-        optimizer: The optimizer.
-        parameters: The parameters.
-
-    Returns:
-        A handle that removes this.
-    """
+    """Round gradients before every update of an optimizer, after its closure if any; return a handle to remove this."""
 
     def before(_: Optimizer, given: tuple[Any, ...], settings: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         closure = settings["closure"] if "closure" in settings else next(iter(given[1:]), None)
@@ -112,9 +104,6 @@ class Sum:
     """The float32 sum of a parameter's gradients; the gradient holds it rounded.
 
     All is done in place, so that an attempt that fails in between can be undone as any other.
-
-    Args:
-        parameter: The parameter.
     """
 
     def __init__(self, parameter: Tensor) -> None:

@@ -165,8 +165,7 @@ class WindowReduction:
     def overlapping(self, are_complete: Callable[[Sequence[Parameter], Sequence[int]], bool]) -> Iterator[None]:
         """Return a context in which a backward pass sends each bucket as soon as its gradients are complete.
 
-        Args:
-            are_complete: Says whether those of parameters are, by their versions.
+        ``are_complete`` says whether those of parameters are, by their versions.
         """
         came: set[int] = set()  # gradients that are the last of a bucket
 

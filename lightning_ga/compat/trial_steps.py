@@ -111,13 +111,7 @@ class _Unless:
 
 
 def call_module_hook(trainer: Any, name: str, *arguments: Any) -> None:
-    """Call a hook of the module alone: steps may need what it sets up, and callbacks see no trial.
-
-    Args:
-        trainer: The Trainer.
-        name: The hook.
-        *arguments: Its arguments.
-    """
+    """Call a hook of the module alone: steps may need what it sets up, and callbacks see no trial."""
     patching.sibling(trainer, "trainer.call")._call_lightning_module_hook(trainer, name, *arguments)
 
 
@@ -134,14 +128,7 @@ def backward_only(trainer: Any, batch: Any) -> None:
 
     To be called after ``enter_trial``.
     """
-    loop = trainer.fit_loop.epoch_loop
-    # No multiple of the trial's factor of 2, and not the epoch's last: an epoch of one batch would take the step.
-    loop.batch_progress.current.ready = 3 if trainer.num_training_batches == 1 else 1
-    trainer._logger_connector.on_batch_start(batch)
-    with muted(trainer), without_collectives(trainer):
-        call_module_hook(trainer, "on_train_batch_start", batch, 0)
-        loop.automatic_optimization.run(trainer.optimizers[0], 0, loop._build_kwargs(OrderedDict(), batch, 0))
-    trainer._logger_connector.on_batch_end()
+    accumulate_only(trainer, batch, 0, lambda: None, begins=True, ends=False, weight=1.0)
 
 
 def accumulate_only(
@@ -150,9 +137,9 @@ def accumulate_only(
     batch_idx: int,
     observe: Callable[[], None],
     *,
-    begins: bool = True,
-    ends: bool = True,
-    weight: float = 1.0,
+    begins: bool,
+    ends: bool,
+    weight: float,
 ) -> None:
     """Run forward and backward of one micro-batch of a window; the first zeroes gradients, and nothing steps.
 

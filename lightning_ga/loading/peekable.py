@@ -72,13 +72,9 @@ class PeekableStream(IterableDataset[Any]):
 
 
 class WholeBatches(IterableDataset[Any]):
-    """A stream without the incomplete batch at its end, which its loader drops.
+    """A stream without the incomplete batch of ``size`` samples at its end, which its loader drops.
 
     It stands for its dataset where data workers inspect that: all other attributes are the dataset's.
-
-    Args:
-        dataset: The stream.
-        size: Samples of a batch.
     """
 
     def __init__(self, dataset: Any, size: int) -> None:

@@ -18,8 +18,8 @@ from torch.utils.data import Sampler
 from lightning_ga.loading.permutation import Permutation
 from lightning_ga.memory.live_tensors import uncounted
 from lightning_ga.plan.windows import Chunk, EpochPlan, Window
+from lightning_ga.snapshot import random_numbers
 from lightning_ga.snapshot.contents import ObjectState, reachable
-from lightning_ga.snapshot.random_numbers import generator_state, is_generator, restore_generator, seed_generator
 
 _FEW = 64  # micro-batches
 _SEEDS = 2**63  # torch.Generator takes seeds of 64 bits
@@ -311,20 +311,20 @@ def seeded(seed: int, epoch: int, *samplers: object) -> Iterator[None]:
     epoch, those of Python and NumPy with the seed.
     """
     held = {id(value): value for sampler in samplers for value in getattr(sampler, "__dict__", {}).values()}
-    own = [generator for generator in held.values() if is_generator(generator)]
-    kept = [(generator, generator_state(generator)) for generator in own]
-    before = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    own = [generator for generator in held.values() if random_numbers.is_generator(generator)]
+    kept = [(generator, random_numbers.generator_state(generator)) for generator in own]
+    before = random_numbers.RandomState()
     try:
         for generator in own:
             is_torch = isinstance(generator, torch.Generator)
-            seed_generator(generator, generator.initial_seed() + epoch if is_torch else seed)
+            random_numbers.seed_generator(generator, generator.initial_seed() + epoch if is_torch else seed)
         torch.default_generator.manual_seed(seed % _SEEDS)
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            torch.cuda.manual_seed_all(seed % _SEEDS)
         np.random.seed(seed % 2**32)
         random.seed(seed)
         yield
     finally:
-        torch.set_rng_state(before[0])
-        np.random.set_state(before[1])
-        random.setstate(before[2])
+        before.restore()
         for generator, state in kept:
-            restore_generator(generator, state)
+            random_numbers.restore_generator(generator, state)

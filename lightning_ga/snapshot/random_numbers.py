@@ -78,7 +78,7 @@ class RandomState:
     """Random numbers of torch (the host and every device in use), NumPy and Python, as they are now."""
 
     def __init__(self) -> None:
-        self._torch = _torch.state()
+        self._torch = torch.get_rng_state()
         self._cuda: list[torch.Tensor] = []
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             self._cuda = [generator.get_state() for generator in torch.cuda.default_generators]
@@ -158,17 +158,6 @@ def _within(value: object) -> _Memory:
     return _Memory(id(value) + head, (type(value).__basicsize__ - head) // 8 * 8, value)
 
 
-def _lies_in_torch(generator: torch.Generator) -> tuple[_Memory, ...]:
-    """Find the state within ``CPUGeneratorImpl``: 20 bytes, 624 words, and what is left of pairs of normal numbers.
-
-    In ``aten/src/ATen/core/MT19937RNGEngine.h`` of torch 2.15; the words begin at byte 24 of the state as it is read.
-    """
-    words = generator.get_state()[24:].view(torch.int64)[:8].to(torch.int32).numpy().tobytes()
-    address: int = generator._cdata  # type: ignore[attr-defined]
-    place = ctypes.string_at(address, 512).find(words)
-    return () if place < 20 else (_Memory(address + place - 20, 20 + 4 * 624 + 28, generator),)
-
-
 def _lies_in_numpy(generator: Any, bits: object) -> tuple[_Memory, ...]:
     """NumPy's bits may come from another generator than the Mersenne Twister, whose state lies elsewhere."""
     return (_within(generator), _within(bits)) if type(bits) is np.random.MT19937 else ()
@@ -183,12 +172,11 @@ def _shows(memory: tuple[_Memory, ...], draw: Callable[[], object]) -> bool:
     return seen[0] != seen[1] != seen[2]
 
 
-def _can_be_watched() -> tuple[bool, bool, bool]:
-    """Return whether the memory of new generators shows their draws: torch's, NumPy's and Python's."""
-    of_torch, of_numpy, of_python = torch.Generator(), np.random.RandomState(0), random.Random(0)
+def _can_be_watched() -> tuple[bool, bool]:
+    """Return whether the memory of new generators shows their draws: NumPy's and Python's."""
+    of_numpy, of_python = np.random.RandomState(0), random.Random(0)
     bits = of_numpy._bit_generator
     return (
-        _shows(_lies_in_torch(of_torch), lambda: torch.randn((), generator=of_torch, dtype=torch.float64)),
         _shows(_lies_in_numpy(of_numpy, bits), of_numpy.randn),
         _shows((_within(of_python),), of_python.random),
     )
@@ -197,11 +185,9 @@ def _can_be_watched() -> tuple[bool, bool, bool]:
 _PYTHON: Any = random.random.__self__  # type: ignore[attr-defined]
 _NUMPY: Any = np.random.get_state.__self__  # type: ignore[attr-defined]
 _WATCHES = _can_be_watched()
-_TORCHS_MEMORY = _lies_in_torch(torch.default_generator) if _WATCHES[0] else ()
-_PYTHONS_MEMORY = (_within(_PYTHON),) if _WATCHES[2] else ()
-_torch = _WatchedGenerator(torch.default_generator.get_state, lambda: _TORCHS_MEMORY)
+_PYTHONS_MEMORY = (_within(_PYTHON),) if _WATCHES[1] else ()
 _numpy = _WatchedGenerator(
     np.random.get_state,
-    lambda: _lies_in_numpy(_NUMPY, np.random.get_bit_generator()) if _WATCHES[1] else (),  # type: ignore[attr-defined]
+    lambda: _lies_in_numpy(_NUMPY, np.random.get_bit_generator()) if _WATCHES[0] else (),  # type: ignore[attr-defined]
 )
 _python = _WatchedGenerator(random.getstate, lambda: _PYTHONS_MEMORY, partial(getattr, _PYTHON, "gauss_next"))

@@ -60,10 +60,22 @@ def test_disks_and_folders_are_told_in_one_sentence():
     denied = PermissionError(errno.EACCES, "Permission denied", "/somewhere")
     assert "'/somewhere' cannot be written" in explain(denied)
     assert "hydra.run.dir=FOLDER" in explain(denied)
+    missing = FileNotFoundError(errno.ENOENT, "No such file or directory", "cat.png")  # of the data, perhaps
+    assert explain(missing).startswith("'cat.png' cannot be written, or read: No such file or directory (--traceback")
+    assert "If this run writes it, choose another folder" in explain(missing)
     wrapped = RuntimeError("unexpected pos 64 vs 0")
     wrapped.__cause__ = full
     assert is_expected(wrapped)
     assert not is_expected(OSError(errno.ECHILD, "No child processes"))
+
+
+def test_what_an_error_leaves_out_is_not_told_in_its_place():
+    """``raise … from None`` says that a missing file was not the trouble; without it, it may have been."""
+    bug = KeyError("a bug")
+    bug.__context__ = FileNotFoundError(errno.ENOENT, "No such file", "cache.json")
+    assert is_expected(bug)
+    bug.__suppress_context__ = True
+    assert not is_expected(bug)
 
 
 def test_a_long_message_is_cut_to_its_first_paragraph():

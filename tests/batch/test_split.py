@@ -16,8 +16,8 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequen
 from lightning_ga.batch import pytree as structures
 from lightning_ga.batch.layout import Layout, LayoutError, Role, SampleAxis, SampleCount, Slice
 from lightning_ga.batch.merge import merge_outputs
-from lightning_ga.batch.pytree import extents, is_constant, is_plain_sequence, open_container
-from lightning_ga.batch.split import cut, gather, register_splitter, split_batch, split_by_hook
+from lightning_ga.batch.pytree import extents, is_constant, is_plain_sequence, open_container, register_splitter
+from lightning_ga.batch.split import cut, gather, split_batch, split_by_hook
 from lightning_ga.errors import UserError
 
 Pair = namedtuple("Pair", "inputs labels")

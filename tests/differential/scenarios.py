@@ -15,6 +15,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
+import reference
 import torch
 import torchmetrics
 from lightning.pytorch import callbacks as stock
@@ -22,7 +23,7 @@ from lightning.pytorch.profilers import SimpleProfiler
 from lightning.pytorch.utilities import CombinedLoader
 from recorder import End, Journal, Record, Rows, Told, Watcher, end_of, watched
 from torch.optim import SGD, Adam, AdamW, Optimizer, lr_scheduler
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler
 from torch.utils.data import WeightedRandomSampler as Weighted
 
 from lightning_ga import AutoAccumulate
@@ -195,19 +196,11 @@ def record(scenario: Scenario, mode: Mode, folder: Path) -> Record:
 # --- what scenarios are made of --------------------------------------------------------------------
 
 
-class Samples(Dataset):
-    """Sample i is a function of i alone."""
+class Samples(reference.Samples):
+    """Twenty samples, unless it is said how many."""
 
     def __init__(self, size: int = SIZE, dtype: torch.dtype = torch.float64) -> None:
-        generator = torch.Generator().manual_seed(1)
-        self.inputs = torch.randn(size, FEATURES, generator=generator, dtype=dtype)
-        self.targets = torch.randn(size, 1, generator=generator, dtype=dtype)
-
-    def __len__(self) -> int:
-        return len(self.inputs)
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor, int]:
-        return self.inputs[index], self.targets[index], index
+        super().__init__(size, dtype)
 
 
 class As(Samples):
@@ -219,23 +212,6 @@ class As(Samples):
 
     def __getitem__(self, index: int) -> Any:
         return self.kind(*super().__getitem__(index))
-
-
-class Stream(IterableDataset):
-    """The samples in order, with no length."""
-
-    def __init__(self, size: int = SIZE) -> None:
-        self.dataset = Samples(size)
-
-    def __iter__(self) -> Iterator[Any]:
-        return (self.dataset[index] for index in range(len(self.dataset)))
-
-
-class SizedStream(Stream):
-    """The same with a length."""
-
-    def __len__(self) -> int:
-        return len(self.dataset)
 
 
 class Ready(Dataset):
@@ -602,9 +578,9 @@ add_data(
     batch_is_a_pair=lambda: loader(As(lambda x, y, i: (x, y))),
     batch_is_a_named_tuple=lambda: loader(As(lambda x, y, i: Pair(x, y))),
     batch_is_a_dataclass=lambda: loader(collate_fn=collate_items),
-    stream=lambda: loader(Stream()),
-    stream_with_a_length=lambda: loader(SizedStream()),
-    stream_that_drops_the_last=lambda: loader(Stream(), drop_last=True),
+    stream=lambda: loader(reference.StreamOf(Samples())),
+    stream_with_a_length=lambda: loader(reference.SizedStreamOf(Samples())),
+    stream_that_drops_the_last=lambda: loader(reference.StreamOf(Samples()), drop_last=True),
     ready_batches=lambda: loader(Ready(), batch_size=None),
     own_sampler=lambda: loader(sampler=Backwards()),
     own_batch_sampler=lambda: loader(

@@ -4,7 +4,8 @@ import copy
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
+from reference import quiet_trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -50,10 +51,7 @@ def data(samples):
 
 def fit(module, samples, *, batch_size=None, precision="bf16-true", **settings):
     callback = AutoAccumulate(verify=False, cache=False, **settings)
-    trainer = Trainer(
-        accelerator="cpu", precision=precision, max_epochs=1, logger=False, callbacks=[callback],
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+    trainer = quiet_trainer(callback, precision=precision, max_epochs=1)
     trainer.fit(module, DataLoader(data(samples), batch_size=batch_size or samples))
     return callback
 
@@ -129,10 +127,7 @@ def test_without_accumulation_nothing_changes():
     """At a factor of one the run is the stock run, to the bit."""
     ours, stock = Regressor(torch.optim.AdamW), Regressor(torch.optim.AdamW)
     fit(ours, 24, batch_size=8)
-    trainer = Trainer(
-        accelerator="cpu", precision="bf16-true", max_epochs=1, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+    trainer = quiet_trainer(precision="bf16-true", max_epochs=1)
     trainer.fit(stock, DataLoader(data(24), batch_size=8))
     assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), stock.parameters()))
 

@@ -7,6 +7,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torchmetrics
+from reference import quiet_trainer
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, TensorDataset
@@ -78,16 +79,7 @@ class FailOnce(pl.Callback):
 
 
 def trainer(ours: AutoAccumulate, *callbacks: pl.Callback, factor: int = 1) -> pl.Trainer:
-    return pl.Trainer(
-        max_epochs=1,
-        accumulate_grad_batches=factor,
-        accelerator="cpu",
-        callbacks=[ours, *callbacks],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    return quiet_trainer(ours, *callbacks, max_epochs=1, accumulate_grad_batches=factor)
 
 
 def train(batch: int, operation: int, factor: int) -> tuple[list[Any], FailOnce, AutoAccumulate]:

@@ -10,6 +10,7 @@ from reference import Regression, Samples, fit
 from torch.utils.data import DataLoader
 
 from lightning_ga import AutoAccumulate
+from lightning_ga.loading.samples import collate_samples
 
 
 @pytest.mark.parametrize(
@@ -59,3 +60,16 @@ def test_an_optimizer_without_a_schedule_begins_anew() -> None:
         fit(DataLoader(Samples(32), batch_size=8), callback, module=module, max_epochs=1)
         weights.append(list(module.parameters()))
     assert all(torch.equal(*pair) for pair in zip(*weights))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_what_a_collate_function_draws_on_a_device_comes_back() -> None:
+    """Where samples are looked at, apart from training; the seed alone decides what it draws, as on the host."""
+    loader = DataLoader(Samples(4), collate_fn=lambda samples: torch.rand(len(samples), device="cuda"))
+    torch.cuda.manual_seed(3)
+    before = torch.cuda.get_rng_state()
+    first, again, other = (collate_samples(loader, [0, 1], 2, seed=seed) for seed in (0, 0, 1))
+    assert torch.equal(before, torch.cuda.get_rng_state())
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)

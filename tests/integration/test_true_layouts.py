@@ -39,7 +39,7 @@ from true_support import (
 )
 
 from lightning_ga import AutoAccumulate, UserError
-from lightning_ga.batch.split import register_splitter
+from lightning_ga.batch.pytree import register_splitter
 
 MODES = pytest.mark.parametrize("mode", ["loader", "step"])
 

@@ -9,9 +9,9 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-from reference import fit
+from reference import StreamOf, fit
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
+from torch.utils.data import DataLoader, Dataset, Subset
 
 from lightning_ga import AutoAccumulate
 from lightning_ga.testing import limit_memory
@@ -194,22 +194,12 @@ def test_workers_look_as_well() -> None:
     assert limits[0] == limits[1]
 
 
-class Stream(IterableDataset):
-    """The same samples in order, with no length."""
-
-    def __init__(self, dataset: Dataset) -> None:
-        self.dataset = dataset
-
-    def __iter__(self) -> Any:
-        return (self.dataset[index] for index in range(len(self.dataset)))
-
-
 def test_a_stream_is_read_to_its_end() -> None:
     """The longest sequence may be the last."""
     loss, budget = PADDED["recurrence"]
     dataset = Sequences(lengths(300, longest_at=299))
     known = train(loss, dataset, padded, budget, steps=1).probe.limit
-    assert train(loss, Stream(dataset), padded, budget, steps=1, shuffle=None).probe.limit == known
+    assert train(loss, StreamOf(dataset), padded, budget, steps=1, shuffle=None).probe.limit == known
 
 
 @pytest.mark.loader_only(

@@ -8,6 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from reference import quiet_trainer
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 
 from lightning_ga.batch import pytree as structures
@@ -64,13 +65,7 @@ class Doubling(Plain):
 
 
 def trainer_of(module: pl.LightningModule) -> pl.Trainer:
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = quiet_trainer()
     trainer.strategy.connect(module)
     trainer.strategy._lightning_module = module
     trainer._data_connector.attach_datamodule(module, None)

@@ -3,6 +3,7 @@ import functools
 import pytest
 import torch
 from lightning.pytorch import Trainer
+from reference import quiet_trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -33,15 +34,7 @@ class Recorder:
 
 
 def train(model: Classifier, batch_size: int, factor: int, epochs: int = 1) -> Trainer:
-    trainer = Trainer(
-        accelerator="cpu",
-        max_epochs=epochs,
-        accumulate_grad_batches=factor,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = quiet_trainer(max_epochs=epochs, accumulate_grad_batches=factor, num_sanity_val_steps=2)
     loader = DataLoader(samples(), batch_size=batch_size)
     trainer.fit(model, loader, loader)
     return trainer

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from lightning.pytorch import Trainer
+from reference import quiet_trainer
 
 from lightning_ga import AutoAccumulate, UserError
 from lightning_ga.data import Definitions
@@ -29,17 +30,9 @@ def trained(batch_size: int, factor: int, **accumulate) -> tuple[GPT, Trainer]:
     """Two windows of six texts in all, by plain SGD."""
     model = small(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.5))
     loader = torch.utils.data.DataLoader(TextDataset(TEXTS, 32), batch_size=batch_size, collate_fn=pad)
-    trainer = Trainer(
-        accelerator="cpu",
-        max_epochs=1,
-        accumulate_grad_batches=factor,
-        callbacks=[AutoAccumulate(micro_batch_size=batch_size, **accumulate)] if accumulate else [],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        precision="64-true",
-    )
+    callbacks = [AutoAccumulate(micro_batch_size=batch_size, **accumulate)] if accumulate else []
+    settings = {"max_epochs": 1, "accumulate_grad_batches": factor, "precision": "64-true", "num_sanity_val_steps": 2}
+    trainer = quiet_trainer(*callbacks, **settings)
     trainer.fit(model, loader, loader)
     return model, trainer
 

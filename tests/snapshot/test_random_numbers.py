@@ -60,23 +60,21 @@ def test_what_was_drawn_is_drawn_again(before: list[str], attempt: list[str]) ->
 
 def test_the_memory_of_generators_is_laid_out_as_expected() -> None:
     """On CPython and NumPy as they are tested here; elsewhere states are read in full."""
-    assert random_numbers._WATCHES == (True, True, True)
+    assert random_numbers._WATCHES == (True, True)
 
 
 def test_states_are_read_only_where_something_was_drawn() -> None:
     """To read them takes long; what was not drawn from is the state that was read before."""
-    before, states = RandomState(), ("_torch", "_numpy", "_python")
+    before, states = RandomState(), ("_numpy", "_python")
     assert all(getattr(RandomState(), name) is getattr(before, name) for name in states)
-    for draw, name in ((lambda: torch.rand(1), "_torch"), (np.random.rand, "_numpy"), (random.random, "_python")):
+    for draw, name in ((np.random.rand, "_numpy"), (random.random, "_python")):
         draw()
         now = RandomState()
-        assert [key for key in ("_torch", "_numpy", "_python") if getattr(now, key) is not getattr(before, key)] == [
-            name
-        ]
+        assert [key for key in states if getattr(now, key) is not getattr(before, key)] == [name]
         before = now
 
 
-@pytest.mark.parametrize("name", ["_python", "_numpy", "_torch"])
+@pytest.mark.parametrize("name", ["_python", "_numpy"])
 def test_generators_whose_memory_is_not_known_are_read_in_full(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """So it is on another Python, or with another generator in NumPy."""
     monkeypatch.setattr(getattr(random_numbers, name), "_lies_in", tuple)

@@ -15,7 +15,7 @@ import torchmetrics
 from faults import Faults
 from forks import in_ranks
 from lightning.pytorch.strategies import DDPStrategy
-from reference import FEATURES, Samples, network
+from reference import FEATURES, Samples, network, quiet_trainer
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
@@ -185,15 +185,11 @@ def run(scenario: dict[str, Any]) -> dict[str, Any]:
     validation = {"val": DataLoader(dataset, scenario["batch_size"])} if scenario.get("validates") else {}
     pl.seed_everything(7, verbose=False)
     last = LastBackward(*scenario.get("operations", {}).get(str(rank), ()))
-    trainer = pl.Trainer(
-        **{
-            **{"max_epochs": 2, "logger": False, "enable_checkpointing": False, "enable_progress_bar": False},
-            **{"enable_model_summary": False, "accelerator": "cpu", "num_sanity_val_steps": 0},
-            **scenario.get("trainer", {}),
-        },
+    trainer = quiet_trainer(
+        *(callback, *([last] if "operations" in scenario else [])),
         devices=int(os.environ["WORLD_SIZE"]),
         strategy=DDPStrategy(process_group_backend="gloo", **scenario.get("strategy", {})),
-        callbacks=[callback, *([last] if "operations" in scenario else [])],
+        **scenario.get("trainer", {}),
     )
     here = scenario.get("elsewhere", {}).get(str(rank))
     with ExitStack() as around:
