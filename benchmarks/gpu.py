@@ -10,13 +10,14 @@ Stages, each with a file of its own, ``benchmarks/results/<device>-<stage>.json`
   the peak that was predicted from small steps lies from ``max_memory_allocated``.
 
 No cell begins after ``--minutes``: large budgets are left out first, and it is said. Exits with 1 if a target of
-ours is missed, and with 2 where there is no CUDA device. An hour of training at the limit is ``benchmarks.soak``.
+ours is missed or something failed, and with 2 where there is no CUDA device. An hour of training at the limit is ``benchmarks.soak``.
 """
 
 import argparse
 import re
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -212,21 +213,26 @@ def cudnn_benchmark() -> Iterator[None]:
 
 
 def measure(name: str, stage: Stage, device: str, until: float) -> dict[str, Any]:
-    """The pieces of a stage, written down after each: whatever comes next, this is kept."""
+    """The pieces of a stage, written down after each: whatever comes next, this is kept; so is an error of one."""
     start = time.perf_counter()
     record: dict[str, Any] = {}
     records: list[dict[str, Any]] = []
+    errors: list[str] = []
     for piece in stage.pieces:
         if time.perf_counter() > until:
             break
-        records.append(piece())
+        try:
+            records.append(piece())
+        except Exception:
+            errors.append(traceback.format_exc())
         record = {
             "device": device,
             "cuda": torch.version.cuda,
             "peers": {name: installed(name) for name in ("lightning", *NEEDS.values())},
-            "targets": [asdict(target) for target in stage.targets(records)],
+            "targets": [asdict(target) for target in stage.targets(records)] if records else [],
             "cells": records,
-            "left_out": len(stage.pieces) - len(records),
+            "errors": errors,
+            "left_out": len(stage.pieces) - len(records) - len(errors),
             "seconds": round(time.perf_counter() - start, 1),
         }
         write_json(f"{file_name(device)}-{name}", record)
@@ -235,8 +241,8 @@ def measure(name: str, stage: Stage, device: str, until: float) -> dict[str, Any
 
 def show(name: str, stage: Stage, record: Mapping[str, Any]) -> int:
     """A stage's tables, and which targets it met; 1 if one is missed."""
-    print(f"{stage.text(record)}")
-    missed = judged(record["targets"])
+    print("\n".join([*([stage.text(record)] if record["cells"] else []), *record["errors"]]))
+    missed = judged(record["targets"]) or int(bool(record["errors"]))
     late = f", {record['left_out']} left out for want of time" if record["left_out"] else ""
     print(f"{name}: {len(record['cells'])} measured{late}, {record['seconds']} s\n", flush=True)
     return missed
