@@ -10,7 +10,8 @@ Stages, each with a file of its own, ``benchmarks/results/<device>-<stage>.json`
   the peak that was predicted from small steps lies from ``max_memory_allocated``.
 
 No cell begins after ``--minutes``: large budgets are left out first, and it is said. Exits with 1 if a target of
-ours is missed or something failed, and with 2 where there is no CUDA device. An hour of training at the limit is ``benchmarks.soak``.
+ours is missed or something failed, and with 2 where there is no CUDA device. An hour of training at the limit is
+``benchmarks.soak``.
 """
 
 import argparse

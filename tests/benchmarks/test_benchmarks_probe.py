@@ -258,13 +258,13 @@ def test_what_fails_on_a_gpu_is_kept_and_the_rest_is_measured(
 ) -> None:
     """Hours of a device are not lost to one error, and it is no success."""
     pieces = [lambda: {"ratio": 1 / 0}, lambda: {"ratio": 1.0}]
-    for count, cells in ((1, []), (2, [{"ratio": 1.0}])):
+    for count, measured in ((1, []), (2, [{"ratio": 1.0}])):
         stage = gpu.Stage(pieces[:count], gpu.speed_targets)
         record = gpu.measure("throughput", stage, "NVIDIA T4", float("inf"))
         assert gpu.show("throughput", stage, record) == 1
         assert "ZeroDivisionError" in capsys.readouterr().out
         kept = json.loads((tmp_path / "nvidia-t4-throughput.json").read_text())
-        assert (kept["cells"], kept["left_out"], len(kept["errors"])) == (cells, 0, 1)
+        assert (kept["cells"], kept["left_out"], len(kept["errors"])) == (measured, 0, 1)
 
 
 def test_the_gpu_tables_are_80_columns_wide_and_their_targets_judged() -> None:
