@@ -3,9 +3,9 @@
 from dataclasses import dataclass, field, replace
 
 from lightning_ga.memory.segment_replay import replay_segments
-from lightning_ga.memory.segment_rules import SegmentRules
+from lightning_ga.memory.segment_rules import SMALL, SegmentRules
 from lightning_ga.memory.segments import Peaks
-from lightning_ga.memory.trace import MemoryTrace
+from lightning_ga.memory.trace import MemoryTrace, Segment
 from lightning_ga.plan.records import Trial
 from lightning_ga.probe.pairing import paired
 from lightning_ga.probe.prediction import PeakPredictor, extrapolate, largest_fitting
@@ -45,7 +45,7 @@ class Curve:
     start: int = 0
     grown: tuple[int, int] = (1, 1)  # by how much it grew up to that step, and by how much was foreseen
     less: int = 0  # bytes by which its peak was lower than foreseen
-    replayed: dict[int, Peaks] = field(default_factory=dict, compare=False)  # by size: a long stream takes a while
+    replayed: dict[tuple[int, bool], Peaks] = field(default_factory=dict, compare=False)  # a long stream takes a while
 
     def __call__(self, samples: int) -> int:
         """Peak bytes at a size."""
@@ -57,6 +57,17 @@ class Curve:
         if real < foreseen:  # less than foreseen was once, and not more of it is sure
             return max(self(samples) - self.less, needed - foreseen + real)
         return self.start + (needed - self.start) * real // foreseen
+
+    def begun_at(self, layout: tuple[Segment, ...]) -> "Curve":
+        """Return the curve of steps that find these segments, which are those that an earlier one has left."""
+        if self.replay is None or self.rules is None:
+            return self
+        second = self.replay.second.begun_at(layout, small=SMALL)
+        return replace(self, replay=replace(self.replay, second=second), replayed={})
+
+    def needs_at_least(self, samples: int) -> int:
+        """Bytes that a budget must leave where kernels' temporaries have ended growing."""
+        return self._unseen(samples) + self._seen(samples, at_least=True).needed
 
     def alike(self, samples: int, low: int) -> int:
         """The smallest size above ``low`` that takes as much as this one: an allocator may round up to few sizes."""
@@ -96,16 +107,16 @@ class Curve:
         low, high = self.samples
         return max(0, *(end + max(0, end - start) * (samples - high) // (high - low) for start, end in self.lines))
 
-    def _seen(self, samples: int) -> Peaks:
+    def _seen(self, samples: int, *, at_least: bool = False) -> Peaks:
         """Bytes of the replay."""
         if self.replay is None:
             return Peaks(0, 0, 0)
         if self.rules is not None:
-            if samples not in self.replayed:
-                sizes = self.replay.sizes(samples)
-                self.replayed[samples] = replay_segments(sizes, self.replay.second, self.rules)
-            return self.replayed[samples]
-        peak = self.replay(samples)
+            if (samples, at_least) not in self.replayed:
+                sizes = self.replay.sizes(samples, at_least=at_least)
+                self.replayed[samples, at_least] = replay_segments(sizes, self.replay.second, self.rules)
+            return self.replayed[samples, at_least]
+        peak = self.replay(samples, at_least=at_least)
         return Peaks(peak, peak, peak)
 
 

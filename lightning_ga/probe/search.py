@@ -15,7 +15,7 @@ from dataclasses import replace
 from math import isqrt, sqrt
 
 from lightning_ga.memory.segment_rules import SegmentRules
-from lightning_ga.memory.trace import MemoryTrace
+from lightning_ga.memory.trace import MemoryTrace, Segment
 from lightning_ga.plan.records import Method, Trial
 from lightning_ga.probe.curve import Curve, Step, early_curve, fit_curve
 from lightning_ga.probe.prediction import PeakPredictor, largest_fitting
@@ -29,7 +29,7 @@ PLATEAU = 4  # sizes that take the same are not further apart than this part of 
 MOST_TRIALS = 12  # where sizes are not exact
 FAR = 8  # times the traced size: a prediction from there wants a third trace on the way
 HOLES = 200  # part of the budget that a first trial near it leaves to holes: half a percent
-WORTH = 33  # part of the limit that a trial has to add if it is not expected to fit
+WORTH = 33  # part of a size by which the next may have to be larger, for a step to be recorded that could tell so
 # After a failure that the curve did not foresee: by what to stay below it, in percent of the budget where sizes are
 # exact, else of the size. What an allocator reserved for a step that fits corrects the curve, so one is wanted soon.
 EXACT_SPARES, SPARES = (2, 4, 8), (8, 8)
@@ -132,12 +132,17 @@ class Search:
         self._curve: Curve | None = None
         self._verified = self._misled = self._contradicted = False
         self._early: Curve | None = None  # from the first step on
-        self._error = 0  # bytes by which the last prediction was wrong
+        self._is_unsure = False  # whether the last proposal may be too small
         self._trials = self._misses = 0
         self._stride = 1
 
-    def propose(self) -> int:
-        """The next size to try, below ``ceiling``; ``limit`` itself at the end."""
+    def propose(self, layout: tuple[Segment, ...] = ()) -> int:
+        """The next size to try, below ``ceiling``; ``limit`` itself at the end.
+
+        Args:
+            layout: The segments that it will find: what the last step has left lies in those that this one had.
+        """
+        self._curve = None if self._curve is None else self._curve.begun_at(layout)
         if self.limit + 1 >= self.ceiling:
             return self.limit
         for size in self._sizes:
@@ -147,7 +152,8 @@ class Search:
             return self._approach()
         guess = self._guess()
         if self.rounding > 1 and self._is_enough(guess):
-            return self._hoped()
+            return self.limit
+        self._is_unsure = self._may_be_more(guess)
         if guess > self.limit or self._is_proven():
             return guess
         return self._unused_between_traces() or min(self.limit + self._stride, self.ceiling - 1)
@@ -160,9 +166,6 @@ class Search:
             foreseen = self._curve.confirms(trial, traces) if trial.fits else self._curve.needs(size) > self.budget
             self._verified |= foreseen and trial.fits
             self._misled |= not foreseen
-            needed = self._curve.needs(size)
-            reserved = needed if reserved_bytes is None else reserved_bytes
-            self._error = max(abs(self._curve(size) - trial.peak_bytes), abs(needed - reserved))
         self._contradicted = not trial.fits
         if not trial.fits:
             self._fail(size)
@@ -222,7 +225,7 @@ class Search:
     @property
     def wants_trace(self) -> bool:
         """Whether the next step should be recorded; later ones need not be where that disturbs them."""
-        return self.predict_only or len(self._fitting) < len(self._sizes)
+        return self.predict_only or self._is_unsure or len(self._fitting) < len(self._sizes)
 
     @property
     def predicted(self) -> int:
@@ -270,6 +273,11 @@ class Search:
     def _is_quadratic(self) -> bool:
         return self._replay is not None and self._replay.is_quadratic
 
+    def _may_be_more(self, guess: int) -> bool:
+        """Whether much more fits if temporaries have ended growing, which a recorded step tells."""
+        more = guess + max(1, guess // WORTH)
+        return self._curve is not None and more < self.ceiling and self._curve.needs_at_least(more) <= self.budget
+
     def _is_enough(self, guess: int) -> bool:
         """Whether the limit, tried beyond the traces, is near enough to where it should be, or trials are used up."""
         beyond = self.limit > max(self._sizes) or self._misses > 0
@@ -277,13 +285,6 @@ class Search:
         enough = self.limit >= (NEARLY if many else ENOUGH) * guess
         enough |= many and self.limit >= NEARLY_OF_FAILED * self.ceiling
         return (beyond and enough) or (self.limit > 0 and self._trials >= MOST_TRIALS)
-
-    def _hoped(self) -> int:
-        """A size much above the limit that fits if the prediction is as wrong once more; only if nothing failed."""
-        if self._curve is None or self._replay is None or self._misses or self._trials >= MANY_TRIALS - 1:
-            return self.limit
-        size = largest_fitting(self._curve.needs, self.limit + 1, self.ceiling - 1, self.budget + self._error)
-        return size if size > self.limit + self.limit // WORTH else self.limit
 
     def _is_proven(self) -> bool:
         """Whether a replay counts as a trial: one confirmed it, and none ever contradicted it."""

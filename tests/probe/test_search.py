@@ -172,6 +172,32 @@ def test_where_sizes_are_not_exact_the_search_is_bounded(
     assert len(device.tried) <= (MOST_TRIALS if fitting else 1 + high.bit_length())
 
 
+def test_where_temporaries_may_have_ended_growing_a_step_near_the_limit_is_recorded() -> None:
+    """It tells that they have, where two small ones lead to two thirds of what fits."""
+    budget, tried, recorded = 2 * 10**8, [], []
+
+    def device(samples: int) -> tuple[MemoryTrace, MemoryTrace]:
+        sizes = (10**6, 10**5 * samples, min(2 * 10**5 * samples, 2 * 10**7), 10**5 * samples)
+        blocks = MemoryTrace(samples, sizes, (0, 1, 2, ~2, 3, ~1, ~3), addresses=(0, 1, 2, 3))
+        tensors = MemoryTrace(samples, sizes[:2] + sizes[3:], (0, 1, 2, ~1, ~2), addresses=(0, 1, 3))
+        return blocks, replace(tensors, handed_out=(0, 1, 3))
+
+    search = Search(high=10**6, budget=budget, sizes=(60, 90), rounding=512)
+    while (size := search.propose()) != search.limit:
+        tried.append(size)
+        blocks, tensors = device(size)
+        peak = blocks.peak(512)
+        wants = search.wants_trace
+        recorded += [size] if wants else []
+        search.record(Trial(size, peak, peak <= budget, 0.0), *((blocks, tensors) if wants else ()))
+    assert recorded == tried[:3]
+    assert tried[:2] == [60, 90]
+    assert 650 <= tried[2] <= 663
+    assert len(tried) == 4
+    assert 0.99 * 995 <= search.limit <= 995
+    assert search.ceiling == 10**6 + 1
+
+
 def test_a_first_trace_that_does_not_fit_is_followed_by_small_ones() -> None:
     """Squares that no warm-up shows: one failure, then sizes that fit for sure, yet show the squares."""
     device = Allocator(([lambda b: 10**6 + 100 * b, lambda b: 1000 * b * b], [0, 1, ~1]), 10**9, lambda samples: 0.0)

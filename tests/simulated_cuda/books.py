@@ -84,14 +84,49 @@ def same_replay(programs: int, setting: str = "") -> None:
             held.clear()
 
 
+def same_replay_elsewhere(programs: int, setting: str = "") -> None:
+    """A recorded step is replayed to these peaks, too, where what was there before it lies in other places."""
+    rules = rules_with(setting)
+    meter = AllocatorMeter(torch.device("cuda", 0))
+    for name, sizes in SIZES.items():
+        for seed in range(programs):
+            torch.cuda.empty_cache()
+            choices, held = random.Random(seed), []
+            random_steps(choices, sizes, held, on_device, 120)
+            wanted = [tensor.nbytes for tensor in held]
+            meter.start(record=True, residents=_places(held))
+            random_steps(random.Random(-seed), sizes, held, on_device, 300)
+            trace = meter.trace(1)
+            assert trace is not None
+            others: list[torch.Tensor] = []
+            held.clear()
+            for size in wanted:
+                random_steps(choices, sizes, others, on_device, 3)
+                held.append(on_device(size))
+            others.clear()
+            layout = meter.layout(_places(held))
+            meter.start()
+            random_steps(random.Random(-seed), sizes, held, on_device, 300)
+            peak, undisturbed = meter.finish()
+            assert undisturbed
+            now = trace.begun_at(layout, small=0)
+            assert now is not trace, (name, seed)
+            assert replay_segments(now.sizes, now, rules)[:2] == (peak, meter.reserved_peak()), (name, seed)
+            held.clear()
+
+
+def _places(held: list[torch.Tensor]) -> dict[int, int]:
+    return {tensor.data_ptr(): place for place, tensor in enumerate(held, 1)}
+
+
 BUDGET = 400 * MIB
 
 
 def same_under_pressure(programs: int, setting: str = "") -> None:
     """Where memory is short, the same blocks go back to the device, up to the first request that finds no room."""
+    torch.cuda.set_per_process_memory_fraction((BUDGET + 0.5) / torch.cuda.mem_get_info()[1])
     rules = replace(rules_with(setting), budget=BUDGET)
     meter = AllocatorMeter(torch.device("cuda", 0))
-    torch.cuda.set_per_process_memory_fraction((BUDGET + 0.5) / torch.cuda.mem_get_info()[1])
     ended = 0
     for name, sizes in SIZES.items():
         for seed in range(programs):
@@ -126,6 +161,9 @@ def told_of_settings() -> None:
     """Rules that ``Segments`` does not know are noticed, also where they were set at run time."""
     meter = AllocatorMeter(torch.device("cuda", 0))
     assert meter.rules == SegmentRules()
+    torch._C._accelerator_setAllocatorSettings("garbage_collection_threshold:0.5")
+    assert meter.rules == SegmentRules(), "nothing is collected as long as no fraction is set"
+    torch._C._accelerator_setAllocatorSettings("garbage_collection_threshold:0.0")
     for setting in (
         "expandable_segments:True,large_segment_size_mb:64",
         "max_split_size_mb:64,max_non_split_rounding_mb:64",

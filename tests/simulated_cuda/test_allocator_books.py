@@ -23,7 +23,7 @@ if device_counters.is_loaded():
         "expandable_segments:True",
     ],
 )
-@pytest.mark.parametrize(("check", "programs"), [("same_books", 2), ("same_replay", 40)])
+@pytest.mark.parametrize(("check", "programs"), [("same_books", 2), ("same_replay", 40), ("same_replay_elsewhere", 20)])
 def test_the_books_are_those_of_the_allocator(check: str, programs: int, setting: str, tmp_path: Path) -> None:
     """In a process of its own: blocks of earlier tests would have holes."""
     ended = forked(getattr(books, check), programs, setting, folder=tmp_path)
