@@ -8,7 +8,7 @@ from lightning_ga.memory.segments import Peaks
 from lightning_ga.memory.trace import MemoryTrace, Segment
 from lightning_ga.plan.records import Trial
 from lightning_ga.probe.pairing import paired
-from lightning_ga.probe.prediction import PeakPredictor, extrapolate, largest_fitting
+from lightning_ga.probe.prediction import PeakPredictor, extrapolate
 
 # A caching allocator hands out somewhat more than is asked for, and kernels choose their workspaces by size.
 TOLERANCE = 0.016  # of a measured peak
@@ -69,10 +69,6 @@ class Curve:
         """Bytes that a budget must leave where kernels' temporaries have ended growing."""
         return self._unseen(samples) + self._seen(samples, at_least=True).needed
 
-    def alike(self, samples: int, low: int) -> int:
-        """The smallest size above ``low`` that takes as much as this one: an allocator may round up to few sizes."""
-        return largest_fitting(self, low + 1, samples, self(samples) - 1) + 1
-
     def through(self, step: Step) -> "Curve":
         """Stretch a curve so that it goes through a step, if that tells more than the traces do.
 
@@ -86,10 +82,6 @@ class Curve:
         grown = needed - start, self._foreseen(step.samples) - start
         less = max(0, self(step.samples) - step.trial.peak_bytes)
         return replace(self, start=start, grown=grown, less=less) if min(grown) > 0 else self
-
-    def unstretched(self) -> "Curve":
-        """Return the curve as the traces tell it where a step that took less than that led too far."""
-        return replace(self, grown=(1, 1)) if self.grown[0] < self.grown[1] else self
 
     def confirms(self, trial: Trial, traces: tuple[MemoryTrace, ...]) -> bool:
         """Whether a further trial has the predicted peak, and the stream of one of its traces.

@@ -25,7 +25,6 @@ ENOUGH = 0.99  # of what may still fit: no further trial where sizes are not exa
 MANY_TRIALS = 5  # after so many, less is enough: of what may still fit, and of a size that failed
 NEARLY, NEARLY_OF_FAILED = 0.98, 0.95
 APART = 50  # a trial is smaller by this part of one that failed, at least: if it fits, two in a hundred are left
-PLATEAU = 4  # sizes that take the same are not further apart than this part of them, as one rounds up to powers of two
 MOST_TRIALS = 12  # where sizes are not exact
 FAR = 8  # times the traced size: a prediction from there wants a third trace on the way
 HOLES = 200  # part of the budget that a first trial near it leaves to holes: half a percent
@@ -212,9 +211,6 @@ class Search:
         return (max(2 * self.limit, self._part_way(self._curve, guess)) if self.rounding > 1 else 2 * self.limit,)
 
     def _fail(self, size: int) -> None:
-        if self._curve is not None and self._replay is not None and self.rounding > 1:
-            alike = self._curve.alike(size, self.limit)
-            size, self._curve = max(alike, size - size // PLATEAU), self._curve.unstretched()
         self.ceiling = min(self.ceiling, size)
         self._misses += 1
         self._stride = 1

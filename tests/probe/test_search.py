@@ -12,7 +12,6 @@ from streams import CONSTANT_OR_GROWING, SQUARES, UNFORESEEN, FakeDevice, Size, 
 
 from lightning_ga.memory.trace import MemoryTrace, canonical
 from lightning_ga.plan.records import ProbeResult, Trial, lowered, still_holds
-from lightning_ga.probe.curve import Step, fit_curve
 from lightning_ga.probe.search import MOST_TRIALS, Search, affordable_samples, trace_sizes
 
 EXAMPLES = settings().max_examples
@@ -450,15 +449,3 @@ def test_peaks_by_phase_where_streams_do_not_align() -> None:
 
     search = run(device, Search(high=1000, budget=2000))
     assert (tried, search.limit, search.method) == ([4, 8, 190, 191], 190, "phases")
-
-
-def test_sizes_that_an_allocator_rounds_up_alike_are_alike() -> None:
-    """Up to 64 samples of 8 bytes take 512; a step that took more than foreseen changes no such curve."""
-    traces = [MemoryTrace(size, (100, 8 * size), (0, 1, ~1)) for size in (2, 4)]
-    steps = [Step(Trial(trace.samples, trace.peak(512), True, 0.0), (trace,)) for trace in traces]
-    curve = fit_curve(steps, 512)
-    assert curve is not None
-    assert [curve.alike(size, 0) for size in (1, 64, 65, 128)] == [1, 1, 65, 65]
-    assert curve.alike(64, 20) == 21
-    assert curve.unstretched() is curve
-    assert replace(curve, grown=(1, 2)).unstretched().grown == (1, 1)
