@@ -70,7 +70,9 @@ class MemoryTrace:
         released = {number for segment in self.layout for _, number in segment.blocks if number > 0}
         if not now or any(self.sizes[number] > small for number in released - found):
             return self
-        return replace(self, layout=(*(segment for segment in self.layout if not segment.blocks), *now))
+        growing = {segment.small for segment in self.layout if not segment.blocks}  # from their lowest addresses on
+        begin = (Segment(kind, min(s.address for s in self.layout if s.small == kind), ()) for kind in growing)
+        return replace(self, layout=(*begin, *now))
 
     def peak(self, rounding: int = 1) -> int:
         """Return the most bytes alive at once, every storage rounded up to a multiple of ``rounding`` bytes."""

@@ -78,8 +78,11 @@ class Curve:
         traced = self.replay is not None and step.samples <= self.samples[1]
         if traced and self.rules is not None:  # a recorded step reserves otherwise
             return self
+        foreseen = self._foreseen(step.samples)
+        if self.rules is not None and 0 <= foreseen - needed <= TOLERANCE * needed:  # nearly flat: a little leads far
+            return replace(self, start=0, grown=(1, 1), less=0)
         start = 0 if traced or self.replay is None else self._foreseen(self.samples[1])
-        grown = needed - start, self._foreseen(step.samples) - start
+        grown = needed - start, foreseen - start
         less = max(0, self(step.samples) - step.trial.peak_bytes)
         return replace(self, start=start, grown=grown, less=less) if min(grown) > 0 else self
 

@@ -10,8 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from streams import CONSTANT_OR_GROWING, SQUARES, UNFORESEEN, FakeDevice, Size, linear, streams
 
+from lightning_ga.memory.segment_rules import MIB, SegmentRules
 from lightning_ga.memory.trace import MemoryTrace, canonical
 from lightning_ga.plan.records import ProbeResult, Trial, lowered, still_holds
+from lightning_ga.probe.curve import Step, fit_curve
 from lightning_ga.probe.search import MOST_TRIALS, Search, affordable_samples, trace_sizes
 
 EXAMPLES = settings().max_examples
@@ -449,3 +451,15 @@ def test_peaks_by_phase_where_streams_do_not_align() -> None:
 
     search = run(device, Search(high=1000, budget=2000))
     assert (tried, search.limit, search.method) == ([4, 8, 190, 191], 190, "phases")
+
+
+def test_a_step_that_took_hardly_less_than_foreseen_leaves_the_curve_as_it_is() -> None:
+    """Where a curve is nearly flat, a percent of the bytes would be many samples; one that took much less counts."""
+    traces = [MemoryTrace(size, (0, 30 * MIB * size), (0, 1, ~1)) for size in (2, 4)]
+    steps = [Step(Trial(trace.samples, trace.peak(512), True, 0.0), (trace,)) for trace in traces]
+    curve = fit_curve(steps, 512, rules=SegmentRules())
+    assert curve is not None
+    assert curve.needs(10) == 300 * MIB
+    for reserved, needed in ((300, 360), (297, 360), (240, 300), (360, 440)):
+        through = curve.through(Step(Trial(10, reserved * MIB, True, 0.0), (), reserved * MIB))
+        assert through.needs(12) // MIB == needed
