@@ -27,7 +27,8 @@ NEARLY, NEARLY_OF_FAILED = 0.98, 0.95
 APART = 50  # a trial is smaller by this part of one that failed, at least: if it fits, two in a hundred are left
 MOST_TRIALS = 12  # where sizes are not exact
 FAR = 8  # times the traced size: a prediction from there wants a third trace on the way
-HOLES = 200  # part of the budget that a first trial near it leaves to holes: half a percent
+# Part of the budget that holes may take besides, where there is a margin; else a first trial leaves it to them.
+HOLES = 200
 WORTH = 33  # part of a size by which the next may have to be larger, for a step to be recorded that could tell so
 # After a failure that the curve did not foresee: by what to stay below it, in percent of the budget where sizes are
 # exact, else of the size. What an allocator reserved for a step that fits corrects the curve, so one is wanted soon.
@@ -95,7 +96,7 @@ class Search:
         rules: How the allocator cuts blocks out of segments: the budget bounds these; ``None`` if it does not.
         predict_only: Try nothing near the budget: the result is ``predicted`` then.
         closest: Share of the budget that a trial may come to where only that leads on.
-        has_margin: Whether more than the budget is there, for the holes of an allocator.
+        has_margin: Whether half a percent more than the budget is there, for the holes of an allocator.
         warm_up: The first step, of few samples, if it was recorded as the traces are.
 
     Attributes:
@@ -118,7 +119,8 @@ class Search:
     ) -> None:
         self.budget = budget
         self.rounding = rounding
-        self.rules = None if rules is None else replace(rules, budget=budget)
+        self._margin = budget // HOLES if has_margin else 0  # bytes that holes may take beyond the budget
+        self.rules = None if rules is None else replace(rules, budget=budget + self._margin)
         self.predict_only = predict_only
         self._closest = int(closest * budget)
         self._holes = 0 if has_margin or rounding == 1 else budget // HOLES
@@ -162,7 +164,7 @@ class Search:
         size, traces = trial.micro_batch_size, tuple(trace for trace in recorded if trace is not None)
         self._trials += 1
         if self._curve is not None:
-            foreseen = self._curve.confirms(trial, traces) if trial.fits else self._curve.needs(size) > self.budget
+            foreseen = self._curve.confirms(trial, traces) if trial.fits else self._needs(size) > self.budget
             self._verified |= foreseen and trial.fits
             self._misled |= not foreseen
         self._contradicted = not trial.fits
@@ -286,13 +288,19 @@ class Search:
         """Whether a replay counts as a trial: one confirmed it, and none ever contradicted it."""
         return self._verified and not self._misled and self._replay is not None
 
+    def _needs(self, samples: int) -> int:
+        """Bytes that the budget must leave: holes may be in the margin, blocks may not."""
+        assert self._curve is not None
+        needed = self._curve.needs(samples)
+        return max(needed - self._margin, self._curve(samples)) if self._margin else needed
+
     def _guess(self) -> int:
         """Where the limit should be, from the predicted curve and from what contradicts it."""
         low, high = self.limit, self.ceiling - 1
         if self._curve is None:
             return _between(low, self.ceiling) if self._misses else min(2 * low, high)
         large = low > max(self._sizes)  # a large step is in the curve: it is nearly right
-        guess = largest_fitting(self._curve.needs, low + 1, self._high, self.budget)
+        guess = largest_fitting(self._needs, low + 1, self._high, self.budget)
         if self._holes and not large:  # near a budget that an allocator keeps to, many samples may take little more
             spared = largest_fitting(self._curve.needs, low + 1, guess, self.budget - self._holes)
             guess = max(spared, guess - guess // 100)

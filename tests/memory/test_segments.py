@@ -239,6 +239,24 @@ def test_a_search_foresees_what_will_be_reserved(budget_mib: int) -> None:
             assert not all(map(device.fits, range(search.limit + 1, search.limit * 10 // 9 + 2)))
 
 
+@settings(max_examples=10, deadline=None)
+@given(st.integers(500, 20_000))
+def test_holes_may_lie_in_a_margin(budget_mib: int) -> None:
+    """Half a percent beyond the budget, which blocks keep to."""
+    budget = budget_mib * MIB
+    device, limits = Device(budget + budget // 200), []
+    for has_margin in (False, True):
+        sizes = trace_sizes(100_000, budget)
+        rules = SegmentRules()
+        search = Search(high=100_000, budget=budget, sizes=sizes, rounding=512, rules=rules, has_margin=has_margin)
+        while (size := search.propose()) != search.limit:
+            search.record(*device.run(size))
+        limits.append(search.limit)
+        assert device.fits(search.limit)
+        assert (search.predict(search.limit) or 0) <= budget
+    assert limits[1] >= 0.99 * limits[0]
+
+
 def compare_with_cuda() -> None:
     """The books and the device's statistics, over a thousand blocks of random sizes."""
     generator = torch.Generator().manual_seed(0)
