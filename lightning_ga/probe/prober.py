@@ -21,7 +21,7 @@ from lightning_ga.probe.curve import Step
 from lightning_ga.probe.meters import Measurement, TensorMeter
 from lightning_ga.probe.optimizers import SteppingOptimizers
 from lightning_ga.probe.peak_holders import PeakHolders
-from lightning_ga.probe.search import HOLES, Search, affordable_samples, trace_sizes
+from lightning_ga.probe.search import MARGIN, Search, affordable_samples, trace_sizes
 from lightning_ga.probe.shortage import Shortage
 
 _MOST = 1 << 62
@@ -140,7 +140,7 @@ class Prober:
             rules=self._meter.rules(),
             predict_only=cautious,
             closest=CLOSEST if self._meter.deadly else 1.0,
-            has_margin=self._meter.may_exceed(budget + budget // HOLES),
+            has_margin=self._meter.may_exceed(budget + budget // MARGIN),
             warm_up=first,
         )
         while (size := smallest_over_ranks(search.propose(self._layout(search)), self._agree)) != search.limit:

@@ -27,8 +27,8 @@ NEARLY, NEARLY_OF_FAILED = 0.98, 0.95
 APART = 50  # a trial is smaller by this part of one that failed, at least: if it fits, two in a hundred are left
 MOST_TRIALS = 12  # where sizes are not exact
 FAR = 8  # times the traced size: a prediction from there wants a third trace on the way
-# Part of the budget that holes may take besides, where there is a margin; else a first trial leaves it to them.
-HOLES = 200
+MARGIN = 100  # part of the budget that holes may take besides, where a device keeps a margin for them
+HOLES = 200  # where there is none: part of the budget that a first trial near it leaves to them
 WORTH = 33  # part of a size by which the next may have to be larger, for a step to be recorded that could tell so
 # After a failure that the curve did not foresee: by what to stay below it, in percent of the budget where sizes are
 # exact, else of the size. What an allocator reserved for a step that fits corrects the curve, so one is wanted soon.
@@ -96,7 +96,7 @@ class Search:
         rules: How the allocator cuts blocks out of segments: the budget bounds these; ``None`` if it does not.
         predict_only: Try nothing near the budget: the result is ``predicted`` then.
         closest: Share of the budget that a trial may come to where only that leads on.
-        has_margin: Whether half a percent more than the budget is there, for the holes of an allocator.
+        has_margin: Whether one percent more than the budget is there, for the holes of an allocator.
         warm_up: The first step, of few samples, if it was recorded as the traces are.
 
     Attributes:
@@ -119,7 +119,7 @@ class Search:
     ) -> None:
         self.budget = budget
         self.rounding = rounding
-        self._margin = budget // HOLES if has_margin else 0  # bytes that holes may take beyond the budget
+        self._margin = budget // MARGIN if has_margin else 0  # bytes that holes may take beyond the budget
         self.rules = None if rules is None else replace(rules, budget=budget + self._margin)
         self.predict_only = predict_only
         self._closest = int(closest * budget)
