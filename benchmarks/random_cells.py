@@ -151,35 +151,42 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--cells", type=int, default=32, help="cells for each seed (default: 32)")
     parser.add_argument("--seeds", type=int, nargs="*", default=[3], help="default: 3")
-    parser.add_argument("--numbers", type=int, nargs="*", help=argparse.SUPPRESS)  # of cells, in a process of their own
-    parser.add_argument("--record", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--numbers", type=int, nargs="*", help="single cells instead: 1000 × seed + place; shows trials"
+    )
+    parser.add_argument("--record", type=Path, help=argparse.SUPPRESS)  # in a process of their own
     asked = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         print("benchmarks.random_cells needs a CUDA device, and PyTorch sees none.", file=sys.stderr)
         return 2
     quiet()
-    if asked.numbers:
+    if asked.record:
         drawn = map(draw_cell, asked.numbers)
         cells = [{**asdict(cell), **measure(cell.setting, cell.gib, partial(RandomTraining, cell))} for cell in drawn]
         asked.record.write_text(json.dumps(cells))
         return 0
-    record = measured(asked.seeds, asked.cells)
+    record = measured(asked.numbers or [1000 * seed + place for seed in asked.seeds for place in range(asked.cells)])
     print(text(record))
+    if asked.numbers:
+        for cell in record["cells"]:
+            print(f"{cell['number']}: {cell['found']} of {cell['limit']}, {cell['tried']}")
+    else:
+        write_json("random_cells", record)
     return judged(record["targets"])
 
 
-def measured(seeds: Sequence[int], count: int) -> dict[str, Any]:
-    """Measure the cells of all seeds, those of one setting together."""
+def measured(numbers: Sequence[int]) -> dict[str, Any]:
+    """Measure cells by their numbers, those of one setting together."""
     cells: list[dict[str, Any]] = []
-    drawn = [draw_cell(1000 * seed + number) for seed in seeds for number in range(count)]
+    drawn = [draw_cell(number) for number in numbers]
     devices = torch.cuda.device_count()
     for setting in sorted({cell.setting.text for cell in drawn}):
         chosen = [cell for cell in drawn if cell.setting.text == setting and int(cell.setting.device[-1]) < devices]
         cells += measured_apart(setting, "--numbers", *(str(cell.number) for cell in chosen))
+    seeds = sorted({number // 1000 for number in numbers})
     by_seed = {str(seed): [cell for cell in cells if cell["number"] // 1000 == seed] for seed in seeds}
-    record = {"device": torch.cuda.get_device_name(), "seeds": list(seeds), "cells": cells}
+    record = {"device": torch.cuda.get_device_name(), "seeds": seeds, "cells": cells}
     record["targets"] = [asdict(target) for target in targets(by_seed)]
-    write_json("random_cells", record)
     return record
 
 

@@ -7,11 +7,12 @@ live tensors are recorded.
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 
-from lightning_ga.memory.device import keeps_statistics, require_statistics
+from lightning_ga.memory.device import is_bounded, keeps_statistics, require_statistics
 from lightning_ga.memory.segment_rules import ROUNDING, SMALL_SEGMENT, SegmentRules
 from lightning_ga.memory.trace import MemoryTrace, Segment, canonical, rounded_up
 
@@ -39,21 +40,38 @@ class AllocatorMeter:
 
     @property
     def rules(self) -> SegmentRules | None:
-        """How the allocator cuts blocks out of segments; ``None`` if that is not known."""
-        return rules_of(_settings(self.device)) if _is_native(self.device) else None
+        """How the allocator cuts blocks out of segments, as it is now; ``None`` if that is not known."""
+        rules = rules_of(_settings(self.device)) if _is_native(self.device) else None
+        # It collects only where a fraction of the device was set (``set_fraction``, torch 2.15).
+        return rules if rules is None or is_bounded(self.device) else replace(rules, collection=0.0)
 
     def allocated(self) -> int:
         """Return the bytes that tensors take now."""
         return int(self._backend.memory_allocated(self.device))
 
-    def start(self, *, record: bool = False) -> None:
+    def handed_out(self) -> int:
+        """Return how many blocks were ever handed out, where a history tells which."""
+        stats: dict[str, Any] = torch.cuda.memory_stats_as_nested_dict(self.device) if self._history else {}
+        return int(stats["allocation"]["all"]["allocated"]) if stats else 0
+
+    def layout(self, residents: Mapping[int, int]) -> tuple[Segment, ...]:
+        """Empty the cache, and return the segments that the next step finds; none where that is not known.
+
+        Args:
+            residents: Places of the tensors that are alive, by address.
+        """
+        if self._history is None:
+            return ()
+        self._empty_cache()
+        return tuple(_layout(segment, residents) for segment in self._history.segments())
+
+    def start(self, *, record: bool = False, residents: Mapping[int, int] | None = None) -> None:
         """Empty the cache and begin a step; with ``record``, keep the allocator's events for ``trace``."""
-        self._backend.synchronize(self.device)
-        self._backend.empty_cache()
+        self._empty_cache()
         self._backend.reset_peak_memory_stats(self.device)
         self._before = self.troubles()
         if record and self._history is not None:
-            self._history.start(self.allocated())
+            self._history.start(self.allocated(), residents or {})
 
     def finish(self) -> tuple[int, bool]:
         """Return the peak of allocated bytes since ``start``, and whether the step ran without retries."""
@@ -67,6 +85,10 @@ class AllocatorMeter:
     def trace(self, samples: int) -> MemoryTrace | None:
         """Return the recorded step from the allocator's own events; ``None`` where it keeps no history."""
         return None if self._history is None else self._history.trace(samples)
+
+    def _empty_cache(self) -> None:
+        self._backend.synchronize(self.device)
+        self._backend.empty_cache()
 
     def stop(self) -> None:
         """Stop recording."""
@@ -115,14 +137,19 @@ class History:
         self._device = device
         self._alive: int | None = None
         self._segments: list[Mapping[str, Any]] = []
+        self._residents: Mapping[int, int] = {}
 
-    def start(self, alive: int) -> None:
-        """Begin recording, with so many bytes alive; do nothing if other code is recording."""
+    def segments(self) -> list[Mapping[str, Any]]:
+        """Return the device's segments now."""
+        index = self._index()
+        every = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+        return [segment for segment in every if segment["device"] == index]
+
+    def start(self, alive: int, residents: Mapping[int, int]) -> None:
+        """Begin recording, with so many bytes alive, of tensors by address; do nothing if other code is recording."""
         self._alive = None if torch._C._cuda_isHistoryEnabled() else alive
         if self._alive is not None:
-            index = self._index()
-            every = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
-            self._segments = [segment for segment in every if segment["device"] == index]
+            self._segments, self._residents = self.segments(), residents
             self._switch("all", context=None, max_entries=_MOST_EVENTS, clear_history=True)
 
     def trace(self, samples: int) -> MemoryTrace | None:
@@ -131,7 +158,9 @@ class History:
             return None
         events, alive = torch.cuda.memory._snapshot(self._device)["device_traces"][self._index()], self._alive
         self.stop()
-        return None if len(events) >= _MOST_EVENTS else events_as_trace(events, samples, alive, self._segments)
+        if len(events) >= _MOST_EVENTS:
+            return None
+        return events_as_trace(events, samples, alive, self._segments, self._residents)
 
     def stop(self) -> None:
         """End a recording that ``start`` began, if there is one."""
@@ -194,7 +223,11 @@ def rules_of(settings: Mapping[str, Any]) -> SegmentRules | None:
 
 
 def events_as_trace(
-    events: Iterable[Mapping[str, Any]], samples: int, alive: int, segments: Iterable[Mapping[str, Any]] = ()
+    events: Iterable[Mapping[str, Any]],
+    samples: int,
+    alive: int,
+    segments: Iterable[Mapping[str, Any]] = (),
+    residents: Mapping[int, int] | None = None,
 ) -> MemoryTrace:
     """Convert an allocator's events into the stream of one step.
 
@@ -206,11 +239,13 @@ def events_as_trace(
         samples: Micro-batch size of the step.
         alive: Bytes alive at the first event.
         segments: As ``torch.cuda.memory_snapshot`` describes them, before the first event.
+        residents: Places of the tensors that were alive then, by address.
 
     Examples:
         >>> step = [{"action": "alloc", "addr": 1, "size": 8}, {"action": "free_requested", "addr": 1, "size": 8}]
-        >>> events_as_trace(step, samples=2, alive=100)
-        MemoryTrace(samples=2, sizes=(100, 8), events=(0, 1, -2), marks=(), layout=(), addresses=(0, 1), sums=())
+        >>> trace = events_as_trace(step, samples=2, alive=100)
+        >>> trace.sizes, trace.events
+        ((100, 8), (0, 1, -2))
     """
     sizes, addresses, stream = [alive], [0], []
     initial: dict[int, int] = {}  # by address
@@ -236,12 +271,14 @@ def events_as_trace(
                 initial[address] = number
             stream.append(~number)
     layout = tuple(_layout(segment, initial) for segment in segments)
+    places = {number: residents.get(address, 0) for address, number in initial.items()} if residents else {}
     return MemoryTrace(
         samples,
         tuple(sizes),
         canonical([0, *initial.values(), *stream]),
         layout=(*_first_addresses(mapped), *layout),
         addresses=tuple(addresses),
+        residents=tuple(places.get(number, 0) for number in range(len(sizes))) if places else (),
     )
 
 
@@ -254,12 +291,12 @@ def _first_addresses(mapped: Iterable[tuple[int, int]]) -> Iterator[Segment]:
             yield Segment(small, min(addresses), ())
 
 
-def _layout(segment: Mapping[str, Any], initial: Mapping[int, int]) -> Segment:
-    """Return a segment in the form of ``MemoryTrace.layout``."""
+def _layout(segment: Mapping[str, Any], numbers: Mapping[int, int]) -> Segment:
+    """Return a segment in the form of ``MemoryTrace.layout``, with the numbers of blocks by address."""
     blocks, address = [], segment["address"]
     shared = tuple(segment.get("segment_pool_id", (0, 0))) == (0, 0)  # pools of graphs keep their holes to themselves
     for block in segment["blocks"]:
         is_hole = shared and block["state"] == "inactive"
-        blocks.append((block["size"], -1 if is_hole else initial.get(address, 0)))
+        blocks.append((block["size"], -1 if is_hole else numbers.get(address, 0)))
         address += block["size"]
     return Segment(segment["segment_type"] == "small", segment["address"], tuple(blocks))

@@ -196,6 +196,11 @@ def may_reserve(device: torch.device, size: int) -> bool:
     return device.type == "cuda" and _memory_fraction(device) * _device_memory(device)[1] > size
 
 
+def is_bounded(device: torch.device) -> bool:
+    """Return whether this process may reserve a share of a CUDA device only."""
+    return device.type == "cuda" and _memory_fraction(device) < 1
+
+
 @contextmanager
 def _bounded(device: torch.device, fraction: float) -> Iterator[None]:
     """Return a context in which this process may reserve that share of a CUDA device."""

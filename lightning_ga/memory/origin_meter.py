@@ -32,11 +32,14 @@ class OriginMeter(LiveTensorMeter):  # type: ignore[no-untyped-call]
     """Meters live tensors, and records where they are made.
 
     Parts of the module are named; without one, parts are named by their class. ``owners`` returns the tensors of a
-    training's state by what they are, as ``state_of`` does.
+    training's state by what they are, as ``state_of`` does, and ``handed_out`` how many blocks an allocator ever gave.
     """
 
-    def __init__(self, module: nn.Module | None, owners: Owners = dict, **arguments: Any) -> None:
+    def __init__(
+        self, module: nn.Module | None, owners: Owners = dict, handed_out: Callable[[], int] = int, **arguments: Any
+    ) -> None:
         super().__init__(**arguments)
+        self._handed_out, self._handed_out_before = handed_out, 0
         self._names = None if module is None else {id(part): name for name, part in module.named_modules() if name}
         self._weights = {} if module is None else _weight_sizes(module)
         self._owners = owners
@@ -44,7 +47,7 @@ class OriginMeter(LiveTensorMeter):  # type: ignore[no-untyped-call]
         self._hooks: list[RemovableHandle] = []
         self._origins: dict[int, Origin] = {}
         self._sums: list[tuple[int, int]] = []
-        self._addresses: dict[int, int] = {}  # by storage
+        self._addresses: dict[int, tuple[int, int]] = {}  # by storage, with how many blocks were handed out
         self._kinds: dict[int, str] = {}  # of storages that were there before, by their addresses
         self._operation: Any = None
         self._was_backward = False  # since the last module ran
@@ -73,6 +76,7 @@ class OriginMeter(LiveTensorMeter):  # type: ignore[no-untyped-call]
         self._addresses.clear()
         self._was_backward = False
         self._kinds = self._owned() if record else {}
+        self._handed_out_before = self._handed_out() if record else 0
 
     def note_batch(self, tensors: Iterable[Tensor]) -> None:
         """Note in the recording that these are the batch."""
@@ -150,13 +154,14 @@ class OriginMeter(LiveTensorMeter):  # type: ignore[no-untyped-call]
     def _hold(self, storage: torch.UntypedStorage, *, counts: bool) -> None:
         super()._hold(storage, counts=counts)
         if counts and self._events is not None and storage.device.type == "cuda":
-            self._addresses[len(self._sizes)] = storage.data_ptr()
+            handed_out = self._handed_out() - self._handed_out_before
+            self._addresses[len(self._sizes)] = storage.data_ptr(), handed_out
 
     def trace(self, samples: int) -> MemoryTrace:
         """Return the recording, with the addresses of its storages and the sums of gradients."""
         trace = super().trace(samples)
-        addresses = tuple(self._addresses.get(number, 0) for number in range(len(trace.sizes)))
-        return replace(trace, addresses=addresses, sums=tuple(self._sums))
+        addresses, handed_out = zip(*(self._addresses.get(number, (0, 0)) for number in range(len(trace.sizes))))
+        return replace(trace, addresses=addresses, sums=tuple(self._sums), handed_out=handed_out)
 
     def _origin(self, size: int) -> Origin:
         operation, is_loss = _described(self._operation)

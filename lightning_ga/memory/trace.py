@@ -9,7 +9,8 @@ from typing import NamedTuple
 class Segment(NamedTuple):
     """A part of the device's memory that a caching allocator cuts into blocks, small or large ones.
 
-    Each block is ``(bytes, storage)``, in order, with storage 0 for what outlives the step and -1 for a hole.
+    Each block is ``(bytes, storage)``, in order, with storage 0 for what outlives the step and -1 for a hole. Before a
+    step of which nothing is known yet, the number is a resident tensor's place among all of them, from 1 on.
     """
 
     small: bool
@@ -31,6 +32,8 @@ class MemoryTrace:
         layout: The segments of a caching allocator before the step, where they are known.
         addresses: Where storages lie in the device's memory, 0 or nothing where that is not known.
         sums: Pairs of storages: a gradient, and what its sum with another one was written to.
+        handed_out: By storage of a tensor, how many blocks an allocator had handed out in the step when it was there.
+        residents: By storage, its place among the tensors that were named as resident before the step, 0 for none.
 
     Examples:
         >>> MemoryTrace(samples=2, sizes=(100, 8, 16), events=(0, 1, 2, ~1, ~2)).peak()
@@ -44,6 +47,32 @@ class MemoryTrace:
     layout: tuple[Segment, ...] = ()
     addresses: tuple[int, ...] = ()
     sums: tuple[tuple[int, int], ...] = ()
+    handed_out: tuple[int, ...] = ()
+    residents: tuple[int, ...] = ()
+
+    def begun_at(self, layout: tuple[Segment, ...], *, small: int) -> "MemoryTrace":
+        """Return the step as it is from other segments on, in which resident tensors have their places.
+
+        What it releases of them is elsewhere then. Unchanged where one of more than ``small`` bytes is not found.
+
+        Examples:
+            >>> before = Segment(False, 0, ((8, 1), (4, -1), (8, 0)))
+            >>> step = MemoryTrace(2, (8, 8), (0, 1, ~1), layout=(before,), residents=(0, 3))
+            >>> step.begun_at((Segment(False, 0, ((4, 0), (8, 3))),), small=0).layout[0].blocks
+            ((4, 0), (8, 1))
+        """
+        storages = {place: number for number, place in enumerate(self.residents) if place}
+        now = [
+            Segment(kind, address, tuple((size, storages.get(place, min(place, 0))) for size, place in blocks))
+            for kind, address, blocks in layout
+        ]
+        found = {number for segment in now for _, number in segment.blocks}
+        released = {number for segment in self.layout for _, number in segment.blocks if number > 0}
+        if not now or any(self.sizes[number] > small for number in released - found):
+            return self
+        growing = {segment.small for segment in self.layout if not segment.blocks}  # from their lowest addresses on
+        begin = (Segment(kind, min(s.address for s in self.layout if s.small == kind), ()) for kind in growing)
+        return replace(self, layout=(*begin, *now))
 
     def peak(self, rounding: int = 1) -> int:
         """Return the most bytes alive at once, every storage rounded up to a multiple of ``rounding`` bytes."""

@@ -3,12 +3,12 @@
 from dataclasses import dataclass, field, replace
 
 from lightning_ga.memory.segment_replay import replay_segments
-from lightning_ga.memory.segment_rules import SegmentRules
+from lightning_ga.memory.segment_rules import SMALL, SegmentRules
 from lightning_ga.memory.segments import Peaks
-from lightning_ga.memory.trace import MemoryTrace
+from lightning_ga.memory.trace import MemoryTrace, Segment
 from lightning_ga.plan.records import Trial
 from lightning_ga.probe.pairing import paired
-from lightning_ga.probe.prediction import PeakPredictor, extrapolate, largest_fitting
+from lightning_ga.probe.prediction import PeakPredictor, extrapolate
 
 # A caching allocator hands out somewhat more than is asked for, and kernels choose their workspaces by size.
 TOLERANCE = 0.016  # of a measured peak
@@ -45,7 +45,7 @@ class Curve:
     start: int = 0
     grown: tuple[int, int] = (1, 1)  # by how much it grew up to that step, and by how much was foreseen
     less: int = 0  # bytes by which its peak was lower than foreseen
-    replayed: dict[int, Peaks] = field(default_factory=dict, compare=False)  # by size: a long stream takes a while
+    replayed: dict[tuple[int, bool], Peaks] = field(default_factory=dict, compare=False)  # a long stream takes a while
 
     def __call__(self, samples: int) -> int:
         """Peak bytes at a size."""
@@ -58,9 +58,16 @@ class Curve:
             return max(self(samples) - self.less, needed - foreseen + real)
         return self.start + (needed - self.start) * real // foreseen
 
-    def alike(self, samples: int, low: int) -> int:
-        """The smallest size above ``low`` that takes as much as this one: an allocator may round up to few sizes."""
-        return largest_fitting(self, low + 1, samples, self(samples) - 1) + 1
+    def begun_at(self, layout: tuple[Segment, ...]) -> "Curve":
+        """Return the curve of steps that find these segments, which are those that an earlier one has left."""
+        if self.replay is None or self.rules is None:
+            return self
+        second = self.replay.second.begun_at(layout, small=SMALL)
+        return replace(self, replay=replace(self.replay, second=second), replayed={})
+
+    def needs_at_least(self, samples: int) -> int:
+        """Bytes that a budget must leave where kernels' temporaries have ended growing."""
+        return self._unseen(samples) + self._seen(samples, at_least=True).needed
 
     def through(self, step: Step) -> "Curve":
         """Stretch a curve so that it goes through a step, if that tells more than the traces do.
@@ -71,14 +78,13 @@ class Curve:
         traced = self.replay is not None and step.samples <= self.samples[1]
         if traced and self.rules is not None:  # a recorded step reserves otherwise
             return self
+        foreseen = self._foreseen(step.samples)
+        if self.rules is not None and 0 <= foreseen - needed <= TOLERANCE * needed:  # nearly flat: a little leads far
+            return replace(self, start=0, grown=(1, 1), less=0)
         start = 0 if traced or self.replay is None else self._foreseen(self.samples[1])
-        grown = needed - start, self._foreseen(step.samples) - start
+        grown = needed - start, foreseen - start
         less = max(0, self(step.samples) - step.trial.peak_bytes)
         return replace(self, start=start, grown=grown, less=less) if min(grown) > 0 else self
-
-    def unstretched(self) -> "Curve":
-        """Return the curve as the traces tell it where a step that took less than that led too far."""
-        return replace(self, grown=(1, 1)) if self.grown[0] < self.grown[1] else self
 
     def confirms(self, trial: Trial, traces: tuple[MemoryTrace, ...]) -> bool:
         """Whether a further trial has the predicted peak, and the stream of one of its traces.
@@ -96,16 +102,16 @@ class Curve:
         low, high = self.samples
         return max(0, *(end + max(0, end - start) * (samples - high) // (high - low) for start, end in self.lines))
 
-    def _seen(self, samples: int) -> Peaks:
+    def _seen(self, samples: int, *, at_least: bool = False) -> Peaks:
         """Bytes of the replay."""
         if self.replay is None:
             return Peaks(0, 0, 0)
         if self.rules is not None:
-            if samples not in self.replayed:
-                sizes = self.replay.sizes(samples)
-                self.replayed[samples] = replay_segments(sizes, self.replay.second, self.rules)
-            return self.replayed[samples]
-        peak = self.replay(samples)
+            if (samples, at_least) not in self.replayed:
+                sizes = self.replay.sizes(samples, at_least=at_least)
+                self.replayed[samples, at_least] = replay_segments(sizes, self.replay.second, self.rules)
+            return self.replayed[samples, at_least]
+        peak = self.replay(samples, at_least=at_least)
         return Peaks(peak, peak, peak)
 
 

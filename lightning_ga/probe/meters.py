@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from lightning_ga.memory.allocator import WITH_STATISTICS, AllocatorMeter
 from lightning_ga.memory.attribution import StepOrigins
 from lightning_ga.memory.device import available_memory, is_emulated, may_reserve
+from lightning_ga.memory.live_tensors import plain_tensors
 from lightning_ga.memory.origin_meter import OriginMeter, Owners
 from lightning_ga.memory.segment_rules import ROUNDING, SegmentRules
-from lightning_ga.memory.trace import MemoryTrace
+from lightning_ga.memory.trace import MemoryTrace, Segment
 
 # Share of a CPU's available memory that a step may take: the rest is for kernels' scratch and other processes.
 CPU_SHARE = 0.8
@@ -45,14 +46,13 @@ class TensorMeter:
         room: Bytes that the device can still give, where it is not this machine's.
         module: The module whose parts are named in what holds the memory.
         owners: Returns the tensors of the training's state by what they are.
+        handed_out: Returns how many blocks an allocator ever gave.
 
     Attributes:
-        rules: How the allocator cuts its blocks out of segments; ``None`` if it does not, or that is not known.
         sees_kernels: Whether temporaries that kernels choose by size are measured, too.
         deadly: Whether running out of memory ends the process instead of raising an error.
     """
 
-    rules: SegmentRules | None = None
     sees_kernels = False
 
     def __init__(
@@ -63,11 +63,12 @@ class TensorMeter:
         room: int | None = None,
         module: nn.Module | None = None,
         owners: Owners = dict,
+        handed_out: Callable[[], int] = int,
     ) -> None:
         self.device, self.rounding = device, rounding
         self.deadly = room is None and device.type == "cpu" and not is_emulated(device)
         self._given = room
-        self._tensors = OriginMeter(module, owners, device=device, rounding=rounding)
+        self._tensors = OriginMeter(module, owners, handed_out, device=device, rounding=rounding)
 
     def count(self, tensors: Iterable[Tensor | None]) -> int:
         """Return the bytes that are alive, these tensors included."""
@@ -87,6 +88,14 @@ class TensorMeter:
     def may_hold_garbage(self, tensors: Iterable[Tensor | None]) -> bool:
         """Return whether memory may be held by what only the cycle collector finds: it cannot be told."""
         return not self.deadly
+
+    def rules(self) -> SegmentRules | None:
+        """Return how the allocator cuts its blocks out of segments; ``None`` if it does not, or that is not known."""
+        return None
+
+    def layout(self) -> tuple[Segment, ...]:
+        """Return the segments that the next step finds, as far as they are known."""
+        return ()
 
     def run(self, step: Callable[[], object], samples: int, *, budget: int, record: bool) -> Measurement:
         """Run a step; it is recorded in any case, as that changes nothing here."""
@@ -121,14 +130,27 @@ class CachingMeter(TensorMeter):
     sees_kernels = True
 
     def __init__(self, device: torch.device, *, module: nn.Module | None = None, owners: Owners = dict) -> None:
-        super().__init__(device, rounding=ROUNDING, module=module, owners=owners)
         self._allocator = AllocatorMeter(device)
-        self.rules = self._allocator.rules
+        super().__init__(device, rounding=ROUNDING, module=module, owners=owners, handed_out=self._allocator.handed_out)
+        self._residents: dict[int, int] = {}  # by address: which of the tensors that are alive before a step
 
     def count(self, tensors: Iterable[Tensor | None]) -> int:
         """Return the bytes that are alive; these tensors are known to the recordings from now on."""
-        self._tensors.add(tensors)
+        known = list(tensors)
+        self._tensors.add(known)
+        self._residents = {}
+        for place, tensor in enumerate(known, 1):
+            for plain in () if tensor is None else plain_tensors(tensor):
+                self._residents.setdefault(plain.untyped_storage().data_ptr(), place)
         return self._allocator.allocated()
+
+    def rules(self) -> SegmentRules | None:
+        """Return the allocator's settings, under the budget that is kept to now."""
+        return self._allocator.rules
+
+    def layout(self) -> tuple[Segment, ...]:
+        """Return the segments that the next step finds, with the tensors that were counted last."""
+        return self._allocator.layout(self._residents)
 
     def may_exceed(self, size: int) -> bool:
         """Return whether the allocator may reserve more than ``size`` bytes."""
@@ -141,7 +163,7 @@ class CachingMeter(TensorMeter):
     def run(self, step: Callable[[], object], samples: int, *, budget: int, record: bool) -> Measurement:
         """Run a step: the device's own limit stops it."""
         self._tensors.start(record=record)
-        self._allocator.start(record=record)
+        self._allocator.start(record=record, residents=self._residents)
         failure, seconds = _run(step, self._tensors if record else nullcontext())
         peak, undisturbed = self._allocator.finish()
         origins = self._tensors.origins(complete=failure is None) if record else None

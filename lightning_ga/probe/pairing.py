@@ -11,16 +11,16 @@ from math import ceil
 
 from lightning_ga.memory.trace import MemoryTrace, canonical
 
-_LOOKAHEAD = 16  # tensors: an operation notes its outputs in another order than it allocates them
 _SATURATED = 1.1  # times proportional: a temporary that was larger before goes by the device, and grows no more
 _LEAST = 0.95  # share of the tensors that must be found among the blocks
 
 
 def paired(
     small: tuple[MemoryTrace, ...], large: tuple[MemoryTrace, ...], *, begin_alike: bool = False
-) -> tuple[MemoryTrace, MemoryTrace] | None:
-    """Return the smaller step as if it had the blocks of the larger one, and the larger one: their streams are equal.
+) -> tuple[MemoryTrace, MemoryTrace, frozenset[int]] | None:
+    """Return the smaller step as if it had the blocks of the larger one, the larger one, and which are temporaries.
 
+    Their streams are equal then.
     Gradients are added as they are where no dispatch mode watches. ``None`` where the tensors do not align.
 
     Args:
@@ -48,7 +48,8 @@ def paired(
     sums = [(held.get(rank[one], 0), held.get(rank[total], 0)) for one, total in large[1].sums]
     blocks = replace(blocks, sums=tuple(pair for pair in sums if all(pair))).unwatched()
     blocks = replace(blocks, events=_once(blocks.events, list(zip(sizes, blocks.sizes))))
-    return replace(blocks, samples=small[0].samples, sizes=tuple(sizes)), blocks
+    temporaries = frozenset(number for number, place in enumerate(more) if place < 0)
+    return replace(blocks, samples=small[0].samples, sizes=tuple(sizes)), blocks, temporaries
 
 
 def _once(events: tuple[int, ...], sizes: list[tuple[int, int]]) -> tuple[int, ...]:
@@ -127,34 +128,24 @@ def _by_place(places: list[int]) -> dict[int, list[int]]:
 def _places(blocks: MemoryTrace, tensors: MemoryTrace) -> list[int] | None:
     """Return which of the tensors each block holds, from 1 on, or between which it lies, as a negative number.
 
-    Blocks from before the step are constant, and have no place.
+    A tensor is in the last block that was handed out at its address before it was there. Blocks from before the step
+    are constant, and have no place.
     """
-    waiting = list(enumerate(_made(tensors), 1))
-    lives, least, count = _lives(blocks), _lives(tensors), len(waiting)
-    places, found = [0] * len(blocks.sizes), 0
-
-    def holds(tensor: int, block: int) -> bool:
-        same = tensors.addresses[tensor] == blocks.addresses[block] and tensors.sizes[tensor] == blocks.sizes[block]
-        return same and lives[block] >= least[tensor]
-
-    for number in _made(blocks):
-        ahead = enumerate(waiting[:_LOOKAHEAD])
-        index = next((index for index, (_, tensor) in ahead if holds(tensor, number)), None)
-        if index is None:
-            places[number] = -1 - found
-        else:
-            places[number] = waiting.pop(index)[0]
+    made, places = _made(blocks), [0] * len(blocks.sizes)
+    last: dict[int, int] = {}  # by address
+    seen = found = 0
+    for place, tensor in enumerate(_made(tensors), 1):
+        for number in made[seen : tensors.handed_out[tensor]]:
+            last[blocks.addresses[number]] = number
+        seen = max(seen, tensors.handed_out[tensor])
+        block = last.get(tensors.addresses[tensor])
+        if block is not None and not places[block] and blocks.sizes[block] == tensors.sizes[tensor]:
+            places[block] = place
             found += 1
-    return places if found and found >= _LEAST * count else None
-
-
-def _lives(trace: MemoryTrace) -> list[int]:
-    """Return how many storages are allocated while each is alive: at least as many for a block as for its tensor."""
-    lives, allocated = [0] * len(trace.sizes), 0
-    for event in trace.events:
-        if event >= 0:
-            lives[event] = len(trace.events) - allocated
-            allocated += 1
-        else:
-            lives[~event] += allocated - len(trace.events)
-    return lives
+    if not found or found < _LEAST * len(_made(tensors)):
+        return None
+    before = 0
+    for number in made:
+        before += places[number] > 0
+        places[number] = places[number] or -1 - before
+    return places

@@ -23,19 +23,25 @@ class PeakPredictor:
     first: MemoryTrace
     second: MemoryTrace
     rounding: int = 1
+    temporaries: frozenset[int] = frozenset()  # of kernels: they may grow, or may have ended growing
 
     @property
     def is_quadratic(self) -> bool:
         """Whether a storage was read as quadratic, which a third trace should confirm."""
         return any(map(self._is_square, self.first.sizes, self.second.sizes))
 
-    def sizes(self, samples: int) -> list[int]:
-        """Bytes of every storage at a micro-batch of ``samples``, rounded up to whole bytes."""
+    def sizes(self, samples: int, *, at_least: bool = False) -> list[int]:
+        """Bytes of every storage at a micro-batch of ``samples``, rounded up to whole bytes.
+
+        What they are ``at_least`` is that where temporaries have ended growing.
+        """
         low, high = self.first.samples, self.second.samples
         before, after, apart = samples - low, high - samples, high - low
         sizes = []
-        for small, large in zip(self.first.sizes, self.second.sizes):
-            if large <= small:
+        for number, (small, large) in enumerate(zip(self.first.sizes, self.second.sizes)):
+            if at_least and number in self.temporaries:
+                size = large
+            elif large <= small:
                 size = small
             elif not self._is_square(small, large):
                 size = small - (small - large) * before // apart
@@ -44,9 +50,9 @@ class PeakPredictor:
             sizes.append(max(size, 0))
         return sizes
 
-    def __call__(self, samples: int) -> int:
-        """Predicted peak in bytes at a micro-batch of ``samples``."""
-        return replay(self.sizes(samples), self.second.events, self.rounding)
+    def __call__(self, samples: int, *, at_least: bool = False) -> int:
+        """Predicted peak in bytes at a micro-batch of ``samples``, with these ``sizes``."""
+        return replay(self.sizes(samples, at_least=at_least), self.second.events, self.rounding)
 
     def confirms(self, trace: MemoryTrace) -> bool:
         """Whether a further trace has the same stream and exactly the predicted peak."""
@@ -56,12 +62,15 @@ class PeakPredictor:
         return small < large and small * self.second.samples < large * self.first.samples
 
 
-def extrapolate(first: MemoryTrace, second: MemoryTrace, *, rounding: int = 1) -> PeakPredictor | None:
+def extrapolate(
+    first: MemoryTrace, second: MemoryTrace, temporaries: frozenset[int] = frozenset(), *, rounding: int = 1
+) -> PeakPredictor | None:
     """Read the whole memory curve off two traces; ``None`` where the streams do not align.
 
     Args:
         first: Trace at one micro-batch size.
         second: Trace at another.
+        temporaries: Storages that are kernels' own.
         rounding: Bytes that the allocator rounds up to: 1 on a CPU, 512 on CUDA.
 
     Examples:
@@ -73,7 +82,7 @@ def extrapolate(first: MemoryTrace, second: MemoryTrace, *, rounding: int = 1) -
     if first.samples == second.samples or first.events != second.events:
         return None
     small, large = sorted((first, second), key=lambda trace: trace.samples)
-    return PeakPredictor(small, large, rounding)
+    return PeakPredictor(small, large, rounding, temporaries)
 
 
 def largest_fitting(predict: Callable[[int], int], low: int, high: int, budget: int) -> int:

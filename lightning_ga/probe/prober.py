@@ -15,12 +15,13 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from lightning_ga.errors import UserError
 from lightning_ga.memory.device import enforced_budget, lifted_budget
 from lightning_ga.memory.oom import is_ambiguous_out_of_memory, is_out_of_memory, release
+from lightning_ga.memory.trace import Segment
 from lightning_ga.plan.records import ProbeResult, Trial, still_holds
 from lightning_ga.probe.curve import Step
 from lightning_ga.probe.meters import Measurement, TensorMeter
 from lightning_ga.probe.optimizers import SteppingOptimizers
 from lightning_ga.probe.peak_holders import PeakHolders
-from lightning_ga.probe.search import HOLES, Search, affordable_samples, trace_sizes
+from lightning_ga.probe.search import MARGIN, Search, affordable_samples, trace_sizes
 from lightning_ga.probe.shortage import Shortage
 
 _MOST = 1 << 62
@@ -136,16 +137,18 @@ class Prober:
             budget=budget,
             sizes=sizes,
             rounding=self._meter.rounding,
-            rules=self._meter.rules,
+            rules=self._meter.rules(),
             predict_only=cautious,
             closest=CLOSEST if self._meter.deadly else 1.0,
-            has_margin=self._meter.may_exceed(budget + budget // HOLES),
+            has_margin=self._meter.may_exceed(budget + budget // MARGIN),
             warm_up=first,
         )
-        while (size := smallest_over_ranks(search.propose(), self._agree)) != search.limit:
+        while (size := smallest_over_ranks(search.propose(self._layout(search)), self._agree)) != search.limit:
             trial, measured = self._try(size, record=search.wants_trace)
             self._trials.append(trial)
             search.record(trial, *measured.traces, reserved_bytes=measured.reserved_bytes)
+        if search.rules is not None:
+            self._put_back()
         limit = smallest_over_ranks(search.predicted, self._agree) if search.predict_only else search.limit
         if limit < 1:
             raise self._does_not_fit(alive, budget, high, cautious=cautious)
@@ -206,6 +209,13 @@ class Prober:
         alive = self._meter.count(self._resident())
         room = alive + self._meter.room()
         return alive, room if self._asked is None else min(self._asked, room)
+
+    def _layout(self, search: Search) -> tuple[Segment, ...]:
+        """Make ready for a step where segments count, and return those that it finds."""
+        if search.rules is None:
+            return ()
+        self._prepare()
+        return self._meter.layout()
 
     def _is_cautious(self, alive: int, predict_only: bool | None) -> bool:
         """Whether no rank may run a step near the budget: it might end the process, or the caller forbids it."""

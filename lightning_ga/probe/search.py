@@ -15,7 +15,7 @@ from dataclasses import replace
 from math import isqrt, sqrt
 
 from lightning_ga.memory.segment_rules import SegmentRules
-from lightning_ga.memory.trace import MemoryTrace
+from lightning_ga.memory.trace import MemoryTrace, Segment
 from lightning_ga.plan.records import Method, Trial
 from lightning_ga.probe.curve import Curve, Step, early_curve, fit_curve
 from lightning_ga.probe.prediction import PeakPredictor, largest_fitting
@@ -25,11 +25,11 @@ ENOUGH = 0.99  # of what may still fit: no further trial where sizes are not exa
 MANY_TRIALS = 5  # after so many, less is enough: of what may still fit, and of a size that failed
 NEARLY, NEARLY_OF_FAILED = 0.98, 0.95
 APART = 50  # a trial is smaller by this part of one that failed, at least: if it fits, two in a hundred are left
-PLATEAU = 4  # sizes that take the same are not further apart than this part of them, as one rounds up to powers of two
 MOST_TRIALS = 12  # where sizes are not exact
 FAR = 8  # times the traced size: a prediction from there wants a third trace on the way
-HOLES = 200  # part of the budget that a first trial near it leaves to holes: half a percent
-WORTH = 33  # part of the limit that a trial has to add if it is not expected to fit
+MARGIN = 100  # part of the budget that holes may take besides, where a device keeps a margin for them
+HOLES = 200  # where there is none: part of the budget that a first trial near it leaves to them
+WORTH = 33  # part of a size by which the next may have to be larger, for a step to be recorded that could tell so
 # After a failure that the curve did not foresee: by what to stay below it, in percent of the budget where sizes are
 # exact, else of the size. What an allocator reserved for a step that fits corrects the curve, so one is wanted soon.
 EXACT_SPARES, SPARES = (2, 4, 8), (8, 8)
@@ -96,7 +96,7 @@ class Search:
         rules: How the allocator cuts blocks out of segments: the budget bounds these; ``None`` if it does not.
         predict_only: Try nothing near the budget: the result is ``predicted`` then.
         closest: Share of the budget that a trial may come to where only that leads on.
-        has_margin: Whether more than the budget is there, for the holes of an allocator.
+        has_margin: Whether one percent more than the budget is there, for the holes of an allocator.
         warm_up: The first step, of few samples, if it was recorded as the traces are.
 
     Attributes:
@@ -119,7 +119,8 @@ class Search:
     ) -> None:
         self.budget = budget
         self.rounding = rounding
-        self.rules = None if rules is None else replace(rules, budget=budget)
+        self._margin = budget // MARGIN if has_margin else 0  # bytes that holes may take beyond the budget
+        self.rules = None if rules is None else replace(rules, budget=budget + self._margin)
         self.predict_only = predict_only
         self._closest = int(closest * budget)
         self._holes = 0 if has_margin or rounding == 1 else budget // HOLES
@@ -132,12 +133,17 @@ class Search:
         self._curve: Curve | None = None
         self._verified = self._misled = self._contradicted = False
         self._early: Curve | None = None  # from the first step on
-        self._error = 0  # bytes by which the last prediction was wrong
+        self._is_unsure = False  # whether the last proposal may be too small
         self._trials = self._misses = 0
         self._stride = 1
 
-    def propose(self) -> int:
-        """The next size to try, below ``ceiling``; ``limit`` itself at the end."""
+    def propose(self, layout: tuple[Segment, ...] = ()) -> int:
+        """The next size to try, below ``ceiling``; ``limit`` itself at the end.
+
+        Args:
+            layout: The segments that it will find: what the last step has left lies in those that this one had.
+        """
+        self._curve = None if self._curve is None else self._curve.begun_at(layout)
         if self.limit + 1 >= self.ceiling:
             return self.limit
         for size in self._sizes:
@@ -147,7 +153,8 @@ class Search:
             return self._approach()
         guess = self._guess()
         if self.rounding > 1 and self._is_enough(guess):
-            return self._hoped()
+            return self.limit
+        self._is_unsure = self._may_be_more(guess)
         if guess > self.limit or self._is_proven():
             return guess
         return self._unused_between_traces() or min(self.limit + self._stride, self.ceiling - 1)
@@ -157,12 +164,9 @@ class Search:
         size, traces = trial.micro_batch_size, tuple(trace for trace in recorded if trace is not None)
         self._trials += 1
         if self._curve is not None:
-            foreseen = self._curve.confirms(trial, traces) if trial.fits else self._curve.needs(size) > self.budget
+            foreseen = self._curve.confirms(trial, traces) if trial.fits else self._needs(size) > self.budget
             self._verified |= foreseen and trial.fits
             self._misled |= not foreseen
-            needed = self._curve.needs(size)
-            reserved = needed if reserved_bytes is None else reserved_bytes
-            self._error = max(abs(self._curve(size) - trial.peak_bytes), abs(needed - reserved))
         self._contradicted = not trial.fits
         if not trial.fits:
             self._fail(size)
@@ -209,9 +213,6 @@ class Search:
         return (max(2 * self.limit, self._part_way(self._curve, guess)) if self.rounding > 1 else 2 * self.limit,)
 
     def _fail(self, size: int) -> None:
-        if self._curve is not None and self._replay is not None and self.rounding > 1:
-            alike = self._curve.alike(size, self.limit)
-            size, self._curve = max(alike, size - size // PLATEAU), self._curve.unstretched()
         self.ceiling = min(self.ceiling, size)
         self._misses += 1
         self._stride = 1
@@ -222,7 +223,7 @@ class Search:
     @property
     def wants_trace(self) -> bool:
         """Whether the next step should be recorded; later ones need not be where that disturbs them."""
-        return self.predict_only or len(self._fitting) < len(self._sizes)
+        return self.predict_only or self._is_unsure or len(self._fitting) < len(self._sizes)
 
     @property
     def predicted(self) -> int:
@@ -270,6 +271,11 @@ class Search:
     def _is_quadratic(self) -> bool:
         return self._replay is not None and self._replay.is_quadratic
 
+    def _may_be_more(self, guess: int) -> bool:
+        """Whether much more fits if temporaries have ended growing, which a recorded step tells."""
+        more = guess + max(1, guess // WORTH)
+        return self._curve is not None and more < self.ceiling and self._curve.needs_at_least(more) <= self.budget
+
     def _is_enough(self, guess: int) -> bool:
         """Whether the limit, tried beyond the traces, is near enough to where it should be, or trials are used up."""
         beyond = self.limit > max(self._sizes) or self._misses > 0
@@ -278,16 +284,15 @@ class Search:
         enough |= many and self.limit >= NEARLY_OF_FAILED * self.ceiling
         return (beyond and enough) or (self.limit > 0 and self._trials >= MOST_TRIALS)
 
-    def _hoped(self) -> int:
-        """A size much above the limit that fits if the prediction is as wrong once more; only if nothing failed."""
-        if self._curve is None or self._replay is None or self._misses or self._trials >= MANY_TRIALS - 1:
-            return self.limit
-        size = largest_fitting(self._curve.needs, self.limit + 1, self.ceiling - 1, self.budget + self._error)
-        return size if size > self.limit + self.limit // WORTH else self.limit
-
     def _is_proven(self) -> bool:
         """Whether a replay counts as a trial: one confirmed it, and none ever contradicted it."""
         return self._verified and not self._misled and self._replay is not None
+
+    def _needs(self, samples: int) -> int:
+        """Bytes that the budget must leave: holes may be in the margin, blocks may not."""
+        assert self._curve is not None
+        needed = self._curve.needs(samples)
+        return max(needed - self._margin, self._curve(samples)) if self._margin else needed
 
     def _guess(self) -> int:
         """Where the limit should be, from the predicted curve and from what contradicts it."""
@@ -295,7 +300,7 @@ class Search:
         if self._curve is None:
             return _between(low, self.ceiling) if self._misses else min(2 * low, high)
         large = low > max(self._sizes)  # a large step is in the curve: it is nearly right
-        guess = largest_fitting(self._curve.needs, low + 1, self._high, self.budget)
+        guess = largest_fitting(self._needs, low + 1, self._high, self.budget)
         if self._holes and not large:  # near a budget that an allocator keeps to, many samples may take little more
             spared = largest_fitting(self._curve.needs, low + 1, guess, self.budget - self._holes)
             guess = max(spared, guess - guess // 100)

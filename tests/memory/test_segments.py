@@ -165,6 +165,21 @@ def test_holes_between_what_was_there_before_are_used(before: list[Action], duri
     assert replay_segments(trace.sizes, trace) == (peak, device.reserved, device.reserved)
 
 
+def test_what_a_step_finds_is_where_the_one_before_has_left_it() -> None:
+    """A gradient of 2 MiB in a large segment: what else is there cannot be one block of 100 MiB as long as it lives."""
+    gradient, kept, hole = (2 * MIB, 1), (2 * MIB, 0), (96 * MIB, -1)
+    sizes, events = (2 * MIB, 2 * MIB, 100 * MIB, 98 * MIB), (0, 1, 2, ~1, ~2, 3)
+    recorded = MemoryTrace(1, sizes, events, layout=(Segment(False, 0, (kept, gradient)),), residents=(0, 5, 0, 0))
+    assert replay_segments(sizes, recorded).reserved == 104 * MIB
+    now = recorded.begun_at((Segment(False, 0, (kept, hole, (2 * MIB, 5))),), small=MIB)
+    assert now.layout == (Segment(False, 0, (kept, hole, gradient)),)
+    assert replay_segments(sizes, now).reserved == 200 * MIB
+    elsewhere = Segment(False, 0, (kept, (2 * MIB, 6)))
+    assert recorded.begun_at((elsewhere,), small=MIB) is recorded, "the gradient is not known"
+    assert recorded.begun_at((elsewhere,), small=2 * MIB) is not recorded
+    assert recorded.begun_at((), small=MIB) is recorded
+
+
 def stream(samples: int) -> MemoryTrace:
     """A step of many layers, with temporaries of odd sizes: holes that later blocks do not fill."""
     sizes, events = [200 * MIB], [0]
@@ -222,6 +237,24 @@ def test_a_search_foresees_what_will_be_reserved(budget_mib: int) -> None:
             assert not all(map(device.fits, range(search.limit + 1, search.limit + max(2, search.limit // 50) + 1)))
         else:
             assert not all(map(device.fits, range(search.limit + 1, search.limit * 10 // 9 + 2)))
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.integers(500, 20_000))
+def test_holes_may_lie_in_a_margin(budget_mib: int) -> None:
+    """Half a percent beyond the budget, which blocks keep to."""
+    budget = budget_mib * MIB
+    device, limits = Device(budget + budget // 200), []
+    for has_margin in (False, True):
+        sizes = trace_sizes(100_000, budget)
+        rules = SegmentRules()
+        search = Search(high=100_000, budget=budget, sizes=sizes, rounding=512, rules=rules, has_margin=has_margin)
+        while (size := search.propose()) != search.limit:
+            search.record(*device.run(size))
+        limits.append(search.limit)
+        assert device.fits(search.limit)
+        assert (search.predict(search.limit) or 0) <= budget
+    assert limits[1] >= 0.99 * limits[0]
 
 
 def compare_with_cuda() -> None:

@@ -3,7 +3,7 @@
 import ast
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 
 import pytest
@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_ga.errors import UserError
 from lightning_ga.memory.live_tensors import LiveTensorMeter
+from lightning_ga.memory.trace import Segment
 from lightning_ga.plan.records import ProbeResult
 from lightning_ga.probe.finder import find_micro_batch
 from lightning_ga.probe.search import MOST_TRIALS
@@ -420,7 +421,13 @@ class FakeCuda:
     def allocated(self) -> int:
         return self.memory.live_bytes
 
-    def start(self, *, record: bool = False) -> None:
+    def layout(self, residents: Mapping[int, int]) -> tuple[Segment, ...]:
+        return ()
+
+    def handed_out(self) -> int:
+        return 0
+
+    def start(self, *, record: bool = False, residents: Mapping[int, int]) -> None:
         self.memory.start()
 
     def reserved_peak(self) -> int:
@@ -444,7 +451,7 @@ class Elsewhere(FakeCuda):
     def allocated(self) -> int:
         return 0
 
-    def start(self, *, record: bool = False) -> None:
+    def start(self, *, record: bool = False, residents: Mapping[int, int]) -> None:
         Elsewhere.recordings += record
 
     def finish(self) -> tuple[int, bool]:

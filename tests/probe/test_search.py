@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from streams import CONSTANT_OR_GROWING, SQUARES, UNFORESEEN, FakeDevice, Size, linear, streams
 
+from lightning_ga.memory.segment_rules import MIB, SegmentRules
 from lightning_ga.memory.trace import MemoryTrace, canonical
 from lightning_ga.plan.records import ProbeResult, Trial, lowered, still_holds
 from lightning_ga.probe.curve import Step, fit_curve
@@ -170,6 +171,32 @@ def test_where_sizes_are_not_exact_the_search_is_bounded(
     assert search.limit == max(fitting, default=0)
     assert device.failed() <= MOST_TRIALS
     assert len(device.tried) <= (MOST_TRIALS if fitting else 1 + high.bit_length())
+
+
+def test_where_temporaries_may_have_ended_growing_a_step_near_the_limit_is_recorded() -> None:
+    """It tells that they have, where two small ones lead to two thirds of what fits."""
+    budget, tried, recorded = 2 * 10**8, [], []
+
+    def device(samples: int) -> tuple[MemoryTrace, MemoryTrace]:
+        sizes = (10**6, 10**5 * samples, min(2 * 10**5 * samples, 2 * 10**7), 10**5 * samples)
+        blocks = MemoryTrace(samples, sizes, (0, 1, 2, ~2, 3, ~1, ~3), addresses=(0, 1, 2, 3))
+        tensors = MemoryTrace(samples, sizes[:2] + sizes[3:], (0, 1, 2, ~1, ~2), addresses=(0, 1, 3))
+        return blocks, replace(tensors, handed_out=(0, 1, 3))
+
+    search = Search(high=10**6, budget=budget, sizes=(60, 90), rounding=512)
+    while (size := search.propose()) != search.limit:
+        tried.append(size)
+        blocks, tensors = device(size)
+        peak = blocks.peak(512)
+        wants = search.wants_trace
+        recorded += [size] if wants else []
+        search.record(Trial(size, peak, peak <= budget, 0.0), *((blocks, tensors) if wants else ()))
+    assert recorded == tried[:3]
+    assert tried[:2] == [60, 90]
+    assert 650 <= tried[2] <= 663
+    assert len(tried) == 4
+    assert 0.99 * 995 <= search.limit <= 995
+    assert search.ceiling == 10**6 + 1
 
 
 def test_a_first_trace_that_does_not_fit_is_followed_by_small_ones() -> None:
@@ -426,13 +453,13 @@ def test_peaks_by_phase_where_streams_do_not_align() -> None:
     assert (tried, search.limit, search.method) == ([4, 8, 190, 191], 190, "phases")
 
 
-def test_sizes_that_an_allocator_rounds_up_alike_are_alike() -> None:
-    """Up to 64 samples of 8 bytes take 512; a step that took more than foreseen changes no such curve."""
-    traces = [MemoryTrace(size, (100, 8 * size), (0, 1, ~1)) for size in (2, 4)]
+def test_a_step_that_took_hardly_less_than_foreseen_leaves_the_curve_as_it_is() -> None:
+    """Where a curve is nearly flat, a percent of the bytes would be many samples; one that took much less counts."""
+    traces = [MemoryTrace(size, (0, 30 * MIB * size), (0, 1, ~1)) for size in (2, 4)]
     steps = [Step(Trial(trace.samples, trace.peak(512), True, 0.0), (trace,)) for trace in traces]
-    curve = fit_curve(steps, 512)
+    curve = fit_curve(steps, 512, rules=SegmentRules())
     assert curve is not None
-    assert [curve.alike(size, 0) for size in (1, 64, 65, 128)] == [1, 1, 65, 65]
-    assert curve.alike(64, 20) == 21
-    assert curve.unstretched() is curve
-    assert replace(curve, grown=(1, 2)).unstretched().grown == (1, 1)
+    assert curve.needs(10) == 300 * MIB
+    for reserved, needed in ((300, 360), (297, 360), (240, 300), (360, 440)):
+        through = curve.through(Step(Trial(10, reserved * MIB, True, 0.0), (), reserved * MIB))
+        assert through.needs(12) // MIB == needed

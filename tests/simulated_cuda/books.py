@@ -84,14 +84,53 @@ def same_replay(programs: int, setting: str = "") -> None:
             held.clear()
 
 
+def same_replay_elsewhere(programs: int, setting: str = "") -> None:
+    """A recorded step is replayed to these peaks, too, where what was there before it lies in other places."""
+    rules = rules_with(setting)
+    meter = AllocatorMeter(torch.device("cuda", 0))
+    for name, sizes in SIZES.items():
+        for seed in range(programs):
+            torch.cuda.empty_cache()
+            choices, held = random.Random(seed), []
+            random_steps(choices, sizes, held, on_device, 120)
+            wanted = [tensor.nbytes for tensor in held]
+            meter.start(record=True, residents=_places(held))
+            random_steps(random.Random(-seed), sizes, held, on_device, 300)
+            trace = meter.trace(1)
+            assert trace is not None
+            held.clear()
+            torch.cuda.empty_cache()  # older segments lie below younger ones: snapshots do not tell how old they are
+            others = {
+                place: (on_device(sizes(choices)), on_device(wanted[place])) for place in _shuffled(wanted, choices)
+            }
+            held += [others.pop(place)[1] for place in range(len(wanted))]
+            layout = meter.layout(_places(held))
+            meter.start()
+            random_steps(random.Random(-seed), sizes, held, on_device, 300)
+            peak, undisturbed = meter.finish()
+            assert undisturbed
+            now = trace.begun_at(layout, small=0)
+            assert now is not trace or not layout, (name, seed)
+            assert replay_segments(now.sizes, now, rules)[:2] == (peak, meter.reserved_peak()), (name, seed)
+            held.clear()
+
+
+def _shuffled(wanted: list[int], choices: random.Random) -> list[int]:
+    return choices.sample(range(len(wanted)), len(wanted))
+
+
+def _places(held: list[torch.Tensor]) -> dict[int, int]:
+    return {tensor.data_ptr(): place for place, tensor in enumerate(held, 1)}
+
+
 BUDGET = 400 * MIB
 
 
 def same_under_pressure(programs: int, setting: str = "") -> None:
     """Where memory is short, the same blocks go back to the device, up to the first request that finds no room."""
+    torch.cuda.set_per_process_memory_fraction((BUDGET + 0.5) / torch.cuda.mem_get_info()[1])
     rules = replace(rules_with(setting), budget=BUDGET)
     meter = AllocatorMeter(torch.device("cuda", 0))
-    torch.cuda.set_per_process_memory_fraction((BUDGET + 0.5) / torch.cuda.mem_get_info()[1])
     ended = 0
     for name, sizes in SIZES.items():
         for seed in range(programs):
@@ -126,6 +165,8 @@ def told_of_settings() -> None:
     """Rules that ``Segments`` does not know are noticed, also where they were set at run time."""
     meter = AllocatorMeter(torch.device("cuda", 0))
     assert meter.rules == SegmentRules()
+    torch._C._accelerator_setAllocatorSettings("garbage_collection_threshold:0.5")
+    assert meter.rules == SegmentRules(), "nothing is collected as long as no fraction is set"
     for setting in (
         "expandable_segments:True,large_segment_size_mb:64",
         "max_split_size_mb:64,max_non_split_rounding_mb:64",

@@ -30,6 +30,13 @@ def test_the_books_are_those_of_the_allocator(check: str, programs: int, setting
     assert ended.code == 0, ended.output
 
 
+@pytest.mark.parametrize("setting", ["", "max_split_size_mb:32", "roundup_power2_divisions:4"])
+def test_a_step_is_replayed_from_other_segments_than_it_was_recorded_in(setting: str, tmp_path: Path) -> None:
+    """Byte for byte, but where segments grow: which pages were mapped before is not known there."""
+    ended = forked(books.same_replay_elsewhere, 20, setting, folder=tmp_path)
+    assert ended.code == 0, ended.output
+
+
 @pytest.mark.parametrize(
     "setting",
     ["", "max_split_size_mb:32", "garbage_collection_threshold:0.5", "expandable_segments:True"],
