@@ -1,6 +1,5 @@
 """Run one batch whole and in parts, and compare gradients and state: the passes of the exactness check."""
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -19,17 +18,23 @@ from lightning_ga.fit.deterministic import stop_dropping
 from lightning_ga.fit.differences import Differences, compare, distance, judge
 from lightning_ga.fit.window_watch import kept_buffers
 from lightning_ga.loading.reader import BatchReader
-from lightning_ga.loading.samples import collate_samples
+from lightning_ga.loading.samples import collate_samples, copied
 from lightning_ga.memory.live_tensors import uncounted
 from lightning_ga.memory.oom import is_out_of_memory
 from lightning_ga.plan.exactness import INEXACT, Exactness, uncuttable, unmeasured
 from lightning_ga.plan.weights import count_items
+from lightning_ga.snapshot.checksums import checksums, differ
 from lightning_ga.snapshot.random_numbers import RandomState, generator_state, generators_of, have_moved, reseed
 
 MOVED = 1e-2  # how far weights are moved, relatively: a teacher of momentum 0.9999 follows by more than rounding
 
 ACCUMULATED = (
     "gradients of earlier micro-batches, or adds some by itself (a hook that writes to .grad, a second loss)",
+)
+
+COUNTED = (
+    "the step depends on the number of its batch (batch_idx, or a count that a hook of batches keeps), which counts "
+    'micro-batches here: use trainer.global_step, which counts optimizer steps, or micro_batching="step"'
 )
 
 _SEEDS = 8  # further passes with other random numbers, where some are drawn
@@ -41,13 +46,14 @@ class Verdicts:
 
     training: Exactness  # for the micro-batches that training runs
     splitting: Exactness  # for batches that are cut in the step
+    harmless: tuple[str, ...] = ()  # state that changes where gradients are zeroed, and no gradient depends on
 
     def unless(self, other: "Verdicts") -> "Verdicts":
         """Return these verdicts, with those of the other check where only that found something inexact."""
         pairs = ((self.training, other.training), (self.splitting, other.splitting))
         steps = other.training.micro_steps
-        kept = (b if b.cause in (*INEXACT, "random") and a.cause == "exact" else a for a, b in pairs)
-        return Verdicts(*(replace(each, micro_steps=steps) for each in kept))
+        training, splitting = (b if b.cause in (*INEXACT, "random") and a.cause == "exact" else a for a, b in pairs)
+        return Verdicts(replace(training, micro_steps=steps), replace(splitting, micro_steps=steps))
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +92,7 @@ class ExactnessCheck:
         exactly = trainer.strategy.root_device.type == "cpu" and tolerance <= 1e-4
         self._rest = tolerance / (100 if exactly else 1)  # largest difference of a repeated step
         self._met: tuple[str, ...] | None = None  # what the module keeps; None until measured
+        self._zeroing: tuple[str, ...] = ()  # state that only hooks around the zeroing of gradients change
         self._steps = 0
         self._moves_whole = transfer.hooks_move_batches(trainer)  # these hooks get the whole batch, before it is cut
 
@@ -95,7 +102,7 @@ class ExactnessCheck:
         kept = self._reader.count(collated, expected=len(samples), on_host=True)
         if kept < 2:
             return both(unmeasured(self._tolerance, f"the collate function kept {kept} of {len(samples)} samples"))
-        whole = self._pass([collated], seed=0)
+        whole = self._without_zeroing(self._pass([collated], seed=0), collated)
         middle = (len(samples) + 1) // 2
         if in_step:
             return both(self._cut_and_judge(samples, collated, kept, whole))
@@ -108,6 +115,7 @@ class ExactnessCheck:
             return Verdicts(training, uncuttable(self._tolerance, str(why)))
         if (
             whole.changed == whole.changed_in_step
+            and not training.reason
             and kept == len(samples)
             and all(
                 same_values(part, slices(start, stop))
@@ -116,6 +124,19 @@ class ExactnessCheck:
         ):
             return Verdicts(training, training)
         return Verdicts(training, self._cut_and_judge(samples, collated, kept, whole))
+
+    @property
+    def harmless(self) -> tuple[str, ...]:
+        """Names of state that changes where gradients are zeroed, once a window, and that no gradient depends on."""
+        return () if self._met else self._zeroing
+
+    def _without_zeroing(self, whole: _Passes, collated: Any) -> _Passes:
+        """Leave out what changes where gradients are zeroed (``on_before_zero_grad``): once a window as in one pass."""
+        if not whole.changed_in_step:
+            return whole
+        within = self._pass([collated], seed=0, zeroes=False)
+        self._zeroing = tuple(name for name in whole.changed_in_step if name not in within.changed)
+        return replace(whole, changed=within.changed, changed_in_step=within.changed_in_step)
 
     def _cut_and_judge(self, samples: list[Any], collated: Any, kept: int, whole: _Passes) -> Exactness:
         middle = (kept + 1) // 2
@@ -178,18 +199,25 @@ class ExactnessCheck:
             tensors=changed,
             micro_steps=self._steps,
         )
+        if verdict.cause in ("coupled", "weighted", "sum") and not cut:
+            alike = _compared(whole, run(of_one=True), share)
+            if alike.error <= self._tolerance:
+                return replace(verdict, cause="stateful", reason=COUNTED)
         if verdict.cause != "weighted":
             return verdict
         return replace(verdict, counter=fitting_counter(again(0), parts, differences.share))
 
     def _kept(self, whole: _Passes, again: Callable[[int], Any]) -> tuple[str, ...]:
         """Name what the module keeps from one step to the next, as the same batch then gets another gradient."""
-        if whole.draws or self._met is not None:
-            return self._met or ()
+        if self._met is not None:
+            return self._met
+        if whole.draws:
+            return self._zeroing
         twice = self._pass([again(0), again(0)], seed=0, of_one=True)
         with uncounted():
             apart = distance(*twice.gradients)
-        self._met = ("what the module keeps from one step to the next",) if apart > self._rest else ()
+        kept = self._zeroing or ("what the module keeps from one step to the next",)
+        self._met = kept if apart > self._rest else ()
         return self._met
 
     def _noise(self, whole: _Passes, again: Callable[[int], Any]) -> float:
@@ -219,6 +247,7 @@ class ExactnessCheck:
         seed: int,
         of_one: bool = False,
         moved: bool = False,
+        zeroes: bool = True,
         weights: Sequence[float] = (),
     ) -> _Passes:
         """Run micro-batches one after the other, from the state that training begins with.
@@ -228,6 +257,7 @@ class ExactnessCheck:
             seed: Seed of the random numbers that they draw.
             of_one: Whether they are parts of one batch of the loop, whose hooks run once.
             moved: Whether they lie on the device.
+            zeroes: Whether the first begins a window, so that hooks around the zeroing of gradients run.
             weights: Their weights, if gradients are accumulated as in training; otherwise each begins with none. The
                 gradients returned are those that each micro-batch adds, without its weight.
         """
@@ -238,7 +268,7 @@ class ExactnessCheck:
         own = generators_of(module)
         reseed(seed, own)
         before, drawn, places = _watched(module), RandomState(), [(each, generator_state(each)) for each in own]
-        states: list[dict[str, tuple[float, float]]] = []
+        states: list[dict[str, int | None]] = []
         gradients: list[list[torch.Tensor]] = []
         for number, batch in enumerate(batches):
             if number == 0 or not weights:
@@ -252,6 +282,7 @@ class ExactnessCheck:
                 lambda: states.append(_watched(module)),
                 begins=not of_one or number == 0,
                 ends=not of_one or number == len(batches) - 1,
+                zeroes=zeroes and number == 0,
                 weight=weights[number] if weights else 1.0,
             )
             self._steps += 1
@@ -282,7 +313,7 @@ def _added(accumulated: list[list[torch.Tensor]], weights: Sequence[float]) -> l
 
 
 def _changed(before: dict[str, Any], after: dict[str, Any]) -> tuple[str, ...]:
-    return tuple(name for name in after if before.get(name) != after[name])
+    return tuple(name for name in after if differ(before.get(name), after[name]))
 
 
 def both(verdict: Exactness) -> Verdicts:
@@ -293,7 +324,7 @@ def both(verdict: Exactness) -> Verdicts:
 def _copied(batch: Any) -> Any:
     """Return a copy if the batch can be copied: a step may change its batch in place."""
     try:
-        return copy.deepcopy(batch)
+        return copied(batch)
     except Exception:  # a batch may hold anything
         return batch
 
@@ -328,29 +359,19 @@ def exact_arithmetic(trainer: Any, *, plain: bool) -> Iterator[None]:
 @torch.no_grad()
 def _move_weights(module: torch.nn.Module) -> None:
     """Move the trained weights a little, the same way each time."""
-    for parameter in module.parameters():
+    for number, parameter in enumerate(module.parameters()):  # copies of a weight (averages) move apart from it
         if parameter.requires_grad and parameter.is_floating_point() and not parameter.is_sparse:
             parameter.mul_(1.0 + MOVED)
             if parameter.numel() <= 2**16:
-                generator = torch.Generator(parameter.device).manual_seed(parameter.numel())
+                generator = torch.Generator(parameter.device).manual_seed(number)
                 noise = torch.empty(parameter.shape, device=parameter.device).normal_(generator=generator)
                 parameter.add_(noise.to(parameter.dtype), alpha=MOVED)
 
 
-def _watched(module: torch.nn.Module) -> dict[str, tuple[float, float]]:
-    """Return sums over the state that a step should not change.
-
-    That is buffers, except those of normalization, and untrained parameters.
-    """
-    untrained = ((name, parameter) for name, parameter in module.named_parameters() if not parameter.requires_grad)
-    named = (*kept_buffers(module), *untrained)
-    return {name: _sums(tensor) for name, tensor in named if tensor.layout is torch.strided and not tensor.is_nested}
-
-
-def _sums(tensor: torch.Tensor) -> tuple[float, float]:
-    with uncounted(), torch.no_grad():
-        values = tensor.detach().abs() if tensor.is_complex() else tensor.detach()
-        return float(values.sum(dtype=torch.float64)), float(values.double().pow(2).sum())
+def _watched(module: torch.nn.Module) -> dict[str, int | None]:
+    """Return sums over the state that a step should not change: weights, and buffers except those of normalization."""
+    named = dict([*kept_buffers(module), *module.named_parameters()])
+    return dict(zip(named, checksums(named.values())))
 
 
 def _gradients(module: torch.nn.Module) -> Iterator[torch.Tensor]:

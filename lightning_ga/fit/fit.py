@@ -4,13 +4,13 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.utils.data import DataLoader
 
 from lightning_ga.compat import checkpoint as loop_state
 from lightning_ga.compat import dataloaders, intervals, loops
 from lightning_ga.compat.step_counts import wrong_horizons
-from lightning_ga.errors import UserError
+from lightning_ga.errors import ExactnessWarning, UserError
 from lightning_ga.fit import checks
 from lightning_ga.fit.batch_norm import Momenta
 from lightning_ga.fit.batch_task import TrainingBatches
@@ -149,6 +149,9 @@ class Fit:
         if self._begun != (self.source, epoch):
             self._limit.lower()
             self._begin(epoch)
+            inexact = self.exactness.untold(accumulates=self.plan is not None and self.plan.factor > 1)
+            if inexact is not None:
+                rank_zero_warn(inexact, category=ExactnessWarning)
 
     def prepare(self, batch: Any) -> None:
         """Weigh the next micro-batch, and say whether schedules of the learning rate are due after it."""
@@ -365,11 +368,9 @@ class Fit:
 
     def warnings(self) -> list[str]:
         """Return what the user should know before training: inexact gradients, wrong horizons of schedules."""
-        found, steps = [], self.optimizer_steps()
-        accumulates, exactness = self.plan is not None and self.plan.factor > 1, self.exactness.training
-        if accumulates and exactness is not None and exactness.cause in INEXACT:
-            known = exactness.cause == "batch_norm" and self.options.batch_norm != "warn"
-            found += [] if known else [f"Accumulation is not exact for this model, {exactness}."]
+        accumulates, steps = self.plan is not None and self.plan.factor > 1, self.optimizer_steps()
+        inexact = self.exactness.untold(accumulates=accumulates)
+        found = [] if inexact is None else [inexact]
         if accumulates and self.source.streams and self.source.workers > 1:
             found.append(
                 "Several data workers read an iterable dataset in turn, a micro-batch each, so windows hold other "

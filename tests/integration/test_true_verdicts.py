@@ -208,6 +208,98 @@ def test_a_teacher_that_follows_once_a_batch_is_exact_in_step_mode() -> None:
     assert (ours.cause, ours.told) == ("exact", [])
 
 
+class Averaged(Task):
+    """A moving average of the network, for evaluation alone, as PyTorch has it: nobody froze it."""
+
+    def __init__(self, hook: str) -> None:
+        super().__init__()
+        mean = torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
+        self.average = torch.optim.swa_utils.AveragedModel(self.net, multi_avg_fn=mean)
+        self.hook = hook
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        if self.hook == "on_before_zero_grad":
+            self.average.update_parameters(self.net)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.net.parameters(), lr=self.lr)
+
+
+class AveragedByZeroing(Averaged):
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        optimizer.zero_grad()
+        self.average.update_parameters(self.net)
+
+
+@each(WAYS)
+@pytest.mark.parametrize("module", [lambda: Averaged("on_before_zero_grad"), lambda: AveragedByZeroing("none")])
+def test_an_average_that_follows_where_gradients_are_zeroed_is_exact(module: Any, way: Way) -> None:
+    """That is once a step in micro-batches too, and no gradient depends on it; memory runs out in a backward pass."""
+    case = Case(module, lambda: loader(60), BATCH, MICRO)
+    ours, oracle = run(case, way), one_pass(case)
+    assert error(ours, oracle) <= 1e-12
+    assert (ours.cause, ours.told, int(ours.module.average.n_averaged)) == ("exact", [], 5)
+    assert all("with the same result" in text for text in ours.ran_out)
+
+
+class Jagged(Task):
+    """A nested tensor through a layer, whose derivative wants it to be the one that went in."""
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        hidden = self.net[0](batch[0]).unbind()
+        return mse_loss(self.net[2](self.used(torch.stack([each.mean(0) for each in hidden]), len(hidden))), batch[1])
+
+
+def jagged() -> DataLoader:
+    """Sequences of 2 to 4 vectors."""
+    samples = [(torch.stack([inputs] * (2 + i % 3)), targets) for i, (inputs, targets) in enumerate(pairs(36))]
+
+    def collate(found: Any) -> Any:
+        sequences, targets = zip(*found)
+        return torch.nested.nested_tensor(list(sequences), layout=torch.jagged), torch.stack(targets)
+
+    return DataLoader(samples, batch_size=BATCH, collate_fn=collate)
+
+
+@each(WAYS)
+def test_nested_tensors_are_measured(way: Way) -> None:
+    """The check runs copies of batches, which have to be such that layers can differentiate them."""
+    cut_rightly(Case(Jagged, jagged, BATCH, MICRO), way)
+
+
+class Numbered(Task):
+    """A loss that grows with the number of the batch, as the schedule of a domain-adversarial network does."""
+
+    def __init__(self, counts: str) -> None:
+        super().__init__()
+        self.counts, self.batches = counts, 0
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.batches += 1
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        number = {"argument": batch_idx, "hook": self.batches, "step": self.global_step}[self.counts]
+        return self.loss(batch) + number * self.net(batch[0]).square().mean()
+
+
+@each(WAYS)
+@pytest.mark.parametrize("counts", ["argument", "hook", "step"])
+def test_a_step_that_counts_batches_is_told_where_micro_batches_are_counted(counts: str, way: Way) -> None:
+    """Where the loader cuts: at the start, or in the epoch after the one in which memory ran out."""
+    case = Case(lambda: Numbered(counts), loader, BATCH, MICRO)
+    ours, oracle = run(case, way, max_epochs=2), one_pass(case, max_epochs=2)
+    if counts == "step" or way.mode == "step":
+        assert error(ours, oracle) <= 1e-12
+        assert (ours.cause, ours.told) == ("exact", [])
+    else:
+        assert error(ours, oracle) > 1e-6
+        assert ours.cause == "stateful"
+        (text,) = ours.told
+        assert "batch_idx" in text
+        assert 'trainer.global_step, which counts optimizer steps, or micro_batching="step"' in text
+    assert all("with the same result" in text for text in ours.ran_out)
+
+
 # --- means over something else ------------------------------------------------------------------
 
 WORDS, LENGTH = 11, 9
