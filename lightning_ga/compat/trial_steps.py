@@ -152,10 +152,9 @@ def accumulate_only(
     *,
     begins: bool = True,
     ends: bool = True,
-    zeroes: bool = True,
     weight: float = 1.0,
 ) -> None:
-    """Run forward and backward of one micro-batch of a window, without an optimizer step.
+    """Run forward and backward of one micro-batch of a window; the first zeroes gradients, and nothing steps.
 
     To be called after ``enter_trial``.
 
@@ -166,7 +165,6 @@ def accumulate_only(
         observe: Called before and after the step, between the hooks of the loop.
         begins: Whether it begins a batch of the loop, so that ``on_train_batch_start`` runs.
         ends: Whether it ends one.
-        zeroes: Whether gradients are zeroed, as where a window begins.
         weight: Factor of its backward signal.
     """
     loop = trainer.fit_loop.epoch_loop
@@ -179,7 +177,7 @@ def accumulate_only(
         observe()
         kwargs = loop._build_kwargs(OrderedDict(), batch, batch_idx if begins else 0)
         with _weighing(trainer, weight):
-            outputs = loop.automatic_optimization.run(trainer.optimizers[0], 0 if zeroes else 1, kwargs)
+            outputs = loop.automatic_optimization.run(trainer.optimizers[0], batch_idx, kwargs)
         observe()
         if ends:
             call_module_hook(trainer, "on_train_batch_end", outputs, batch, batch_idx)

@@ -37,6 +37,8 @@ COUNTED = (
     'micro-batches here: use trainer.global_step, which counts optimizer steps, or micro_batching="step"'
 )
 
+Sums = dict[str, int | None]  # of the bits of tensors, by name
+
 _SEEDS = 8  # further passes with other random numbers, where some are drawn
 
 
@@ -46,7 +48,7 @@ class Verdicts:
 
     training: Exactness  # for the micro-batches that training runs
     splitting: Exactness  # for batches that are cut in the step
-    harmless: tuple[str, ...] = ()  # state that changes where gradients are zeroed, and no gradient depends on
+    harmless: tuple[str, ...] = ()  # state that changes as in one pass, and that no gradient depends on
 
     def unless(self, other: "Verdicts") -> "Verdicts":
         """Return these verdicts, with those of the other check where only that found something inexact."""
@@ -63,6 +65,8 @@ class _Passes:
     gradients: list[list[torch.Tensor]]  # the gradient of each
     changed: tuple[str, ...]  # names of the state that they changed besides gradients
     changed_in_step: tuple[str, ...]  # those that ``training_step`` or the backward pass changed, and no hook
+    left: Sums  # the state after them
+    left_by_step: Sums  # the state after the last step, before hooks
     draws: bool  # whether random numbers were drawn
 
 
@@ -91,8 +95,9 @@ class ExactnessCheck:
         self._count, self._tolerance = count, tolerance
         exactly = trainer.strategy.root_device.type == "cpu" and tolerance <= 1e-4
         self._rest = tolerance / (100 if exactly else 1)  # largest difference of a repeated step
-        self._met: tuple[str, ...] | None = None  # what the module keeps; None until measured
-        self._zeroing: tuple[str, ...] = ()  # state that only hooks around the zeroing of gradients change
+        self._keeps: bool | None = None  # whether the module keeps what changes gradients; None until measured
+        self._seen: set[str] = set()  # names of all that changed
+        self._harmful: set[str] = set()  # of those that parts leave otherwise, or that gradients depend on
         self._steps = 0
         self._moves_whole = transfer.hooks_move_batches(trainer)  # these hooks get the whole batch, before it is cut
 
@@ -102,7 +107,7 @@ class ExactnessCheck:
         kept = self._reader.count(collated, expected=len(samples), on_host=True)
         if kept < 2:
             return both(unmeasured(self._tolerance, f"the collate function kept {kept} of {len(samples)} samples"))
-        whole = self._without_zeroing(self._pass([collated], seed=0), collated)
+        whole = self._pass([collated], seed=0)
         middle = (len(samples) + 1) // 2
         if in_step:
             return both(self._cut_and_judge(samples, collated, kept, whole))
@@ -127,16 +132,8 @@ class ExactnessCheck:
 
     @property
     def harmless(self) -> tuple[str, ...]:
-        """Names of state that changes where gradients are zeroed, once a window, and that no gradient depends on."""
-        return () if self._met else self._zeroing
-
-    def _without_zeroing(self, whole: _Passes, collated: Any) -> _Passes:
-        """Leave out what changes where gradients are zeroed (``on_before_zero_grad``): once a window as in one pass."""
-        if not whole.changed_in_step:
-            return whole
-        within = self._pass([collated], seed=0, zeroes=False)
-        self._zeroing = tuple(name for name in whole.changed_in_step if name not in within.changed)
-        return replace(whole, changed=within.changed, changed_in_step=within.changed_in_step)
+        """Names of state that parts leave as one pass does (counts of samples), and that no gradient depends on."""
+        return tuple(self._seen - self._harmful)
 
     def _cut_and_judge(self, samples: list[Any], collated: Any, kept: int, whole: _Passes) -> Exactness:
         middle = (kept + 1) // 2
@@ -179,13 +176,13 @@ class ExactnessCheck:
         self, whole: _Passes, parts: list[Any], sizes: Sequence[int], again: Callable[[int], Any], *, cut: bool
     ) -> Exactness:
         """Compare parts with the whole, which ``again`` makes once more with random numbers of a seed."""
-        changed = (whole.changed_in_step if cut else whole.changed) or self._kept(whole, again)
         counts = [self._items(part, size, cut=cut) for part, size in zip(parts, sizes)]
         if not all(number > 0 for number in counts):
             return unmeasured(self._tolerance, f"normalize counts {counts} in the parts of a batch")
         share = counts[0] / sum(counts)
         run = partial(self._pass, parts, seed=1, of_one=cut, moved=cut and self._moves_whole)
-        differences = _compared(whole, run(weights=(share, 1 - share)), share)
+        together = run(weights=(share, 1 - share))
+        differences, changed = _compared(whole, together, share), self._changed(whole, together, again, cut=cut)
         if not differences.error <= self._tolerance:  # the cause shows in gradients that are not accumulated
             alone = _compared(whole, run(), share)
             changed = changed or (ACCUMULATED if alone.error <= self._tolerance else ())
@@ -207,18 +204,26 @@ class ExactnessCheck:
             return verdict
         return replace(verdict, counter=fitting_counter(again(0), parts, differences.share))
 
-    def _kept(self, whole: _Passes, again: Callable[[int], Any]) -> tuple[str, ...]:
-        """Name what the module keeps from one step to the next, as the same batch then gets another gradient."""
-        if self._met is not None:
-            return self._met
-        if whole.draws:
-            return self._zeroing
-        twice = self._pass([again(0), again(0)], seed=0, of_one=True)
-        with uncounted():
-            apart = distance(*twice.gradients)
-        kept = self._zeroing or ("what the module keeps from one step to the next",)
-        self._met = kept if apart > self._rest else ()
-        return self._met
+    def _changed(self, whole: _Passes, parts: _Passes, again: Callable[[int], Any], *, cut: bool) -> tuple[str, ...]:
+        """Name the state that parts leave otherwise than one pass, or that the next pass depends on."""
+        changed = whole.changed_in_step if cut else whole.changed
+        one, several = (whole.left_by_step, parts.left_by_step) if cut else (whole.left, parts.left)
+        found = tuple(name for name in changed if differ(one[name], several.get(name)))
+        if not found and whole.draws:  # nothing can be told of gradients
+            found = changed
+        elif not found and self._depends_on_last(again):
+            found = changed or ("what the module keeps from one step to the next",)
+        self._seen |= set(changed)
+        self._harmful |= set(found)
+        return found
+
+    def _depends_on_last(self, again: Callable[[int], Any]) -> bool:
+        """Return whether the same batch gets another gradient in the next step, as the module keeps something."""
+        if self._keeps is None:
+            twice = self._pass([again(0), again(0)], seed=0, of_one=True)
+            with uncounted():
+                self._keeps = distance(*twice.gradients) > self._rest
+        return self._keeps
 
     def _noise(self, whole: _Passes, again: Callable[[int], Any]) -> float:
         """Measure how far passes over the whole batch with other random numbers differ; several if some are drawn."""
@@ -247,7 +252,6 @@ class ExactnessCheck:
         seed: int,
         of_one: bool = False,
         moved: bool = False,
-        zeroes: bool = True,
         weights: Sequence[float] = (),
     ) -> _Passes:
         """Run micro-batches one after the other, from the state that training begins with.
@@ -257,7 +261,6 @@ class ExactnessCheck:
             seed: Seed of the random numbers that they draw.
             of_one: Whether they are parts of one batch of the loop, whose hooks run once.
             moved: Whether they lie on the device.
-            zeroes: Whether the first begins a window, so that hooks around the zeroing of gradients run.
             weights: Their weights, if gradients are accumulated as in training; otherwise each begins with none. The
                 gradients returned are those that each micro-batch adds, without its weight.
         """
@@ -268,7 +271,7 @@ class ExactnessCheck:
         own = generators_of(module)
         reseed(seed, own)
         before, drawn, places = _watched(module), RandomState(), [(each, generator_state(each)) for each in own]
-        states: list[dict[str, int | None]] = []
+        states: list[Sums] = []
         gradients: list[list[torch.Tensor]] = []
         for number, batch in enumerate(batches):
             if number == 0 or not weights:
@@ -282,17 +285,17 @@ class ExactnessCheck:
                 lambda: states.append(_watched(module)),
                 begins=not of_one or number == 0,
                 ends=not of_one or number == len(batches) - 1,
-                zeroes=zeroes and number == 0,
                 weight=weights[number] if weights else 1.0,
             )
             self._steps += 1
             if weights:
                 gradient_dtype.widen(module.parameters())
             gradients.append([_on_host(gradient) for gradient in _gradients(module)])
-        hooks, step = _changed(before, _watched(module)), _changed(*states[:2])
+        left = _watched(module)
+        hooks, step = _changed(before, left), _changed(*states[:2])
         if weights:
             gradients = _added(gradients, weights)
-        return _Passes(gradients, hooks, step, not drawn.is_current() or have_moved(places))
+        return _Passes(gradients, hooks, step, left, states[-1], not drawn.is_current() or have_moved(places))
 
 
 def _compared(whole: _Passes, parts: _Passes, share: float) -> Differences:
@@ -368,7 +371,7 @@ def _move_weights(module: torch.nn.Module) -> None:
                 parameter.add_(noise.to(parameter.dtype), alpha=MOVED)
 
 
-def _watched(module: torch.nn.Module) -> dict[str, int | None]:
+def _watched(module: torch.nn.Module) -> Sums:
     """Return sums over the state that a step should not change: weights, and buffers except those of normalization."""
     named = dict([*kept_buffers(module), *module.named_parameters()])
     return dict(zip(named, checksums(named.values())))

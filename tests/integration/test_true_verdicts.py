@@ -242,6 +242,35 @@ def test_an_average_that_follows_where_gradients_are_zeroed_is_exact(module: Any
     assert all("with the same result" in text for text in ours.ran_out)
 
 
+class Counting(Task):
+    """Counts samples in a buffer, to be saved with the weights."""
+
+    def __init__(self, matters: bool) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros((), dtype=torch.long))
+        self.matters = matters
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.seen += len(batch[1])
+        return self.loss(batch) + self.matters * self.seen * self.net(batch[0]).square().mean()
+
+
+@each(WAYS)
+def test_a_count_of_samples_is_exact(way: Way) -> None:
+    """Micro-batches leave it as one pass does, and no gradient depends on it."""
+    ours = cut_rightly(Case(lambda: Counting(matters=False), loader, BATCH, MICRO), way)
+    assert int(ours.module.seen) == 36
+
+
+@each_mode
+def test_a_count_of_samples_that_gradients_depend_on_is_told(way: Way) -> None:
+    """Parts of a window meet other counts than one pass does."""
+    ours = judged(lambda: Counting(matters=True), way)
+    assert ours.cause == "stateful"
+    (text,) = ours.told
+    assert "seen" in text
+
+
 class Jagged(Task):
     """A nested tensor through a layer, whose derivative wants it to be the one that went in."""
 
