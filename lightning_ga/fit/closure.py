@@ -332,6 +332,8 @@ class _Pass:
         """Yield contexts in which the backward pass leaves out what is complete, and reduces if it should."""
         steps, piece, reduction = self._batch.steps, self._piece, self._reduction
         complete = self._batch.complete_for(piece)
+        if piece is not None and not piece.is_last:
+            yield closures.before_the_last(steps.trainer)
         if self._batch.reduction is not None or (piece is not None and not piece.is_last):  # else Lightning sees to it
             apart = closures.accumulating(steps.trainer)
             yield from () if apart is None else (apart,)

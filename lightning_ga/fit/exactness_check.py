@@ -37,6 +37,11 @@ COUNTED = (
     'micro-batches here: use trainer.global_step, which counts optimizer steps, or micro_batching="step"'
 )
 
+HOOKED = (
+    "hooks on gradients (Tensor.register_hook, on_after_backward) see those of each micro-batch, not of the whole "
+    "batch: change gradients in on_before_optimizer_step, or clip them by Trainer(gradient_clip_val=…)"
+)
+
 Sums = dict[str, int | None]  # of the bits of tensors, by name
 
 _SEEDS = 8  # further passes with other random numbers, where some are drawn
@@ -196,10 +201,13 @@ class ExactnessCheck:
             tensors=changed,
             micro_steps=self._steps,
         )
-        if verdict.cause in ("coupled", "weighted", "sum") and not cut:
-            alike = _compared(whole, run(of_one=True), share)
-            if alike.error <= self._tolerance:
-                return replace(verdict, cause="stateful", reason=COUNTED)
+        if verdict.cause not in ("coupled", "weighted", "sum"):
+            return verdict
+        if not cut and _compared(whole, run(of_one=True), share).error <= self._tolerance:
+            return replace(verdict, cause="stateful", reason=COUNTED)
+        with trial_steps.without_gradient_hooks(self._trainer) as left_out:
+            if left_out and _compared(self._pass([again(0)], seed=0), run(), share).error <= self._tolerance:
+                return replace(verdict, cause="stateful", reason=HOOKED)
         if verdict.cause != "weighted":
             return verdict
         return replace(verdict, counter=fitting_counter(again(0), parts, differences.share))

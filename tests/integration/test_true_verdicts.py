@@ -158,6 +158,28 @@ INEXACT: dict[str, tuple[str, Callable[[], LightningModule], str]] = {
 }
 
 
+class Clamped(Task):
+    """Gradients are clamped as they come, by hooks of the weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for parameter in self.parameters():
+            parameter.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+
+
+class ClippedAfterBackward(Task):
+    """Gradients are clipped after every backward pass."""
+
+    def on_after_backward(self) -> None:
+        nn.utils.clip_grad_norm_(self.parameters(), 0.01)
+
+
+INEXACT |= {
+    "hooks of weights that clamp": ("stateful", Clamped, "hooks on gradients.*on_before_optimizer_step"),
+    "a hook that clips": ("stateful", ClippedAfterBackward, "hooks on gradients.*gradient_clip_val"),
+}
+
+
 @each_mode
 @pytest.mark.parametrize("name", INEXACT)
 def test_the_cause_is_named_where_accumulation_is_not_exact(name: str, way: Way) -> None:
@@ -294,6 +316,20 @@ def jagged() -> DataLoader:
 def test_nested_tensors_are_measured(way: Way) -> None:
     """The check runs copies of batches, which have to be such that layers can differentiate them."""
     cut_rightly(Case(Jagged, jagged, BATCH, MICRO), way)
+
+
+class ScaledWhenComplete(Task):
+    """Gradients are scaled after the backward pass in which they are complete, as the loop says."""
+
+    def on_after_backward(self) -> None:
+        if not self.trainer.fit_loop._should_accumulate():
+            for parameter in self.net[0].parameters():
+                parameter.grad.mul_(0.1)
+
+
+@each(WAYS)
+def test_hooks_are_told_that_gradients_are_complete_after_the_last_piece(way: Way) -> None:
+    cut_rightly(Case(ScaledWhenComplete, loader, BATCH, MICRO), way)
 
 
 class Numbered(Task):
