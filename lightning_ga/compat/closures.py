@@ -60,6 +60,19 @@ def accumulating(trainer: Any) -> AbstractContextManager[None] | None:
     return None if block is None else block()
 
 
+@contextmanager
+def before_the_last(trainer: Any) -> Iterator[None]:
+    """Return a context in which the loop says that it goes on to accumulate, as more pieces of the batch follow.
+
+    Hooks ask it so whether gradients are complete (``on_after_backward``).
+    """
+    patching.shadow(trainer.fit_loop, "_should_accumulate", lambda: True)
+    try:
+        yield
+    finally:
+        patching.unshadow(trainer.fit_loop, "_should_accumulate")
+
+
 def takes_an_iterator(module: Any, step: str = "training_step") -> bool:
     """Return whether a step fetches batches itself (``loops/utilities.py``, ``_select_data_fetcher``)."""
     return "dataloader_iter" in inspect.signature(getattr(module, step)).parameters

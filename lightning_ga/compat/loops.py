@@ -36,6 +36,11 @@ def window_is_over(trainer: Any) -> bool:
     return not loop._should_accumulate()
 
 
+def skips_backward(trainer: Any) -> bool:
+    """Return whether batches run forward alone, as in the last pass of ``StochasticWeightAveraging`` for BatchNorm."""
+    return bool(trainer.fit_loop.epoch_loop.automatic_optimization._skip_backward)
+
+
 def restarts_in_epoch(trainer: Any) -> bool:
     """Return whether the loops were restored from a checkpoint and go on with its counters."""
     return bool(trainer.fit_loop.epoch_loop.restarting)

@@ -190,6 +190,28 @@ def _weighing(trainer: Any, weight: float) -> Iterator[None]:
 
 
 @contextmanager
+def without_gradient_hooks(trainer: Any) -> Iterator[bool]:
+    """Return a context in which hooks change no gradients: those of weights, and ``on_after_backward`` of the module.
+
+    Yields:
+        Whether there are any.
+    """
+    module, plugin = trainer.lightning_module, trainer.precision_plugin
+    listed = [(one._backward_hooks, one._post_accumulate_grad_hooks) for one in module.parameters()]
+    kept = [(hooks, dict(hooks)) for pair in listed for hooks in pair if hooks]
+    stock = patching.sibling(trainer, "core.module").LightningModule.on_after_backward
+    for hooks, _ in kept:
+        hooks.clear()
+    patching.shadow(plugin, "post_backward", lambda loss, _: loss.detach())  # ``plugins/precision/precision.py``
+    try:
+        yield bool(kept) or getattr(module.on_after_backward, "__func__", None) is not stock
+    finally:
+        patching.unshadow(plugin, "post_backward")
+        for hooks, before in kept:
+            hooks.update(before)
+
+
+@contextmanager
 def without_collectives(trainer: Any) -> Iterator[None]:
     """Return a context in which a step waits for no other rank: no reduction, no broadcast of buffers."""
     strategy = trainer.strategy

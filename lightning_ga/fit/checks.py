@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from lightning_ga.compat import closures
+from lightning_ga.compat import closures, loops
 from lightning_ga.errors import UserError
 from lightning_ga.plan.accumulation import require_count, require_effective_batch
 from lightning_ga.plan.config import Request
@@ -47,7 +47,7 @@ def check_trainer(trainer: Any, module: Any, request: Request) -> None:
             "from AutoAccumulate: let it take (batch, batch_idx)."
         )
     for other in trainer.callbacks:
-        if type(other).__name__ in _RIVALS:
+        if any(kind.__name__ in _RIVALS for kind in type(other).__mro__):
             raise UserError(
                 f"The callbacks hold AutoAccumulate and {type(other).__name__}, which set the same things: "
                 f"remove {type(other).__name__}."
@@ -56,6 +56,25 @@ def check_trainer(trainer: Any, module: Any, request: Request) -> None:
         raise UserError(
             f"accumulate={request.factor(0)} and Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}) "
             "both set the factor: remove one of them."
+        )
+
+
+def check_factor(trainer: Any, planned: int | None) -> None:
+    """Refuse a factor that a hook has set in the middle of training: windows are weighted for the planned one.
+
+    Args:
+        trainer: The Trainer.
+        planned: The factor that it was given; ``None`` before it was given one.
+
+    Raises:
+        UserError: If it has another.
+    """
+    found = trainer.accumulate_grad_batches
+    if planned is not None and found != planned and not loops.skips_backward(trainer):
+        raise UserError(
+            f"A callback or hook set trainer.accumulate_grad_batches={found} during training, and AutoAccumulate had "
+            f"set {planned}: let AutoAccumulate set it, by effective_batch_size= or accumulate=, which take a mapping "
+            "such as {0: 64, 5: 256} from the epoch on."
         )
 
 

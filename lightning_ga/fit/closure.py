@@ -19,7 +19,7 @@ from lightning_ga.fit.pieces import Piece
 from lightning_ga.fit.window_gradients import WindowGradients
 from lightning_ga.loading.reader import CollatedAgain
 from lightning_ga.plan.window_weights import WindowWeights
-from lightning_ga.snapshot.gradients import Accumulations, GradientSnapshot, WindowGradientMarks, left_alone
+from lightning_ga.snapshot.gradients import Accumulations, GradientSnapshot, WindowGradientMarks, left_alone, set_apart
 
 
 class MicroBatchClosures:
@@ -158,7 +158,8 @@ class MicroBatch(BatchTask):
         self._weights = steps.gradients.weights  # before any of it has run
         self._evaluated = False
         self.reduction: WindowReduction | None = None
-        self._zeroed = False  # whether gradients are
+        self.zeroed = False  # whether gradients are
+        self._hooks_undone = False  # whether what else hooks around that changed was undone with a failed pass
         self._complete: dict[Piece | None, list[Tensor]] = {}  # gradients that a failed piece left complete
 
     def run(self, *_: Any) -> Any:
@@ -172,7 +173,8 @@ class MicroBatch(BatchTask):
         self._evaluated, self.within_window = True, not anew
         self._complete, self.reduction = {}, steps.reduction()
         self.may_begin_again = self._starts_window and steps.zeroes_anew and self.reduction is None
-        self._zeroed, self._weights = False, steps.gradients.weights
+        self.zeroed = self._hooks_undone = False
+        self._weights = steps.gradients.weights
         done = steps.run(self)
         merge = steps.retrier.attempts.again_if_memory_runs_out
         return merge(lambda: _merged(done)) if done.sizes else done.results[0]
@@ -200,18 +202,29 @@ class MicroBatch(BatchTask):
         if closure is None or part is not self.batch:
             kwargs, *others = self._given
             closure = self._make(kwargs if part is self.batch else {**kwargs, "batch": part}, *others)
-        if self._zeroed:
+        if self.zeroed and self._hooks_undone:
+            closures.zero_through(closure, self._zero_apart)
+        elif self.zeroed:
             closures.zero_no_gradients(closure)
         return closure
 
-    def have_zeroed(self) -> None:
+    def have_zeroed(self, *, hooks_undone: bool = False) -> None:
         """Note that gradients were zeroed if they had to be, and are kept from here on."""
-        self._zeroed = True
+        self.zeroed, self._hooks_undone = True, hooks_undone
+
+    def have_undone(self, *, zeroing: bool) -> None:
+        """Note that a pass was undone but for its gradients, and whether these were zeroed in it."""
+        self.have_zeroed(hooks_undone=zeroing or self._hooks_undone)
+
+    def _zero_apart(self, zero: Callable[[], None]) -> None:
+        """Let hooks around the zeroing of gradients run again (a teacher follows there), without their gradients."""
+        with set_apart(self.steps.parameters):
+            zero()
 
     def begin_again(self) -> str | None:
         """Undo all passes: gradients are zeroed anew; name those that are not."""
         self.steps.gradients.put_back(self._weights)
-        self._zeroed = False
+        self.zeroed = self._hooks_undone = False
         zeroes_anew = closures.zeroes_as_stock(self.steps.trainer)  # parameters may have been unfrozen since
         return None if zeroes_anew else "gradients that came to be within an epoch, which no optimizer zeroes"
 
@@ -241,7 +254,7 @@ class _Pass:
         """Run it; Lightning's result, of a piece what ``training_step`` returned, the loss without its graph."""
         batch, steps = self._batch, self._batch.steps
         closure = batch.closure(part)
-        self._starts_window = closures.zeroes_gradients(closure)
+        self._starts_window = closures.zeroes_gradients(closure) and not batch.zeroed
         self._weights = steps.gradients.weights
         if self._starts_window:
             steps.begin_window()
@@ -288,7 +301,7 @@ class _Pass:
             return None
         is_closing = reduction is not None and reduction.is_closing
         batch.failed(self._piece, steps.parameters if is_closing else self._gradients.restore())
-        batch.have_zeroed()
+        batch.have_undone(zeroing=self._starts_window)
         lost = self._gradients.lost()
         if reduction is not None:
             reduction.receive()
@@ -318,6 +331,8 @@ class _Pass:
         """Yield contexts in which the backward pass leaves out what is complete, and reduces if it should."""
         steps, piece, reduction = self._batch.steps, self._piece, self._reduction
         complete = self._batch.complete_for(piece)
+        if piece is not None and not piece.is_last:
+            yield closures.before_the_last(steps.trainer)
         if self._batch.reduction is not None or (piece is not None and not piece.is_last):  # else Lightning sees to it
             apart = closures.accumulating(steps.trainer)
             yield from () if apart is None else (apart,)

@@ -12,7 +12,7 @@ from lightning_ga.fit.window_watch import WindowWatch
 from lightning_ga.loading.reader import BatchReader
 from lightning_ga.loading.training_source import TrainingSource
 from lightning_ga.plan.config import Options
-from lightning_ga.plan.exactness import Exactness, found_to_change, splitting_sentence, uncuttable
+from lightning_ga.plan.exactness import INEXACT, Exactness, found_to_change, splitting_sentence, uncuttable
 
 
 class TrainingExactness:
@@ -27,7 +27,9 @@ class TrainingExactness:
         self._trainer, self._options = trainer, options
         self.training: Exactness | None = None  # of training, as measured
         self._splitting: Exactness | None = None  # of batches that are cut in the step, be it after an error
+        self._harmless: frozenset[str] = frozenset()  # state that changes without an effect on gradients
         self._watch = WindowWatch(trainer)
+        self._is_told = False  # whether the user knows that accumulation is not exact, if it is not
         self.is_looking = False  # whether the first micro-batches of a training that was measured are still to come
 
     @property
@@ -38,7 +40,8 @@ class TrainingExactness:
     @property
     def changing(self) -> set[str]:
         """Names of what the step was seen to change."""
-        return {name for found in (self.training, self._splitting) if found is not None for name in found.tensors}
+        tensors = {name for found in (self.training, self._splitting) if found is not None for name in found.tensors}
+        return tensors | self._harmless
 
     def measure(self, source: TrainingSource, reader: BatchReader, *, epoch: int, limit: int) -> None:
         """Measure exactness.
@@ -64,6 +67,7 @@ class TrainingExactness:
         except LayoutError as why:
             verdicts = both(uncuttable(rounding(self._trainer), str(why)))
         self.training, self._splitting = verdicts.training, verdicts.splitting
+        self._harmless = frozenset(verdicts.harmless)
         self.is_looking = True
 
     def look(self, *, accumulates: bool) -> None:
@@ -73,12 +77,28 @@ class TrainingExactness:
 
     def found_changed(self, tensors: tuple[str, ...], *, accumulates: bool) -> None:
         """Warn once where training shows that not all passes of a window meet the same model."""
-        found = found_to_change(self.training, tensors)
+        found = found_to_change(self.training, self._harmful(tensors))
         if found is self.training or not accumulates:
             return
         self.training = found
         rank_zero_warn(f"Accumulation is not exact for this training, {found}.", category=ExactnessWarning)
 
+    def untold(self, *, accumulates: bool) -> str | None:
+        """Return the sentence on windows that are not exact, once, where the first of several passes begins.
+
+        That may be in a later epoch, where memory ran out meanwhile.
+        """
+        found = self.training
+        if found is None or not accumulates or self._is_told:
+            return None
+        self._is_told = True
+        is_known = found.cause == "batch_norm" and self._options.batch_norm != "warn"
+        return None if is_known or found.cause not in INEXACT else f"Accumulation is not exact for this model, {found}."
+
     def splitting_sentence(self, changing: tuple[str, ...]) -> str:
         """Say whether a batch in parts has the gradient of the whole, where passes were seen to change weights."""
-        return splitting_sentence(found_to_change(self._splitting, changing))
+        self._is_told |= self._splitting is not None and self._splitting.cause in INEXACT
+        return splitting_sentence(found_to_change(self._splitting, self._harmful(changing)))
+
+    def _harmful(self, tensors: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(name for name in tensors if name not in self._harmless)

@@ -1,6 +1,5 @@
 """Run one batch whole and in parts, and compare gradients and state: the passes of the exactness check."""
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -19,11 +18,12 @@ from lightning_ga.fit.deterministic import stop_dropping
 from lightning_ga.fit.differences import Differences, compare, distance, judge
 from lightning_ga.fit.window_watch import kept_buffers
 from lightning_ga.loading.reader import BatchReader
-from lightning_ga.loading.samples import collate_samples
+from lightning_ga.loading.samples import collate_samples, copied
 from lightning_ga.memory.live_tensors import uncounted
 from lightning_ga.memory.oom import is_out_of_memory
 from lightning_ga.plan.exactness import INEXACT, Exactness, uncuttable, unmeasured
 from lightning_ga.plan.weights import count_items
+from lightning_ga.snapshot.checksums import checksums, differ
 from lightning_ga.snapshot.random_numbers import RandomState, generator_state, generators_of, have_moved, reseed
 
 MOVED = 1e-2  # how far weights are moved, relatively: a teacher of momentum 0.9999 follows by more than rounding
@@ -31,6 +31,18 @@ MOVED = 1e-2  # how far weights are moved, relatively: a teacher of momentum 0.9
 ACCUMULATED = (
     "gradients of earlier micro-batches, or adds some by itself (a hook that writes to .grad, a second loss)",
 )
+
+COUNTED = (
+    "the step depends on the number of its batch (batch_idx, or a count that a hook of batches keeps), which counts "
+    'micro-batches here: use trainer.global_step, which counts optimizer steps, or micro_batching="step"'
+)
+
+HOOKED = (
+    "hooks on gradients (Tensor.register_hook, on_after_backward) see those of each micro-batch, not of the whole "
+    "batch: change gradients in on_before_optimizer_step, or clip them by Trainer(gradient_clip_val=…)"
+)
+
+Sums = dict[str, int | None]  # of the bits of tensors, by name
 
 _SEEDS = 8  # further passes with other random numbers, where some are drawn
 
@@ -41,13 +53,14 @@ class Verdicts:
 
     training: Exactness  # for the micro-batches that training runs
     splitting: Exactness  # for batches that are cut in the step
+    harmless: tuple[str, ...] = ()  # state that changes as in one pass, and that no gradient depends on
 
     def unless(self, other: "Verdicts") -> "Verdicts":
         """Return these verdicts, with those of the other check where only that found something inexact."""
         pairs = ((self.training, other.training), (self.splitting, other.splitting))
         steps = other.training.micro_steps
-        kept = (b if b.cause in (*INEXACT, "random") and a.cause == "exact" else a for a, b in pairs)
-        return Verdicts(*(replace(each, micro_steps=steps) for each in kept))
+        training, splitting = (b if b.cause in (*INEXACT, "random") and a.cause == "exact" else a for a, b in pairs)
+        return Verdicts(replace(training, micro_steps=steps), replace(splitting, micro_steps=steps))
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +70,8 @@ class _Passes:
     gradients: list[list[torch.Tensor]]  # the gradient of each
     changed: tuple[str, ...]  # names of the state that they changed besides gradients
     changed_in_step: tuple[str, ...]  # those that ``training_step`` or the backward pass changed, and no hook
+    left: Sums  # the state after them
+    left_by_step: Sums  # the state after the last step, before hooks
     draws: bool  # whether random numbers were drawn
 
 
@@ -85,7 +100,9 @@ class ExactnessCheck:
         self._count, self._tolerance = count, tolerance
         exactly = trainer.strategy.root_device.type == "cpu" and tolerance <= 1e-4
         self._rest = tolerance / (100 if exactly else 1)  # largest difference of a repeated step
-        self._met: tuple[str, ...] | None = None  # what the module keeps; None until measured
+        self._keeps: bool | None = None  # whether the module keeps what changes gradients; None until measured
+        self._seen: set[str] = set()  # names of all that changed
+        self._harmful: set[str] = set()  # of those that parts leave otherwise, or that gradients depend on
         self._steps = 0
         self._moves_whole = transfer.hooks_move_batches(trainer)  # these hooks get the whole batch, before it is cut
 
@@ -108,6 +125,7 @@ class ExactnessCheck:
             return Verdicts(training, uncuttable(self._tolerance, str(why)))
         if (
             whole.changed == whole.changed_in_step
+            and not training.reason
             and kept == len(samples)
             and all(
                 same_values(part, slices(start, stop))
@@ -116,6 +134,11 @@ class ExactnessCheck:
         ):
             return Verdicts(training, training)
         return Verdicts(training, self._cut_and_judge(samples, collated, kept, whole))
+
+    @property
+    def harmless(self) -> tuple[str, ...]:
+        """Names of state that parts leave as one pass does (counts of samples), and that no gradient depends on."""
+        return tuple(self._seen - self._harmful)
 
     def _cut_and_judge(self, samples: list[Any], collated: Any, kept: int, whole: _Passes) -> Exactness:
         middle = (kept + 1) // 2
@@ -158,13 +181,13 @@ class ExactnessCheck:
         self, whole: _Passes, parts: list[Any], sizes: Sequence[int], again: Callable[[int], Any], *, cut: bool
     ) -> Exactness:
         """Compare parts with the whole, which ``again`` makes once more with random numbers of a seed."""
-        changed = (whole.changed_in_step if cut else whole.changed) or self._kept(whole, again)
         counts = [self._items(part, size, cut=cut) for part, size in zip(parts, sizes)]
         if not all(number > 0 for number in counts):
             return unmeasured(self._tolerance, f"normalize counts {counts} in the parts of a batch")
         share = counts[0] / sum(counts)
         run = partial(self._pass, parts, seed=1, of_one=cut, moved=cut and self._moves_whole)
-        differences = _compared(whole, run(weights=(share, 1 - share)), share)
+        together = run(weights=(share, 1 - share))
+        differences, changed = _compared(whole, together, share), self._changed(whole, together, again, cut=cut)
         if not differences.error <= self._tolerance:  # the cause shows in gradients that are not accumulated
             alone = _compared(whole, run(), share)
             changed = changed or (ACCUMULATED if alone.error <= self._tolerance else ())
@@ -178,19 +201,37 @@ class ExactnessCheck:
             tensors=changed,
             micro_steps=self._steps,
         )
+        if verdict.cause not in ("coupled", "weighted", "sum"):
+            return verdict
+        if not cut and _compared(whole, run(of_one=True), share).error <= self._tolerance:
+            return replace(verdict, cause="stateful", reason=COUNTED)
+        with trial_steps.without_gradient_hooks(self._trainer) as left_out:
+            if left_out and _compared(self._pass([again(0)], seed=0), run(), share).error <= self._tolerance:
+                return replace(verdict, cause="stateful", reason=HOOKED)
         if verdict.cause != "weighted":
             return verdict
         return replace(verdict, counter=fitting_counter(again(0), parts, differences.share))
 
-    def _kept(self, whole: _Passes, again: Callable[[int], Any]) -> tuple[str, ...]:
-        """Name what the module keeps from one step to the next, as the same batch then gets another gradient."""
-        if whole.draws or self._met is not None:
-            return self._met or ()
-        twice = self._pass([again(0), again(0)], seed=0, of_one=True)
-        with uncounted():
-            apart = distance(*twice.gradients)
-        self._met = ("what the module keeps from one step to the next",) if apart > self._rest else ()
-        return self._met
+    def _changed(self, whole: _Passes, parts: _Passes, again: Callable[[int], Any], *, cut: bool) -> tuple[str, ...]:
+        """Name the state that parts leave otherwise than one pass, or that the next pass depends on."""
+        changed = whole.changed_in_step if cut else whole.changed
+        one, several = (whole.left_by_step, parts.left_by_step) if cut else (whole.left, parts.left)
+        found = tuple(name for name in changed if differ(one[name], several.get(name)))
+        if not found and whole.draws:  # nothing can be told of gradients
+            found = changed
+        elif not found and self._depends_on_last(again):
+            found = changed or ("what the module keeps from one step to the next",)
+        self._seen |= set(changed)
+        self._harmful |= set(found)
+        return found
+
+    def _depends_on_last(self, again: Callable[[int], Any]) -> bool:
+        """Return whether the same batch gets another gradient in the next step, as the module keeps something."""
+        if self._keeps is None:
+            twice = self._pass([again(0), again(0)], seed=0, of_one=True)
+            with uncounted():
+                self._keeps = distance(*twice.gradients) > self._rest
+        return self._keeps
 
     def _noise(self, whole: _Passes, again: Callable[[int], Any]) -> float:
         """Measure how far passes over the whole batch with other random numbers differ; several if some are drawn."""
@@ -238,7 +279,7 @@ class ExactnessCheck:
         own = generators_of(module)
         reseed(seed, own)
         before, drawn, places = _watched(module), RandomState(), [(each, generator_state(each)) for each in own]
-        states: list[dict[str, tuple[float, float]]] = []
+        states: list[Sums] = []
         gradients: list[list[torch.Tensor]] = []
         for number, batch in enumerate(batches):
             if number == 0 or not weights:
@@ -258,10 +299,11 @@ class ExactnessCheck:
             if weights:
                 gradient_dtype.widen(module.parameters())
             gradients.append([_on_host(gradient) for gradient in _gradients(module)])
-        hooks, step = _changed(before, _watched(module)), _changed(*states[:2])
+        left = _watched(module)
+        hooks, step = _changed(before, left), _changed(*states[:2])
         if weights:
             gradients = _added(gradients, weights)
-        return _Passes(gradients, hooks, step, not drawn.is_current() or have_moved(places))
+        return _Passes(gradients, hooks, step, left, states[-1], not drawn.is_current() or have_moved(places))
 
 
 def _compared(whole: _Passes, parts: _Passes, share: float) -> Differences:
@@ -282,7 +324,7 @@ def _added(accumulated: list[list[torch.Tensor]], weights: Sequence[float]) -> l
 
 
 def _changed(before: dict[str, Any], after: dict[str, Any]) -> tuple[str, ...]:
-    return tuple(name for name in after if before.get(name) != after[name])
+    return tuple(name for name in after if differ(before.get(name), after[name]))
 
 
 def both(verdict: Exactness) -> Verdicts:
@@ -293,7 +335,7 @@ def both(verdict: Exactness) -> Verdicts:
 def _copied(batch: Any) -> Any:
     """Return a copy if the batch can be copied: a step may change its batch in place."""
     try:
-        return copy.deepcopy(batch)
+        return copied(batch)
     except Exception:  # a batch may hold anything
         return batch
 
@@ -328,29 +370,19 @@ def exact_arithmetic(trainer: Any, *, plain: bool) -> Iterator[None]:
 @torch.no_grad()
 def _move_weights(module: torch.nn.Module) -> None:
     """Move the trained weights a little, the same way each time."""
-    for parameter in module.parameters():
+    for number, parameter in enumerate(module.parameters()):  # copies of a weight (averages) move apart from it
         if parameter.requires_grad and parameter.is_floating_point() and not parameter.is_sparse:
             parameter.mul_(1.0 + MOVED)
             if parameter.numel() <= 2**16:
-                generator = torch.Generator(parameter.device).manual_seed(parameter.numel())
+                generator = torch.Generator(parameter.device).manual_seed(number)
                 noise = torch.empty(parameter.shape, device=parameter.device).normal_(generator=generator)
                 parameter.add_(noise.to(parameter.dtype), alpha=MOVED)
 
 
-def _watched(module: torch.nn.Module) -> dict[str, tuple[float, float]]:
-    """Return sums over the state that a step should not change.
-
-    That is buffers, except those of normalization, and untrained parameters.
-    """
-    untrained = ((name, parameter) for name, parameter in module.named_parameters() if not parameter.requires_grad)
-    named = (*kept_buffers(module), *untrained)
-    return {name: _sums(tensor) for name, tensor in named if tensor.layout is torch.strided and not tensor.is_nested}
-
-
-def _sums(tensor: torch.Tensor) -> tuple[float, float]:
-    with uncounted(), torch.no_grad():
-        values = tensor.detach().abs() if tensor.is_complex() else tensor.detach()
-        return float(values.sum(dtype=torch.float64)), float(values.double().pow(2).sum())
+def _watched(module: torch.nn.Module) -> Sums:
+    """Return sums over the state that a step should not change: weights, and buffers except those of normalization."""
+    named = dict([*kept_buffers(module), *module.named_parameters()])
+    return dict(zip(named, checksums(named.values())))
 
 
 def _gradients(module: torch.nn.Module) -> Iterator[torch.Tensor]:

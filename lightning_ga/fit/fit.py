@@ -4,13 +4,14 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.utils.data import DataLoader
 
 from lightning_ga.compat import checkpoint as loop_state
 from lightning_ga.compat import dataloaders, intervals, loops
 from lightning_ga.compat.step_counts import wrong_horizons
-from lightning_ga.errors import UserError
+from lightning_ga.errors import ExactnessWarning, UserError
+from lightning_ga.fit import checks
 from lightning_ga.fit.batch_norm import Momenta
 from lightning_ga.fit.batch_task import TrainingBatches
 from lightning_ga.fit.epochs import optimizer_steps, plan_epoch
@@ -63,6 +64,7 @@ class Fit:
         self.exactness = TrainingExactness(trainer, options)
         self._momenta: Momenta | None = None
         self._begun: tuple[TrainingSource, int] | None = None  # what the loops were told of last
+        self._factor: int | None = None  # the factor that the trainer was given last
         self._frequencies: dict[int, int] = {}
         self._samples: dict[int, int | None] = {}  # that batches of the window which is trained on should hold
         self._as_planned = False  # whether every batch holds the samples that were fetched for it
@@ -143,14 +145,19 @@ class Fit:
     def start_epoch(self) -> None:
         """Cut the next epoch as its schedule says; the loop iterates it anew."""
         epoch = loops.training_epoch(self.trainer)
+        checks.check_factor(self.trainer, self._factor)
         if self._begun != (self.source, epoch):
             self._limit.lower()
             self._begin(epoch)
+            inexact = self.exactness.untold(accumulates=self.plan is not None and self.plan.factor > 1)
+            if inexact is not None:
+                rank_zero_warn(inexact, category=ExactnessWarning)
 
     def prepare(self, batch: Any) -> None:
         """Weigh the next micro-batch, and say whether schedules of the learning rate are due after it."""
         if self.exactness.is_looking:
             self.exactness.look(accumulates=self._accumulates)
+        checks.check_factor(self.trainer, self._factor)
         source, index = self.source, loops.micro_batch_index(self.trainer)
         chunk = source.chunk(index)
         if loops.begins_window(self.trainer):
@@ -177,8 +184,9 @@ class Fit:
         """Refuse a loader whose own ``__iter__`` has ended the epoch before its last micro-batch.
 
         Raises:
-            UserError: If that is so; windows were not trained on as planned.
+            UserError: If that is so, or the factor is another; windows were not trained on as planned.
         """
+        checks.check_factor(self.trainer, self._factor)
         done, planned = loops.batches_processed(self.trainer), self.source.length
         if planned is None or done >= planned or not dataloaders.ran_out(self.trainer):
             return
@@ -248,7 +256,7 @@ class Fit:
         """Cut an epoch; the loader yields nothing while the limit is unknown."""
         done = self._progress.samples_done(epoch)
         planned = plan_epoch(self.source, self.request, epoch, micro_batch=self._limit.micro_batch, samples_done=done)
-        self.trainer.accumulate_grad_batches = planned.fed.factor
+        self._factor = self.trainer.accumulate_grad_batches = planned.fed.factor
         self._fed_at_most, self.plan = planned.fed.micro_batch_size, planned.plan
 
     def _rescale_momenta(self) -> None:
@@ -360,11 +368,9 @@ class Fit:
 
     def warnings(self) -> list[str]:
         """Return what the user should know before training: inexact gradients, wrong horizons of schedules."""
-        found, steps = [], self.optimizer_steps()
-        accumulates, exactness = self.plan is not None and self.plan.factor > 1, self.exactness.training
-        if accumulates and exactness is not None and exactness.cause in INEXACT:
-            known = exactness.cause == "batch_norm" and self.options.batch_norm != "warn"
-            found += [] if known else [f"Accumulation is not exact for this model, {exactness}."]
+        accumulates, steps = self.plan is not None and self.plan.factor > 1, self.optimizer_steps()
+        inexact = self.exactness.untold(accumulates=accumulates)
+        found = [] if inexact is None else [inexact]
         if accumulates and self.source.streams and self.source.workers > 1:
             found.append(
                 "Several data workers read an iterable dataset in turn, a micro-batch each, so windows hold other "

@@ -102,19 +102,27 @@ def collate_samples(loader: "DataLoader[Any]", samples: list[Any], count: int, *
         seed: Seed of the random numbers that the collate function draws.
     """
     with uncounted():  # copies, as a collate_fn may change its input; they lie on the host
-        copies = [_copied(samples[position % len(samples)]) for position in range(count)]
+        copies = [copied(samples[position % len(samples)]) for position in range(count)]
     with untouched(getattr(loader.collate_fn, "__self__", loader.collate_fn), seed=seed):
         read = DataLoader.__iter__ if keeps_place(loader) else iter  # its own iterator would move its position
         return next(read(_reading_copy(loader, [list(range(count))], dataset=copies, _dataset_kind=_MAP_STYLE)))
 
 
-def _copied(sample: Any) -> Any:
-    """Return a deep copy; of a tensor that is a view, only what it shows and not its whole storage."""
+def copied(sample: Any) -> Any:
+    """Return a deep copy; of a tensor that is a view, only what it shows and not its whole storage.
+
+    Nested tensors are cloned: no layer can differentiate deep copies of theirs (PyTorch 2.15).
+    """
     seen: set[int] = set()
     places = [sample, *map(vars, reachable(sample))]
-    inner = [value for place in places for value in contained(place, seen) if type(value) is torch.Tensor]
-    views = [t for t in inner if t.layout is torch.strided and t.untyped_storage().nbytes() > t.nbytes]
-    return copy.deepcopy(sample, {id(view): view.clone() for view in views})
+    inner = [value for place in places for value in contained(place, seen) if isinstance(value, torch.Tensor)]
+    return copy.deepcopy(sample, {id(tensor): tensor.clone() for tensor in inner if _is_cloned(tensor)})
+
+
+def _is_cloned(tensor: torch.Tensor) -> bool:
+    if tensor.is_nested or type(tensor) is not torch.Tensor:
+        return tensor.is_nested
+    return tensor.layout is torch.strided and tensor.untyped_storage().nbytes() > tensor.nbytes
 
 
 @contextmanager

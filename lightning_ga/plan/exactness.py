@@ -21,9 +21,8 @@ _MEANING: dict[Cause, str] = {
     "samples by themselves, or train in whole batches",
     "weighted": "the loss is a mean over something else than samples (tokens, nodes, class weights): give {counter}, "
     "so that micro-batches weigh what they count",
-    "stateful": "the step, or a hook, changes {tensors}, which the next micro-batch meets: that happens once for each "
-    "micro-batch now, not once a step; change it after the optimizer's step (in optimizer_step, after "
-    "super().optimizer_step(…))",
+    "stateful": "the step, or a hook, changes {tensors}, which the next micro-batch meets and one pass over the batch "
+    "would not; change it after the optimizer's step (in optimizer_step, after super().optimizer_step(…))",
     "random": "the step, or what makes and moves its batch, draws random numbers: two passes over one batch differ, "
     "so nothing can be measured, and accumulation is right on average",
     "uncuttable": "{reason}",
@@ -40,7 +39,7 @@ class Exactness:
         tolerance: Largest difference that rounding explains at the precision in use.
         cause: ``"exact"``, or why the difference is above the tolerance or could not be measured.
         layers: Names of BatchNorm layers in training mode.
-        reason: Why nothing could be measured, or cut.
+        reason: Why nothing could be measured, or cut, or which state it is besides tensors.
         micro_steps: Forward and backward passes that the check ran.
         tensors: State that the step changes besides gradients: buffers, untrained parameters, attributes.
         counter: The ``normalize=`` that fits a loss that is a mean over something else than samples.
@@ -56,7 +55,8 @@ class Exactness:
     counter: str = ""
 
     def __str__(self) -> str:
-        meaning = _MEANING[self.cause].format(
+        of_state = self.reason if self.cause == "stateful" else ""
+        meaning = of_state or _MEANING[self.cause].format(
             layers=f"BatchNorm layers ({_some(self.layers)})",
             tensors=_some(self.tensors),
             counter=self.counter or "normalize= a function that counts that in a batch",

@@ -254,6 +254,19 @@ def left_alone(parameters: Iterable[Tensor]) -> Iterator[None]:
         hooks.remove()
 
 
+@contextmanager
+def set_apart(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Return a context in which these have copies of their gradients, and after which they have those as before."""
+    kept = [(parameter, parameter.grad) for parameter in parameters]
+    for parameter, gradient in kept:
+        parameter.grad = None if gradient is None else gradient.clone()
+    try:
+        yield
+    finally:
+        for parameter, gradient in kept:
+            parameter.grad = gradient
+
+
 def zeros(gradient: Tensor | None) -> Tensor | None:
     """Return zeros in the place of a gradient."""
     return None if gradient is None else torch.zeros_like(gradient)

@@ -19,8 +19,8 @@ class WeightSnapshot:
     """The weights that a step itself changes, such as those of a teacher that follows its student.
 
     The first attempts that go through show which they are. Until then, for weights that change now and
-    then, and for weights that are trained (an optimizer that steps within the backward pass has states
-    too), a change is noticed, not undone: by versions, by the values of weights that changed without one
+    then, and for weights that get gradients (what steps within the backward pass has states too), a change
+    is noticed, not undone: by versions, by the values of weights that changed without one
     in those first attempts (``weight.data``, fused kernels), and by the steps of optimizers. Whether
     weights want gradients is put back.
 
@@ -55,7 +55,7 @@ class WeightSnapshot:
     def expect(self, names: Collection[str]) -> None:
         """Copy these weights from the first attempt on, if they are not trained: the step is known to change them."""
         named = ((self._names[id(parameter)], parameter) for parameter in self._parameters)
-        self._copy_from_now_on(p for name, p in named if name in names and not p.requires_grad)
+        self._copy_from_now_on(p for name, p in named if name in names and _is_untrained(p))
 
     @property
     def is_learning(self) -> bool:
@@ -90,7 +90,7 @@ class WeightSnapshot:
         if not self._looks:
             return
         self._looks -= 1
-        self._copy_from_now_on(p for p in self._changed() if not p.requires_grad)
+        self._copy_from_now_on(p for p in self._changed() if _is_untrained(p))
         self._silent |= {id(p) for p in changed_by_value(self._summed, self._sums) if p.requires_grad}
         if not self._looks:
             self._summed = [parameter for parameter in self._parameters if id(parameter) in self._silent]
@@ -127,3 +127,8 @@ class WeightSnapshot:
         known = {id(parameter) for parameter in by_version}
         by_value = changed_by_value(self._summed, self._sums)
         return [*by_version, *(parameter for parameter in by_value if id(parameter) not in known)]
+
+
+def _is_untrained(parameter: Tensor) -> bool:
+    """Return whether no gradient reaches a weight, as those of an average that nobody froze (``AveragedModel``)."""
+    return not parameter.requires_grad or (parameter.grad is None and not parameter._post_accumulate_grad_hooks)

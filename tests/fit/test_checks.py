@@ -78,6 +78,18 @@ def test_callbacks_that_set_the_same_things_are_refused(namespace: Any, which: i
         check_trainer(made, Plain(), asked())
 
 
+def test_callbacks_derived_from_those_are_refused() -> None:
+    """By the name that the user gave them."""
+
+    class Doubling(GradientAccumulationScheduler):
+        pass
+
+    made = trainer()
+    made.callbacks.append(Doubling({0: 2}))
+    with pytest.raises(UserError, match="AutoAccumulate and Doubling, which set the same things: remove Doubling"):
+        check_trainer(made, Plain(), asked())
+
+
 @pytest.mark.parametrize(
     ("module", "message"),
     [

@@ -129,6 +129,26 @@ def test_a_callback_that_sets_the_same_is_refused(rival: pl.Callback) -> None:
         fit(None, AutoAccumulate(), rival, module=WithLoader())
 
 
+@pytest.mark.parametrize("micro_batching", ["loader", "step"])
+@pytest.mark.parametrize("micro_batch_size", [3, 8])
+@pytest.mark.parametrize("hook", ["on_train_epoch_start", "on_train_batch_start", "on_train_epoch_end"])
+def test_a_callback_that_sets_the_factor_in_mid_training_is_refused(
+    hook: str, micro_batch_size: int, micro_batching: str
+) -> None:
+    """Also where nothing is cut: windows are weighted for the factor that was planned."""
+
+    class Sets(pl.Callback):
+        pass
+
+    def set_factor(self: Sets, trainer: pl.Trainer, *_: object) -> None:
+        trainer.accumulate_grad_batches = 2
+
+    setattr(Sets, hook, set_factor)
+    callback = AutoAccumulate(micro_batch_size=micro_batch_size, micro_batching=micro_batching)
+    with pytest.raises(UserError, match=r"trainer\.accumulate_grad_batches=2 during training.*effective_batch_size="):
+        fit(loader(), callback, Sets(), max_epochs=2)
+
+
 def test_a_factor_of_the_trainers_below_one_is_refused() -> None:
     """Lightning takes it and divides by it."""
     with pytest.raises(UserError, match="accumulate_grad_batches=0 must be at least 1"):

@@ -204,6 +204,7 @@ class Choosy(Task):
         return None if batch[1].sum() < 0 else value
 
 
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
 @each_oom
 def test_parts_that_are_left_out_are_not_called_the_same_result(way: Way) -> None:
     samples = [(inputs, targets + 50 * (not number)) for number, (inputs, targets) in enumerate(pairs(8))]

@@ -158,6 +158,28 @@ INEXACT: dict[str, tuple[str, Callable[[], LightningModule], str]] = {
 }
 
 
+class Clamped(Task):
+    """Gradients are clamped as they come, by hooks of the weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for parameter in self.parameters():
+            parameter.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+
+
+class ClippedAfterBackward(Task):
+    """Gradients are clipped after every backward pass."""
+
+    def on_after_backward(self) -> None:
+        nn.utils.clip_grad_norm_(self.parameters(), 0.01)
+
+
+INEXACT |= {
+    "hooks of weights that clamp": ("stateful", Clamped, "hooks on gradients.*on_before_optimizer_step"),
+    "a hook that clips": ("stateful", ClippedAfterBackward, "hooks on gradients.*gradient_clip_val"),
+}
+
+
 @each_mode
 @pytest.mark.parametrize("name", INEXACT)
 def test_the_cause_is_named_where_accumulation_is_not_exact(name: str, way: Way) -> None:
@@ -206,6 +228,141 @@ def test_a_teacher_that_follows_once_a_batch_is_exact_in_step_mode() -> None:
     ours = judged(module, WAYS["step"])
     assert error(ours, one_pass(Case(module, loader))) <= 1e-12
     assert (ours.cause, ours.told) == ("exact", [])
+
+
+class Averaged(Task):
+    """A moving average of the network, for evaluation alone, as PyTorch has it: nobody froze it."""
+
+    def __init__(self, hook: str) -> None:
+        super().__init__()
+        mean = torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
+        self.average = torch.optim.swa_utils.AveragedModel(self.net, multi_avg_fn=mean)
+        self.hook = hook
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        if self.hook == "on_before_zero_grad":
+            self.average.update_parameters(self.net)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.net.parameters(), lr=self.lr)
+
+
+class AveragedByZeroing(Averaged):
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        optimizer.zero_grad()
+        self.average.update_parameters(self.net)
+
+
+@each(WAYS)
+@pytest.mark.parametrize("module", [lambda: Averaged("on_before_zero_grad"), lambda: AveragedByZeroing("none")])
+def test_an_average_that_follows_where_gradients_are_zeroed_is_exact(module: Any, way: Way) -> None:
+    """That is once a step in micro-batches too, and no gradient depends on it; memory runs out in a backward pass."""
+    case = Case(module, lambda: loader(60), BATCH, MICRO)
+    ours, oracle = run(case, way), one_pass(case)
+    assert error(ours, oracle) <= 1e-12
+    assert (ours.cause, ours.told, int(ours.module.average.n_averaged)) == ("exact", [], 5)
+    assert all("with the same result" in text for text in ours.ran_out)
+
+
+class Counting(Task):
+    """Counts samples in a buffer, to be saved with the weights."""
+
+    def __init__(self, matters: bool) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros((), dtype=torch.long))
+        self.matters = matters
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.seen += len(batch[1])
+        return self.loss(batch) + self.matters * self.seen * self.net(batch[0]).square().mean()
+
+
+@each(WAYS)
+def test_a_count_of_samples_is_exact(way: Way) -> None:
+    """Micro-batches leave it as one pass does, and no gradient depends on it."""
+    ours = cut_rightly(Case(lambda: Counting(matters=False), loader, BATCH, MICRO), way)
+    assert int(ours.module.seen) == 36
+
+
+@each_mode
+def test_a_count_of_samples_that_gradients_depend_on_is_told(way: Way) -> None:
+    """Parts of a window meet other counts than one pass does."""
+    ours = judged(lambda: Counting(matters=True), way)
+    assert ours.cause == "stateful"
+    (text,) = ours.told
+    assert "seen" in text
+
+
+class Jagged(Task):
+    """A nested tensor through a layer, whose derivative wants it to be the one that went in."""
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        hidden = self.net[0](batch[0]).unbind()
+        return mse_loss(self.net[2](self.used(torch.stack([each.mean(0) for each in hidden]), len(hidden))), batch[1])
+
+
+def jagged() -> DataLoader:
+    """Sequences of 2 to 4 vectors."""
+    samples = [(torch.stack([inputs] * (2 + i % 3)), targets) for i, (inputs, targets) in enumerate(pairs(36))]
+
+    def collate(found: Any) -> Any:
+        sequences, targets = zip(*found)
+        return torch.nested.nested_tensor(list(sequences), layout=torch.jagged), torch.stack(targets)
+
+    return DataLoader(samples, batch_size=BATCH, collate_fn=collate)
+
+
+@each(WAYS)
+def test_nested_tensors_are_measured(way: Way) -> None:
+    """The check runs copies of batches, which have to be such that layers can differentiate them."""
+    cut_rightly(Case(Jagged, jagged, BATCH, MICRO), way)
+
+
+class ScaledWhenComplete(Task):
+    """Gradients are scaled after the backward pass in which they are complete, as the loop says."""
+
+    def on_after_backward(self) -> None:
+        if not self.trainer.fit_loop._should_accumulate():
+            for parameter in self.net[0].parameters():
+                parameter.grad.mul_(0.1)
+
+
+@each(WAYS)
+def test_hooks_are_told_that_gradients_are_complete_after_the_last_piece(way: Way) -> None:
+    cut_rightly(Case(ScaledWhenComplete, loader, BATCH, MICRO), way)
+
+
+class Numbered(Task):
+    """A loss that grows with the number of the batch, as the schedule of a domain-adversarial network does."""
+
+    def __init__(self, counts: str) -> None:
+        super().__init__()
+        self.counts, self.batches = counts, 0
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.batches += 1
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        number = {"argument": batch_idx, "hook": self.batches, "step": self.global_step}[self.counts]
+        return self.loss(batch) + number * self.net(batch[0]).square().mean()
+
+
+@each(WAYS)
+@pytest.mark.parametrize("counts", ["argument", "hook", "step"])
+def test_a_step_that_counts_batches_is_told_where_micro_batches_are_counted(counts: str, way: Way) -> None:
+    """Where the loader cuts: at the start, or in the epoch after the one in which memory ran out."""
+    case = Case(lambda: Numbered(counts), loader, BATCH, MICRO)
+    ours, oracle = run(case, way, max_epochs=2), one_pass(case, max_epochs=2)
+    if counts == "step" or way.mode == "step":
+        assert error(ours, oracle) <= 1e-12
+        assert (ours.cause, ours.told) == ("exact", [])
+    else:
+        assert error(ours, oracle) > 1e-6
+        assert ours.cause == "stateful"
+        (text,) = ours.told
+        assert "batch_idx" in text
+        assert 'trainer.global_step, which counts optimizer steps, or micro_batching="step"' in text
+    assert all("with the same result" in text for text in ours.ran_out)
 
 
 # --- means over something else ------------------------------------------------------------------
