@@ -92,7 +92,7 @@ class Wide(Plain):
 class Blind(LiveTensorMeter):  # type: ignore[no-untyped-call]
     """Meters as before, and looks at no origin."""
 
-    def __init__(self, module: Any, owners: Any, **arguments: Any) -> None:
+    def __init__(self, module: Any, owners: Any, handed_out: Any, **arguments: Any) -> None:
         super().__init__(**arguments)
 
     def note_batch(self, tensors: Any) -> None:
