@@ -66,11 +66,12 @@ def before_the_last(trainer: Any) -> Iterator[None]:
 
     Hooks ask it so whether gradients are complete (``on_after_backward``).
     """
-    patching.shadow(trainer.fit_loop, "_should_accumulate", lambda: True)
+    loop = trainer.fit_loop.epoch_loop  # which ``fit_loop._should_accumulate`` asks
+    patching.shadow(loop, "_should_accumulate", lambda: True)
     try:
         yield
     finally:
-        patching.unshadow(trainer.fit_loop, "_should_accumulate")
+        patching.unshadow(loop, "_should_accumulate")
 
 
 def takes_an_iterator(module: Any, step: str = "training_step") -> bool:

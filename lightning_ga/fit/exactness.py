@@ -27,7 +27,7 @@ class TrainingExactness:
         self._trainer, self._options = trainer, options
         self.training: Exactness | None = None  # of training, as measured
         self._splitting: Exactness | None = None  # of batches that are cut in the step, be it after an error
-        self._harmless: frozenset[str] = frozenset()  # state that changes without an effect on gradients
+        self._changing: tuple[str, ...] = ()  # names of what its passes changed
         self._watch = WindowWatch(trainer)
         self._is_told = False  # whether the user knows that accumulation is not exact, if it is not
         self.is_looking = False  # whether the first micro-batches of a training that was measured are still to come
@@ -41,7 +41,7 @@ class TrainingExactness:
     def changing(self) -> set[str]:
         """Names of what the step was seen to change."""
         tensors = {name for found in (self.training, self._splitting) if found is not None for name in found.tensors}
-        return tensors | self._harmless
+        return tensors | set(self._changing)
 
     def measure(self, source: TrainingSource, reader: BatchReader, *, epoch: int, limit: int) -> None:
         """Measure exactness.
@@ -67,7 +67,7 @@ class TrainingExactness:
         except LayoutError as why:
             verdicts = both(uncuttable(rounding(self._trainer), str(why)))
         self.training, self._splitting = verdicts.training, verdicts.splitting
-        self._harmless = frozenset(verdicts.harmless)
+        self._changing = verdicts.changing
         self.is_looking = True
 
     def look(self, *, accumulates: bool) -> None:
@@ -77,7 +77,7 @@ class TrainingExactness:
 
     def found_changed(self, tensors: tuple[str, ...], *, accumulates: bool) -> None:
         """Warn once where training shows that not all passes of a window meet the same model."""
-        found = found_to_change(self.training, self._harmful(tensors))
+        found = found_to_change(self.training, tensors)
         if found is self.training or not accumulates:
             return
         self.training = found
@@ -98,7 +98,4 @@ class TrainingExactness:
     def splitting_sentence(self, changing: tuple[str, ...]) -> str:
         """Say whether a batch in parts has the gradient of the whole, where passes were seen to change weights."""
         self._is_told |= self._splitting is not None and self._splitting.cause in INEXACT
-        return splitting_sentence(found_to_change(self._splitting, self._harmful(changing)))
-
-    def _harmful(self, tensors: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(name for name in tensors if name not in self._harmless)
+        return splitting_sentence(found_to_change(self._splitting, changing))

@@ -53,7 +53,7 @@ class Verdicts:
 
     training: Exactness  # for the micro-batches that training runs
     splitting: Exactness  # for batches that are cut in the step
-    harmless: tuple[str, ...] = ()  # state that changes as in one pass, and that no gradient depends on
+    changing: tuple[str, ...] = ()  # names of all that passes change besides gradients
 
     def unless(self, other: "Verdicts") -> "Verdicts":
         """Return these verdicts, with those of the other check where only that found something inexact."""
@@ -70,8 +70,6 @@ class _Passes:
     gradients: list[list[torch.Tensor]]  # the gradient of each
     changed: tuple[str, ...]  # names of the state that they changed besides gradients
     changed_in_step: tuple[str, ...]  # those that ``training_step`` or the backward pass changed, and no hook
-    left: Sums  # the state after them
-    left_by_step: Sums  # the state after the last step, before hooks
     draws: bool  # whether random numbers were drawn
 
 
@@ -100,9 +98,8 @@ class ExactnessCheck:
         self._count, self._tolerance = count, tolerance
         exactly = trainer.strategy.root_device.type == "cpu" and tolerance <= 1e-4
         self._rest = tolerance / (100 if exactly else 1)  # largest difference of a repeated step
-        self._keeps: bool | None = None  # whether the module keeps what changes gradients; None until measured
         self._seen: set[str] = set()  # names of all that changed
-        self._harmful: set[str] = set()  # of those that parts leave otherwise, or that gradients depend on
+        self._keeps: bool | None = None  # whether the module keeps what changes gradients; None until measured
         self._steps = 0
         self._moves_whole = transfer.hooks_move_batches(trainer)  # these hooks get the whole batch, before it is cut
 
@@ -136,9 +133,9 @@ class ExactnessCheck:
         return Verdicts(training, self._cut_and_judge(samples, collated, kept, whole))
 
     @property
-    def harmless(self) -> tuple[str, ...]:
-        """Names of state that parts leave as one pass does (counts of samples), and that no gradient depends on."""
-        return tuple(self._seen - self._harmful)
+    def changing(self) -> tuple[str, ...]:
+        """Names of all that passes changed, averages that nobody froze among them."""
+        return tuple(self._seen)
 
     def _cut_and_judge(self, samples: list[Any], collated: Any, kept: int, whole: _Passes) -> Exactness:
         middle = (kept + 1) // 2
@@ -186,8 +183,8 @@ class ExactnessCheck:
             return unmeasured(self._tolerance, f"normalize counts {counts} in the parts of a batch")
         share = counts[0] / sum(counts)
         run = partial(self._pass, parts, seed=1, of_one=cut, moved=cut and self._moves_whole)
-        together = run(weights=(share, 1 - share))
-        differences, changed = _compared(whole, together, share), self._changed(whole, together, again, cut=cut)
+        changed = self._changed(whole, again, cut=cut)
+        differences = _compared(whole, run(weights=(share, 1 - share)), share)
         if not differences.error <= self._tolerance:  # the cause shows in gradients that are not accumulated
             alone = _compared(whole, run(), share)
             changed = changed or (ACCUMULATED if alone.error <= self._tolerance else ())
@@ -212,18 +209,19 @@ class ExactnessCheck:
             return verdict
         return replace(verdict, counter=fitting_counter(again(0), parts, differences.share))
 
-    def _changed(self, whole: _Passes, parts: _Passes, again: Callable[[int], Any], *, cut: bool) -> tuple[str, ...]:
-        """Name the state that parts leave otherwise than one pass, or that the next pass depends on."""
-        changed = whole.changed_in_step if cut else whole.changed
-        one, several = (whole.left_by_step, parts.left_by_step) if cut else (whole.left, parts.left)
-        found = tuple(name for name in changed if differ(one[name], several.get(name)))
-        if not found and whole.draws:  # nothing can be told of gradients
-            found = changed
-        elif not found and self._depends_on_last(again):
-            found = changed or ("what the module keeps from one step to the next",)
-        self._seen |= set(changed)
-        self._harmful |= set(found)
-        return found
+    def _changed(self, whole: _Passes, again: Callable[[int], Any], *, cut: bool) -> tuple[str, ...]:
+        """Name the state that a pass changes, or that the next one depends on.
+
+        State that no gradient depends on yet may come to matter later: a queue that is filled, a count, a teacher
+        whose part in the loss grows.
+        """
+        found = whole.changed_in_step if cut else whole.changed
+        self._seen |= set(found)
+        trained = {name for name, weight in self._trainer.lightning_module.named_parameters() if weight.requires_grad}
+        changed = tuple(name for name in found if name not in trained)
+        if changed or whole.draws or not self._depends_on_last(again):
+            return changed
+        return ("what the module keeps from one step to the next",)
 
     def _depends_on_last(self, again: Callable[[int], Any]) -> bool:
         """Return whether the same batch gets another gradient in the next step, as the module keeps something."""
@@ -299,11 +297,10 @@ class ExactnessCheck:
             if weights:
                 gradient_dtype.widen(module.parameters())
             gradients.append([_on_host(gradient) for gradient in _gradients(module)])
-        left = _watched(module)
-        hooks, step = _changed(before, left), _changed(*states[:2])
+        hooks, step = _changed(before, _watched(module)), _changed(*states[:2])
         if weights:
             gradients = _added(gradients, weights)
-        return _Passes(gradients, hooks, step, left, states[-1], not drawn.is_current() or have_moved(places))
+        return _Passes(gradients, hooks, step, not drawn.is_current() or have_moved(places))
 
 
 def _compared(whole: _Passes, parts: _Passes, share: float) -> Differences:
@@ -380,7 +377,7 @@ def _move_weights(module: torch.nn.Module) -> None:
 
 
 def _watched(module: torch.nn.Module) -> Sums:
-    """Return sums over the state that a step should not change: weights, and buffers except those of normalization."""
+    """Return sums over weights, and over buffers except those of normalization: state that a step should not change."""
     named = dict([*kept_buffers(module), *module.named_parameters()])
     return dict(zip(named, checksums(named.values())))
 

@@ -1,6 +1,8 @@
 """An optimizer's step that is run again after memory ran out in it, if what it had done can be undone."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 from torch.utils._python_dispatch import _get_current_dispatch_mode
@@ -8,7 +10,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from lightning_ga.fit.messages import OomEvent, of_rank, optimizer_step_failed
 from lightning_ga.memory.device import describe_memory
 from lightning_ga.memory.oom import is_out_of_memory, release
-from lightning_ga.snapshot.update import UpdateSnapshot, is_own
+from lightning_ga.snapshot.update import UpdateSnapshot, is_own, without_hooks
 
 
 class OptimizerRetry:
@@ -50,7 +52,10 @@ class OptimizerRetry:
             else:
                 self._learn()
                 return result
-            self._run_again(lambda: step(*(() if closure is None else (None,)), *given, **settings), failure)
+            update = partial(step, *(() if closure is None else (None,)), *given, **settings)
+            # Hooks have run before the closure; without one, what they changed is seen.
+            with nullcontext() if closure is None else without_hooks(self._trainer.optimizers[0]):
+                self._run_again(update, failure)
             return losses[0] if losses else None
         finally:
             self.forget()

@@ -33,22 +33,20 @@ class AttributeSnapshot:
     Of metrics everything is put back, numbers too, as each batch counts in them once.
 
     Modules that keep nothing of this kind are many. After the first attempts they are looked at where a window
-    begins, and so are the modes of all, if these have not changed within a window; what one of them has come to gather
-    since then, and another mode, is noticed at a failure, not undone.
+    begins; what one of them has come to gather since then is noticed at a failure, not undone.
     """
 
     def __init__(self, module: Module) -> None:
         modules = [*module.named_modules()]
         self._metrics = [MetricOwner(path, vars(part)) for path, part in modules if is_metric(part)]
         parts = [(path, part) for path, part in modules if not is_metric(part)]
-        self._states = {path: vars(part) for path, part in parts if "training" in vars(part)}
+        self._states = [vars(part) for _, part in parts if "training" in vars(part)]
         self._owners = owners_of(parts, module)
         self._keeping: list[Owner] = []  # those that are looked at before every attempt
         self._everywhere = True  # whether all were before the last one
-        self._lost: str | None = None  # what has changed, nobody knows when
+        self._gathered: str | None = None  # what another module has come to gather, nobody knows when
         self._looks = LOOKS
         self._modes: list[bool] = []
-        self._modes_change = False  # within windows, as was seen
         self._kept: list[tuple[dict[str, Any], str, Any]] = []
         self._plain: list[tuple[Owner, list[str], list[Any]]] = []  # in the place of which tensors may be gathered
         self._numbers: list[tuple[Owner, str, Any]] = []  # containers of numbers, each with an outline of its content
@@ -70,11 +68,8 @@ class AttributeSnapshot:
 
     def take(self, *, anew: bool = True) -> None:
         """Remember what there is, before an attempt; ``anew`` where a window begins."""
+        self._modes = [*map(_MODE, self._states)]
         self._everywhere = anew or self._looks > 0
-        if self._everywhere or self._modes_change:
-            modes = [*map(_MODE, self._states.values())]
-            self._modes_change |= not anew and modes != self._modes
-            self._modes = modes
         if not self._everywhere and not self._keeping and not self._metrics:
             return
         before = self._copied
@@ -90,9 +85,10 @@ class AttributeSnapshot:
 
     def restore(self) -> None:
         """Give attributes their values back, and containers their contents."""
-        self._lost = None if self._everywhere else self._find_lost()
-        for state, mode in zip(self._states.values(), self._modes):
+        for state, mode in zip(self._states, self._modes):
             state["training"] = mode
+        unseen = [] if self._everywhere else [owner for owner in self._owners if not owner.keeps]
+        self._gathered = next((owner.place(name) for owner in unseen for name in owner.names()), None)
         emptied = set[int]()  # objects of tensors that go: what they know of these, such as a size, goes with them
         for owner in self._owners:
             for name in owner.new():
@@ -123,19 +119,11 @@ class AttributeSnapshot:
         return have_moved(self._generators)
 
     def lost(self) -> str | None:
-        """Name what has changed and cannot be put back."""
-        if self._lost is not None:
-            return self._lost
+        """Name a tensor that has changed in place and of which there is no copy."""
+        if self._gathered is not None:
+            return f"what its modules keep ({self._gathered})"
         changed = (place for place, tensor, version in self._watched if tensor._version != version)
         return next((f"a tensor in place that is no buffer ({place})" for place in changed), None)
-
-    def _find_lost(self) -> str | None:
-        """Name what has changed since the window began, be it before the attempt."""
-        marks = () if self._modes_change else zip(self._states.items(), self._modes)
-        lost = [f"the mode of a module ({path})" for (path, state), mode in marks if state["training"] != mode]
-        unseen = (owner for owner in self._owners if not owner.keeps)
-        lost += [f"what its modules keep ({owner.place(name)})" for owner in unseen for name in owner.names()]
-        return lost[0] if lost else None
 
     def _look(self) -> None:
         """Look at all modules, or at those that keep something."""

@@ -10,16 +10,13 @@ from torch.nn import Module
 from lightning_ga.snapshot.contents import refill
 from lightning_ga.snapshot.copies import LargeCopy, SmallCopies, is_small, is_writable
 
-LOOKS = 8  # attempts within windows that show whether buffers are replaced there
-
 
 class BufferSnapshot:
     """A module's buffers: small ones copied before every attempt, large ones when they have changed.
 
     Small ones are copied in any case: BatchNorm changes its statistics without raising their version,
     and so does all that writes to ``buffer.data``. A step may also put new tensors in the place of its
-    buffers: then the old ones come back. After attempts that put none there, it is looked for new ones only where a
-    window begins, and at a failure, until some are found.
+    buffers: then the old ones come back.
     """
 
     def __init__(self, module: Module) -> None:
@@ -33,10 +30,7 @@ class BufferSnapshot:
         self._uncopied: list[tuple[str, Tensor]] = []
         self._versions: list[int] = []
         self._anew = True  # whether all modules were looked at
-        self._looks_within = LOOKS
-        self._are_replaced = False  # at times, as was seen
-        self._are_looked_for = True  # whether new ones were looked for before the attempt
-        self._changed: str | None = None  # a module whose buffers are others, nobody knows since when
+        self._first: str | None = None  # a module that had no buffers and has come to hold some, nobody knows when
         self._watch()
 
     def tensors(self) -> Iterator[Tensor]:
@@ -46,12 +40,10 @@ class BufferSnapshot:
 
     def take(self, *, anew: bool = True) -> None:
         """Copy what may have changed since the last time; modules without buffers are looked at ``anew`` only."""
-        self._are_looked_for = bool(anew or self._looks_within or self._are_replaced)
         tables = self._tables if anew else self._occupied
-        if self._are_looked_for and tables and self._are_others(tables):
+        if tables and self._are_others(tables):
             self._watch()
-            self._are_replaced = anew = True
-        self._looks_within = max(0, self._looks_within - (not anew))
+            anew = True
         self._anew = anew
         if not self._buffers:
             return
@@ -73,8 +65,8 @@ class BufferSnapshot:
     def restore(self) -> None:
         """Put the buffers back, and their values."""
         marks = zip(self._paths, self._tables, self._tables_had)
-        unseen = (mark for mark in marks if not (self._are_looked_for if mark[2] else self._anew))
-        self._changed = next((path for path, table, had in unseen if not _are_same(table, had)), None)
+        first = (path for path, table, had in marks if table and not had and not self._anew)
+        self._first = next(first, None)
         for table, had in zip(self._tables, self._tables_had):
             refill(table, had)
         self._small.restore()
@@ -83,8 +75,8 @@ class BufferSnapshot:
 
     def lost(self) -> str | None:
         """Name a buffer that has changed and of which there is no copy."""
-        if self._changed is not None:
-            return f"the buffers of a module ({self._changed})"
+        if self._first is not None:
+            return f"the buffers of a module that had none ({self._first})"
         for (name, buffer), version in zip(self._uncopied, self._versions):
             if buffer._version != version:
                 return f"a buffer that is not dense in place ({name})"
@@ -110,7 +102,3 @@ class BufferSnapshot:
         self._uncopied = [pair for pair in named.values() if not is_writable(pair[1])]
         self._small = SmallCopies(buffer for _, buffer in copied if is_small(buffer))
         self._large = [known.get(id(pair[1])) or LargeCopy(*pair) for pair in copied if not is_small(pair[1])]
-
-
-def _are_same(table: dict[str, Tensor | None], had: dict[str, Tensor | None]) -> bool:
-    return table.keys() == had.keys() and all(map(is_, table.values(), had.values()))

@@ -258,9 +258,9 @@ def left_alone(parameters: Iterable[Tensor]) -> Iterator[None]:
 def set_apart(parameters: Iterable[Tensor]) -> Iterator[None]:
     """Return a context in which these have copies of their gradients, and after which they have those as before."""
     kept = [(parameter, parameter.grad) for parameter in parameters]
-    for parameter, gradient in kept:
-        parameter.grad = None if gradient is None else gradient.clone()
     try:
+        for parameter, gradient in kept:
+            parameter.grad = None if gradient is None else gradient.clone()
         yield
     finally:
         for parameter, gradient in kept:

@@ -2,11 +2,13 @@
 
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate, chain, islice, pairwise
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizer
 
 from lightning_ga.snapshot.copies import versions
 
@@ -47,7 +49,8 @@ class UpdateSnapshot:
         groups, states = self._optimizer.param_groups, self._optimizer.state
         sizes = [len(group["params"]) for group in groups]
         made = len(states) in (0, sum(sizes)) and len(states) == self._known_states
-        if short and self._own and made and sizes == self._sizes:
+        in_order = self._own and not any(_hooks_of_others(self._optimizer))  # hooks write where they like
+        if short and in_order and made and sizes == self._sizes:
             weights = [*self._first_weights()]
             held = [value for weight in weights if weight in states for value in states[weight].values()]
             self._is_short = all(value is None or isinstance(value, Tensor) for value in held)
@@ -180,6 +183,32 @@ _Kept = Sequence[Tensor | weakref.ref[Tensor]]
 
 def _alive(kept: _Kept) -> list[Tensor | None]:
     return [each if isinstance(each, Tensor) else each() for each in kept]
+
+
+@contextmanager
+def without_hooks(optimizer: Optimizer) -> Iterator[None]:
+    """Return a context in which a step runs no hooks of others before it: they have run."""
+    kept = [(hooks, dict(hooks)) for hooks in _hooks_of_others(optimizer)]
+    for hooks, before in kept:
+        for key, hook in before.items():
+            if not _is_ours(hook):
+                del hooks[key]
+    try:
+        yield
+    finally:
+        for hooks, before in kept:
+            hooks.clear()  # in the order that they had
+            hooks.update(before)
+
+
+def _hooks_of_others(optimizer: Optimizer) -> list[dict[int, Any]]:
+    """Return the tables of hooks before a step that hold hooks of others (``torch/optim/optimizer.py``, torch 2.15)."""
+    tables: tuple[Any, ...] = optimizer._optimizer_step_pre_hooks, torch_optimizer._global_optimizer_pre_hooks
+    return [table for table in tables if not all(map(_is_ours, table.values()))]
+
+
+def _is_ours(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith("lightning_ga.")
 
 
 def _lists(weights: Iterable[Tensor]) -> list[list[int]]:

@@ -20,14 +20,14 @@ class WeightSnapshot:
 
     The first attempts that go through show which they are. Until then, for weights that change now and
     then, and for weights that get gradients (what steps within the backward pass has states too), a change
-    is noticed, not undone: by versions, by the values of weights that changed without one
-    in those first attempts (``weight.data``, fused kernels), and by the steps of optimizers. Whether
-    weights want gradients is put back.
+    is noticed, not undone: by versions, by the values of weights that changed without one in those first
+    attempts (``weight.data``, fused kernels), and by the steps of optimizers. Whether weights want gradients
+    is kept of all.
 
-    To read thousands of weights takes longer than a small step may cost more. After the first attempts it is done
-    where a window begins; of weights that were seen to change within a window, before every attempt. One that
-    changes in a later window for the first time is noticed at a failure in that window, be it that an earlier attempt
-    has changed it.
+    Reading the versions of thousands of weights takes longer than a small step may cost more. After the first
+    attempts it is done where a window begins; of weights that were seen to change within a window, before every
+    attempt. One that changes in a later window for the first time is noticed at a failure in that window, be it
+    that an earlier attempt has changed it.
     """
 
     def __init__(self, module: Module) -> None:
@@ -36,9 +36,7 @@ class WeightSnapshot:
         self._versions = versions(())
         self._restless: set[int] = set()  # places of weights that change within windows
         self._looks_within = LOOKS
-        self._trained = bytearray()  # a list of a thousand values would be searched by the garbage collector
-        self._are_read = True  # whether all were read before the attempt
-        self._retrained: str | None = None  # a weight that wants gradients, or no more, since some attempt
+        self._trained = b""  # a list of a thousand values would be searched by the garbage collector
         self._summed = self._parameters  # whose versions may not tell
         self._sums: list[int | None] = []
         self._silent: set[int] = set()  # weights that are trained and change without raising their version
@@ -71,17 +69,14 @@ class WeightSnapshot:
         """Copy what changes, before an attempt; ``anew`` where a window begins: its optimizer has stepped."""
         if self._changing:
             self._copies.take()
-        self._are_read = bool(anew or self._looks_within)
-        if self._are_read:
-            before = [*zip(self._versions, self._trained)] if not anew else []
-            self._versions, self._trained = versions(self._parameters), bytearray(map(_IS_TRAINED, self._parameters))
+        if anew or self._looks_within:
+            before, self._versions = self._versions, versions(self._parameters)
             if not anew:
                 self._looks_within -= 1
-                now = zip(self._versions, self._trained)
-                self._restless.update(place for place, pair in enumerate(zip(before, now)) if pair[0] != pair[1])
+                self._restless.update(at for at, pair in enumerate(zip(before, self._versions)) if pair[0] != pair[1])
         for place in self._restless:
             self._versions[place] = self._parameters[place]._version
-            self._trained[place] = self._parameters[place].requires_grad
+        self._trained = bytes(map(_IS_TRAINED, self._parameters))
         self._sums = checksums(self._summed) if self._summed else []
         self._stepped.clear()
 
@@ -98,17 +93,12 @@ class WeightSnapshot:
     def restore(self) -> None:
         """Write the copies back."""
         self._copies.restore()
-        self._retrained = None
-        for place, (parameter, trained) in enumerate(zip(self._parameters, self._trained)):
+        for parameter, trained in zip(self._parameters, self._trained):
             if parameter.requires_grad != trained:
                 parameter.requires_grad_(bool(trained))
-                if not self._are_read and place not in self._restless:
-                    self._retrained = self._names[id(parameter)]
 
     def lost(self) -> str | None:
         """Name weights that have changed and of which there is no copy."""
-        if self._retrained is not None:
-            return f"which weights are trained ({self._retrained})"
         if self._stepped:
             return f"weights by an optimizer of its own ({min(self._stepped)})"
         lost = [parameter for parameter in self._changed() if id(parameter) not in self._changing]
@@ -131,4 +121,5 @@ class WeightSnapshot:
 
 def _is_untrained(parameter: Tensor) -> bool:
     """Return whether no gradient reaches a weight, as those of an average that nobody froze (``AveragedModel``)."""
-    return not parameter.requires_grad or (parameter.grad is None and not parameter._post_accumulate_grad_hooks)
+    hooks = parameter._backward_hooks or parameter._post_accumulate_grad_hooks  # they may update it, and drop those
+    return not parameter.requires_grad or (parameter.grad is None and not hooks)

@@ -55,6 +55,20 @@ class Counting(OldStyle):
             parameter.sub_(parameter.grad, alpha=group["lr"])
 
 
+def hooked(weights: Any) -> torch.optim.Optimizer:
+    """Decays matrices by a hook before each step."""
+    optimizer = torch.optim.SGD(weights, lr=0.1, momentum=0.9, foreach=False)
+
+    @torch.no_grad()
+    def decay(*_: Any) -> None:
+        for weight in optimizer.param_groups[0]["params"]:
+            if weight.dim() > 1:
+                weight.mul_(0.9)
+
+    optimizer.register_step_pre_hook(decay)
+    return optimizer
+
+
 class Chosen(Regression):
     """Its own optimizer, a warm-up after each step, and a teacher that follows after it."""
 
@@ -102,13 +116,14 @@ def ended(factory: Factory, at: int) -> tuple[Any, Any] | None:
         (lambda weights: torch.optim.SGD(weights, lr=0.1, momentum=0.9, foreach=False), True),
         (lambda weights: torch.optim.Adam(weights, lr=0.05, foreach=False), True),
         (lambda weights: torch.optim.AdamW(weights, lr=0.05, foreach=True), False),  # a mode hides its changes here
+        (hooked, True),
         (Counting, True),
         (OldStyle, False),
         (lambda weights: timm.optim.create_optimizer_v2(weights, "lamb", lr=0.05, weight_decay=0.1), None),
         (lambda weights: timm.optim.create_optimizer_v2(weights, "madgrad", lr=0.05, weight_decay=0.1), None),
         (lambda weights: timm.optim.create_optimizer_v2(weights, "lars", lr=0.05, weight_decay=0.1), None),
     ],
-    ids=["SGD", "Adam", "AdamW", "counting", "old style", "LAMB", "MADGRAD", "LARS"],
+    ids=["SGD", "Adam", "AdamW", "hooked", "counting", "old style", "LAMB", "MADGRAD", "LARS"],
 )
 def test_an_update_is_whole_or_said_to_be_broken(factory: Factory, survives: bool | None) -> None:
     whole, _, operations = train(factory)

@@ -255,13 +255,13 @@ class AveragedByZeroing(Averaged):
 
 @each(WAYS)
 @pytest.mark.parametrize("module", [lambda: Averaged("on_before_zero_grad"), lambda: AveragedByZeroing("none")])
-def test_an_average_that_follows_where_gradients_are_zeroed_is_exact(module: Any, way: Way) -> None:
-    """That is once a step in micro-batches too, and no gradient depends on it; memory runs out in a backward pass."""
+def test_an_average_that_follows_where_gradients_are_zeroed_follows_once_a_step(module: Any, way: Way) -> None:
+    """In micro-batches too; memory runs out in a backward pass. That no gradient ever depends on it is not known."""
     case = Case(module, lambda: loader(60), BATCH, MICRO)
     ours, oracle = run(case, way), one_pass(case)
     assert error(ours, oracle) <= 1e-12
-    assert (ours.cause, ours.told, int(ours.module.average.n_averaged)) == ("exact", [], 5)
-    assert all("with the same result" in text for text in ours.ran_out)
+    assert int(ours.module.average.n_averaged) == 5
+    assert ours.cause in ("exact", "stateful")
 
 
 class Counting(Task):
@@ -277,17 +277,11 @@ class Counting(Task):
         return self.loss(batch) + self.matters * self.seen * self.net(batch[0]).square().mean()
 
 
-@each(WAYS)
-def test_a_count_of_samples_is_exact(way: Way) -> None:
-    """Micro-batches leave it as one pass does, and no gradient depends on it."""
-    ours = cut_rightly(Case(lambda: Counting(matters=False), loader, BATCH, MICRO), way)
-    assert int(ours.module.seen) == 36
-
-
 @each_mode
-def test_a_count_of_samples_that_gradients_depend_on_is_told(way: Way) -> None:
-    """Parts of a window meet other counts than one pass does."""
-    ours = judged(lambda: Counting(matters=True), way)
+@pytest.mark.parametrize("matters", [True, False])
+def test_a_count_of_samples_is_told(matters: bool, way: Way) -> None:
+    """Parts of a window meet other counts than one pass does; gradients may depend on that later."""
+    ours = judged(lambda: Counting(matters=matters), way)
     assert ours.cause == "stateful"
     (text,) = ours.told
     assert "seen" in text
@@ -319,17 +313,23 @@ def test_nested_tensors_are_measured(way: Way) -> None:
 
 
 class ScaledWhenComplete(Task):
-    """Gradients are scaled after the backward pass in which they are complete, as the loop says."""
+    """Gradients are scaled after the backward pass in which they are complete, as a loop says."""
+
+    def __init__(self, within: bool) -> None:
+        super().__init__()
+        self.within = within
 
     def on_after_backward(self) -> None:
-        if not self.trainer.fit_loop._should_accumulate():
+        loop = self.trainer.fit_loop.epoch_loop if self.within else self.trainer.fit_loop
+        if not loop._should_accumulate():
             for parameter in self.net[0].parameters():
                 parameter.grad.mul_(0.1)
 
 
 @each(WAYS)
-def test_hooks_are_told_that_gradients_are_complete_after_the_last_piece(way: Way) -> None:
-    cut_rightly(Case(ScaledWhenComplete, loader, BATCH, MICRO), way)
+@pytest.mark.parametrize("within", [True, False])
+def test_hooks_are_told_that_gradients_are_complete_after_the_last_piece(within: bool, way: Way) -> None:
+    cut_rightly(Case(lambda: ScaledWhenComplete(within), loader, BATCH, MICRO), way)
 
 
 class Numbered(Task):

@@ -6,7 +6,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from lightning_ga.snapshot.copies import versions
-from lightning_ga.snapshot.gradients import Accumulations, GradientSnapshot, left_alone
+from lightning_ga.snapshot.gradients import Accumulations, GradientSnapshot, left_alone, set_apart
 
 
 def penalized(weight: torch.Tensor) -> torch.Tensor:
@@ -82,3 +82,23 @@ def test_hooks_of_the_users_own_see_what_the_pass_adds() -> None:
         (2 * weight).sum().backward()
     assert weight.grad is not None
     assert weight.grad.tolist() == [1.0, 1.0, 1.0]
+
+
+def test_gradients_that_were_set_apart_come_back_where_memory_runs_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the copying of one of them, too."""
+    parameters = [nn.Parameter(torch.ones(2)) for _ in range(3)]
+    for parameter in parameters:
+        parameter.grad = torch.ones(2)
+    gradients, copied = [parameter.grad for parameter in parameters], []
+    clone = torch.Tensor.clone
+
+    def fails(tensor: torch.Tensor) -> torch.Tensor:
+        copied.append(tensor)
+        if len(copied) == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return clone(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "clone", fails)
+    with pytest.raises(torch.OutOfMemoryError), set_apart(parameters):
+        raise AssertionError("it was not reached")
+    assert all(parameter.grad is gradient for parameter, gradient in zip(parameters, gradients))

@@ -9,8 +9,9 @@ import pytest
 import torch
 from faults import Faults
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lightning_ga.snapshot.update import UpdateSnapshot
+from lightning_ga.snapshot.update import UpdateSnapshot, without_hooks
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": lambda weights: torch.optim.SGD(weights, lr=0.1, momentum=0.9),
@@ -234,3 +235,22 @@ def test_a_short_look_is_taken_only_where_states_are_made() -> None:
         change()
         snapshot.take(short=True)
         assert len(snapshot._versions) == 6
+
+
+def test_hooks_before_a_step_are_looked_at_and_left_out_of_a_second_one() -> None:
+    """They write where they like, in no order; where the update alone is run again, they have run."""
+    _, optimizer = two_types(OWN["SGD"])
+    snapshot, calls = UpdateSnapshot(optimizer), list[str]()
+    optimizer.register_step_pre_hook(lambda *_: calls.append("first"))
+    everywhere = register_optimizer_step_pre_hook(lambda *_: calls.append("everywhere"))
+    try:
+        snapshot.take()
+        snapshot.take(short=True)
+        assert len(snapshot._versions) == 6
+        with without_hooks(optimizer):
+            optimizer.step()
+        assert calls == []
+        optimizer.step()
+        assert sorted(calls) == ["everywhere", "first"]
+    finally:
+        everywhere.remove()
