@@ -17,7 +17,7 @@ from lightning_ga.memory.segment_rules import KIB, MIB, SegmentRules
 from lightning_ga.memory.segments import Segments
 from lightning_ga.memory.trace import MemoryTrace, Segment
 from lightning_ga.plan.records import ProbeResult, Trial, still_holds
-from lightning_ga.probe.search import Search, trace_sizes
+from lightning_ga.probe.search import MARGIN, Search, trace_sizes
 
 Action = tuple[int, int]  # a size to allocate and which of the blocks held to release; one of them is 0
 
@@ -242,9 +242,9 @@ def test_a_search_foresees_what_will_be_reserved(budget_mib: int) -> None:
 @settings(max_examples=10, deadline=None)
 @given(st.integers(500, 20_000))
 def test_holes_may_lie_in_a_margin(budget_mib: int) -> None:
-    """Half a percent beyond the budget, which blocks keep to."""
+    """One percent beyond the budget, which blocks keep to."""
     budget = budget_mib * MIB
-    device, limits = Device(budget + budget // 200), []
+    device, limits = Device(budget + budget // MARGIN), []
     for has_margin in (False, True):
         sizes = trace_sizes(100_000, budget)
         rules = SegmentRules()
