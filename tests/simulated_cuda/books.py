@@ -1,7 +1,7 @@
 """Random programs, run by PyTorch's allocator on the simulated device and in ``Segments``: byte for byte the same."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -50,69 +50,69 @@ def on_device(size: int) -> torch.Tensor:
     return torch.empty(size, dtype=torch.uint8, device="cuda")
 
 
-def same_books(programs: int, setting: str = "") -> None:
-    """Bytes in blocks and in segments after every step of every program, from an empty cache."""
-    rules = rules_with(setting)
+def each_program(programs: int) -> Iterator[tuple[str, Sizes, int]]:
+    """Yield the name of each mix of sizes, what draws them, and a seed, with an empty cache."""
     for name, sizes in SIZES.items():
         for seed in range(programs):
             torch.cuda.empty_cache()
-            assert torch.cuda.memory_reserved() == 0
-            choices, segments, held = random.Random(seed), segments_of(rules), []
-            for step in range(400):
-                random_steps(choices, sizes, held, lambda size, books=segments: Both(books, size), 1)
-                real = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
-                assert real == (segments.allocated, segments.reserved), (name, seed, step)
-            held.clear()
+            yield name, sizes, seed
+
+
+def same_books(programs: int, setting: str = "") -> None:
+    """Bytes in blocks and in segments after every step of every program, from an empty cache."""
+    rules = rules_with(setting)
+    for name, sizes, seed in each_program(programs):
+        assert torch.cuda.memory_reserved() == 0
+        choices, segments, held = random.Random(seed), segments_of(rules), []
+        for step in range(400):
+            random_steps(choices, sizes, held, lambda size, books=segments: Both(books, size), 1)
+            real = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+            assert real == (segments.allocated, segments.reserved), (name, seed, step)
+        held.clear()
 
 
 def same_replay(programs: int, setting: str = "") -> None:
     """A recorded step is replayed to the peaks that the allocator reports, whatever was there before it."""
     rules = rules_with(setting)
     meter = AllocatorMeter(torch.device("cuda", 0))
-    for name, sizes in SIZES.items():
-        for seed in range(programs):
-            torch.cuda.empty_cache()
-            choices, held = random.Random(seed), []
-            random_steps(choices, sizes, held, on_device, 120)
-            meter.start(record=True)
-            random_steps(choices, sizes, held, on_device, 300)
-            peak, undisturbed = meter.finish()
-            trace, reserved = meter.trace(1), torch.cuda.max_memory_reserved()
-            assert undisturbed
-            assert trace is not None
-            assert replay_segments(trace.sizes, trace, rules)[:2] == (peak, reserved), (name, seed)
-            held.clear()
+    for name, sizes, seed in each_program(programs):
+        choices, held = random.Random(seed), []
+        random_steps(choices, sizes, held, on_device, 120)
+        meter.start(record=True)
+        random_steps(choices, sizes, held, on_device, 300)
+        peak, undisturbed = meter.finish()
+        trace, reserved = meter.trace(1), torch.cuda.max_memory_reserved()
+        assert undisturbed
+        assert trace is not None
+        assert replay_segments(trace.sizes, trace, rules)[:2] == (peak, reserved), (name, seed)
+        held.clear()
 
 
 def same_replay_elsewhere(programs: int, setting: str = "") -> None:
     """A recorded step is replayed to these peaks, too, where what was there before it lies in other places."""
     rules = rules_with(setting)
     meter = AllocatorMeter(torch.device("cuda", 0))
-    for name, sizes in SIZES.items():
-        for seed in range(programs):
-            torch.cuda.empty_cache()
-            choices, held = random.Random(seed), []
-            random_steps(choices, sizes, held, on_device, 120)
-            wanted = [tensor.nbytes for tensor in held]
-            meter.start(record=True, residents=_places(held))
-            random_steps(random.Random(-seed), sizes, held, on_device, 300)
-            trace = meter.trace(1)
-            assert trace is not None
-            held.clear()
-            torch.cuda.empty_cache()  # older segments lie below younger ones: snapshots do not tell how old they are
-            others = {
-                place: (on_device(sizes(choices)), on_device(wanted[place])) for place in _shuffled(wanted, choices)
-            }
-            held += [others.pop(place)[1] for place in range(len(wanted))]
-            layout = meter.layout(_places(held))
-            meter.start()
-            random_steps(random.Random(-seed), sizes, held, on_device, 300)
-            peak, undisturbed = meter.finish()
-            assert undisturbed
-            now = trace.begun_at(layout, small=0)
-            assert now is not trace or not layout, (name, seed)
-            assert replay_segments(now.sizes, now, rules)[:2] == (peak, meter.reserved_peak()), (name, seed)
-            held.clear()
+    for name, sizes, seed in each_program(programs):
+        choices, held = random.Random(seed), []
+        random_steps(choices, sizes, held, on_device, 120)
+        wanted = [tensor.nbytes for tensor in held]
+        meter.start(record=True, residents=_places(held))
+        random_steps(random.Random(-seed), sizes, held, on_device, 300)
+        trace = meter.trace(1)
+        assert trace is not None
+        held.clear()
+        torch.cuda.empty_cache()  # older segments lie below younger ones: snapshots do not tell how old they are
+        others = {place: (on_device(sizes(choices)), on_device(wanted[place])) for place in _shuffled(wanted, choices)}
+        held += [others.pop(place)[1] for place in range(len(wanted))]
+        layout = meter.layout(_places(held))
+        meter.start()
+        random_steps(random.Random(-seed), sizes, held, on_device, 300)
+        peak, undisturbed = meter.finish()
+        assert undisturbed
+        now = trace.begun_at(layout, small=0)
+        assert now is not trace or not layout, (name, seed)
+        assert replay_segments(now.sizes, now, rules)[:2] == (peak, meter.reserved_peak()), (name, seed)
+        held.clear()
 
 
 def _shuffled(wanted: list[int], choices: random.Random) -> list[int]:
@@ -132,22 +132,20 @@ def same_under_pressure(programs: int, setting: str = "") -> None:
     rules = replace(rules_with(setting), budget=BUDGET)
     meter = AllocatorMeter(torch.device("cuda", 0))
     ended = 0
-    for name, sizes in SIZES.items():
-        for seed in range(programs):
-            torch.cuda.empty_cache()
-            choices, segments, held = random.Random(seed), segments_of(rules), []
-            before = meter.troubles()
-            for step in range(400):
-                with suppress(torch.OutOfMemoryError):
-                    random_steps(choices, sizes, held, lambda size, books=segments: Both(books, size), 1)
-                if meter.troubles() != before:
-                    ended += 1
-                    break
-                assert segments.peaks.needed <= BUDGET, (name, seed, step)
-                real = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
-                assert real == (segments.allocated, segments.reserved), (name, seed, step)
-            assert (meter.troubles() != before) == (segments.peaks.needed > BUDGET), (name, seed)
-            held.clear()
+    for name, sizes, seed in each_program(programs):
+        choices, segments, held = random.Random(seed), segments_of(rules), []
+        before = meter.troubles()
+        for step in range(400):
+            with suppress(torch.OutOfMemoryError):
+                random_steps(choices, sizes, held, lambda size, books=segments: Both(books, size), 1)
+            if meter.troubles() != before:
+                ended += 1
+                break
+            assert segments.peaks.needed <= BUDGET, (name, seed, step)
+            real = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+            assert real == (segments.allocated, segments.reserved), (name, seed, step)
+        assert (meter.troubles() != before) == (segments.peaks.needed > BUDGET), (name, seed)
+        held.clear()
     assert ended > programs
 
 
