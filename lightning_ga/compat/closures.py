@@ -61,17 +61,32 @@ def accumulating(trainer: Any) -> AbstractContextManager[None] | None:
 
 
 @contextmanager
-def before_the_last(trainer: Any) -> Iterator[None]:
-    """Return a context in which the loop says that it goes on to accumulate, as more pieces of the batch follow.
+def before_the_last(trainer: Any, withheld: Callable[[torch.Tensor], None]) -> Iterator[None]:
+    """Return a context in which more pieces of the batch follow: its gradients are not complete after a backward pass.
 
-    Hooks ask it so whether gradients are complete (``on_after_backward``).
+    The loop says that it goes on to accumulate, as hooks of gradients may ask, and ``on_after_backward`` is not called.
+
+    Args:
+        trainer: The Trainer.
+        withheld: Called instead, with the loss without its graph (``plugins/precision/precision.py``).
     """
-    loop = trainer.fit_loop.epoch_loop  # which ``fit_loop._should_accumulate`` asks
-    patching.shadow(loop, "_should_accumulate", lambda: True)
-    try:
+    loop, plugin = trainer.fit_loop.epoch_loop, trainer.precision_plugin  # ``fit_loop._should_accumulate`` asks it
+
+    def post_backward(loss: torch.Tensor, _: Any) -> torch.Tensor:
+        loss = loss.detach()
+        withheld(loss)
+        return loss
+
+    with (
+        patching.shadowed(loop, "_should_accumulate", lambda: True),
+        patching.shadowed(plugin, "post_backward", post_backward),
+    ):
         yield
-    finally:
-        patching.unshadow(loop, "_should_accumulate")
+
+
+def call_after_backward(trainer: Any, loss: torch.Tensor) -> None:
+    """Call the hooks ``on_after_backward``."""
+    trainer.precision_plugin.post_backward(loss, trainer.lightning_module)
 
 
 def takes_an_iterator(module: Any, step: str = "training_step") -> bool:
@@ -125,11 +140,8 @@ def after_backward(trainer: Any, finish: Callable[[], None]) -> Iterator[None]:
         backward(*arguments, **settings)
         finish()
 
-    patching.shadow(plugin, "backward", and_then)
-    try:
+    with patching.shadowed(plugin, "backward", and_then):
         yield
-    finally:
-        patching.unshadow(plugin, "backward")
 
 
 def intercept_optimizer_step(trainer: Any, around: Callable[..., Any], ready: Callable[[], None]) -> Callable[[], None]:

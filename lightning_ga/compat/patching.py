@@ -1,6 +1,7 @@
 """Replace methods of single instances, and find modules of the trainer's own namespace."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
@@ -19,6 +20,18 @@ def shadow(instance: Any, method: str, replacement: Callable[..., Any]) -> None:
 def unshadow(instance: Any, method: str) -> None:
     """Restore the class's method of an instance."""
     instance.__dict__.pop(method, None)
+
+
+@contextmanager
+def shadowed(instance: Any, method: str, replacement: Callable[..., Any]) -> Iterator[None]:
+    """Return a context in which a method of one instance is replaced; afterwards it is what it was before."""
+    before = {name: value for name, value in vars(instance).items() if name == method}
+    shadow(instance, method, replacement)
+    try:
+        yield
+    finally:
+        unshadow(instance, method)
+        vars(instance).update(before)
 
 
 def sibling(trainer: Any, name: str) -> Any:

@@ -7,13 +7,13 @@ import sys
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 from typing import Any
 
 import torch
 
-from lightning_ga.compat import patching
+from lightning_ga.compat import closures, patching
 from lightning_ga.snapshot.state import Attributes
 
 
@@ -139,6 +139,7 @@ def accumulate_only(
     *,
     begins: bool,
     ends: bool,
+    continues: bool = False,
     weight: float,
 ) -> None:
     """Run forward and backward of one micro-batch of a window; the first zeroes gradients, and nothing steps.
@@ -152,6 +153,7 @@ def accumulate_only(
         observe: Called before and after the step, between the hooks of the loop.
         begins: Whether it begins a batch of the loop, so that ``on_train_batch_start`` runs.
         ends: Whether it ends one.
+        continues: Whether more pieces of its batch follow, for which ``on_after_backward`` waits.
         weight: Factor of its backward signal.
     """
     loop = trainer.fit_loop.epoch_loop
@@ -164,7 +166,8 @@ def accumulate_only(
         observe()
         kwargs = loop._build_kwargs(OrderedDict(), batch, batch_idx if begins else 0)
         with _weighing(trainer, weight):
-            outputs = loop.automatic_optimization.run(trainer.optimizers[0], batch_idx, kwargs)
+            with closures.before_the_last(trainer, lambda _: None) if continues else nullcontext():
+                outputs = loop.automatic_optimization.run(trainer.optimizers[0], batch_idx, kwargs)
         observe()
         if ends:
             call_module_hook(trainer, "on_train_batch_end", outputs, batch, batch_idx)
@@ -182,11 +185,8 @@ def _weighing(trainer: Any, weight: float) -> Iterator[None]:
             loss.register_hook(lambda gradient: gradient * weight)  # type: ignore[no-untyped-call]
         prepare(loss)
 
-    patching.shadow(strategy, "pre_backward", pre_backward)
-    try:
+    with patching.shadowed(strategy, "pre_backward", pre_backward):
         yield
-    finally:
-        patching.unshadow(strategy, "pre_backward")
 
 
 @contextmanager
@@ -202,11 +202,10 @@ def without_gradient_hooks(trainer: Any) -> Iterator[bool]:
     stock = patching.sibling(trainer, "core.module").LightningModule.on_after_backward
     for hooks, _ in kept:
         hooks.clear()
-    patching.shadow(plugin, "post_backward", lambda loss, _: loss.detach())  # ``plugins/precision/precision.py``
     try:
-        yield bool(kept) or getattr(module.on_after_backward, "__func__", None) is not stock
+        with patching.shadowed(plugin, "post_backward", lambda loss, _: loss.detach()):
+            yield bool(kept) or getattr(module.on_after_backward, "__func__", None) is not stock
     finally:
-        patching.unshadow(plugin, "post_backward")
         for hooks, before in kept:
             hooks.update(before)
 

@@ -84,6 +84,8 @@ class MicroBatchClosures:
                 self.retrier.attempts.again_if_memory_runs_out(reduction.finish)
             self._reducer.check()
             ranks.share_buffers(ranks.distributed_module(self.trainer))
+        if micro_batch.withheld is not None and done.results[-1] is None:  # no pass of the last piece called them
+            closures.call_after_backward(self.trainer, micro_batch.withheld)
         return done
 
     def reduction(self) -> WindowReduction | None:
@@ -161,6 +163,7 @@ class MicroBatch(BatchTask):
         self.zeroed = False  # whether gradients are
         self._hooks_undone = False  # whether what else hooks around that changed was undone with a failed pass
         self._complete: dict[Piece | None, list[Tensor]] = {}  # gradients that a failed piece left complete
+        self.withheld: Tensor | None = None  # loss of a piece after which no hooks were called, as more follow
 
     def run(self, *_: Any) -> Any:
         """Run the micro-batch; its result, Lightning's own where it ran whole."""
@@ -171,7 +174,7 @@ class MicroBatch(BatchTask):
         # The optimizer may have changed weights since the last pass.
         anew = self._evaluated or steps.evaluates_again or loops.begins_window(steps.trainer)
         self._evaluated, self.within_window = True, not anew
-        self._complete, self.reduction = {}, steps.reduction()
+        self._complete, self.withheld, self.reduction = {}, None, steps.reduction()
         self.may_begin_again = self._starts_window and steps.zeroes_anew and self.reduction is None
         self.zeroed = self._hooks_undone = False
         self._weights = steps.gradients.weights
@@ -224,9 +227,14 @@ class MicroBatch(BatchTask):
     def begin_again(self) -> str | None:
         """Undo all passes: gradients are zeroed anew; name those that are not."""
         self.steps.gradients.put_back(self._weights)
-        self.zeroed = self._hooks_undone = False
+        self.zeroed, self._hooks_undone, self.withheld = False, False, None
         zeroes_anew = closures.zeroes_as_stock(self.steps.trainer)  # parameters may have been unfrozen since
         return None if zeroes_anew else "gradients that came to be within an epoch, which no optimizer zeroes"
+
+    def withhold_hooks(self, loss: Tensor) -> None:
+        """Do what is ours after a backward pass; hooks of others wait until the gradients of the batch are complete."""
+        self.withheld = loss
+        self.steps.gradients.settle()
 
     def failed(self, piece: Piece | None, complete: list[Tensor]) -> None:
         """Note which gradients hold all that a failed piece adds."""
@@ -332,7 +340,7 @@ class _Pass:
         steps, piece, reduction = self._batch.steps, self._piece, self._reduction
         complete = self._batch.complete_for(piece)
         if piece is not None and not piece.is_last:
-            yield closures.before_the_last(steps.trainer)
+            yield closures.before_the_last(steps.trainer, self._batch.withhold_hooks)
         if self._batch.reduction is not None or (piece is not None and not piece.is_last):  # else Lightning sees to it
             apart = closures.accumulating(steps.trainer)
             yield from () if apart is None else (apart,)

@@ -182,7 +182,7 @@ class ExactnessCheck:
         if not all(number > 0 for number in counts):
             return unmeasured(self._tolerance, f"normalize counts {counts} in the parts of a batch")
         share = counts[0] / sum(counts)
-        run = partial(self._pass, parts, seed=1, of_one=cut, moved=cut and self._moves_whole)
+        run = partial(self._pass, parts, seed=1, of_one=cut, cut=cut, moved=cut and self._moves_whole)
         changed = self._changed(whole, again, cut=cut)
         differences = _compared(whole, run(weights=(share, 1 - share)), share)
         if not differences.error <= self._tolerance:  # the cause shows in gradients that are not accumulated
@@ -200,11 +200,11 @@ class ExactnessCheck:
         )
         if verdict.cause not in ("coupled", "weighted", "sum"):
             return verdict
-        if not cut and _compared(whole, run(of_one=True), share).error <= self._tolerance:
-            return replace(verdict, cause="stateful", reason=COUNTED)
         with trial_steps.without_gradient_hooks(self._trainer) as left_out:
             if left_out and _compared(self._pass([again(0)], seed=0), run(), share).error <= self._tolerance:
                 return replace(verdict, cause="stateful", reason=HOOKED)
+        if not cut and _compared(whole, run(of_one=True), share).error <= self._tolerance:
+            return replace(verdict, cause="stateful", reason=COUNTED)
         if verdict.cause != "weighted":
             return verdict
         return replace(verdict, counter=fitting_counter(again(0), parts, differences.share))
@@ -257,6 +257,7 @@ class ExactnessCheck:
         *,
         seed: int,
         of_one: bool = False,
+        cut: bool = False,
         moved: bool = False,
         weights: Sequence[float] = (),
     ) -> _Passes:
@@ -266,6 +267,7 @@ class ExactnessCheck:
             batches: The micro-batches.
             seed: Seed of the random numbers that they draw.
             of_one: Whether they are parts of one batch of the loop, whose hooks run once.
+            cut: Whether they are pieces of it, after the last of which gradients are complete.
             moved: Whether they lie on the device.
             weights: Their weights, if gradients are accumulated as in training; otherwise each begins with none. The
                 gradients returned are those that each micro-batch adds, without its weight.
@@ -283,14 +285,15 @@ class ExactnessCheck:
             if number == 0 or not weights:
                 for parameter in module.parameters():
                     parameter.grad = None
-            batch = _copied(batch)
+            batch, last = _copied(batch), number == len(batches) - 1
             trial_steps.accumulate_only(
                 self._trainer,
                 batch if moved else transfer.transferred(self._trainer, batch),
                 number,
                 lambda: states.append(_watched(module)),
                 begins=not of_one or number == 0,
-                ends=not of_one or number == len(batches) - 1,
+                ends=last or not of_one,
+                continues=cut and not last,
                 weight=weights[number] if weights else 1.0,
             )
             self._steps += 1
@@ -357,11 +360,8 @@ def exact_arithmetic(trainer: Any, *, plain: bool) -> Iterator[None]:
     if not plain or not hasattr(plugin, "autocast_context_manager"):
         yield
         return
-    patching.shadow(plugin, "forward_context", nullcontext)
-    try:
+    with patching.shadowed(plugin, "forward_context", nullcontext):
         yield
-    finally:
-        patching.unshadow(plugin, "forward_context")
 
 
 @torch.no_grad()

@@ -170,11 +170,8 @@ def _coalescing(trainer: Any) -> Iterator[None]:
         after(loss)
         coalesce_gradients(module.parameters())
 
-    patching.shadow(strategy, "post_backward", post_backward)
-    try:
+    with patching.shadowed(strategy, "post_backward", post_backward):
         yield
-    finally:
-        patching.unshadow(strategy, "post_backward")
 
 
 def _tensors(batch: Any) -> Iterator[torch.Tensor]:

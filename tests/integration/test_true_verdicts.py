@@ -167,17 +167,7 @@ class Clamped(Task):
             parameter.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
 
 
-class ClippedAfterBackward(Task):
-    """Gradients are clipped after every backward pass."""
-
-    def on_after_backward(self) -> None:
-        nn.utils.clip_grad_norm_(self.parameters(), 0.01)
-
-
-INEXACT |= {
-    "hooks of weights that clamp": ("stateful", Clamped, "hooks on gradients.*on_before_optimizer_step"),
-    "a hook that clips": ("stateful", ClippedAfterBackward, "hooks on gradients.*gradient_clip_val"),
-}
+INEXACT["hooks of weights that clamp"] = ("stateful", Clamped, "hooks on gradients.*on_before_optimizer_step")
 
 
 @each_mode
@@ -313,23 +303,83 @@ def test_nested_tensors_are_measured(way: Way) -> None:
 
 
 class ScaledWhenComplete(Task):
-    """Gradients are scaled after the backward pass in which they are complete, as a loop says."""
+    """Gradients are scaled when they are complete, as a loop says: after the backward pass, or as they come in it."""
 
-    def __init__(self, within: bool) -> None:
+    def __init__(self, within: bool, by_weight: bool) -> None:
         super().__init__()
-        self.within = within
+        self.within, self.by_weight = within, by_weight
+        if by_weight:
+            for parameter in self.net[0].parameters():
+                parameter.register_post_accumulate_grad_hook(self._scale)
 
     def on_after_backward(self) -> None:
+        for parameter in () if self.by_weight else self.net[0].parameters():
+            self._scale(parameter)
+
+    def _scale(self, parameter: Any) -> None:
         loop = self.trainer.fit_loop.epoch_loop if self.within else self.trainer.fit_loop
         if not loop._should_accumulate():
-            for parameter in self.net[0].parameters():
-                parameter.grad.mul_(0.1)
+            parameter.grad.mul_(0.1)
 
 
 @each(WAYS)
-@pytest.mark.parametrize("within", [True, False])
-def test_hooks_are_told_that_gradients_are_complete_after_the_last_piece(within: bool, way: Way) -> None:
-    cut_rightly(Case(lambda: ScaledWhenComplete(within), loader, BATCH, MICRO), way)
+@pytest.mark.parametrize(("within", "by_weight"), [(True, False), (False, False), (False, True)])
+def test_hooks_are_told_that_gradients_are_complete_after_the_last_piece(
+    within: bool, by_weight: bool, way: Way
+) -> None:
+    cut_rightly(Case(lambda: ScaledWhenComplete(within, by_weight), loader, BATCH, MICRO), way)
+
+
+class Clipped(Task):
+    """Gradients are clipped after the backward passes of some batches, by their number, or of all."""
+
+    def __init__(self, every: int) -> None:
+        super().__init__()
+        self.every, self.number = every, 0
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.number = batch_idx + 1
+
+    def on_after_backward(self) -> None:
+        if self.number % self.every == 0:
+            nn.utils.clip_grad_norm_(self.parameters(), 0.01)
+
+
+@each(WAYS)
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_hook_that_clips_sees_the_gradient_of_the_batch_where_that_is_cut(every: int, way: Way) -> None:
+    """It sees each micro-batch where the loader yields these, which is told."""
+    case = Case(lambda: Clipped(every), loader, BATCH, MICRO)
+    ours, is_cut = run(case, way), way is not WAYS["loader"]
+    assert (error(ours, one_pass(case)) <= 1e-12) == is_cut
+    assert all("with the same result" in text for text in ours.ran_out)
+    assert ours.cause == ("exact" if way.mode == "step" else "stateful")
+    assert bool(re.search("hooks on gradients.*gradient_clip_val", " ".join(ours.told))) == (not is_cut)
+
+
+class Mixed(Task):
+    """Leaves out a batch, or a part of one, by what it holds; gradients are scaled after the backward pass."""
+
+    def __init__(self, place: int) -> None:
+        super().__init__()
+        self.place, self.after = place, 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        value = self.loss(batch)
+        return None if len(batch[0]) == MICRO and batch[1].sum() == self.sums[self.place] else value
+
+    def on_after_backward(self) -> None:
+        self.after += 1
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+@pytest.mark.parametrize("place", range(BATCH // MICRO))
+def test_hooks_follow_a_batch_whichever_of_its_pieces_is_left_out(place: int) -> None:
+    """After the last backward pass, or where no loss came of the last piece."""
+    module, callback = Mixed(place), AutoAccumulate(BATCH, micro_batch_size=MICRO, micro_batching="step", verify=False)
+    module.sums = [torch.stack([y for _, y in pairs(BATCH)[i : i + MICRO]]).sum() for i in range(0, BATCH, MICRO)]
+    train(module, loader(BATCH), callback)
+    assert module.after == 1
 
 
 class Numbered(Task):
