@@ -165,9 +165,9 @@ def accumulate_only(
             call_module_hook(trainer, "on_train_batch_start", batch, batch_idx)
         observe()
         kwargs = loop._build_kwargs(OrderedDict(), batch, batch_idx if begins else 0)
-        with _weighing(trainer, weight):
-            with closures.before_the_last(trainer, lambda _: None) if continues else nullcontext():
-                outputs = loop.automatic_optimization.run(trainer.optimizers[0], batch_idx, kwargs)
+        follow = closures.before_the_last(trainer, lambda _: None) if continues else nullcontext()
+        with _weighing(trainer, weight), follow:
+            outputs = loop.automatic_optimization.run(trainer.optimizers[0], batch_idx, kwargs)
         observe()
         if ends:
             call_module_hook(trainer, "on_train_batch_end", outputs, batch, batch_idx)

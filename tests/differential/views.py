@@ -6,14 +6,8 @@ from recorder import Event, Record
 from scenarios import Mode
 
 BY_PIECE = {"training_step", "on_before_backward"}
-BY_BATCH = {
-    "on_after_backward",
-    "on_train_batch_start",
-    "on_train_batch_end",
-    "on_before_batch_transfer",
-    "on_after_batch_transfer",
-}
-BY_BATCH |= {"transfer_batch_to_device"}
+BY_BATCH = {"on_train_batch_start", "on_train_batch_end", "on_before_batch_transfer", "on_after_batch_transfer"}
+BY_BATCH |= {"on_after_backward", "transfer_batch_to_device"}
 COUNTS_OF_BATCHES = {"batches", "training_batches", "is_last_batch", "factor"}
 
 
