@@ -121,7 +121,7 @@ def bounded(setting: Setting, budget: int) -> Iterator[None]:
                 yield
             return
         torch.cuda.empty_cache()
-        taken = _take(torch.cuda.mem_get_info()[0] - budget)
+        taken = take_as_others(torch.cuda.mem_get_info()[0] - budget)
         try:
             yield
         finally:
@@ -130,7 +130,7 @@ def bounded(setting: Setting, budget: int) -> Iterator[None]:
             _cuda().cudaFree(taken)
 
 
-def _take(size: int) -> ctypes.c_void_p:
+def take_as_others(size: int) -> ctypes.c_void_p:
     """Take memory of the current device that PyTorch's allocator does not know of, as another process would."""
     taken = ctypes.c_void_p()
     code = _cuda().cudaMalloc(ctypes.byref(taken), ctypes.c_size_t(size))

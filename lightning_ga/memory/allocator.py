@@ -42,8 +42,10 @@ class AllocatorMeter:
     def rules(self) -> SegmentRules | None:
         """How the allocator cuts blocks out of segments, as it is now; ``None`` if that is not known."""
         rules = rules_of(_settings(self.device)) if _is_native(self.device) else None
-        # It collects only where a fraction of the device was set (``set_fraction``, torch 2.15).
-        return rules if rules is None or is_bounded(self.device) else replace(rules, collection=0.0)
+        if rules is None or is_bounded(self.device):
+            return rules
+        # Some rules hold only where a fraction of the device was set (``set_fraction``, torch 2.15).
+        return replace(rules, collection=0.0, grows_freely=rules.expandable)
 
     def allocated(self) -> int:
         """Return the bytes that tensors take now."""
@@ -204,8 +206,8 @@ def rules_of(settings: Mapping[str, Any]) -> SegmentRules | None:
         settings: As a snapshot of the allocator has them.
 
     Examples:
-        >>> rules_of({"expandable_segments": False, "max_split_size": 2**26})
-        SegmentRules(max_split_size=67108864, divisions=(), expandable=False, collection=0.0, budget=None)
+        >>> rules_of({"expandable_segments": False, "max_split_size": 2**26}).max_split_size
+        67108864
         >>> rules_of({"PYTORCH_CUDA_ALLOC_CONF": "large_segment_size_mb:64"})
     """
     text = settings.get("PYTORCH_CUDA_ALLOC_CONF", "").lower().replace(" ", "")

@@ -56,7 +56,8 @@ class ExpandableSegments(Segments):
 
     def _reserve(self, size: int, small: bool) -> Block:
         """Map the lowest addresses that have room, and join them to a free block before them."""
-        self._count(needed=segment_size(size, small=small))  # the allocator refuses if this is more than there is
+        if not self._rules.grows_freely:
+            self._count(needed=segment_size(size, small=small))
         if not self._unmapped[small]:
             self._leave_unmapped(Block(_ENDLESS * (1 if small else 2), _ENDLESS, small, 0))
         block = next(first for part in self._unmapped[small] if (first := _with_room(part, size)) is not None)

@@ -25,6 +25,8 @@ class SegmentRules:
         collection: Share of ``budget`` above which blocks that have long been free are returned
             (``garbage_collection_threshold``); 0 is never.
         budget: Bytes that all segments may take; ``None`` is no bound.
+        grows_freely: Whether a segment grows as far as there is memory; otherwise, where the process may reserve a
+            share of the device only, it does not unless a whole new one would fit.
     """
 
     max_split_size: int | None = None
@@ -32,6 +34,7 @@ class SegmentRules:
     expandable: bool = False
     collection: float = 0.0
     budget: int | None = None
+    grows_freely: bool = False
 
     def rounded(self, size: int) -> int:
         """Return the bytes of a block for a request.

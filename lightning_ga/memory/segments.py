@@ -21,7 +21,7 @@ from lightning_ga.memory.trace import Segment, rounded_up
 class Peaks(NamedTuple):
     """Most bytes in blocks at once, bytes of the segments that hold them, and bytes that a budget must leave for that.
 
-    The allocator refuses a segment that grows unless a whole new one would fit, too.
+    Within a share of the device the allocator refuses a segment that grows unless a whole new one would fit, too.
     """
 
     allocated: int

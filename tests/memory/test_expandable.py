@@ -1,5 +1,7 @@
 """Segments that grow; beside PyTorch's allocator they are run in ``tests/simulated_cuda``."""
 
+from dataclasses import replace
+
 from lightning_ga.memory.expandable import ExpandableSegments
 from lightning_ga.memory.segment_rules import MIB, SegmentRules
 from lightning_ga.memory.trace import Segment
@@ -16,6 +18,13 @@ def test_a_segment_grows_by_pages_behind_what_is_free() -> None:
         segments.release(block)
     segments.allocate(38 * MIB)
     assert segments.reserved == 40 * MIB
+
+
+def test_a_segment_grows_as_far_as_there_is_memory_where_no_share_of_it_was_set() -> None:
+    segments = ExpandableSegments(replace(RULES, grows_freely=True))
+    segments.allocate(3 * MIB)
+    segments.allocate(30 * MIB)
+    assert segments.peaks == (33 * MIB, 40 * MIB, 40 * MIB)
 
 
 def test_small_blocks_have_a_segment_of_their_own() -> None:

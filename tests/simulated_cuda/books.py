@@ -7,10 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from benchmarks.allocator import take_as_others
 
 from lightning_ga.memory.allocator import AllocatorMeter
 from lightning_ga.memory.segment_replay import replay_segments, segments_of
-from lightning_ga.memory.segment_rules import MIB, SegmentRules
+from lightning_ga.memory.segment_rules import MIB, SEGMENT_ROUNDING, SegmentRules
 from lightning_ga.memory.segments import Segments
 
 Sizes = Callable[[random.Random], int]
@@ -126,9 +127,16 @@ def _places(held: list[torch.Tensor]) -> dict[int, int]:
 BUDGET = 400 * MIB
 
 
-def same_under_pressure(programs: int, setting: str = "") -> None:
-    """Where memory is short, the same blocks go back to the device, up to the first request that finds no room."""
-    torch.cuda.set_per_process_memory_fraction((BUDGET + 0.5) / torch.cuda.mem_get_info()[1])
+def same_under_pressure(programs: int, setting: str = "", others: bool = False) -> None:
+    """Where memory is short, the same blocks go back to the device, up to the first request that finds no room.
+
+    It is short as no more may be reserved, or as ``others`` have taken the rest.
+    """
+    if others:
+        rest = torch.cuda.mem_get_info()[0] - BUDGET
+        take_as_others(rest - rest % SEGMENT_ROUNDING)
+    else:
+        torch.cuda.set_per_process_memory_fraction((BUDGET + 0.5) / torch.cuda.mem_get_info()[1])
     rules = replace(rules_with(setting), budget=BUDGET)
     meter = AllocatorMeter(torch.device("cuda", 0))
     ended = 0

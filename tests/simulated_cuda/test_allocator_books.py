@@ -1,5 +1,6 @@
 """The copy of the allocator's books, beside the allocator."""
 
+from itertools import product
 from pathlib import Path
 
 import device_counters
@@ -38,11 +39,15 @@ def test_a_step_is_replayed_from_other_segments_than_it_was_recorded_in(setting:
 
 
 @pytest.mark.parametrize(
-    "setting",
-    ["", "max_split_size_mb:32", "garbage_collection_threshold:0.5", "expandable_segments:True"],
+    ("setting", "others"),
+    [
+        *product(["", "max_split_size_mb:32", "expandable_segments:True"], [False, True]),
+        ("garbage_collection_threshold:0.5", False),  # nothing is collected otherwise
+    ],
 )
-def test_the_books_give_back_what_the_allocator_gives_back(setting: str, tmp_path: Path) -> None:
-    ended = forked(books.same_under_pressure, 12, setting, folder=tmp_path)
+def test_the_books_give_back_what_the_allocator_gives_back(setting: str, others: bool, tmp_path: Path) -> None:
+    """Where no more may be reserved, and where others have taken the rest of the device."""
+    ended = forked(books.same_under_pressure, 12, setting, others, folder=tmp_path)
     assert ended.code == 0, ended.output
 
 
