@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from benchmarks.allocator import take_as_others
 
+from benchmarks.allocator import take_as_others
 from lightning_ga.memory.allocator import AllocatorMeter
 from lightning_ga.memory.segment_replay import replay_segments, segments_of
 from lightning_ga.memory.segment_rules import MIB, SEGMENT_ROUNDING, SegmentRules
