@@ -303,7 +303,7 @@ class Search:
         guess = largest_fitting(self._needs, low + 1, self._high, self.budget)
         if self._holes and not large:  # near a budget that an allocator keeps to, many samples may take little more
             spared = largest_fitting(self._curve.needs, low + 1, guess, self.budget - self._holes)
-            guess = max(spared, guess - guess // 100)
+            guess = max(spared, largest_fitting(self._needs, low + 1, guess - guess // 100, self.budget))
         if large and self.rounding > 1:
             middle = _between(low, self.ceiling)
             if self._misses > 1 and (self._contradicted or guess >= self.ceiling):
