@@ -165,7 +165,7 @@ def measured_apart(text: str, *arguments: str) -> list[dict[str, Any]]:
         environment = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": text}
         done = subprocess.run([*sys.orig_argv, *arguments, "--record", str(path)], env=environment, check=False)
         if not path.exists():
-            raise RuntimeError(f"The process with {text or 'no settings'} ended with {done.returncode}, no cell measured.")
+            raise RuntimeError(f"{text or 'no settings'}: the process ended with {done.returncode} and no cell.")
         cells: list[dict[str, Any]] = json.loads(path.read_text())
     return cells
 
