@@ -124,8 +124,8 @@ def same_values(one: Any, other: Any) -> bool:
             pairs = list(zip(mine, theirs))
             return len(mine) == len(theirs) and all(a == b and same_values(x, y) for (a, x), (b, y) in pairs)
         if type(one).__eq__ is object.__eq__:  # type: ignore[comparison-overlap]
-            mine, theirs = object.__getstate__(one), object.__getstate__(other)  # with what __slots__ name
-            return mine is not None and same_values(mine, theirs)
+            held = object.__getstate__(one)  # with what __slots__ name
+            return held is not None and same_values(held, object.__getstate__(other))
         return bool(one == other)
     except Exception:  # arrays of objects; the == of a user's type may raise anything
         return _same_text(one, other)

@@ -60,12 +60,24 @@ class Owner(_Attributes):
         self.is_object = is_object  # not a module
         self._own: dict[str, type] | None = None  # without what Lightning and PyTorch keep
         self.plain: list[str] = []  # names of attributes that are no more than a number, or nothing yet
+        self._numbers: list[Any] | None = None  # values of these
         self._has_changed = False
 
     @property
     def keeps(self) -> bool:
-        """Whether it has attributes that are kept, or attributes of it come, go or change their types."""
+        """Whether it has attributes that are kept, or attributes of it come, go or change their types or numbers."""
         return bool(self._names) or self._has_changed
+
+    def numbers(self) -> list[Any]:
+        """Return the values of plain attributes; those of a layer that change are looked at before every attempt."""
+        before, self._numbers = self._numbers, [self.attributes[name] for name in self.plain]
+        self._has_changed = self._has_changed or (self.is_layer and before not in (None, self._numbers))
+        return self._numbers
+
+    @property
+    def is_layer(self) -> bool:
+        """Whether it is a part of the module, and neither the module nor an object."""
+        return bool(self.path) and not self.is_object
 
     def _search(self, types: dict[str, type]) -> list[str]:
         before, self._own = self._own, {name: kind for name, kind in types.items() if name not in _TABLES}
