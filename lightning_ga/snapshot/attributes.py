@@ -102,8 +102,8 @@ class AttributeSnapshot:
                 emptied.add(id(owner))
         for owner, names, values in self._plain.values():
             gathered = [(name, value) for name, value in zip(names, values) if is_gathered(owner.attributes.get(name))]
-            everything = owner.is_layer or id(owner.attributes.get("_buffers")) in put_back
-            everything = everything or (owner.is_object and (gathered or id(owner) in emptied))
+            of_tensors = owner.is_object and (bool(gathered) or id(owner) in emptied)
+            everything = of_tensors or owner.is_layer or id(owner.attributes.get("_buffers")) in put_back
             owner.attributes.update(zip(names, values) if everything else gathered)
         self.left = [*self._find_left()]
         for attributes, name, value in self._kept:
