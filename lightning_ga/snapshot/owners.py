@@ -58,6 +58,7 @@ class Owner(_Attributes):
     def __init__(self, path: str, attributes: dict[str, Any], *, is_object: bool = False) -> None:
         super().__init__(path, attributes)
         self.is_object = is_object  # not a module
+        self.is_layer = bool(path) and not is_object  # nor the module itself
         self._own: dict[str, type] | None = None  # without what Lightning and PyTorch keep
         self.plain: list[str] = []  # names of attributes that are no more than a number, or nothing yet
         self._numbers: list[Any] | None = None  # values of these
@@ -70,14 +71,10 @@ class Owner(_Attributes):
 
     def numbers(self) -> list[Any]:
         """Return the values of plain attributes; those of a layer that change are looked at before every attempt."""
-        before, self._numbers = self._numbers, [self.attributes[name] for name in self.plain]
-        self._has_changed = self._has_changed or (self.is_layer and before not in (None, self._numbers))
+        before, self._numbers = self._numbers, [*map(self.attributes.__getitem__, self.plain)]
+        if before != self._numbers and self.is_layer and before is not None:
+            self._has_changed = True
         return self._numbers
-
-    @property
-    def is_layer(self) -> bool:
-        """Whether it is a part of the module, and neither the module nor an object."""
-        return bool(self.path) and not self.is_object
 
     def _search(self, types: dict[str, type]) -> list[str]:
         before, self._own = self._own, {name: kind for name, kind in types.items() if name not in _TABLES}
