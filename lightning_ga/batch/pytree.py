@@ -123,8 +123,9 @@ def same_values(one: Any, other: Any) -> bool:
         if mine is not None and theirs is not None:
             pairs = list(zip(mine, theirs))
             return len(mine) == len(theirs) and all(a == b and same_values(x, y) for (a, x), (b, y) in pairs)
-        if type(one).__eq__ is object.__eq__ and hasattr(one, "__dict__"):  # type: ignore[comparison-overlap]
-            return same_values(vars(one), vars(other))
+        if type(one).__eq__ is object.__eq__:  # type: ignore[comparison-overlap]
+            held = object.__getstate__(one)  # with what __slots__ name
+            return held is not None and same_values(held, object.__getstate__(other))
         return bool(one == other)
     except Exception:  # arrays of objects; the == of a user's type may raise anything
         return _same_text(one, other)

@@ -140,6 +140,7 @@ def accumulate_only(
     begins: bool,
     ends: bool,
     continues: bool = False,
+    batches: int = 1,
     weight: float,
 ) -> None:
     """Run forward and backward of one micro-batch of a window; the first zeroes gradients, and nothing steps.
@@ -154,17 +155,22 @@ def accumulate_only(
         begins: Whether it begins a batch of the loop, so that ``on_train_batch_start`` runs.
         ends: Whether it ends one.
         continues: Whether more pieces of its batch follow, for which ``on_after_backward`` waits.
+        batches: Batches of the loop that one of the recipe makes; an epoch counts as many times more.
         weight: Factor of its backward signal.
     """
     loop = trainer.fit_loop.epoch_loop
     trainer.accumulate_grad_batches = 4
-    loop.batch_progress.current.ready = next(ready for ready in (2, 3) if ready != trainer.num_training_batches)
+    planned, index = trainer.num_training_batches, batch_idx if begins else 0
+    first = next(ready for ready in (1, 5, 9) if not {ready, ready + 1} & {planned, planned * 2})  # neither steps
+    loop.batch_progress.current.ready = first + index
+    loop.batch_progress.total.ready += begins
     trainer._logger_connector.on_batch_start(batch)
-    with muted(trainer), without_collectives(trainer):
+    counted = patching.shadowed(trainer.fit_loop, "max_batches", planned * batches)
+    with muted(trainer), without_collectives(trainer), counted:
         if begins:
             call_module_hook(trainer, "on_train_batch_start", batch, batch_idx)
         observe()
-        kwargs = loop._build_kwargs(OrderedDict(), batch, batch_idx if begins else 0)
+        kwargs = loop._build_kwargs(OrderedDict(), batch, index)
         follow = closures.before_the_last(trainer, lambda _: None) if continues else nullcontext()
         with _weighing(trainer, weight), follow:
             outputs = loop.automatic_optimization.run(trainer.optimizers[0], batch_idx, kwargs)

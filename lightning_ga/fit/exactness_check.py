@@ -33,8 +33,9 @@ ACCUMULATED = (
 )
 
 COUNTED = (
-    "the step depends on the number of its batch (batch_idx, or a count that a hook of batches keeps), which counts "
-    'micro-batches here: use trainer.global_step, which counts optimizer steps, or micro_batching="step"'
+    "the step depends on the number of its batch, or of all (batch_idx, trainer.num_training_batches, or a count that "
+    "a hook of batches keeps), which counts micro-batches here: use trainer.global_step, which counts optimizer steps, "
+    'or micro_batching="step"'
 )
 
 HOOKED = (
@@ -294,6 +295,7 @@ class ExactnessCheck:
                 begins=not of_one or number == 0,
                 ends=last or not of_one,
                 continues=cut and not last,
+                batches=1 if of_one else len(batches),
                 weight=weights[number] if weights else 1.0,
             )
             self._steps += 1

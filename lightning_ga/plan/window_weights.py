@@ -70,6 +70,8 @@ class KnownWindow(WindowWeights):
 
     def weigh(self, count: float, *, window: float, factor: int, first: bool, planned: float | None = None) -> Self:
         """Weigh the next micro-batch by its samples of those planned."""
+        if count and planned == window:  # a window of one micro-batch is its own mean, to the bit
+            window = planned = count
         weight = known_weight(count, window, factor=factor, world_size=self.world_size)
         reached, seen = (0.0, 0.0) if first else (self.reached, self.seen)
         seen += count if planned is None else planned

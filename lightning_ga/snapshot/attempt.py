@@ -74,7 +74,7 @@ class AttemptSnapshot:
         self._batch.restore()
         self.buffers.restore()
         self.weights.restore()
-        self._attributes.restore()
+        self._attributes.restore(self.buffers.put_back)
         lost = self._batch.lost() or self.weights.lost() or self.buffers.lost() or self._attributes.lost()
         return lost or self._late()
 

@@ -3,7 +3,7 @@
 import copy
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from operator import is_, itemgetter
 from typing import Any
 
@@ -27,9 +27,10 @@ class AttributeSnapshot:
 
     A large tensor, or one with a graph, is most often an output of the step before: it is not kept
     alive. Nor is each element of a long list copied: what a step appends goes, and a change of an
-    element in place is noticed. Numbers, and lists of them, are none of this: what counts attempts goes on counting,
-    and ``left`` names it. A number that becomes a tensor (``self.total = 0.0``, to which a step adds its loss) comes
-    back. So do attributes of objects of the user's own that the parts hold.
+    element in place is noticed. Numbers of the LightningModule itself and of objects, and lists of numbers, are none of
+    this: what counts attempts goes on counting, and ``left`` names it. A number that becomes a tensor (``self.total =
+    0.0``, to which a step adds its loss) comes back, and what is known of tensors that go (the length of a table that
+    a layer fills) goes with them. So do attributes of objects of the user's own that the parts hold.
     Of metrics everything is put back, numbers too, as each batch counts in them once.
 
     Modules that keep nothing of this kind are many. After the first attempts they are looked at where a window
@@ -48,7 +49,7 @@ class AttributeSnapshot:
         self._looks = LOOKS
         self._modes: list[bool] = []
         self._kept: list[tuple[dict[str, Any], str, Any]] = []
-        self._plain: list[tuple[Owner, list[str], list[Any]]] = []  # in the place of which tensors may be gathered
+        self._plain: dict[int, tuple[Owner, list[str], list[Any]]] = {}  # of others than looked at: as the window began
         self._numbers: list[tuple[Owner, str, Any]] = []  # containers of numbers, each with an outline of its content
         self._large: list[tuple[str, weakref.ref[Tensor], int]] = []
         self._arrays: list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]] = []
@@ -74,7 +75,7 @@ class AttributeSnapshot:
             return
         before = self._copied
         self._kept, self._copied, self._watched, self._generators = [], [], [], []
-        self._containers, self._tails, self._plain, self._whole = [], [], [], []
+        self._containers, self._tails, self._whole = [], [], []
         self._numbers, self._large, self._arrays = [], [], []
         self._look()
         if len(self._copied) != len(before) or not all(map(is_, self._copied, before)):
@@ -83,8 +84,13 @@ class AttributeSnapshot:
         if self._copied:
             self._copies.take()
 
-    def restore(self) -> None:
-        """Give attributes their values back, and containers their contents."""
+    def restore(self, put_back: Collection[int] = ()) -> None:
+        """Give attributes their values back, and containers their contents.
+
+        Args:
+            put_back: Ids of the tables of buffers that were others: what their modules know of them (the length of
+                a table that was filled, say) goes with them.
+        """
         for state, mode in zip(self._states, self._modes):
             state["training"] = mode
         unseen = [] if self._everywhere else [owner for owner in self._owners if not owner.keeps]
@@ -94,9 +100,10 @@ class AttributeSnapshot:
             for name in owner.new():
                 del owner.attributes[name]
                 emptied.add(id(owner))
-        for owner, names, values in self._plain:
+        for owner, names, values in self._plain.values():
             gathered = [(name, value) for name, value in zip(names, values) if is_gathered(owner.attributes.get(name))]
-            everything = owner.is_object and (gathered or id(owner) in emptied)
+            of_tensors = owner.is_object and (bool(gathered) or id(owner) in emptied)
+            everything = of_tensors or owner.is_layer or id(owner.attributes.get("_buffers")) in put_back
             owner.attributes.update(zip(names, values) if everything else gathered)
         self.left = [*self._find_left()]
         for attributes, name, value in self._kept:
@@ -131,7 +138,7 @@ class AttributeSnapshot:
             for name in owner.names():
                 self._take(owner, name, owner.attributes[name])
             if owner.plain:
-                self._plain.append((owner, owner.plain, [owner.attributes[name] for name in owner.plain]))
+                self._plain[id(owner)] = owner, owner.plain, owner.numbers()
         if self._everywhere:
             self._looks = max(0, self._looks - 1)
             self._keeping = [owner for owner in self._owners if owner.keeps]
@@ -219,7 +226,7 @@ class AttributeSnapshot:
 
     def _find_left(self) -> Iterator[str]:
         """Yield the names of numbers, of containers of them and of large tensors that are others now."""
-        for owner, names, values in self._plain:
+        for owner, names, values in self._plain.values():
             now = owner.attributes
             for name, value in zip(names, values):
                 if isinstance(now.get(name, value), NUMBERS) and now.get(name, value) not in (value,):

@@ -7,6 +7,7 @@ from operator import is_
 from torch import Tensor
 from torch.nn import Module
 
+from lightning_ga.snapshot.checksums import checksums, differ
 from lightning_ga.snapshot.contents import refill
 from lightning_ga.snapshot.copies import LargeCopy, SmallCopies, is_small, is_writable
 
@@ -30,6 +31,7 @@ class BufferSnapshot:
         self._uncopied: list[tuple[str, Tensor]] = []
         self._versions: list[int] = []
         self._anew = True  # whether all modules were looked at
+        self.put_back = set[int]()  # ids of the tables of which the last restore changed something
         self._first: str | None = None  # a module that had no buffers and has come to hold some, nobody knows when
         self._watch()
 
@@ -67,11 +69,16 @@ class BufferSnapshot:
         marks = zip(self._paths, self._tables, self._tables_had)
         first = (path for path, table, had in marks if table and not had and not self._anew)
         self._first = next(first, None)
+        self.put_back = {id(table) for table, had in zip(self._tables, self._tables_had) if not _is_same(table, had)}
         for table, had in zip(self._tables, self._tables_had):
             refill(table, had)
+        places = [(id(table), part) for table in self._tables for part in table.values() if part is not None]
+        failed = checksums(part for _, part in places)
         self._small.restore()
         for large in self._large:
             large.restore()
+        sums = zip(places, failed, checksums(part for _, part in places))
+        self.put_back |= {table for (table, _), before, now in sums if differ(before, now)}
 
     def lost(self) -> str | None:
         """Name a buffer that has changed and of which there is no copy."""
@@ -102,3 +109,7 @@ class BufferSnapshot:
         self._uncopied = [pair for pair in named.values() if not is_writable(pair[1])]
         self._small = SmallCopies(buffer for _, buffer in copied if is_small(buffer))
         self._large = [known.get(id(pair[1])) or LargeCopy(*pair) for pair in copied if not is_small(pair[1])]
+
+
+def _is_same(table: dict[str, Tensor | None], had: dict[str, Tensor | None]) -> bool:
+    return table.keys() == had.keys() and all(map(is_, table.values(), had.values()))

@@ -292,6 +292,9 @@ def test_samples_that_a_collate_fn_drops_are_left_out_of_the_mean() -> None:
     module, _ = fit(loader, AutoAccumulate(micro_batch_size=5), max_epochs=1)
     windows = [[i for i in window if i not in (1, 12, 13)] for window in cut(range(24), 12)]
     assert worst_error(module.gradients, plain_loop(Samples(24), windows)) <= 1e-12
+    whole, _ = fit(loader, AutoAccumulate(micro_batch_size=12), max_epochs=1)
+    stock, _ = fit(loader, max_epochs=1)
+    assert worst_error(whole.gradients, stock.gradients) == 0.0
 
 
 @pytest.mark.parametrize("drop_last", [False, True])

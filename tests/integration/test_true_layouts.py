@@ -542,10 +542,31 @@ def test_a_type_that_nobody_can_cut_and_memory_that_runs_out(way: Way) -> None:
     assert comes_from_memory(failure)
 
 
+class Slotted:
+    """A batch whose class has slots, and no ``__dict__``."""
+
+    __slots__ = ("x", "y")
+
+    def __init__(self, samples: Sequence[Any]) -> None:
+        self.x, self.y = default_collate(samples)
+
+    def to(self, device: torch.device) -> "Slotted":
+        self.x, self.y = self.x.to(device), self.y.to(device)
+        return self
+
+
+class OfSlots(Task):
+    def loss(self, batch: Slotted) -> torch.Tensor:
+        return mse_loss(self.predict(batch.x), batch.y)
+
+
 @each_way
-def test_a_type_that_nobody_can_cut_is_made_anew_from_samples_at_hand(way: Way) -> None:
+@pytest.mark.parametrize(
+    "case", [of_graphs(Opaque), Case(OfSlots, lambda: DataLoader(pairs(24), batch_size=8, collate_fn=Slotted))]
+)
+def test_a_type_that_nobody_can_cut_is_made_anew_from_samples_at_hand(case: Case, way: Way) -> None:
     """Parts of its batches are collated from their samples."""
-    cut_rightly(of_graphs(Opaque), way)
+    cut_rightly(case, way)
 
 
 def test_a_type_that_nobody_can_cut_is_refused_at_the_start_in_step_mode() -> None:

@@ -393,12 +393,18 @@ class Numbered(Task):
         self.batches += 1
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        number = {"argument": batch_idx, "hook": self.batches, "step": self.global_step}[self.counts]
+        number = {
+            "argument": lambda: batch_idx,
+            "hook": lambda: self.batches,
+            "loop": lambda: self.trainer.fit_loop.total_batch_idx,
+            "all": lambda: 1 / self.trainer.num_training_batches,  # the weight of a prior, say
+            "step": lambda: self.global_step,
+        }[self.counts]()
         return self.loss(batch) + number * self.net(batch[0]).square().mean()
 
 
 @each(WAYS)
-@pytest.mark.parametrize("counts", ["argument", "hook", "step"])
+@pytest.mark.parametrize("counts", ["argument", "hook", "loop", "all", "step"])
 def test_a_step_that_counts_batches_is_told_where_micro_batches_are_counted(counts: str, way: Way) -> None:
     """Where the loader cuts: at the start, or in the epoch after the one in which memory ran out."""
     case = Case(lambda: Numbered(counts), loader, BATCH, MICRO)

@@ -554,3 +554,60 @@ def test_what_an_object_knows_of_a_tensor_that_goes_goes_with_it() -> None:
     module.cache.size, module.cache.table = 5, torch.ones(5)
     snapshot.restore()
     assert (module.cache.size, module.cache.table) == (0, None)
+
+
+class Table(nn.Module):
+    """A table that is filled as far as it is needed, and how far that is, as those of rotary embeddings are."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.filled, self.calls = kind, 0, 0
+        if kind == "buffer":
+            self.register_buffer("table", torch.zeros(9), persistent=False)
+        elif kind == "none":
+            self.table = None
+
+    def forward(self, size: int) -> torch.Tensor:
+        self.calls += 1
+        if size > self.filled:
+            self.filled = size
+            if self.kind == "buffer":
+                self.table[:size] = torch.arange(1.0, size + 1)
+            else:
+                self.table = torch.arange(1.0, size + 1)
+        return self.table[:size]
+
+
+@pytest.mark.parametrize("kind", ["buffer", "none", "new"])
+@pytest.mark.parametrize("windows", [1, 12])
+def test_what_a_layer_knows_of_a_table_goes_back_with_it(kind: str, windows: int) -> None:
+    """Its length, as a number of plain Python: else the next attempt would read what was never filled again."""
+    module = nn.ModuleDict({"layer": Table(kind)})
+    snapshot = AttemptSnapshot(module)
+    for number in range(windows):
+        snapshot.take(None, anew=True)
+        module["layer"](3 if number else 2)
+        snapshot.take(None, anew=False)
+        module["layer"](3 if number else 2)
+    for size in (5, 9):
+        snapshot.take(None, anew=False)
+        calls = module["layer"].calls
+        module["layer"](size)
+        snapshot.restore()
+        assert (module["layer"].calls, snapshot.left) == (calls, [])
+        assert torch.equal(module["layer"](size), torch.arange(1.0, size + 1))
+
+
+def test_numbers_of_the_module_go_back_with_its_buffers_only() -> None:
+    """What counts attempts there goes on counting, and is named."""
+    module = Table("buffer")
+    snapshot = AttemptSnapshot(module)
+    snapshot.take(None)
+    module(5)
+    snapshot.restore()
+    assert (module.filled, module.calls, snapshot.left) == (0, 0, [])
+    module(5)
+    snapshot.take(None)
+    module(5)
+    snapshot.restore()
+    assert (module.filled, module.calls, snapshot.left) == (5, 2, ["calls"])
