@@ -18,11 +18,12 @@ from lightning_ga.batch.pytree import open_container
 from lightning_ga.batch.sizes import elements
 from lightning_ga.fit.batch_norm import batch_norm_layers
 from lightning_ga.fit.deterministic import without_dropout
-from lightning_ga.fit.exactness_check import ExactnessCheck, Verdicts, both, exact_arithmetic, rounding
+from lightning_ga.fit.exactness_check import ExactnessCheck
+from lightning_ga.fit.precision import exact_arithmetic, rounding
 from lightning_ga.loading.reader import BatchReader
 from lightning_ga.loading.samples import FirstSamples
 from lightning_ga.memory.oom import is_out_of_memory, release
-from lightning_ga.plan.exactness import Exactness, unmeasured
+from lightning_ga.plan.exactness import Exactness, Verdicts, both, unmeasured
 from lightning_ga.probe.isolation import isolated
 
 SAMPLES = 5  # parts of three and two: BatchNorm refuses one sample, and unequal parts show wrong weights
