@@ -18,7 +18,7 @@ from lightning_ga.compat.gradient_dtype import dtype_of_sum, zero_sum
 from lightning_ga.loading.largest_samples import LargestSamples, ScanOrder
 from lightning_ga.loading.reader import BatchReader
 from lightning_ga.memory.device import synchronize
-from lightning_ga.memory.oom import is_out_of_memory, release
+from lightning_ga.memory.oom import attempt
 from lightning_ga.memory.origin_meter import state_of
 from lightning_ga.plan.attribution import RETRIES
 from lightning_ga.plan.records import Timing
@@ -77,7 +77,7 @@ class TrialStep:
             return transfer.transferred(self._trainer, batch)
         self._held, moved = batch, None  # on a CPU the rest lies in the same memory: a part is a view of the whole
         if transfer.hooks_move_batches(self._trainer):
-            _, moved = _attempted(partial(transfer.transferred, self._trainer, batch))
+            moved = attempt(partial(transfer.transferred, self._trainer, batch)).result
         if moved is None:
             return transfer.transferred(self._trainer, self._part(batch, micro_batch_size, on_host=True))
         self._held = moved
@@ -125,12 +125,12 @@ class WindowGradientsAlive:
     def __init__(self, trainer: Any, batches: Iterable[Any], *, batch_samples: int, rank_samples: int) -> None:
         parameters, remaining = list(trainer.lightning_module.parameters()), iter(batches)
         run = partial(trial_steps.backward_only, trainer)
-        ran, _ = _attempted(partial(run, next(remaining)))  # if not, the prober will say that nothing fits
+        ran = attempt(partial(run, next(remaining))).failure is None  # if not, the prober will say that nothing fits
         having = [p for p in parameters if (p.grad is not None if ran else p.requires_grad)]
         self._rows: dict[torch.Tensor, int | None] = dict.fromkeys(having)  # of sparse gradients
         seen, sums = batch_samples, _sparse_gradients(parameters) if ran else {}
         for batch in remaining if sums else ():
-            if not _attempted(partial(run, batch))[0]:
+            if attempt(partial(run, batch)).failure is not None:
                 break
             seen += batch_samples
             for parameter, gradient in _sparse_gradients(parameters).items():
@@ -142,18 +142,6 @@ class WindowGradientsAlive:
         """Give every parameter its gradient, of zeros."""
         for parameter, rows in self._rows.items():
             parameter.grad = zero_sum(parameter) if rows is None else _sparse_zeros(parameter, rows)
-
-
-def _attempted(run: Callable[[], Any]) -> tuple[bool, Any]:
-    """Run a function; return whether there was memory for it, and what it returned."""
-    try:
-        return True, run()
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        failure = error
-    release(failure)
-    return False, None
 
 
 def _sparse_gradients(parameters: Iterable[torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
