@@ -10,7 +10,8 @@ from torch.utils.data import DataLoader
 from lightning_ga.batch.counters import fitting_counter
 from lightning_ga.batch.layout import LayoutError
 from lightning_ga.batch.pytree import same_values
-from lightning_ga.compat import transfer, trial_steps
+from lightning_ga.compat import trial_steps
+from lightning_ga.compat.transfer import BatchTransfer
 from lightning_ga.fit.batch_norm import batch_norm_layers
 from lightning_ga.fit.differences import Differences, compare, distance, judge
 from lightning_ga.fit.exactness_passes import Passes, PassRunner, copy_if_possible
@@ -62,7 +63,8 @@ class ExactnessCheck:
         self._rest = tolerance / (100 if exactly else 1)  # largest difference of a repeated step
         self._seen: set[str] = set()  # names of all that changed
         self._keeps: bool | None = None  # whether the module keeps what changes gradients; None until measured
-        self._moves_whole = transfer.hooks_move_batches(trainer)  # these hooks get the whole batch, before it is cut
+        self._transfer = BatchTransfer(trainer)
+        self._moves_whole = self._transfer.has_hooks  # these get the whole batch, before it is cut
 
     def run(self, samples: list[Any], *, in_step: bool) -> Verdicts:
         """Compare the whole batch with its parts, as the loader makes them and as the step cuts them."""
@@ -133,7 +135,7 @@ class ExactnessCheck:
             return collated
         self._prepare()
         reseed(1, generators_of(self._trainer.lightning_module))
-        return transfer.transferred(self._trainer, copy_if_possible(collated))
+        return self._transfer.moved(copy_if_possible(collated))
 
     def _judge(
         self, whole: Passes, parts: list[Any], sizes: Sequence[int], again: Callable[[int], Any], *, cut: bool
@@ -210,7 +212,7 @@ class ExactnessCheck:
         return self._reader.count(part, expected=samples, on_host=not (cut and self._moves_whole))
 
     def _collate(self, samples: list[Any], seed: int = 0) -> Any:
-        return transfer.before_transfer(self._trainer, collate_samples(self._loader, samples, len(samples), seed=seed))
+        return self._transfer.on_host(collate_samples(self._loader, samples, len(samples), seed=seed))
 
 
 def _compared(whole: Passes, parts: Passes, share: float) -> Differences:

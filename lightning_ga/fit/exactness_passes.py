@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from lightning_ga.compat import gradient_dtype, transfer, trial_steps
+from lightning_ga.compat import gradient_dtype, trial_steps
+from lightning_ga.compat.transfer import BatchTransfer
 from lightning_ga.fit.deterministic import stop_dropping
 from lightning_ga.fit.window_watch import kept_buffers
 from lightning_ga.loading.samples import copied
@@ -78,7 +79,7 @@ class PassRunner:
             batch, last = copy_if_possible(batch), number == len(batches) - 1
             trial_steps.accumulate_only(
                 self._trainer,
-                batch if moved else transfer.transferred(self._trainer, batch),
+                batch if moved else BatchTransfer(self._trainer).moved(batch),
                 number,
                 lambda: states.append(_watched(module)),
                 begins=not of_one or number == 0,

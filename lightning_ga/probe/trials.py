@@ -13,8 +13,9 @@ from torch.utils.data import DataLoader
 
 from lightning_ga.batch.layout import LayoutError
 from lightning_ga.batch.pytree import open_container
-from lightning_ga.compat import agreement, patching, transfer, trial_steps
+from lightning_ga.compat import agreement, patching, trial_steps
 from lightning_ga.compat.gradient_dtype import dtype_of_sum, zero_sum
+from lightning_ga.compat.transfer import BatchTransfer
 from lightning_ga.loading.largest_samples import LargestSamples, ScanOrder
 from lightning_ga.loading.reader import BatchReader
 from lightning_ga.memory.device import synchronize
@@ -61,6 +62,7 @@ class TrialStep:
     ) -> None:
         self._trainer, self._loader, self._samples, self._note_batch = setup.trainer, setup.loader, samples, note_batch
         self._batch_samples, self._reader = setup.batch_samples or 0, setup.reader
+        self._transfer = BatchTransfer(setup.trainer)
         self._held: Any = None  # the batch that a trial's samples are cut from
 
     def __call__(self, micro_batch_size: int) -> None:
@@ -74,12 +76,12 @@ class TrialStep:
         rest = max(0, self._batch_samples - micro_batch_size)
         batch = self._on_host(micro_batch_size + rest)
         if not rest or self._reader is None:
-            return transfer.transferred(self._trainer, batch)
+            return self._transfer.moved(batch)
         self._held, moved = batch, None  # on a CPU the rest lies in the same memory: a part is a view of the whole
-        if transfer.hooks_move_batches(self._trainer):
-            moved = attempt(partial(transfer.transferred, self._trainer, batch)).result
+        if self._transfer.has_hooks:
+            moved = attempt(partial(self._transfer.moved, batch)).result
         if moved is None:
-            return transfer.transferred(self._trainer, self._part(batch, micro_batch_size, on_host=True))
+            return self._transfer.moved(self._part(batch, micro_batch_size, on_host=True))
         self._held = moved
         return self._part(moved, micro_batch_size, on_host=False)
 
@@ -91,10 +93,10 @@ class TrialStep:
                 slices = self._reader.slices(batch, expected=self._batch_samples, on_host=on_host)
                 return slices.take(0, micro_batch_size)
         part = self._on_host(micro_batch_size)
-        return part if on_host else transfer.transferred(self._trainer, part)
+        return part if on_host else self._transfer.moved(part)
 
     def _on_host(self, count: int) -> Any:
-        return transfer.before_transfer(self._trainer, self._samples.batch(self._loader, count))
+        return self._transfer.on_host(self._samples.batch(self._loader, count))
 
     def run(self, batch: Any) -> None:
         """Run the step on a batch."""
