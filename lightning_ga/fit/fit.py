@@ -135,7 +135,7 @@ class Fit:
         cut_in_step, changing = self.source.cut_in_step, self.exactness.changing
         fills_up = self.source.keeps_groups and not cut_in_step
         self.oom_handler.watch_training(self.gradients, cut_in_step=cut_in_step, fills_up=fills_up, changing=changing)
-        self._held.callback(intervals.stop_only_unless(trainer, lambda: self._progress.within_batch))
+        self._held.enter_context(intervals.stopping_only_unless(trainer, lambda: self._progress.within_batch))
         self._progress.resume(self.source, same_epoch=same_epoch)
         with self.source.seeded_as_before():
             dataloaders.iterate_again(trainer)
