@@ -118,8 +118,9 @@ def stopping_only_unless(trainer: Any, holds: Callable[[], bool]) -> Iterator[No
         "_should_check_val_fx": asking(cls._should_check_val_fx),
         "__module__": cls.__module__,
     }
-    loop.__class__ = type(cls.__name__, (cls,), own)
+    loop.__class__ = ours = type(cls.__name__, (cls,), own)
     try:
         yield
     finally:
-        loop.__class__ = cls
+        if type(loop) is ours:
+            loop.__class__ = cls

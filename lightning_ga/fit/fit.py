@@ -81,6 +81,7 @@ class Fit:
         self.oom_handler = OomHandler(trainer, retries=options.on_oom == "split", report=reporter, training=batches)
         self.oom_handler.watch_batches()
         self._limit = TrainingLimit(trainer, request, options, self.oom_handler)
+        self._held.enter_context(dataloaders.intercepted_loaders(trainer, cut=self.cut, around=self.set_up_data))
 
     @property
     def probe(self) -> ProbeResult | None:

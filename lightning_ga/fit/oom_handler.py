@@ -81,7 +81,7 @@ class OomHandler:
         self._steps: MicroBatchClosures | None = None
         self._retries = RetryWatch(trainer.strategy.root_device)
         self._update: OptimizerRetry | None = None
-        self._training_held = ExitStack()  # what training is to give back
+        self._held, self._training_held = ExitStack(), ExitStack()  # what is to be given back, and what after training
 
     @property
     def limit(self) -> int | None:
@@ -118,7 +118,7 @@ class OomHandler:
 
     def watch_batches(self) -> None:
         """Guard evaluation, and the way of every batch to the device."""
-        evaluation.intercept_evaluation(self._trainer, self._evaluate, self._retrier.move)
+        self._held.enter_context(evaluation.intercepted_evaluation(self._trainer, self._evaluate, self._retrier.move))
 
     def watch_training(
         self, gradients: WindowGradients, *, cut_in_step: bool, fills_up: bool, changing: Collection[str]
@@ -190,7 +190,7 @@ class OomHandler:
     def stop(self) -> None:
         """Take everything out."""
         self.stop_training()
-        evaluation.release_evaluation(self._trainer)
+        self._held.close()
 
     def _report(self, event: OomEvent) -> None:
         """Note that memory ran out, which the allocator's counts show too: that was no struggle."""
