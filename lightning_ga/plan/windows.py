@@ -190,7 +190,8 @@ class EpochPlan:
         for position in range(factor):
             inner, count = part(share, factor, position)
             done = start + (self.world_size - larger) * part(least, factor, position + 1)[0]
-            done += larger * part(least + 1, factor, position + 1)[0]
+            if larger:
+                done += larger * part(least + 1, factor, position + 1)[0]
             yield start + first + inner, count, done
 
     def _in_batches(self, batches: Sequence[int], start: int, end: int, factor: int) -> Iterator[tuple[int, int, int]]:
