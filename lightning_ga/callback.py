@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_ga.compat import dataloaders, loops, trainer_settings
+from lightning_ga.compat import loops, trainer_settings
 from lightning_ga.compat.namespaces import Callback
 from lightning_ga.errors import ExactnessWarning, UserError
 from lightning_ga.fit import checks
@@ -147,7 +147,6 @@ class AutoAccumulate(Callback):
         self._place = trainer_settings.run_first(trainer, self)
         self._reporter = OomReporter(trainer)
         self._fit = Fit(trainer, self._request, self._options, self._reporter, active=lambda: self in trainer.callbacks)
-        dataloaders.intercept_loaders(trainer, cut=self._fit.cut, around=self._fit.set_up_data)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Find the limit and begin the epoch with it, where a resumed run left off."""
@@ -205,11 +204,10 @@ class AutoAccumulate(Callback):
         self._take_back(trainer)
 
     def _take_back(self, trainer: Any) -> None:
-        for oom_handler in (self._fit.oom_handler if self._fit else None, self._evaluation):
+        for oom_handler in (self._evaluation, self._fit.oom_handler if self._fit else None):
             if oom_handler is not None:
                 oom_handler.stop()
         self._evaluation = None
-        dataloaders.release_loaders(trainer)
         if self._place is not None:
             trainer_settings.run_at(trainer, self, self._place)
         self._place = None

@@ -10,9 +10,9 @@ from benchmarks.probing.devices import EMULATED, memory
 from benchmarks.probing.models import Model, Samples
 from benchmarks.probing.throughput import Module, Pool
 from benchmarks.trainers import quiet_trainer
-from lightning_ga import AutoAccumulate, ProbeResult, is_out_of_memory
+from lightning_ga import AutoAccumulate, ProbeResult
 from lightning_ga.memory.live_tensors import uncounted
-from lightning_ga.memory.oom import release
+from lightning_ga.memory.oom import attempt
 
 EFFECTIVE = 2**13  # samples of a window that is probed: far above the limits
 FACTOR, WINDOWS = 2, 2  # of the training that tries a limit
@@ -58,13 +58,4 @@ def _fit(module: Module, model: Model, callback: pl.Callback) -> None:
 
 
 def _passes(run: Callable[[], object]) -> bool:
-    failure = None
-    try:
-        run()
-    except RuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-        failure = error
-    if failure is not None:
-        release(failure)
-    return failure is None
+    return attempt(run).failure is None

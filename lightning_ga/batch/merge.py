@@ -212,6 +212,18 @@ def weighted_mean(tensors: Sequence[torch.Tensor], weights: Sequence[float]) -> 
     return torch.stack(torch._foreach_mul(list(tensors), shares)).sum(0)
 
 
+def mean_of_numbers(values: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
+    """Average numbers by weight; those of no weight are skipped, as they are means over nothing.
+
+    Examples:
+        >>> mean_of_numbers([torch.tensor(1), torch.tensor(float("nan"))], [2, 0])
+        tensor(1.)
+    """
+    values = [value if value.is_floating_point() else value.to(torch.get_default_dtype()) for value in values]
+    weighted = [(value, weight) for value, weight in zip(values, weights) if weight]
+    return weighted_mean(*zip(*weighted)) if weighted else values[-1]
+
+
 def _merge_arrays(parts: list[_Part]) -> Any:
     values = [part.value for part in parts]
     if _is_by_sample(parts):

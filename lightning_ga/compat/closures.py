@@ -18,10 +18,12 @@ import torch
 from lightning_ga.compat import patching
 
 
-def intercept_closures(trainer: Any, wrap: Callable[..., Callable[..., Any]]) -> None:
-    """Let the loop's closures run ``wrap(whole, make, kwargs, optimizer, batch_idx)`` (``automatic.py:163``).
+@contextmanager
+def intercepted_closures(trainer: Any, wrap: Callable[..., Callable[..., Any]]) -> Iterator[None]:
+    """Return a context in which the loop's closures are those of ``wrap``.
 
-    ``whole`` is Lightning's own closure, and ``make`` makes others of the last three. What comes of it runs the
+    It is called as ``wrap(whole, make, kwargs, optimizer, batch_idx)``: ``whole`` is Lightning's own closure
+    (``automatic.py:163``), and ``make`` makes others of the last three. What comes of it runs the
     micro-batch, and returns a result with the ``loss`` for the optimizer and the output as ``asdict()``.
     """
     loop = trainer.fit_loop.epoch_loop.automatic_optimization
@@ -34,7 +36,8 @@ def intercept_closures(trainer: Any, wrap: Callable[..., Callable[..., Any]]) ->
         vars(closure).update(vars(whole), closure=wrap(whole, make, *given))
         return closure
 
-    patching.shadow(loop, "_make_closure", make_ours)
+    with patching.shadowed(loop, "_make_closure", make_ours):
+        yield
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +50,6 @@ class ClosureOutput:
     def asdict(self) -> dict[str, Any]:
         """Return the output."""
         return self.output
-
-
-def release_closures(trainer: Any) -> None:
-    """Undo ``intercept_closures``."""
-    patching.unshadow(trainer.fit_loop.epoch_loop.automatic_optimization, "_make_closure")
 
 
 def accumulating(trainer: Any) -> AbstractContextManager[None] | None:
@@ -144,19 +142,18 @@ def after_backward(trainer: Any, finish: Callable[[], None]) -> Iterator[None]:
         yield
 
 
-def intercept_optimizer_step(trainer: Any, around: Callable[..., Any], ready: Callable[[], None]) -> Callable[[], None]:
-    """Let every call of the optimizer's step go through ``around(step, *arguments)``.
+@contextmanager
+def intercepted_optimizer_step(trainer: Any, around: Callable[..., Any], ready: Callable[[], None]) -> Iterator[None]:
+    """Return a context in which every call of the optimizer's step goes through ``around(step, *arguments)``.
 
     Args:
         trainer: The Trainer.
         around: Called instead of the step, with the step and its arguments.
         ready: Called between clipping and the update (``plugins/precision/precision.py``, ``_after_closure``).
-
-    Returns:
-        A function that undoes the interception.
     """
     optimizer, plugin = trainer.optimizers[0], trainer.precision_plugin
-    after_closure, earlier = type(plugin)._after_closure, vars(optimizer).get("step")
+    after_closure = type(plugin)._after_closure
+    earlier = {name: value for name, value in vars(optimizer).items() if name == "step"}
     step, active = optimizer.step, True
 
     def after(*arguments: Any) -> None:
@@ -167,22 +164,17 @@ def intercept_optimizer_step(trainer: Any, around: Callable[..., Any], ready: Ca
     def through(_: Any, *arguments: Any, **settings: Any) -> Any:
         return around(step, *arguments, **settings) if active else step(*arguments, **settings)
 
-    def release() -> None:
-        nonlocal active
-        active = False
-        patching.unshadow(plugin, "_after_closure")
-        if vars(optimizer).get("step") is not method:  # a schedule has wrapped it since
-            return
-        if earlier is None:
-            patching.unshadow(optimizer, "step")
-        else:
-            patching.shadow(optimizer, "step", earlier)
-
     # A method, as schedules of the learning rate wrap it by its ``__func__`` (``torch/optim/lr_scheduler.py``).
     method = MethodType(through, optimizer)
     patching.shadow(optimizer, "step", method)
-    patching.shadow(plugin, "_after_closure", after)
-    return release
+    try:
+        with patching.shadowed(plugin, "_after_closure", after):
+            yield
+    finally:
+        active = False
+        if vars(optimizer).get("step") is method:  # else a schedule has wrapped it since
+            patching.unshadow(optimizer, "step")
+            vars(optimizer).update(earlier)
 
 
 class TrainedTensors:

@@ -16,8 +16,11 @@ from lightning_ga.errors import UserError
 from lightning_ga.loading.prebatched import Batches
 
 
-def intercept_loaders(trainer: Any, cut: Callable[[Any], Any], around: Callable[[Callable[[], None]], None]) -> None:
-    """Let the fit loop read its training loader through ``cut`` and set data up through ``around``.
+@contextmanager
+def intercepted_loaders(
+    trainer: Any, cut: Callable[[Any], Any], around: Callable[[Callable[[], None]], None]
+) -> Iterator[None]:
+    """Return a context in which the fit loop reads its loader through ``cut`` and sets data up through ``around``.
 
     ``fit_loop.setup_data`` asks ``_data_source`` for the loader wherever it comes from: ``fit()``,
     the module or a datamodule (``loops/fit_loop.py:238``).
@@ -29,8 +32,11 @@ def intercept_loaders(trainer: Any, cut: Callable[[Any], Any], around: Callable[
     """
     loop = trainer.fit_loop
     source, request, set_up = loop._data_source, type(loop._data_source).dataloader, type(loop).setup_data
-    patching.shadow(source, "dataloader", lambda: cut(request(source)))
-    patching.shadow(loop, "setup_data", lambda: around(lambda: set_up(loop)))
+    with (
+        patching.shadowed(source, "dataloader", lambda: cut(request(source))),
+        patching.shadowed(loop, "setup_data", lambda: around(lambda: set_up(loop))),
+    ):
+        yield
 
 
 def forget_loaders(trainer: Any) -> None:
@@ -69,12 +75,6 @@ def load_later(trainer: Any, states: list[Any]) -> None:
     """Let the loop restore these states of loaders once it has set its data up (``fit_loop.py:553``)."""
     if states:
         trainer.fit_loop._combined_loader_states_to_load = states
-
-
-def release_loaders(trainer: Any) -> None:
-    """Undo ``intercept_loaders``."""
-    patching.unshadow(trainer.fit_loop._data_source, "dataloader")
-    patching.unshadow(trainer.fit_loop, "setup_data")
 
 
 @contextmanager

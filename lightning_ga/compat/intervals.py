@@ -3,7 +3,8 @@
 Lightning's ``loops/training_epoch_loop.py``.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from math import inf, isinf
 from typing import Any
 
@@ -90,14 +91,12 @@ def _validation_interval(trainer: Any, epoch_batches: int | None) -> int | float
     return inf if epoch_batches is None else max(1, int(epoch_batches * interval))
 
 
-def stop_only_unless(trainer: Any, holds: Callable[[], bool]) -> Callable[[], None]:
-    """Let ``trainer.should_stop`` end an epoch only while ``holds()`` is false: never between parts of one batch.
+@contextmanager
+def stopping_only_unless(trainer: Any, holds: Callable[[], bool]) -> Iterator[None]:
+    """Return a context in which ``trainer.should_stop`` ends no epoch while ``holds()``: between parts of one batch.
 
     The epoch loop reads it after each micro-batch, and validates before it ends (``training_epoch_loop.py:120``
     and :553).
-
-    Returns:
-        A function that undoes this.
     """
     loop = trainer.fit_loop.epoch_loop
     cls = type(loop)
@@ -119,9 +118,9 @@ def stop_only_unless(trainer: Any, holds: Callable[[], bool]) -> Callable[[], No
         "_should_check_val_fx": asking(cls._should_check_val_fx),
         "__module__": cls.__module__,
     }
-    loop.__class__ = type(cls.__name__, (cls,), own)
-
-    def undo() -> None:
-        loop.__class__ = cls
-
-    return undo
+    loop.__class__ = ours = type(cls.__name__, (cls,), own)
+    try:
+        yield
+    finally:
+        if type(loop) is ours:
+            loop.__class__ = cls

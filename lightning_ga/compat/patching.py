@@ -24,14 +24,18 @@ def unshadow(instance: Any, method: str) -> None:
 
 @contextmanager
 def shadowed(instance: Any, method: str, replacement: Callable[..., Any]) -> Iterator[None]:
-    """Return a context in which a method of one instance is replaced; afterwards it is what it was before."""
+    """Return a context in which a method of one instance is replaced; afterwards it is what it was before.
+
+    A replacement by others that has come meanwhile stays.
+    """
     before = {name: value for name, value in vars(instance).items() if name == method}
     shadow(instance, method, replacement)
     try:
         yield
     finally:
-        unshadow(instance, method)
-        vars(instance).update(before)
+        if vars(instance).get(method) is replacement:
+            unshadow(instance, method)
+            vars(instance).update(before)
 
 
 def sibling(trainer: Any, name: str) -> Any:

@@ -41,21 +41,6 @@ class BatchTransfer:
         return self.moved(self.on_host(batch))
 
 
-def to_device(trainer: Any, batch: Any) -> Any:
-    """Return a batch as ``training_step`` gets it."""
-    return BatchTransfer(trainer).to_device(batch)
-
-
-def before_transfer(trainer: Any, batch: Any) -> Any:
-    """Run the part of ``to_device`` that precedes the transfer, on the host."""
-    return BatchTransfer(trainer).on_host(batch)
-
-
-def transferred(trainer: Any, batch: Any) -> Any:
-    """Run the rest of ``to_device``."""
-    return BatchTransfer(trainer).moved(batch)
-
-
 def hooks_move_batches(trainer: Any) -> bool:
     """Return whether the module or the datamodule overrides the transfer of batches or the hook after it."""
     return _overrides(trainer, "transfer_batch_to_device", "on_after_batch_transfer")

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -14,19 +13,11 @@ from lightning_ga.errors import UserError
 from lightning_ga.fit.messages import OutOfMemory, of_rank
 from lightning_ga.fit.retry_policy import RetryPolicy
 from lightning_ga.memory.device import describe_memory
-from lightning_ga.memory.oom import is_ambiguous_out_of_memory, is_out_of_memory, release
+from lightning_ga.memory.oom import Attempt, attempt, is_ambiguous_out_of_memory, is_out_of_memory
 from lightning_ga.snapshot.attempt import AttemptSnapshot
 
 Result = TypeVar("Result")
 _EXCHANGES = "its step exchanges values with the other ranks (all_gather, all_reduce, the compute of a metric)"
-
-
-@dataclass(frozen=True, slots=True)
-class Attempt:
-    """What came of an attempt."""
-
-    result: Any = None  # what was returned
-    failure: Exception | None = None  # the out-of-memory error that ended it; ``None`` if it went through
 
 
 class AttemptRunner:
@@ -156,7 +147,7 @@ class AttemptRunner:
             raise self.told(self.out_of_memory(stage).changed_by_the_step(lost)) from failure
 
     def attempt(self, stage: str, run: Callable[[], Any]) -> Attempt:
-        """Run something, and free the memory of what failed outside of the ``except`` block, which pins it.
+        """Run something, and free the memory of what failed.
 
         Raises:
             UserError: If memory runs out and other ranks would wait for a retry.
@@ -164,19 +155,15 @@ class AttemptRunner:
         before = self._collectives() if self._distributed else 0
         hook = log_capture.current_hook(self._trainer)
         try:
-            return Attempt(run())
-        except Exception as error:
-            if not self._acts_upon(error):
-                raise
-            failure = error
+            ran = attempt(run, self._acts_upon)
         finally:
             if self._distributed and self._collectives() != before:
                 self._lockstep.add(stage)
-        release(failure)
-        log_capture.return_to_hook(self._trainer, hook)
-        self._last_failures[stage] = failure
-        self.raise_if_others_wait(stage, failure)
-        return Attempt(failure=failure)
+        if ran.failure is not None:
+            log_capture.return_to_hook(self._trainer, hook)
+            self._last_failures[stage] = ran.failure
+            self.raise_if_others_wait(stage, ran.failure)
+        return ran
 
     def raise_if_others_wait(self, stage: str, failure: Exception) -> None:
         """End here if other ranks would wait for what a retry does."""
@@ -193,15 +180,12 @@ class AttemptRunner:
         Not so where it has exchanged values with other ranks, as they would not do that again.
         """
         before = self._collectives()
-        try:
-            return run()
-        except Exception as error:
-            exchanged = self._collectives() != before
-            if not self.policy.retries or not is_out_of_memory(error) or exchanged:
-                raise
-            failure = error
-        release(failure)
-        return run()
+
+        def may_repeat(error: Exception) -> bool:
+            return self.policy.retries and is_out_of_memory(error) and self._collectives() == before
+
+        ran = attempt(run, may_repeat)
+        return run() if ran.failure is not None else ran.result
 
     def told(self, error: UserError) -> UserError:
         """Return the error as one rank of several says it."""

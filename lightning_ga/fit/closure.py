@@ -60,7 +60,7 @@ class MicroBatchClosures:
         return self.repeated is not None and not self.retrier.attempts.waits_for_others("training")
 
     def closure(self, whole: Any, make: Callable[..., Any], *given: Any) -> Callable[..., Any]:
-        """Return what runs one micro-batch; see ``closures.intercept_closures``."""
+        """Return what runs one micro-batch; see ``closures.intercepted_closures``."""
         return MicroBatch(self, whole, make, *given).run
 
     def warn_of_second_evaluation(self) -> None:

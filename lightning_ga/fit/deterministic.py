@@ -55,13 +55,6 @@ def stop_dropping(module: Module) -> None:
 
 @contextmanager
 def without_dropout() -> Iterator[None]:
-    """Return a context without functional dropout, that of attention included, and without TF32."""
-    cudnn, matmul = torch.backends.cudnn.allow_tf32, torch.get_float32_matmul_precision()
-    torch.backends.cudnn.allow_tf32 = False
-    torch.set_float32_matmul_precision("highest")
-    try:
-        with _NoDropout():
-            yield
-    finally:
-        torch.backends.cudnn.allow_tf32 = cudnn
-        torch.set_float32_matmul_precision(matmul)
+    """Return a context without functional dropout, that of attention included."""
+    with _NoDropout():
+        yield

@@ -6,13 +6,13 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_ga.batch.layout import LayoutError
 from lightning_ga.errors import ExactnessWarning
-from lightning_ga.fit.exactness_check import both, rounding
+from lightning_ga.fit.precision import rounding
 from lightning_ga.fit.verify import CONSIDERED, SAMPLES, measure_exactness
 from lightning_ga.fit.window_watch import WindowWatch
 from lightning_ga.loading.reader import BatchReader
 from lightning_ga.loading.training_source import TrainingSource
 from lightning_ga.plan.config import Options
-from lightning_ga.plan.exactness import INEXACT, Exactness, found_to_change, splitting_sentence, uncuttable
+from lightning_ga.plan.exactness import INEXACT, Exactness, both, found_to_change, splitting_sentence, uncuttable
 
 
 class TrainingExactness:

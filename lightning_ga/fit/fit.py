@@ -19,10 +19,10 @@ from lightning_ga.fit.exactness import TrainingExactness
 from lightning_ga.fit.limit import TrainingLimit
 from lightning_ga.fit.oom_handler import OomHandler, OomReporter
 from lightning_ga.fit.progress import Progress
+from lightning_ga.fit.sample_counts import SampleCounts
 from lightning_ga.fit.training_data import TrainingData
 from lightning_ga.fit.window_gradients import WindowGradients
 from lightning_ga.loading.prebatched import PrebatchedSource
-from lightning_ga.loading.reader import length_of_first
 from lightning_ga.loading.training_source import TrainingSource
 from lightning_ga.memory.device import enforced_budget, total_memory
 from lightning_ga.plan.accumulation import AccumulationPlan
@@ -33,7 +33,6 @@ from lightning_ga.plan.exactness import INEXACT
 from lightning_ga.plan.planned_device import current_device
 from lightning_ga.plan.records import ProbeResult
 from lightning_ga.plan.units import format_bytes
-from lightning_ga.plan.windows import Chunk
 from lightning_ga.probe.isolation import hooks_apart
 
 
@@ -66,8 +65,7 @@ class Fit:
         self._begun: tuple[TrainingSource, int] | None = None  # what the loops were told of last
         self._factor: int | None = None  # the factor that the trainer was given last
         self._frequencies: dict[int, int] = {}
-        self._samples: dict[int, int | None] = {}  # that batches of the window which is trained on should hold
-        self._as_planned = False  # whether every batch holds the samples that were fetched for it
+        self._samples = SampleCounts(lambda: self.oom_handler.reader())
         self._progress = Progress(trainer)
         cut_in_step = options.micro_batching == "step"
         self._data = TrainingData(trainer, cut_in_step=cut_in_step, recipe_factor=self.recipe_factor)
@@ -75,7 +73,7 @@ class Fit:
         batches = TrainingBatches(
             source=lambda: self.source.batch_source,
             verdict=self._splitting_sentence,
-            samples=lambda index: self._samples.get(index),
+            samples=self._samples.expected,
             samples_again=lambda index: self.source.samples_at(index),
             samples_of_next=self._samples_of_next,
             is_empty=lambda index: not self.source.chunk(index).count,
@@ -83,6 +81,7 @@ class Fit:
         self.oom_handler = OomHandler(trainer, retries=options.on_oom == "split", report=reporter, training=batches)
         self.oom_handler.watch_batches()
         self._limit = TrainingLimit(trainer, request, options, self.oom_handler)
+        self._held.enter_context(dataloaders.intercepted_loaders(trainer, cut=self.cut, around=self.set_up_data))
 
     @property
     def probe(self) -> ProbeResult | None:
@@ -137,7 +136,7 @@ class Fit:
         cut_in_step, changing = self.source.cut_in_step, self.exactness.changing
         fills_up = self.source.keeps_groups and not cut_in_step
         self.oom_handler.watch_training(self.gradients, cut_in_step=cut_in_step, fills_up=fills_up, changing=changing)
-        self._held.callback(intervals.stop_only_unless(trainer, lambda: self._progress.within_batch))
+        self._held.enter_context(intervals.stopping_only_unless(trainer, lambda: self._progress.within_batch))
         self._progress.resume(self.source, same_epoch=same_epoch)
         with self.source.seeded_as_before():
             dataloaders.iterate_again(trainer)
@@ -160,14 +159,11 @@ class Fit:
         checks.check_factor(self.trainer, self._factor)
         source, index = self.source, loops.micro_batch_index(self.trainer)
         chunk = source.chunk(index)
-        if loops.begins_window(self.trainer):
-            self._samples.clear()
+        expected = source.expected(chunk)
         if self.gradients.counts_samples:
-            samples = self._count(batch, chunk, on_host=self.oom_handler.on_host)
+            expected = samples = self._samples.count(source, batch, chunk, on_host=self.oom_handler.on_host)
             self.gradients.weigh(batch, chunk, index, sharded_ranks=source.sharded_ranks, samples=samples)
-            self._samples[index] = samples
-        else:
-            self._samples[index] = source.expected(chunk)
+        self._samples.note(index, expected, begins_window=loops.begins_window(self.trainer))
         if self._frequencies:
             intervals.step_schedulers_when_due(self.trainer, self._frequencies, chunk.window)
 
@@ -242,7 +238,6 @@ class Fit:
         self._progress.enter(source, epoch)
         self._arrange(epoch)
         self._begun = source, epoch
-        self._as_planned = not source.streams and not source.may_drop
         self._progress.begin_epoch()
         self.oom_handler.begin_epoch()
         self.gradients.begin_epoch(self._fed_at_most, known=not source.counted_later)
@@ -287,17 +282,8 @@ class Fit:
         """Count the batch that training goes on with, before the loop counts it."""
         if self._begun is None or not self._active():
             return None
-        return self._count(batch, self.source.chunk(loops.micro_batch_index(self.trainer) + 1), on_host=True)
-
-    def _count(self, batch: Any, chunk: Chunk, *, on_host: bool) -> int:
-        """Count the samples of a batch: as planned, but for what a collate function has dropped."""
-        if self._as_planned or not chunk.count:
-            return chunk.count
-        expected = self.source.expected(chunk)
-        if not self.source.may_drop:  # stacked: every part is as long as the batch
-            return min(chunk.count, length_of_first(batch))
-        reader = self.oom_handler.reader()
-        return reader.count(batch, expected=expected, otherwise=chunk.count, on_host=on_host)
+        chunk = self.source.chunk(loops.micro_batch_index(self.trainer) + 1)
+        return self._samples.count(self.source, batch, chunk, on_host=True)
 
     def _read_streams(self) -> None:
         """Look at what comes as it comes before training reads it: later there is nothing to look at."""

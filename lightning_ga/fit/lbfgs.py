@@ -21,7 +21,7 @@ from lightning_ga.plan.window_weights import WindowWeights
 Closure = Callable[..., Any]
 """Runs a micro-batch and returns its result; whatever it is given is the optimizer's."""
 Wrap = Callable[..., Closure]
-"""Makes closures of Lightning's; see ``closures.intercept_closures``."""
+"""Makes closures of Lightning's; see ``closures.intercepted_closures``."""
 
 
 def evaluates_again(optimizer: torch.optim.Optimizer) -> bool:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_ga.batch.merge import weighted_mean
+from lightning_ga.batch.merge import mean_of_numbers
 from lightning_ga.fit.piece_buffer import Noted, PieceBuffer
 
 
@@ -78,7 +78,7 @@ def _merged(parts: Sequence[_Part], whole: int) -> Entry:
     values = [torch.as_tensor(part.entry.value) for part in parts]
     reduce_fx = settings.get("reduce_fx")
     reduce = _EXTENSIVE.get(reduce_fx.lower() if isinstance(reduce_fx, str) else reduce_fx)
-    value = _mean(values, weights) if reduce is None else reduce(torch.stack(values))
+    value = mean_of_numbers(values, weights) if reduce is None else reduce(torch.stack(values))
     return Entry(first.fx, first.name, value, settings)
 
 
@@ -97,13 +97,6 @@ def _is_constant(sizes: Sequence[float], samples: Sequence[int], weights: Sequen
     if len(set(samples)) > 1:
         return len(set(weights)) > 1  # what ``normalize`` counts may be as much in pieces of other sizes
     return sizes[0] in (1, whole) and sizes[0] != samples[0]
-
-
-def _mean(values: list[Tensor], weights: Sequence[float]) -> Tensor:
-    """Average by weight; pieces of no weight are skipped, as their mean is over nothing."""
-    values = [value if value.is_floating_point() else value.to(torch.get_default_dtype()) for value in values]
-    weighted = [(value, weight) for value, weight in zip(values, weights) if weight]
-    return weighted_mean(*zip(*weighted)) if weighted else values[-1]
 
 
 def _detached(value: Any) -> Any:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torchmetrics import MaxMetric, MeanMetric, Metric, MinMetric, SumMetric
 
-from lightning_ga.batch.merge import weighted_mean
+from lightning_ga.batch.merge import mean_of_numbers
 from lightning_ga.batch.pytree import same_values
 from lightning_ga.errors import ExactnessWarning
 from lightning_ga.fit.piece_buffer import Noted, PieceBuffer
@@ -207,6 +207,4 @@ def _number(given: Sequence[_Given], reduce: Callable[[Tensor], Tensor] | None) 
     values = [torch.as_tensor(part.entry) for part in given]
     if reduce is not None:
         return reduce(torch.stack(values))
-    values = [value if value.is_floating_point() else value.to(torch.get_default_dtype()) for value in values]
-    weighted = [(value, part.weight) for value, part in zip(values, given) if part.weight]
-    return weighted_mean(*zip(*weighted)) if weighted else values[-1]
+    return mean_of_numbers(values, [part.weight for part in given])

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any
 
@@ -81,7 +81,7 @@ class OomHandler:
         self._steps: MicroBatchClosures | None = None
         self._retries = RetryWatch(trainer.strategy.root_device)
         self._update: OptimizerRetry | None = None
-        self._release_step: Callable[[], None] = lambda: None
+        self._held, self._training_held = ExitStack(), ExitStack()  # what is to be given back, and what after training
 
     @property
     def limit(self) -> int | None:
@@ -118,7 +118,7 @@ class OomHandler:
 
     def watch_batches(self) -> None:
         """Guard evaluation, and the way of every batch to the device."""
-        evaluation.intercept_evaluation(self._trainer, self._evaluate, self._retrier.move)
+        self._held.enter_context(evaluation.intercepted_evaluation(self._trainer, self._evaluate, self._retrier.move))
 
     def watch_training(
         self, gradients: WindowGradients, *, cut_in_step: bool, fills_up: bool, changing: Collection[str]
@@ -139,6 +139,7 @@ class OomHandler:
         reducer = self._reducer if policy.by_hand else None
         foreseen = partial(getattr, reducer, "collectives", 0)
         self._retrier.attempts.begin_training(policy, changing, foreseen)
+        self._training_held.callback(self._retrier.attempts.end_training)
         wrap: Wrap | None = None
         if self._wanted or cut_in_step or must_average:
             self._steps = MicroBatchClosures(trainer, self._retrier, gradients, self._training, reducer)
@@ -149,9 +150,10 @@ class OomHandler:
             wrap = LbfgsWindow(trainer, gradients, wrap).closure
         elif policy.retries:
             update = self._update = OptimizerRetry(trainer, self._report, prepare=gradients.round_sums)
-            self._release_step = closures.intercept_optimizer_step(trainer, update, update.gradients_are_ready)
+            step = closures.intercepted_optimizer_step(trainer, update, update.gradients_are_ready)
+            self._training_held.enter_context(step)
         if wrap is not None:
-            closures.intercept_closures(trainer, wrap)
+            self._training_held.enter_context(closures.intercepted_closures(trainer, wrap))
 
     def _policy(self, cut_in_step: bool) -> RetryPolicy:
         must_average = ranks.needs_averaging_by_hand(self._trainer)
@@ -183,14 +185,12 @@ class OomHandler:
 
     def stop_training(self) -> None:
         """Give the training loop its own ways back."""
-        closures.release_closures(self._trainer)
-        self._retrier.attempts.end_training()
-        self._release_step()
+        self._training_held.close()
 
     def stop(self) -> None:
         """Take everything out."""
         self.stop_training()
-        evaluation.release_evaluation(self._trainer)
+        self._held.close()
 
     def _report(self, event: OomEvent) -> None:
         """Note that memory ran out, which the allocator's counts show too: that was no struggle."""

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_ga.compat import agreement, log_capture, loops, transfer
-from lightning_ga.fit.attempt import Attempt, AttemptRunner
+from lightning_ga.fit.attempt import AttemptRunner
 from lightning_ga.fit.batch_readers import BatchReaders
 from lightning_ga.fit.batch_task import BatchResult, BatchTask
 from lightning_ga.fit.log_buffer import LogBuffer
@@ -26,6 +26,7 @@ from lightning_ga.fit.messages import (
 from lightning_ga.fit.piecewise import PiecewiseRun
 from lightning_ga.fit.retry_policy import RetryPolicy
 from lightning_ga.loading.batch_source import BatchSource
+from lightning_ga.memory.oom import Attempt
 from lightning_ga.plan.exactness import SAME_RESULT
 from lightning_ga.snapshot.random_numbers import RandomState
 

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from lightning_ga.fit.messages import OomEvent, of_rank, optimizer_step_failed
 from lightning_ga.memory.device import describe_memory
-from lightning_ga.memory.oom import is_out_of_memory, release
+from lightning_ga.memory.oom import attempt, is_out_of_memory
 from lightning_ga.snapshot.update import UpdateSnapshot, is_own, without_hooks
 
 
@@ -43,19 +43,17 @@ class OptimizerRetry:
             return losses[-1]
 
         try:
-            try:
-                result = step(*(() if closure is None else (once,)), *given, **settings)
-            except Exception as error:
-                if not self._is_update or not is_out_of_memory(error):
-                    raise
-                failure = error
-            else:
+            ran = attempt(
+                partial(step, *(() if closure is None else (once,)), *given, **settings),
+                lambda error: self._is_update and is_out_of_memory(error),
+            )
+            if ran.failure is None:
                 self._learn()
-                return result
+                return ran.result
             update = partial(step, *(() if closure is None else (None,)), *given, **settings)
             # Hooks have run before the closure; without one, what they changed is seen.
             with nullcontext() if closure is None else without_hooks(self._trainer.optimizers[0]):
-                self._run_again(update, failure)
+                self._run_again(update, ran.failure)
             return losses[0] if losses else None
         finally:
             self.forget()
@@ -66,8 +64,7 @@ class OptimizerRetry:
         self._before.forget()
 
     def _run_again(self, update: Callable[[], Any], failure: Exception) -> None:
-        """Free what the failed update pins, undo what it began, and run it once more."""
-        release(failure)
+        """Undo what a failed update began, and run it once more."""
         memory = describe_memory(self._trainer.strategy.root_device)
         if not self._can_tell() or self._before.have_changed():
             raise of_rank(optimizer_step_failed(memory), self._trainer.world_size) from failure

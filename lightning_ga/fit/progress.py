@@ -78,7 +78,7 @@ class Progress:
         if window_is_over:
             done = source.chunk(index).window_end * source.sharded_ranks
             self.position = replace(self.position, samples_done=done)
-        before, after = source.batches_after(index - 1), source.batches_after(index)
+        before, after = self._passed[0] if index else 0, source.batches_after(index)
         self._passed = after, self.position.batches_before
         self.within_batch = after == before
         self._schedule_validation(source, before, after)

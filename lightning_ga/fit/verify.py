@@ -18,11 +18,12 @@ from lightning_ga.batch.pytree import open_container
 from lightning_ga.batch.sizes import elements
 from lightning_ga.fit.batch_norm import batch_norm_layers
 from lightning_ga.fit.deterministic import without_dropout
-from lightning_ga.fit.exactness_check import ExactnessCheck, Verdicts, both, exact_arithmetic, rounding
+from lightning_ga.fit.exactness_check import ExactnessCheck
+from lightning_ga.fit.precision import exact_arithmetic, rounding
 from lightning_ga.loading.reader import BatchReader
 from lightning_ga.loading.samples import FirstSamples
-from lightning_ga.memory.oom import is_out_of_memory, release
-from lightning_ga.plan.exactness import Exactness, unmeasured
+from lightning_ga.memory.oom import attempt, is_out_of_memory
+from lightning_ga.plan.exactness import Exactness, Verdicts, both, unmeasured
 from lightning_ga.probe.isolation import isolated
 
 SAMPLES = 5  # parts of three and two: BatchNorm refuses one sample, and unequal parts show wrong weights
@@ -84,16 +85,16 @@ def _measured(trainer: Any, check: Callable[..., Verdicts], size: int, *, spare:
     layers = tuple(batch_norm_layers(module))
     if layers and size < 4:  # BatchNorm refuses one sample
         return both(Exactness(None, tolerance, "batch_norm", layers=layers))
-    failure = None
-    try:
+
+    def run() -> Verdicts:
         with isolated(trainer) as prepare, exact_arithmetic(trainer, plain=plain), without_dropout():
             return check(size, prepare, tolerance)
-    except Exception as error:  # the check must never cost a run
-        failure = error
-    if is_out_of_memory(failure):
-        release(failure)
-        return None
-    reason = f"in the check, a step on part of {size} samples ended in {type(failure).__name__}: {failure}"
+
+    ran = attempt(run, lambda _: True)  # the check must never cost a run
+    verdicts: Verdicts | None = ran.result
+    if ran.failure is None or is_out_of_memory(ran.failure):
+        return verdicts
+    reason = f"in the check, a step on part of {size} samples ended in {type(ran.failure).__name__}: {ran.failure}"
     return both(unmeasured(tolerance, reason))
 
 

@@ -67,7 +67,7 @@ class WindowGradients:
         self.counts_samples = not isinstance(self.weights, StockWindow)
 
     def weigh(self, batch: Any, chunk: Chunk, index: int, *, sharded_ranks: int, samples: int) -> None:
-        """Weigh the next micro-batch.
+        """Weigh the next micro-batch, where samples are counted.
 
         Args:
             batch: The micro-batch.
@@ -76,8 +76,6 @@ class WindowGradients:
             sharded_ranks: Ranks with an order of their own.
             samples: Samples that it holds.
         """
-        if isinstance(self.weights, StockWindow):
-            return
         factor = self._trainer.accumulate_grad_batches
         count = samples if self._counts is None else count_items(self._counts, batch)
         self.weights = self.weights.weigh(

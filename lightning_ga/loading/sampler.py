@@ -17,11 +17,11 @@ from torch.utils.data import Sampler
 
 from lightning_ga.loading.permutation import Permutation
 from lightning_ga.memory.live_tensors import uncounted
-from lightning_ga.plan.windows import Chunk, EpochPlan, Window
+from lightning_ga.plan.windows import Chunk, EpochPlan
 from lightning_ga.snapshot import random_numbers
 from lightning_ga.snapshot.contents import ObjectState, reachable
 
-_FEW = 64  # micro-batches
+_FEW = 8  # windows
 _SEEDS = 2**63  # torch.Generator takes seeds of 64 bits
 # The largest epoch whose order is written down, in 512 MiB and a few seconds on every rank. Beyond it both would
 # hold the training up.
@@ -221,8 +221,7 @@ class WindowBatchSampler(Sampler[list[Any]]):
         self.epoch = 0
         self.plan: EpochPlan | None = None
         self.enabled = False
-        self._window: Window | None = None  # the one asked for last, and some of its chunks
-        self._chunks_known: dict[int, Chunk] = {}
+        self._windows: dict[int, tuple[Chunk, ...]] = {}  # those that the loader has read last, which the loop asks for
 
     @property
     def sampler(self) -> "WindowBatchSampler":
@@ -236,7 +235,7 @@ class WindowBatchSampler(Sampler[list[Any]]):
     def arrange(self, epoch: int, plan: EpochPlan, *, enabled: bool) -> None:
         """Cut an epoch; the next iteration yields its micro-batches, if that is ``enabled``."""
         self.epoch, self.plan, self.enabled = epoch, plan, enabled
-        self._window, self._chunks_known = None, {}
+        self._windows = {}
 
     def __len__(self) -> int:
         length = self.plan.length if self.plan else None
@@ -263,22 +262,14 @@ class WindowBatchSampler(Sampler[list[Any]]):
 
     def chunk(self, index: int) -> Chunk:
         """The ``index``-th micro-batch of the epoch on this rank."""
-        found = self._chunks_known.get(index)  # of the loader's, which the loop asks for next
-        if found is None:
-            assert self.plan is not None
-            if len(self._chunks_known) >= _FEW:
-                self._chunks_known.clear()
-            found = self.window(index).chunk(index % self.plan.factor, self.share)
-            self._chunks_known[index] = found
-        return found
-
-    def window(self, index: int) -> Window:
-        """The window of the ``index``-th micro-batch."""
         assert self.plan is not None
-        number = index // self.plan.factor
-        if self._window is None or self._window.number != number:
-            self._window = self.plan.window(number)
-        return self._window
+        window, position = divmod(index, self.plan.factor)
+        chunks = self._windows.get(window)
+        if chunks is None:
+            if len(self._windows) >= _FEW:
+                self._windows.clear()
+            chunks = self._windows[window] = self.plan.chunks(window, self.share)
+        return chunks[position]
 
     def _chunks(self, plan: EpochPlan) -> Iterator[list[Any]]:
         if self._draws:

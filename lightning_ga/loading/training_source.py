@@ -77,7 +77,6 @@ class TrainingSource:
             draws=draws_a_seed(recipe.order) and one_rank,
         )
         self.loader: DataLoader[Any] | None = None
-        self._done_after = -1, 0  # a micro-batch, and the batches of the recipe after it
         self._epoch_end: int | None = None  # items after which all its batches are done
         self.epoch_batches: int | None = None
         self._looks: tuple[int, ScanOrder] | None = None
@@ -201,7 +200,7 @@ class TrainingSource:
 
     def _note_end(self, windows: Windows, total: int | None) -> None:
         """Note where the arranged epoch ends: asked for at every micro-batch."""
-        self._done_after, self._epoch_end = (-1, 0), None
+        self._epoch_end = None
         if windows.count is not None:
             self._epoch_end = sum(windows.span(windows.count - 1)) if windows.count else 0
         self.epoch_batches = None if total is None or self.length is None else self._batches_of(total)
@@ -244,7 +243,9 @@ class TrainingSource:
     def chunk(self, index: int) -> Chunk:
         """Return the ``index``-th micro-batch of the arranged epoch on this rank."""
         chunk, each = self.sampler.chunk(index), self._samples_of_item
-        return chunk if each == 1 else replace(chunk, count=chunk.count * each, window_end=chunk.window_end * each)
+        if each == 1:
+            return chunk
+        return replace(chunk, count=chunk.count * each, done=chunk.done * each, window_end=chunk.window_end * each)
 
     def expected(self, chunk: Chunk) -> int | None:
         """Return the samples that a batch should hold; ``None`` where only the batch shows them."""
@@ -268,12 +269,7 @@ class TrainingSource:
 
     def batches_after(self, index: int) -> int:
         """Return the batches of the recipe that are done once each rank has done this micro-batch; 0 before any."""
-        if index < 0:
-            return 0
-        if index != self._done_after[0]:
-            position = index % self.epoch_plan.factor
-            self._done_after = index, self._batches_of(self.sampler.window(index).samples_after(position))
-        return self._done_after[1]
+        return 0 if index < 0 else self._batches_of(self.sampler.chunk(index).done)
 
     def _batches_of(self, items: int) -> int:
         recipe = self._recipe

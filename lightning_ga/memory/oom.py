@@ -1,22 +1,14 @@
 """Recognise an out-of-memory error, and free the memory that it keeps alive.
 
 A caught exception holds its traceback, the traceback the frames, and the frames the activations.
-Nothing is freed inside ``except ... as error``: keep the error, leave the block, then ``release`` it::
-
-    failure = None
-    try:
-        step()
-    except RuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-        failure = error
-    if failure is not None:
-        release(failure)
+Nothing is freed inside ``except ... as error``: ``attempt`` keeps the error, leaves the block, then
+releases it.
 """
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -88,6 +80,31 @@ def is_ambiguous_out_of_memory(error: BaseException) -> bool:
     if not isinstance(error, Exception) or is_out_of_memory(error):
         return False
     return any(_says(link, _AMBIGUOUS) for link in _chain(error))
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """What came of an attempt."""
+
+    result: Any = None  # what was returned
+    failure: Exception | None = None  # the error that ended it; ``None`` if it went through
+
+
+def attempt(run: Callable[[], Any], catches: Callable[[Exception], bool] = is_out_of_memory) -> Attempt:
+    """Run something, and free the memory that its failure keeps alive.
+
+    Args:
+        run: What to run.
+        catches: Whether an error is one to go on after; others are raised.
+    """
+    try:
+        return Attempt(run())
+    except Exception as error:
+        if not catches(error):
+            raise
+        failure = error
+    release(failure)
+    return Attempt(failure=failure)
 
 
 def release(error: BaseException) -> None:

@@ -29,6 +29,20 @@ _MEANING: dict[Cause, str] = {
     "unmeasured": "not measured: {reason}",
 }
 
+# What a stateful step depends on, where it is no tensor that the step changes.
+ACCUMULATED = (
+    "gradients of earlier micro-batches, or adds some by itself (a hook that writes to .grad, a second loss)",
+)
+COUNTED = (
+    "the step depends on the number of its batch, or of all (batch_idx, trainer.num_training_batches, or a count that "
+    "a hook of batches keeps), which counts micro-batches here: use trainer.global_step, which counts optimizer steps, "
+    'or micro_batching="step"'
+)
+HOOKED = (
+    "hooks on gradients (Tensor.register_hook, on_after_backward) see those of each micro-batch, not of the whole "
+    "batch: change gradients in on_before_optimizer_step, or clip them by Trainer(gradient_clip_val=…)"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Exactness:
@@ -65,6 +79,27 @@ class Exactness:
         if self.cause == "stateful" and self.layers:
             meaning += f"; besides, BatchNorm layers ({_some(self.layers)}) see each micro-batch by itself"
         return meaning if self.relative_error is None else f"relative error {self.relative_error:.1e}: {meaning}"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdicts:
+    """The results of the check."""
+
+    training: Exactness  # for the micro-batches that training runs
+    splitting: Exactness  # for batches that are cut in the step
+    changing: tuple[str, ...] = ()  # names of all that passes change besides gradients
+
+    def unless(self, other: "Verdicts") -> "Verdicts":
+        """Return these verdicts, with those of the other check where only that found something inexact."""
+        pairs = ((self.training, other.training), (self.splitting, other.splitting))
+        steps = other.training.micro_steps
+        training, splitting = (b if b.cause in (*INEXACT, "random") and a.cause == "exact" else a for a, b in pairs)
+        return Verdicts(replace(training, micro_steps=steps), replace(splitting, micro_steps=steps))
+
+
+def both(verdict: Exactness) -> Verdicts:
+    """Return one verdict for training and for splitting."""
+    return Verdicts(verdict, verdict)
 
 
 def found_to_change(found: Exactness | None, tensors: tuple[str, ...]) -> Exactness | None:

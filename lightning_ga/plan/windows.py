@@ -1,7 +1,7 @@
-"""Cut one epoch into windows and micro-batches: pure arithmetic, each answer in constant time."""
+"""Cut one epoch into windows and micro-batches: pure arithmetic, a window at a time."""
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -113,6 +113,7 @@ class Chunk:
     window: int  # counted from the start of the epoch
     start: int  # its first sample in the epoch's order
     count: int  # its samples; zero where a ragged window leaves the rank without one
+    done: int  # samples of the epoch that are done once each rank has done this micro-batch
     window_samples: int  # over all ranks that share the order
     window_end: int  # samples of the epoch that are done once the window is
 
@@ -166,66 +167,54 @@ class EpochPlan:
         share, _ = divmod(samples + self.world_size - 1, self.world_size)
         return max(1, min(self.factor, -(-share // self.micro_batch)))
 
-    def window(self, number: int) -> "Window":
-        """Return one window and its micro-batches.
+    def chunks(self, window: int, rank: int) -> tuple[Chunk, ...]:
+        """Return the micro-batches of one window on one rank.
 
         Examples:
             >>> plan = EpochPlan(RegularWindows(total=10, size=8), micro_batch=3, factor=3, world_size=1)
-            >>> [plan.window(0).chunk(position, rank=0).count for position in range(plan.factor_of(0))]
-            [3, 3, 2]
+            >>> [(chunk.count, chunk.done) for chunk in plan.chunks(0, rank=0)]
+            [(3, 3), (3, 6), (2, 8)]
         """
-        start, samples = self.windows.span(number)
-        return Window(self, number, start, samples, self.factor_of(number))
+        start, samples = self.windows.span(window)
+        factor, end = self.factor_of(window), start + samples
+        if self.batches is None:
+            cut = self._in_shares(start, samples, factor, rank)
+        else:
+            cut = self._in_batches(self.batches, start, end, factor)
+        return tuple(Chunk(window, first, count, done, samples, end) for first, count, done in cut)
 
+    def _in_shares(self, start: int, samples: int, factor: int, rank: int) -> Iterator[tuple[int, int, int]]:
+        """Yield start, size and samples done of chunks of near-equal shares of the ranks."""
+        first, share = part(samples, self.world_size, rank)
+        least, larger = divmod(samples, self.world_size)
+        for position in range(factor):
+            inner, count = part(share, factor, position)
+            done = start + (self.world_size - larger) * part(least, factor, position + 1)[0]
+            if larger:
+                done += larger * part(least + 1, factor, position + 1)[0]
+            yield start + first + inner, count, done
 
-@dataclass(frozen=True, slots=True)
-class Window:
-    """One window of an epoch and its micro-batches."""
+    def _in_batches(self, batches: Sequence[int], start: int, end: int, factor: int) -> Iterator[tuple[int, int, int]]:
+        """Yield start, size and samples done of chunks that do not cross the recipe's batches.
 
-    plan: EpochPlan
-    number: int
-    start: int  # its first sample in the epoch's order
-    samples: int  # over all ranks that share the order
-    factor: int  # its chunks per rank
-
-    def chunk(self, position: int, rank: int) -> Chunk:
-        """Return one of its micro-batches on one rank."""
-        plan, end = self.plan, self.start + self.samples
-        if plan.batches is not None:
-            first, stop = self._batch(position // plan.pieces)
-            inner, count = part(stop - first, plan.pieces, position % plan.pieces)
-            return Chunk(self.number, first + inner, count, self.samples, end)
-        first, share = part(self.samples, plan.world_size, rank)
-        inner, count = part(share, self.factor, position)
-        return Chunk(self.number, self.start + first + inner, count, self.samples, end)
-
-    def samples_after(self, position: int) -> int:
-        """Return the samples of the epoch that are done once each rank has done this micro-batch.
-
-        One of the recipe's batches is done with its last micro-batch, be that an empty one: the optimizer has then
-        stepped on it, if it ends its window.
-
-        Examples:
-            >>> EpochPlan(RegularWindows(total=10, size=8), 4, factor=2, world_size=1).window(0).samples_after(0)
-            4
+        One of these is done with its last chunk, be that an empty one: the optimizer has then stepped on it, if it
+        ends its window.
         """
-        if self.plan.batches is not None:
-            chunk, (_, stop) = self.chunk(position, rank=0), self._batch(position // self.plan.pieces)
-            is_last = (position + 1) % self.plan.pieces == 0
-            return stop if is_last else min(chunk.start + chunk.count, stop - 1)
-        share, larger = divmod(self.samples, self.plan.world_size)
-        done = self.start + (self.plan.world_size - larger) * part(share, self.factor, position + 1)[0]
-        return done + larger * part(share + 1, self.factor, position + 1)[0] if larger else done
+        for position in range(factor):
+            number, piece = divmod(position, self.pieces)
+            first, stop = self._batch(batches, number, start, end)
+            inner, count = part(stop - first, self.pieces, piece)
+            is_last = piece + 1 == self.pieces
+            yield first + inner, count, stop if is_last else min(first + inner + count, stop - 1)
 
-    def _batch(self, position: int) -> tuple[int, int]:
-        """Return start and end of one of its recipe batches; a resumed window may start in the middle of one."""
-        plan, end = self.plan, self.start + self.samples
-        if not plan.batches:
-            first = min(self.start + position * plan.micro_batch, end)
-            return first, min(first + plan.micro_batch, end)
-        after = bisect_right(plan.batches, self.start) + position
-        first = plan.batches[after - 1] if position else self.start
-        return min(first, end), min(plan.batches[min(after, len(plan.batches) - 1)], end)
+    def _batch(self, batches: Sequence[int], number: int, start: int, end: int) -> tuple[int, int]:
+        """Return start and end of one of a window's recipe batches; a resumed window may start in the middle of one."""
+        if not batches:
+            first = min(start + number * self.micro_batch, end)
+            return first, min(first + self.micro_batch, end)
+        after = bisect_right(batches, start) + number
+        first = batches[after - 1] if number else start
+        return min(first, end), min(batches[min(after, len(batches) - 1)], end)
 
 
 def part(total: int, parts: int, index: int) -> tuple[int, int]:

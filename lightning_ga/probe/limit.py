@@ -112,7 +112,7 @@ def probe(setup: TrainingSetup, options: Options, *, high: int) -> tuple[ProbeRe
 def _small_batches(trainer: Any, loader: "DataLoader[Any]", samples: list[Any], count: int) -> Iterator[Any]:
     """Yield batches of ``count`` of the samples on the device, each sample in one of them at most."""
     for first in range(0, max(1, len(samples) - count + 1), count):
-        yield transfer.to_device(trainer, collate_samples(loader, samples[first : first + count], count))
+        yield transfer.BatchTransfer(trainer).to_device(collate_samples(loader, samples[first : first + count], count))
 
 
 def _warn_of_unseen(seen: int, total: int | None) -> None:

@@ -13,12 +13,13 @@ from torch.utils.data import DataLoader
 
 from lightning_ga.batch.layout import LayoutError
 from lightning_ga.batch.pytree import open_container
-from lightning_ga.compat import agreement, patching, transfer, trial_steps
+from lightning_ga.compat import agreement, patching, trial_steps
 from lightning_ga.compat.gradient_dtype import dtype_of_sum, zero_sum
+from lightning_ga.compat.transfer import BatchTransfer
 from lightning_ga.loading.largest_samples import LargestSamples, ScanOrder
 from lightning_ga.loading.reader import BatchReader
 from lightning_ga.memory.device import synchronize
-from lightning_ga.memory.oom import is_out_of_memory, release
+from lightning_ga.memory.oom import attempt
 from lightning_ga.memory.origin_meter import state_of
 from lightning_ga.plan.attribution import RETRIES
 from lightning_ga.plan.records import Timing
@@ -61,6 +62,7 @@ class TrialStep:
     ) -> None:
         self._trainer, self._loader, self._samples, self._note_batch = setup.trainer, setup.loader, samples, note_batch
         self._batch_samples, self._reader = setup.batch_samples or 0, setup.reader
+        self._transfer = BatchTransfer(setup.trainer)
         self._held: Any = None  # the batch that a trial's samples are cut from
 
     def __call__(self, micro_batch_size: int) -> None:
@@ -74,12 +76,12 @@ class TrialStep:
         rest = max(0, self._batch_samples - micro_batch_size)
         batch = self._on_host(micro_batch_size + rest)
         if not rest or self._reader is None:
-            return transfer.transferred(self._trainer, batch)
+            return self._transfer.moved(batch)
         self._held, moved = batch, None  # on a CPU the rest lies in the same memory: a part is a view of the whole
-        if transfer.hooks_move_batches(self._trainer):
-            _, moved = _attempted(partial(transfer.transferred, self._trainer, batch))
+        if self._transfer.has_hooks:
+            moved = attempt(partial(self._transfer.moved, batch)).result
         if moved is None:
-            return transfer.transferred(self._trainer, self._part(batch, micro_batch_size, on_host=True))
+            return self._transfer.moved(self._part(batch, micro_batch_size, on_host=True))
         self._held = moved
         return self._part(moved, micro_batch_size, on_host=False)
 
@@ -91,10 +93,10 @@ class TrialStep:
                 slices = self._reader.slices(batch, expected=self._batch_samples, on_host=on_host)
                 return slices.take(0, micro_batch_size)
         part = self._on_host(micro_batch_size)
-        return part if on_host else transfer.transferred(self._trainer, part)
+        return part if on_host else self._transfer.moved(part)
 
     def _on_host(self, count: int) -> Any:
-        return transfer.before_transfer(self._trainer, self._samples.batch(self._loader, count))
+        return self._transfer.on_host(self._samples.batch(self._loader, count))
 
     def run(self, batch: Any) -> None:
         """Run the step on a batch."""
@@ -125,12 +127,12 @@ class WindowGradientsAlive:
     def __init__(self, trainer: Any, batches: Iterable[Any], *, batch_samples: int, rank_samples: int) -> None:
         parameters, remaining = list(trainer.lightning_module.parameters()), iter(batches)
         run = partial(trial_steps.backward_only, trainer)
-        ran, _ = _attempted(partial(run, next(remaining)))  # if not, the prober will say that nothing fits
+        ran = attempt(partial(run, next(remaining))).failure is None  # if not, the prober will say that nothing fits
         having = [p for p in parameters if (p.grad is not None if ran else p.requires_grad)]
         self._rows: dict[torch.Tensor, int | None] = dict.fromkeys(having)  # of sparse gradients
         seen, sums = batch_samples, _sparse_gradients(parameters) if ran else {}
         for batch in remaining if sums else ():
-            if not _attempted(partial(run, batch))[0]:
+            if attempt(partial(run, batch)).failure is not None:
                 break
             seen += batch_samples
             for parameter, gradient in _sparse_gradients(parameters).items():
@@ -142,18 +144,6 @@ class WindowGradientsAlive:
         """Give every parameter its gradient, of zeros."""
         for parameter, rows in self._rows.items():
             parameter.grad = zero_sum(parameter) if rows is None else _sparse_zeros(parameter, rows)
-
-
-def _attempted(run: Callable[[], Any]) -> tuple[bool, Any]:
-    """Run a function; return whether there was memory for it, and what it returned."""
-    try:
-        return True, run()
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        failure = error
-    release(failure)
-    return False, None
 
 
 def _sparse_gradients(parameters: Iterable[torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:

@@ -97,9 +97,8 @@ def test_hooks_see_gradients_after_unscaling_and_before_clipping() -> None:
 def test_patches_are_taken_back(trainer: Any) -> None:
     """The loop answers with its class's methods again."""
     before = dict(vars(trainer.fit_loop)), dict(vars(trainer.fit_loop._data_source))
-    dataloaders.intercept_loaders(trainer, cut=lambda loader: loader, around=lambda set_up: set_up())
-    assert "setup_data" in vars(trainer.fit_loop)
-    dataloaders.release_loaders(trainer)
+    with dataloaders.intercepted_loaders(trainer, cut=lambda loader: loader, around=lambda set_up: set_up()):
+        assert "setup_data" in vars(trainer.fit_loop)
     assert (vars(trainer.fit_loop), vars(trainer.fit_loop._data_source)) == before
 
 

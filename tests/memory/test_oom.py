@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_ga.memory.oom import is_ambiguous_out_of_memory, is_out_of_memory, release
+from lightning_ga.memory.oom import attempt, is_ambiguous_out_of_memory, is_out_of_memory, release
 
 
 @pytest.mark.parametrize(
@@ -155,3 +155,14 @@ def test_release_frees_what_the_traceback_pins() -> None:
     assert pinned[0]() is not None
     release(failure)
     assert pinned[0]() is None
+
+
+def test_an_attempt_frees_what_its_failure_pins_and_raises_what_it_is_not_for() -> None:
+    """Its error comes back without the frames of what failed; another error keeps them."""
+    pinned: list[weakref.ref[torch.UntypedStorage]] = []
+    failure = attempt(lambda: fail(pinned)).failure
+    assert "wrapped, 1000 samples" in str(failure)
+    assert pinned[0]() is None
+    assert attempt(lambda: 3).result == 3
+    with pytest.raises(RuntimeError, match="wrapped"):
+        attempt(lambda: fail(pinned), lambda error: False)

@@ -5,9 +5,9 @@ from lightning_ga.plan.windows import Chunk, EpochPlan
 
 def chunk_of(plan: EpochPlan, index: int, rank: int = 0) -> Chunk:
     """The ``index``-th micro-batch of the epoch on one rank."""
-    return plan.window(index // plan.factor).chunk(index % plan.factor, rank)
+    return plan.chunks(index // plan.factor, rank)[index % plan.factor]
 
 
 def samples_after(plan: EpochPlan, index: int) -> int:
     """The samples that are done once each rank has done the ``index``-th micro-batch of the epoch."""
-    return plan.window(index // plan.factor).samples_after(index % plan.factor)
+    return chunk_of(plan, index, rank=0).done

@@ -126,7 +126,7 @@ class StepWithoutValues(TrialStep):
         with _disable_current_modes():
             small = self._on_host(first)
             large = self._on_host(first + period) if periods else small
-        return transfer.transferred(self._trainer, grown(small, large, periods))
+        return transfer.BatchTransfer(self._trainer).moved(grown(small, large, periods))
 
 
 def _let_steps_go_on(trainer: Any, doubt: Callable[[str], None]) -> None:
