@@ -68,6 +68,7 @@ class TrainingExactness:
             verdicts = both(uncuttable(rounding(self._trainer), str(why)))
         self.training, self._splitting = verdicts.training, verdicts.splitting
         self._changing = verdicts.changing
+        self._watch.pass_by(verdicts.tables)
         self.is_looking = True
 
     def look(self, *, accumulates: bool) -> None:

@@ -62,6 +62,8 @@ class ExactnessCheck:
         exactly = trainer.strategy.root_device.type == "cpu" and tolerance <= 1e-4
         self._rest = tolerance / (100 if exactly else 1)  # largest difference of a repeated step
         self._seen: set[str] = set()  # names of all that changed
+        self._alike: set[str] = set()  # those of them that any pass was seen to leave alike
+        self._told: set[str] = set()  # those that one was not
         self._keeps: bool | None = None  # whether the module keeps what changes gradients; None until measured
         self._transfer = BatchTransfer(trainer)
         self._moves_whole = self._transfer.has_hooks  # these get the whole batch, before it is cut
@@ -99,6 +101,11 @@ class ExactnessCheck:
     def changing(self) -> tuple[str, ...]:
         """Names of all that passes changed, averages that nobody froze among them."""
         return tuple(self._seen)
+
+    @property
+    def tables(self) -> tuple[str, ...]:
+        """Those of them that any pass leaves alike, whatever samples it has: nothing depends on how batches are cut."""
+        return tuple(self._alike - self._told)
 
     def _cut_and_judge(self, samples: list[Any], collated: Any, kept: int, whole: Passes) -> Exactness:
         middle = (kept + 1) // 2
@@ -147,7 +154,14 @@ class ExactnessCheck:
         share = counts[0] / sum(counts)
         run = partial(self._passes.run, parts, seed=1, of_one=cut, cut=cut, moved=cut and self._moves_whole)
         changed = self._changed(whole, again, cut=cut)
-        differences = _compared(whole, run(weights=(share, 1 - share)), share)
+        accumulated = run(weights=(share, 1 - share))
+        differences = _compared(whole, accumulated, share)
+        if changed and differences.error <= self._tolerance:
+            last = self._passes.run(parts[-1:], seed=2, moved=cut and self._moves_whole)
+            alike = {name for name in changed if _is_alike(name, whole, accumulated, last)}
+            changed = tuple(name for name in changed if name not in alike)
+            self._alike |= alike
+        self._told |= set(changed)
         if not differences.error <= self._tolerance:  # the cause shows in gradients that are not accumulated
             alone = _compared(whole, run(), share)
             changed = changed or (ACCUMULATED if alone.error <= self._tolerance else ())
@@ -213,6 +227,12 @@ class ExactnessCheck:
 
     def _collate(self, samples: list[Any], seed: int = 0) -> Any:
         return self._transfer.on_host(collate_samples(self._loader, samples, len(samples), seed=seed))
+
+
+def _is_alike(name: str, *passes: Passes) -> bool:
+    """Return whether each micro-batch of each of these has left the same, as where a table is filled once."""
+    sums = set[int | None]().union(*(each.leave(name) for each in passes))
+    return len(sums) == 1 and None not in sums
 
 
 def _compared(whole: Passes, parts: Passes, share: float) -> Differences:

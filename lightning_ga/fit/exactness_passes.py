@@ -28,6 +28,11 @@ class Passes:
     changed: tuple[str, ...]  # names of the state that they changed besides gradients
     changed_in_step: tuple[str, ...]  # those that ``training_step`` or the backward pass changed, and no hook
     draws: bool  # whether random numbers were drawn
+    left: tuple[Sums, ...]  # the state after each micro-batch
+
+    def leave(self, name: str) -> set[int | None]:
+        """Return the sums of a tensor after each micro-batch."""
+        return {sums.get(name) for sums in self.left}
 
 
 class PassRunner:
@@ -95,7 +100,8 @@ class PassRunner:
         hooks, step = _changed(before, _watched(module)), _changed(*states[:2])
         if weights:
             gradients = _added(gradients, weights)
-        return Passes(gradients, hooks, step, not drawn.is_current() or have_moved(places))
+        draws = not drawn.is_current() or have_moved(places)
+        return Passes(gradients, hooks, step, draws, tuple(states[1::2]))
 
 
 def copy_if_possible(batch: Any) -> Any:

@@ -64,7 +64,7 @@ def measure_exactness(
         verdicts = passes.run(samples, in_step=in_step)
         if size >= 4 and verdicts.training.cause == "exact":  # one cut is no proof: other samples, in equal parts
             verdicts = verdicts.unless(passes.run(samples[-4:], in_step=in_step))
-        return replace(verdicts, changing=passes.changing)
+        return replace(verdicts, changing=passes.changing, tables=passes.tables)
 
     sizes = [min(SAMPLES, len(available))] if _is_small(trainer.lightning_module) else []
     sizes += [size for size in [min(SAMPLES, limit, len(available))] if size not in sizes]

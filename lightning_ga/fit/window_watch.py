@@ -5,7 +5,7 @@ after every batch does so factor times a step now, and so does a hook that steps
 the first micro-batches of training show it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -25,6 +25,11 @@ class WindowWatch:
         self._trainer = trainer
         self._looks = 0 if agreement.is_sharded(trainer) else LOOKS
         self._before: dict[str, float | None] = {}
+        self._tables: Collection[str] = ()
+
+    def pass_by(self, tables: Collection[str]) -> None:
+        """Do not look at these: tables that are filled when they are first needed."""
+        self._tables = tables
 
     @property
     def is_looking(self) -> bool:
@@ -42,7 +47,8 @@ class WindowWatch:
         before, self._before = self._before, {**dict(zip(named, checksums(named.values()))), **self._learning_rates()}
         if loops.micro_batch_index(self._trainer) % factor == 0:
             return ()
-        return tuple(name for name, value in self._before.items() if differ(before.get(name), value))
+        now = ((name, value) for name, value in self._before.items() if name not in self._tables)
+        return tuple(name for name, value in now if differ(before.get(name), value))
 
     def _learning_rates(self) -> dict[str, float]:
         groups = [group for optimizer in self._trainer.optimizers for group in optimizer.param_groups]

@@ -88,6 +88,7 @@ class Verdicts:
     training: Exactness  # for the micro-batches that training runs
     splitting: Exactness  # for batches that are cut in the step
     changing: tuple[str, ...] = ()  # names of all that passes change besides gradients
+    tables: tuple[str, ...] = ()  # those of them that any pass leaves alike
 
     def unless(self, other: "Verdicts") -> "Verdicts":
         """Return these verdicts, with those of the other check where only that found something inexact."""

@@ -357,6 +357,40 @@ def test_a_hook_that_clips_sees_the_gradient_of_the_batch_where_that_is_cut(ever
     assert bool(re.search("hooks on gradients.*gradient_clip_val", " ".join(ours.told))) == (not is_cut)
 
 
+class Tables(Task):
+    """Tables that are filled when they are first needed: as large as is needed, by the samples, or by how many came."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.register_buffer("table", torch.zeros(FEATURES, dtype=torch.float64))
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        if self.kind == "samples":
+            self.table.copy_(torch.maximum(self.table, batch[0].amax(0)))
+        elif self.kind == "count":
+            self.table += len(batch[0])
+        elif not self.table.any():
+            self.table.copy_(torch.arange(1, FEATURES + 1).cos())
+        rotated = batch[0] * self.table if self.kind == "positions" else batch[0]
+        return super().loss((rotated, batch[1]))
+
+
+@each(WAYS)
+def test_a_table_that_any_pass_fills_alike_is_none_of_what_steps_change(way: Way) -> None:
+    """The cosines of positions, say; training fills it in its first micro-batch."""
+    cut_rightly(Case(lambda: Tables("positions"), loader, BATCH, MICRO), way)
+
+
+@each_mode
+@pytest.mark.parametrize("kind", ["samples", "count"])
+def test_what_depends_on_samples_is_told_though_no_gradient_depends_on_it(kind: str, way: Way) -> None:
+    ours = run(Case(lambda: Tables(kind), loader, BATCH, MICRO), way)
+    assert ours.cause == "stateful"
+    (text,) = ours.told
+    assert "table" in text
+
+
 class Mixed(Task):
     """Leaves out a batch, or a part of one, by what it holds; gradients are scaled after the backward pass."""
 
