@@ -16,7 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import lightning.pytorch as pl
 import torch
@@ -171,10 +171,9 @@ def take_bouts(modules: int, kind: str, bouts: int, windows: int) -> list[dict[s
     return found
 
 
-def on_rank(modules: str, kind: str, bouts: str, windows: str, written: str) -> int:
+def on_rank(modules: str, kind: str, bouts: str, windows: str, written: str) -> NoReturn:
     """Time one cell on this rank; the first writes it down."""
     write_as_first_rank(partial(take_bouts, int(modules), kind, int(bouts), int(windows)), Path(written))
-    return 0
 
 
 def measure(ranks: int, modules: int, kind: str, *, bouts: int, windows: int) -> dict[str, Any]:
@@ -196,7 +195,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     settings = parser.parse_args(arguments)
     quiet()
     if settings.on_rank:
-        return on_rank(*settings.on_rank)
+        on_rank(*settings.on_rank)
     start = time.perf_counter()
     cells = [
         measure(ranks, modules, kind, bouts=settings.bouts, windows=settings.windows)
