@@ -183,7 +183,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if settings.on_rank:
         factor, windows, written = settings.on_rank
         write_as_first_rank(partial(of_all_ranks, int(factor), int(windows)), Path(written))
-        return 0
     start, cells = time.perf_counter(), []
     for ranks in settings.ranks:
         for factor in settings.factors:
