@@ -1,7 +1,6 @@
 """Replace methods of single instances, and find modules of the trainer's own namespace."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
@@ -22,20 +21,32 @@ def unshadow(instance: Any, method: str) -> None:
     instance.__dict__.pop(method, None)
 
 
-@contextmanager
-def shadowed(instance: Any, method: str, replacement: Callable[..., Any]) -> Iterator[None]:
-    """Return a context in which a method of one instance is replaced; afterwards it is what it was before.
+class shadowed:  # noqa: N801
+    """A context in which a method of one instance is replaced; afterwards it is what it was before.
 
     A replacement by others that has come meanwhile stays.
+
+    Args:
+        instance: The instance.
+        method: The method's name.
+        replacement: Called instead, without the instance.
     """
-    before = {name: value for name, value in vars(instance).items() if name == method}
-    shadow(instance, method, replacement)
-    try:
-        yield
-    finally:
-        if vars(instance).get(method) is replacement:
-            unshadow(instance, method)
-            vars(instance).update(before)
+
+    def __init__(self, instance: Any, method: str, replacement: Callable[..., Any]) -> None:
+        self._attributes, self._method, self._replacement = vars(instance), method, replacement
+        self._before: Any = None  # what others had put there
+
+    def __enter__(self) -> None:
+        self._before = self._attributes.get(self._method)
+        self._attributes[self._method] = self._replacement
+
+    def __exit__(self, *_: object) -> None:
+        if self._attributes.get(self._method) is not self._replacement:
+            return
+        if self._before is None:
+            del self._attributes[self._method]
+        else:
+            self._attributes[self._method] = self._before
 
 
 def sibling(trainer: Any, name: str) -> Any:

@@ -242,6 +242,8 @@ class MicroBatch(BatchTask):
 
     def complete_for(self, piece: Piece | None) -> list[Tensor]:
         """Return parameters whose gradients hold what a piece would add: it is part of one that failed."""
+        if not self._complete:
+            return []
         around = [failed for failed in self._complete if failed is None or (piece and failed.contains(piece))]
         return list({id(p): p for failed in around for p in self._complete[failed]}.values())
 

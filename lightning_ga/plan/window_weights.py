@@ -75,13 +75,19 @@ class KnownWindow(WindowWeights):
         weight = known_weight(count, window, factor=factor, world_size=self.world_size)
         reached, seen = (0.0, 0.0) if first else (self.reached, self.seen)
         seen += count if planned is None else planned
-        # ``replace`` takes twice as long, and this is done for each micro-batch.
+        # ``replace`` takes twice as long, and this is done for each pass.
         return type(self)(self.world_size, weight, 1.0, count, count, reached, window, seen)
+
+    def part(self, share: float) -> Self:
+        """Set the share of the micro-batch in the next backward pass."""
+        return self._at(share, share * self.count, self.reached)
 
     def trained(self) -> Self:
         """Note that the backward pass has been reached."""
-        reached = self.reached + self.pending
-        return type(self)(self.world_size, self.weight, self.share, self.count, 0.0, reached, self.window, self.seen)
+        return self._at(self.share, 0.0, self.reached + self.pending)
+
+    def _at(self, share: float, pending: float, reached: float) -> Self:
+        return type(self)(self.world_size, self.weight, share, self.count, pending, reached, self.window, self.seen)
 
     def close(self, factor: int) -> tuple[float, Self]:
         """Return a scale above one where micro-batches were skipped or samples dropped.
