@@ -165,7 +165,8 @@ class ExactnessCheck:
         if not differences.error <= self._tolerance:  # the cause shows in gradients that are not accumulated
             alone = _compared(whole, run(), share)
             changed = changed or (ACCUMULATED if alone.error <= self._tolerance else ())
-            differences = differences if alone.error <= self._tolerance else alone
+            if alone.error > self._tolerance:
+                differences = replace(alone, error=differences.error)  # the difference is that of training
         noise = self._noise(whole, again)
         verdict = judge(
             differences,
