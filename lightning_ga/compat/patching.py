@@ -2,7 +2,9 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from importlib import import_module
+from types import MethodType
 from typing import Any
 
 
@@ -26,16 +28,24 @@ def unshadow(instance: Any, method: str) -> None:
 def shadowed(instance: Any, method: str, replacement: Callable[..., Any]) -> Iterator[None]:
     """Return a context in which a method of one instance is replaced; afterwards it is what it was before.
 
-    A replacement by others that has come meanwhile stays.
+    A replacement by others that has come meanwhile stays, and what it keeps of this one calls the method of before.
     """
-    before = {name: value for name, value in vars(instance).items() if name == method}
-    shadow(instance, method, replacement)
+    held = vars(instance)
+    before, original, active = {name: held[name] for name in (method,) if name in held}, getattr(instance, method), True
+
+    @wraps(original)
+    def through(_: Any, *arguments: Any, **settings: Any) -> Any:
+        return (replacement if active else original)(*arguments, **settings)
+
+    # A method, as schedules of the learning rate wrap it by its ``__func__`` (``torch/optim/lr_scheduler.py``).
+    ours = held[method] = MethodType(through, instance)
     try:
         yield
     finally:
-        if vars(instance).get(method) is replacement:
-            unshadow(instance, method)
-            vars(instance).update(before)
+        active = False
+        if held.get(method) is ours:
+            del held[method]
+            held.update(before)
 
 
 def sibling(trainer: Any, name: str) -> Any:
