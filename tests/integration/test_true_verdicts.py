@@ -393,6 +393,8 @@ class Tables(Task):
     def loss(self, batch: Any) -> torch.Tensor:
         if self.kind == "samples":
             self.table.copy_(torch.maximum(self.table, batch[0].amax(0)))
+        elif self.kind == "kinds":
+            self.table[(batch[1][:, 0] > 0).long()] = 1.0
         elif self.kind == "count":
             self.table += len(batch[0])
         elif not self.table.any():
@@ -408,7 +410,7 @@ def test_a_table_that_any_pass_fills_alike_is_none_of_what_steps_change(way: Way
 
 
 @each_mode
-@pytest.mark.parametrize("kind", ["samples", "count"])
+@pytest.mark.parametrize("kind", ["samples", "kinds", "count"])
 def test_what_depends_on_samples_is_told_though_no_gradient_depends_on_it(kind: str, way: Way) -> None:
     ours = run(Case(lambda: Tables(kind), loader, BATCH, MICRO), way)
     assert ours.cause == "stateful"
