@@ -7,10 +7,9 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import partial
 from itertools import chain
 from operator import is_
-from types import MethodType
 from typing import Any
 
 import torch
@@ -153,28 +152,14 @@ def intercepted_optimizer_step(trainer: Any, around: Callable[..., Any], ready: 
     """
     optimizer, plugin = trainer.optimizers[0], trainer.precision_plugin
     after_closure = type(plugin)._after_closure
-    earlier = {name: value for name, value in vars(optimizer).items() if name == "step"}
-    step, active = optimizer.step, True
 
     def after(*arguments: Any) -> None:
         after_closure(plugin, *arguments)
         ready()
 
-    @wraps(step)
-    def through(_: Any, *arguments: Any, **settings: Any) -> Any:
-        return around(step, *arguments, **settings) if active else step(*arguments, **settings)
-
-    # A method, as schedules of the learning rate wrap it by its ``__func__`` (``torch/optim/lr_scheduler.py``).
-    method = MethodType(through, optimizer)
-    patching.shadow(optimizer, "step", method)
-    try:
-        with patching.shadowed(plugin, "_after_closure", after):
-            yield
-    finally:
-        active = False
-        if vars(optimizer).get("step") is method:  # else a schedule has wrapped it since
-            patching.unshadow(optimizer, "step")
-            vars(optimizer).update(earlier)
+    step = partial(around, optimizer.step)
+    with patching.shadowed(optimizer, "step", step), patching.shadowed(plugin, "_after_closure", after):
+        yield
 
 
 class TrainedTensors:

@@ -1,7 +1,9 @@
 """Replace methods of single instances, and find modules of the trainer's own namespace."""
 
 from collections.abc import Callable
+from functools import wraps
 from importlib import import_module
+from types import MethodType
 from typing import Any
 
 
@@ -24,7 +26,7 @@ def unshadow(instance: Any, method: str) -> None:
 class shadowed:  # noqa: N801
     """A context in which a method of one instance is replaced; afterwards it is what it was before.
 
-    A replacement by others that has come meanwhile stays.
+    A replacement by others that has come meanwhile stays, and what it keeps of this one calls the method of before.
 
     Args:
         instance: The instance.
@@ -33,20 +35,28 @@ class shadowed:  # noqa: N801
     """
 
     def __init__(self, instance: Any, method: str, replacement: Callable[..., Any]) -> None:
-        self._attributes, self._method, self._replacement = vars(instance), method, replacement
+        self._instance, self._method, self._called = instance, method, replacement
+        self._held, self._original = vars(instance), getattr(instance, method)
         self._before: Any = None  # what others had put there
+        self._ours: Any = None
 
     def __enter__(self) -> None:
-        self._before = self._attributes.get(self._method)
-        self._attributes[self._method] = self._replacement
+        @wraps(self._original)
+        def through(_: Any, *arguments: Any, **settings: Any) -> Any:
+            return self._called(*arguments, **settings)
+
+        # A method, as schedules of the learning rate wrap it by its ``__func__`` (``torch/optim/lr_scheduler.py``).
+        self._before, self._ours = self._held.get(self._method), MethodType(through, self._instance)
+        self._held[self._method] = self._ours
 
     def __exit__(self, *_: object) -> None:
-        if self._attributes.get(self._method) is not self._replacement:
+        self._called = self._original
+        if self._held.get(self._method) is not self._ours:
             return
         if self._before is None:
-            del self._attributes[self._method]
+            del self._held[self._method]
         else:
-            self._attributes[self._method] = self._before
+            self._held[self._method] = self._before
 
 
 def sibling(trainer: Any, name: str) -> Any:

@@ -155,29 +155,40 @@ def accumulate_only(
         begins: Whether it begins a batch of the loop, so that ``on_train_batch_start`` runs.
         ends: Whether it ends one.
         continues: Whether more pieces of its batch follow, for which ``on_after_backward`` waits.
-        batches: Batches of the loop that one of the recipe makes; an epoch counts as many times more.
+        batches: Batches of the loop that one of the recipe makes; an epoch counts as many times more, and so does a
+            window, so that both together tell the same number of steps.
         weight: Factor of its backward signal.
     """
     loop = trainer.fit_loop.epoch_loop
-    trainer.accumulate_grad_batches = 4
+    trainer.accumulate_grad_batches = 4 * batches  # the loop divides the loss by it
     planned, index = trainer.num_training_batches, batch_idx if begins else 0
     first = next(ready for ready in (1, 5, 9) if not {ready, ready + 1} & {planned, planned * 2})  # neither steps
     loop.batch_progress.current.ready = first + index
     loop.batch_progress.total.ready += begins
     trainer._logger_connector.on_batch_start(batch)
-    counted = patching.shadowed(trainer.fit_loop, "max_batches", planned * batches)
-    with muted(trainer), without_collectives(trainer), counted:
+    with muted(trainer), without_collectives(trainer), _epoch_of(trainer, planned * batches):
         if begins:
             call_module_hook(trainer, "on_train_batch_start", batch, batch_idx)
         observe()
         kwargs = loop._build_kwargs(OrderedDict(), batch, index)
         follow = closures.before_the_last(trainer, lambda _: None) if continues else nullcontext()
-        with _weighing(trainer, weight), follow:
+        with _weighing(trainer, weight * batches), follow:
             outputs = loop.automatic_optimization.run(trainer.optimizers[0], batch_idx, kwargs)
         observe()
         if ends:
             call_module_hook(trainer, "on_train_batch_end", outputs, batch, batch_idx)
     trainer._logger_connector.on_batch_end()
+
+
+@contextmanager
+def _epoch_of(trainer: Any, batches: float) -> Iterator[None]:
+    """Return a context in which an epoch has so many batches of the loop."""
+    loop = trainer.fit_loop
+    before, loop.max_batches = loop.max_batches, batches
+    try:
+        yield
+    finally:
+        loop.max_batches = before
 
 
 @contextmanager

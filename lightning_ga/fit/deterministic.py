@@ -4,8 +4,6 @@ Evaluation mode would not do: code that reads ``self.training`` then runs anothe
 that return losses in training alone.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -28,8 +26,8 @@ _DROPOUTS = {
 }
 
 
-class _NoDropout(TorchFunctionMode):
-    """Lets functional dropout return its input."""
+class WithoutDropout(TorchFunctionMode):
+    """A context without functional dropout, that of attention included: it returns its input."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -51,10 +49,3 @@ def stop_dropping(module: Module) -> None:
         for name, value in list(vars(part).items()):
             if isinstance(value, float) and 0 < value <= 1 and (name in _RATES or (drops and name in _OF_DROPS)):
                 vars(part)[name] = 0.0
-
-
-@contextmanager
-def without_dropout() -> Iterator[None]:
-    """Return a context without functional dropout, that of attention included."""
-    with _NoDropout():
-        yield

@@ -80,7 +80,8 @@ class ExactnessCheck:
             return both(self._cut_and_judge(samples, collated, kept, whole))
         loaded = [self._collate(samples[:middle]), self._collate(samples[middle:])]
         sizes = middle, len(samples) - middle
-        training = self._judge(whole, loaded, sizes, lambda seed: self._collate(samples, seed), cut=False)
+        anew, one = partial(self._collate, samples), partial(self._collate, samples[-1:])
+        training = self._judge(whole, loaded, sizes, anew, one, cut=False)
         try:
             slices = self._slices(samples, collated, kept)
         except LayoutError as why:
@@ -115,7 +116,8 @@ class ExactnessCheck:
             while True:
                 try:
                     parts = [slices(0, middle), slices(middle, kept)]
-                    return self._judge(whole, parts, (middle, kept - middle), lambda _: collated, cut=True)
+                    one = partial(slices, kept - 1, kept)
+                    return self._judge(whole, parts, (middle, kept - middle), lambda _: collated, one, cut=True)
                 except Exception as error:
                     if is_out_of_memory(error) or isinstance(error, LayoutError) or failed is not None:
                         raise
@@ -145,9 +147,19 @@ class ExactnessCheck:
         return self._transfer.moved(copy_if_possible(collated))
 
     def _judge(
-        self, whole: Passes, parts: list[Any], sizes: Sequence[int], again: Callable[[int], Any], *, cut: bool
+        self,
+        whole: Passes,
+        parts: list[Any],
+        sizes: Sequence[int],
+        again: Callable[[int], Any],
+        one: Callable[[], Any],
+        *,
+        cut: bool,
     ) -> Exactness:
-        """Compare parts with the whole, which ``again`` makes once more with random numbers of a seed."""
+        """Compare parts with the whole, which ``again`` makes once more with random numbers of a seed.
+
+        A batch of ``one`` sample shows which of the state that changes depends on the samples.
+        """
         counts = [self._items(part, size, cut=cut) for part, size in zip(parts, sizes)]
         if not all(number > 0 for number in counts):
             return unmeasured(self._tolerance, f"normalize counts {counts} in the parts of a batch")
@@ -157,15 +169,16 @@ class ExactnessCheck:
         accumulated = run(weights=(share, 1 - share))
         differences = _compared(whole, accumulated, share)
         if changed and differences.error <= self._tolerance:
-            last = self._passes.run(parts[-1:], seed=2, moved=cut and self._moves_whole)
-            alike = {name for name in changed if _is_alike(name, whole, accumulated, last)}
+            few = self._of_one(one, moved=cut and self._moves_whole)
+            alike = {name for name in changed if few is not None and _is_alike(name, whole, accumulated, few)}
             changed = tuple(name for name in changed if name not in alike)
             self._alike |= alike
         self._told |= set(changed)
         if not differences.error <= self._tolerance:  # the cause shows in gradients that are not accumulated
             alone = _compared(whole, run(), share)
             changed = changed or (ACCUMULATED if alone.error <= self._tolerance else ())
-            differences = differences if alone.error <= self._tolerance else alone
+            if alone.error > self._tolerance:
+                differences = replace(alone, error=differences.error)  # the difference is that of training
         noise = self._noise(whole, again)
         verdict = judge(
             differences,
@@ -185,6 +198,15 @@ class ExactnessCheck:
         if verdict.cause != "weighted":
             return verdict
         return replace(verdict, counter=fitting_counter(again(0), parts, differences.share))
+
+    def _of_one(self, one: Callable[[], Any], *, moved: bool) -> Passes | None:
+        """Run a batch of one sample; ``None`` where there is no such step."""
+        try:
+            return self._passes.run([one()], seed=2, moved=moved)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            return None
 
     def _changed(self, whole: Passes, again: Callable[[int], Any], *, cut: bool) -> tuple[str, ...]:
         """Name the state that a pass changes, or that the next one depends on.

@@ -63,7 +63,7 @@ class PassRunner:
             batches: The micro-batches.
             seed: Seed of the random numbers that they draw.
             of_one: Whether they are parts of one batch of the loop, whose hooks run once.
-            cut: Whether they are pieces of it, after the last of which gradients are complete.
+            cut: Whether they are pieces of it: gradients that are accumulated are complete after the last.
             moved: Whether they lie on the device.
             weights: Their weights, if gradients are accumulated as in training; otherwise each begins with none. The
                 gradients returned are those that each micro-batch adds, without its weight.
@@ -89,7 +89,7 @@ class PassRunner:
                 lambda: states.append(_watched(module)),
                 begins=not of_one or number == 0,
                 ends=last or not of_one,
-                continues=cut and not last,
+                continues=cut and bool(weights) and not last,
                 batches=1 if of_one else len(batches),
                 weight=weights[number] if weights else 1.0,
             )

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from lightning_ga.batch.pytree import open_container
 from lightning_ga.batch.sizes import elements
 from lightning_ga.fit.batch_norm import batch_norm_layers
-from lightning_ga.fit.deterministic import without_dropout
+from lightning_ga.fit.deterministic import WithoutDropout
 from lightning_ga.fit.exactness_check import ExactnessCheck
 from lightning_ga.fit.precision import exact_arithmetic, rounding
 from lightning_ga.loading.reader import BatchReader
@@ -87,7 +87,7 @@ def _measured(trainer: Any, check: Callable[..., Verdicts], size: int, *, spare:
         return both(Exactness(None, tolerance, "batch_norm", layers=layers))
 
     def run() -> Verdicts:
-        with isolated(trainer) as prepare, exact_arithmetic(trainer, plain=plain), without_dropout():
+        with isolated(trainer) as prepare, exact_arithmetic(trainer, plain=plain), WithoutDropout():
             return check(size, prepare, tolerance)
 
     ran = attempt(run, lambda _: True)  # the check must never cost a run

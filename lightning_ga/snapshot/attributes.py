@@ -49,7 +49,7 @@ class AttributeSnapshot:
         self._looks = LOOKS
         self._modes: list[bool] = []
         self._kept: list[tuple[dict[str, Any], str, Any]] = []
-        self._plain: dict[int, tuple[Owner, list[str], list[Any]]] = {}  # of others than looked at: as the window began
+        self._plain: list[tuple[Owner, dict[str, Any]]] = []  # numbers, in the place of which tensors may be gathered
         self._numbers: list[tuple[Owner, str, Any]] = []  # containers of numbers, each with an outline of its content
         self._large: list[tuple[str, weakref.ref[Tensor], int]] = []
         self._arrays: list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]] = []
@@ -71,8 +71,13 @@ class AttributeSnapshot:
         """Remember what there is, before an attempt; ``anew`` where a window begins."""
         self._modes = [*map(_MODE, self._states)]
         self._everywhere = anew or self._looks > 0
-        if not self._everywhere and not self._keeping and not self._metrics:
-            return
+        if self._everywhere or self._keeping or self._metrics:
+            self._take_anew()
+        # Of all: hooks may have changed them since the window began, and do not run again where a pass does.
+        self._plain = [(owner, owner.numbers()) for owner in self._owners if owner.plain]
+
+    def _take_anew(self) -> None:
+        """Keep what is put back, but for numbers."""
         before = self._copied
         self._kept, self._copied, self._watched, self._generators = [], [], [], []
         self._containers, self._tails, self._whole = [], [], []
@@ -100,11 +105,11 @@ class AttributeSnapshot:
             for name in owner.new():
                 del owner.attributes[name]
                 emptied.add(id(owner))
-        for owner, names, values in self._plain.values():
-            gathered = [(name, value) for name, value in zip(names, values) if is_gathered(owner.attributes.get(name))]
+        for owner, numbers in self._plain:
+            gathered = {name: value for name, value in numbers.items() if is_gathered(owner.attributes.get(name))}
             of_tensors = owner.is_object and (bool(gathered) or id(owner) in emptied)
             everything = of_tensors or owner.is_layer or id(owner.attributes.get("_buffers")) in put_back
-            owner.attributes.update(zip(names, values) if everything else gathered)
+            owner.attributes.update(numbers if everything else gathered)
         self.left = [*self._find_left()]
         for attributes, name, value in self._kept:
             attributes[name] = value
@@ -137,8 +142,6 @@ class AttributeSnapshot:
         for owner in self._owners if self._everywhere else self._keeping:
             for name in owner.names():
                 self._take(owner, name, owner.attributes[name])
-            if owner.plain:
-                self._plain[id(owner)] = owner, owner.plain, owner.numbers()
         if self._everywhere:
             self._looks = max(0, self._looks - 1)
             self._keeping = [owner for owner in self._owners if owner.keeps]
@@ -226,9 +229,9 @@ class AttributeSnapshot:
 
     def _find_left(self) -> Iterator[str]:
         """Yield the names of numbers, of containers of them and of large tensors that are others now."""
-        for owner, names, values in self._plain.values():
+        for owner, numbers in self._plain:
             now = owner.attributes
-            for name, value in zip(names, values):
+            for name, value in numbers.items():
                 if isinstance(now.get(name, value), NUMBERS) and now.get(name, value) not in (value,):
                     yield owner.place(name)
         for owner, name, outline in self._numbers:

@@ -61,20 +61,17 @@ class Owner(_Attributes):
         self.is_layer = bool(path) and not is_object  # nor the module itself
         self._own: dict[str, type] | None = None  # without what Lightning and PyTorch keep
         self.plain: list[str] = []  # names of attributes that are no more than a number, or nothing yet
-        self._numbers: list[Any] | None = None  # values of these
         self._has_changed = False
 
     @property
     def keeps(self) -> bool:
-        """Whether it has attributes that are kept, or attributes of it come, go or change their types or numbers."""
+        """Whether it has attributes that are kept, or attributes of it come, go or change their types."""
         return bool(self._names) or self._has_changed
 
-    def numbers(self) -> list[Any]:
-        """Return the values of plain attributes; those of a layer that change are looked at before every attempt."""
-        before, self._numbers = self._numbers, [*map(self.attributes.__getitem__, self.plain)]
-        if before != self._numbers and self.is_layer and before is not None:
-            self._has_changed = True
-        return self._numbers
+    def numbers(self) -> dict[str, Any]:
+        """Return the plain attributes with their values; one that is gone since the last look is left out."""
+        held = self.attributes
+        return {name: held[name] for name in self.plain if name in held}
 
     def _search(self, types: dict[str, type]) -> list[str]:
         before, self._own = self._own, {name: kind for name, kind in types.items() if name not in _TABLES}

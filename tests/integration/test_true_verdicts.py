@@ -357,6 +357,31 @@ def test_a_hook_that_clips_sees_the_gradient_of_the_batch_where_that_is_cut(ever
     assert bool(re.search("hooks on gradients.*gradient_clip_val", " ".join(ours.told))) == (not is_cut)
 
 
+class ScaledAndCoupled(Task):
+    """Samples are compared with each other a little, and gradients are scaled after the backward pass, or not."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.scale = scale
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        return super().loss(batch) + 0.05 * self.predict(batch[0]).var()
+
+    def on_after_backward(self) -> None:
+        for parameter in self.parameters():
+            parameter.grad.mul_(self.scale)
+
+
+def test_the_difference_that_is_told_is_that_of_training() -> None:
+    """Where batches are cut, a hook that scales their gradients has no part in it."""
+    plain, scaled = (judged(lambda scale=scale: ScaledAndCoupled(scale), WAYS["step"]) for scale in (1.0, 0.1))
+    assert plain.cause == scaled.cause == "coupled"
+    found = plain.callback.exactness.relative_error, scaled.callback.exactness.relative_error
+    assert found[0] == pytest.approx(found[1], rel=1e-9)
+    in_loader = judged(lambda: ScaledAndCoupled(0.1), WAYS["loader"])
+    assert in_loader.callback.exactness.relative_error > 0.3  # there it scales what was accumulated, too
+
+
 class Tables(Task):
     """Tables that are filled when they are first needed: as large as is needed, by the samples, or by how many came."""
 
@@ -368,6 +393,8 @@ class Tables(Task):
     def loss(self, batch: Any) -> torch.Tensor:
         if self.kind == "samples":
             self.table.copy_(torch.maximum(self.table, batch[0].amax(0)))
+        elif self.kind == "kinds":
+            self.table[(batch[1][:, 0] > 0).long()] = 1.0
         elif self.kind == "count":
             self.table += len(batch[0])
         elif not self.table.any():
@@ -383,7 +410,7 @@ def test_a_table_that_any_pass_fills_alike_is_none_of_what_steps_change(way: Way
 
 
 @each_mode
-@pytest.mark.parametrize("kind", ["samples", "count"])
+@pytest.mark.parametrize("kind", ["samples", "kinds", "count"])
 def test_what_depends_on_samples_is_told_though_no_gradient_depends_on_it(kind: str, way: Way) -> None:
     ours = run(Case(lambda: Tables(kind), loader, BATCH, MICRO), way)
     assert ours.cause == "stateful"
@@ -433,17 +460,18 @@ class Numbered(Task):
             "loop": lambda: self.trainer.fit_loop.total_batch_idx,
             "all": lambda: 1 / self.trainer.num_training_batches,  # the weight of a prior, say
             "step": lambda: self.global_step,
+            "steps": lambda: (self.global_step + 1) / self.trainer.estimated_stepping_batches,
         }[self.counts]()
         return self.loss(batch) + number * self.net(batch[0]).square().mean()
 
 
 @each(WAYS)
-@pytest.mark.parametrize("counts", ["argument", "hook", "loop", "all", "step"])
+@pytest.mark.parametrize("counts", ["argument", "hook", "loop", "all", "step", "steps"])
 def test_a_step_that_counts_batches_is_told_where_micro_batches_are_counted(counts: str, way: Way) -> None:
     """Where the loader cuts: at the start, or in the epoch after the one in which memory ran out."""
     case = Case(lambda: Numbered(counts), loader, BATCH, MICRO)
     ours, oracle = run(case, way, max_epochs=2), one_pass(case, max_epochs=2)
-    if counts == "step" or way.mode == "step":
+    if counts in ("step", "steps") or way.mode == "step":
         assert error(ours, oracle) <= 1e-12
         assert (ours.cause, ours.told) == ("exact", [])
     else:

@@ -611,3 +611,23 @@ def test_numbers_of_the_module_go_back_with_its_buffers_only() -> None:
     module(5)
     snapshot.restore()
     assert (module.filled, module.calls, snapshot.left) == (5, 2, ["calls"])
+
+
+@pytest.mark.parametrize("layer", [True, False])
+def test_what_hooks_change_between_attempts_of_a_window_stays(layer: bool) -> None:
+    """Numbers come back as they were before the attempt, and not as before the window: hooks do not run once more."""
+    table = Table("buffer")
+    module = nn.ModuleDict({"layer": table}) if layer else table
+    snapshot = AttemptSnapshot(module)
+    for _ in range(12):
+        snapshot.take(None, anew=True)
+    table.filled, table.rate = 3, 0.5
+    snapshot.take(None, anew=False)
+    table(5)
+    snapshot.restore()
+    assert (table.filled, table.rate, table.calls, snapshot.left) == (3, 0.5, 0, [])
+    del table.filled
+    snapshot.take(None, anew=False)
+    table.table.add_(1)
+    snapshot.restore()
+    assert not hasattr(table, "filled")
