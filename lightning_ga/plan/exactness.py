@@ -39,8 +39,8 @@ COUNTED = (
     'or micro_batching="step"'
 )
 HOOKED = (
-    "hooks on gradients (Tensor.register_hook, on_after_backward) see those of each micro-batch, not of the whole "
-    "batch: change gradients in on_before_optimizer_step, or clip them by Trainer(gradient_clip_val=…)"
+    "hooks on gradients (Tensor.register_hook, or on_after_backward where the loader cuts) see those of each "
+    "micro-batch, not of the whole batch: change gradients in on_before_optimizer_step, or clip them by Trainer(gradient_clip_val=…)"
 )
 
 
