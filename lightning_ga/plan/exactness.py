@@ -40,7 +40,8 @@ COUNTED = (
 )
 HOOKED = (
     "hooks on gradients (Tensor.register_hook, or on_after_backward where the loader cuts) see those of each "
-    "micro-batch, not of the whole batch: change gradients in on_before_optimizer_step, or clip them by Trainer(gradient_clip_val=…)"
+    "micro-batch, not of the whole batch: change gradients in on_before_optimizer_step, or clip them by "
+    "Trainer(gradient_clip_val=…)"
 )
 
 
