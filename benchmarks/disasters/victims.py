@@ -162,7 +162,8 @@ class Victim(pl.LightningModule):
         self.kind = model
         self.net = NETWORKS[model]()
         self.fate = fate
-        self.passing: list[int] = []  # samples of a pass that has not gone through
+        self.passing: list[int] = []  # samples of a pass
+        self.passed: list[int] = []  # those of one that went through its backward pass, and may be undone yet
         self.used: list[int] = []  # samples of the window so far
         self.steps = 0
 
@@ -173,6 +174,9 @@ class Victim(pl.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         inputs, targets, indices = batch
         self.passing = indices.tolist()
+        if not set(self.passing) <= set(self.passed):  # else it is undone, and this is a part of it
+            self.used += self.passed
+        self.passed = []
         with self.fate.within(FORWARD, len(inputs)):
             logits = self.net(inputs)
         with self.fate.within(LOSS, len(inputs)):
@@ -182,11 +186,17 @@ class Victim(pl.LightningModule):
 
     def on_before_zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
         """Forget the samples of passes that are undone: a batch that is cut in the step begins again as a whole."""
-        self.used = []
+        self.used, self.passed = [], []
+
+    def backward(self, loss: Tensor, *arguments: Any, **settings: Any) -> None:
+        super().backward(loss, *arguments, **settings)
+        self.passed = self.passing
 
     def on_after_backward(self) -> None:
+        """Of the last piece of a batch, when ranks have exchanged its gradients."""
         self.fate.leave()
-        self.used += self.passing
+        self.used += self.passed
+        self.passed = []
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         rate = optimizer.param_groups[0]["lr"]
