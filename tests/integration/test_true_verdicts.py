@@ -419,7 +419,7 @@ def test_what_depends_on_samples_is_told_though_no_gradient_depends_on_it(kind: 
 
 
 class Mixed(Task):
-    """Leaves out a batch, or a part of one, by what it holds; gradients are scaled after the backward pass."""
+    """Leaves out one part of a batch, by what it holds, and counts the calls of a hook."""
 
     def __init__(self, place: int) -> None:
         super().__init__()
