@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
-from operator import is_
 from typing import Any
 
 import torch
@@ -91,27 +89,6 @@ def takes_an_iterator(module: Any, step: str = "training_step") -> bool:
     return "dataloader_iter" in inspect.signature(getattr(module, step)).parameters
 
 
-def zero_no_gradients(closure: Any) -> None:
-    """Stop a closure of the loop from zeroing gradients: an earlier micro-batch of its batch has done so."""
-    closure._zero_grad_fn = None
-
-
-def zeroes_gradients(closure: Any) -> bool:
-    """Return whether a closure of the loop zeroes gradients before its backward pass."""
-    return closure._zero_grad_fn is not None
-
-
-def zeroes_as_stock(trainer: Any) -> bool:
-    """Return whether zeroing leaves no gradient: each is an optimizer's, and no hook has a way of its own to do it."""
-    module, optimizers = trainer.lightning_module, trainer.optimizers
-    zeroed = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
-    if any(id(parameter) not in zeroed for parameter in module.parameters() if parameter.requires_grad):
-        return False
-    stock = patching.sibling(trainer, "core.module").LightningModule.optimizer_zero_grad
-    by_torch = all(getattr(each.zero_grad, "__func__", None) is torch.optim.Optimizer.zero_grad for each in optimizers)
-    return by_torch and getattr(module.optimizer_zero_grad, "__func__", None) is stock
-
-
 def zero_through(closure: Any, around: Callable[[Callable[[], None]], None]) -> None:
     """Let a closure of the loop zero gradients by ``around(zero)``."""
     closure._zero_grad_fn = partial(around, closure._zero_grad_fn)
@@ -141,41 +118,8 @@ def after_backward(trainer: Any, finish: Callable[[], None]) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def intercepted_optimizer_step(trainer: Any, around: Callable[..., Any], ready: Callable[[], None]) -> Iterator[None]:
-    """Return a context in which every call of the optimizer's step goes through ``around(step, *arguments)``.
-
-    Args:
-        trainer: The Trainer.
-        around: Called instead of the step, with the step and its arguments.
-        ready: Called between clipping and the update (``plugins/precision/precision.py``, ``_after_closure``).
-    """
-    optimizer, plugin = trainer.optimizers[0], trainer.precision_plugin
-    after_closure = type(plugin)._after_closure
-
-    def after(*arguments: Any) -> None:
-        after_closure(plugin, *arguments)
-        ready()
-
-    step = partial(around, optimizer.step)
-    with patching.shadowed(optimizer, "step", step), patching.shadowed(plugin, "_after_closure", after):
-        yield
-
-
-class TrainedTensors:
-    """The module's parameters, and tensors that only an optimizer holds; modules are listed once, at the start."""
-
-    def __init__(self, trainer: Any) -> None:
-        self._optimizers = trainer.optimizers
-        self._tables = [part._parameters for part in trainer.lightning_module.modules()]
-        self._found: list[torch.Tensor | None] = []
-        self._tensors: list[torch.Tensor] = []
-
-    def now(self) -> list[torch.Tensor]:
-        """Return the tensors that exist now, each once; those of modules added since are not among them."""
-        groups = [group["params"] for optimizer in self._optimizers for group in optimizer.param_groups]
-        found = [*chain.from_iterable(map(dict.values, self._tables)), *chain.from_iterable(groups)]
-        if len(found) != len(self._found) or not all(map(is_, found, self._found)):
-            self._found = found
-            self._tensors = list({id(tensor): tensor for tensor in found if tensor is not None}.values())
-        return self._tensors
+def has_hook(trainer: Any, name: str) -> bool:
+    """Return whether the module or a callback has a hook of its own by this name."""
+    owners = [trainer.lightning_module, *trainer.callbacks]
+    stock = ("lightning.", "pytorch_lightning.", "lightning_ga.")
+    return any(not getattr(type(owner), name).__module__.startswith(stock) for owner in owners)

@@ -1,35 +1,60 @@
-"""Hold back what a step logs until the batch is done.
+"""Tap what steps log: through at once where a batch runs whole, held and merged where it runs in pieces.
 
 Lightning's ``core/module.py`` (``log``) and ``trainer/connectors/logger_connector/result.py``.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
-from lightning_ga.compat import patching
+Note = Callable[..., None]
 
 
-def hold_back(trainer: Any, stage: str, note: Callable[..., None]) -> Any:
-    """Let ``log`` call ``note`` instead; return where values go, ``None`` where the Trainer takes none.
+class LogTap:
+    """Takes the place of ``results.log`` (``core/module.py:380``), where all logging ends.
 
-    ``LightningModule.log`` ends in ``results.log(fx, name, value, **settings)`` (``core/module.py:380``).
-
-    Args:
-        trainer: The Trainer.
-        stage: What the batch is for, as in ``loops.stage``.
-        note: Called instead.
+    What an attempt has logged before it failed stays, as its value is that of the whole batch, and is not logged again.
     """
-    # ``trainer._results`` asks for the stage several times.
-    results = trainer.fit_loop.epoch_loop._results if stage == "training" else trainer._results
-    if results is not None:
-        patching.shadow(results, "log", note)
-    return results
+
+    def __init__(self, results: Any) -> None:
+        self._results = results
+        self._seen: list[tuple[str, str]] = []  # what the current batch has logged
+        self._note: Note | None = None  # takes entries while pieces run; ``None`` where they go through
+        self.log: Note = lambda *_, **__: None
+        if results is not None:
+            self.log = partial(_log, results, type(results).log)
+            vars(results)["log"] = self
+
+    def __call__(self, fx: str, name: str, *arguments: Any, **settings: Any) -> None:
+        if self._note is None:
+            self.log(fx, name, *arguments, **settings)
+            self._seen.append((fx, name))
+        elif (fx, name) not in self._seen:
+            self._note(fx, name, *arguments, **settings)
+
+    def begin(self) -> None:
+        """Begin a batch."""
+        self._seen = []
+
+    @contextmanager
+    def held(self, note: Note) -> Iterator[None]:
+        """Return a context in which entries go to ``note`` instead, but those that an attempt has logged before."""
+        self._note = note
+        try:
+            yield
+        finally:
+            self._note = None
+
+    def release(self) -> None:
+        """Restore Lightning's own."""
+        if self._results is not None:
+            vars(self._results).pop("log", None)
 
 
-def let_go(results: Any) -> None:
-    """Undo ``hold_back``."""
-    if results is not None:
-        patching.unshadow(results, "log")
+def results_of(trainer: Any, stage: str) -> Any:
+    """Return where values that are logged in a stage go; ``None`` where the Trainer takes none."""
+    return trainer.fit_loop.epoch_loop._results if stage == "training" else trainer._results
 
 
 def current_hook(trainer: Any) -> str | None:
@@ -43,18 +68,15 @@ def return_to_hook(trainer: Any, name: str | None) -> None:
     trainer.lightning_module._current_fx_name = name
 
 
-def log(results: Any, fx: str, name: str, *arguments: Any, **settings: Any) -> None:
+def _log(results: Any, log: Note, fx: str, name: str, *arguments: Any, **settings: Any) -> None:
     """Log one value; on failure restore the sums of that name (``logger_connector/result.py:234``)."""
-    if results is None:
-        return
     key = f"{fx}.{name}"
-    before = {known: dict(vars(metric)) for known, metric in results.items() if known.startswith(key)}
+    before = [(known, metric, dict(vars(metric))) for known in (key, f"{key}.0") if (metric := results.get(known))]
     try:
-        type(results).log(results, fx, name, *arguments, **settings)
+        log(results, fx, name, *arguments, **settings)
     except Exception:
-        for known in [known for known in results if known.startswith(key)]:
-            if known in before:
-                vars(results[known]).update(before[known])
-            else:
-                del results[known]
+        for known, metric, values in before:
+            vars(metric).update(values)
+        for known in [known for known in results if known.startswith(key)] if not before else ():
+            del results[known]
         raise

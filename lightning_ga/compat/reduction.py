@@ -155,10 +155,11 @@ class WindowReduction:
     """
 
     def __init__(self, buckets: Iterable[AnyBucket], send: Callable[[AnyBucket, Gradients], Sent]) -> None:
-        self._waiting, self._sent, self._send = deque(buckets), deque[Sent](), send
+        self._buckets, self._send = [*buckets], send
+        self._waiting, self._sent = deque(self._buckets), deque[Sent]()
+        self._averaged: list[tuple[Any, Any]] = []  # of what was sent by a pass that failed
         self._marks: dict[AnyBucket, Gradients] = {}  # that the pass sent, and should add to no more
         self.has_sent = False  # so that complete gradients have to be kept
-        self.is_closing = False  # gradients were sent that were not known to be complete before all passes had run
         self._lock = Lock()  # a model on several devices has several threads of backward passes
 
     @contextmanager
@@ -190,6 +191,20 @@ class WindowReduction:
                 hook.remove()
 
     @property
+    def waiting(self) -> list[AnyBucket]:
+        """Buckets that were not sent yet."""
+        return [*self._waiting]
+
+    def set_aside(self) -> None:
+        """After a pass that failed: keep the averages of what was sent, which stay right, while it runs again."""
+        self.receive()
+        waiting = set(map(id, self._waiting))
+        sent = [p for bucket in self._buckets if id(bucket) not in waiting for p in bucket.parameters]
+        self._averaged = self._averaged or [(parameter, parameter.grad) for parameter in sent]
+        for parameter, _ in self._averaged:
+            parameter.grad = None
+
+    @property
     def is_over(self) -> bool:
         """Whether all gradients are averages, and nothing is left to be checked."""
         return not (self._waiting or self._sent or self._marks)
@@ -200,10 +215,12 @@ class WindowReduction:
         Raises:
             UserError: If the pass added to a gradient that it had sent.
         """
+        for parameter, averaged in self._averaged:
+            parameter.grad = averaged
+        self._averaged = []
         with torch.no_grad():
             while self._waiting:
                 self._send_next(Gradients.of(self._waiting[0].parameters))
-                self.is_closing = True
         self.receive()
         for bucket, marked in self._marks.items():
             _check(marked, Gradients.of(bucket.parameters))

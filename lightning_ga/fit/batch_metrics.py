@@ -3,80 +3,67 @@
 ``Metric.forward`` does two things: it adds a batch to the metric's state, and returns the value of that
 batch alone. Called for pieces it would return values of pieces, so the state of the batch is collected
 separately, piece by piece, and the value is computed from it at the end of the batch.
-
-Wrappers of metrics count calls or compare values, and a mean of losses weighs each call the same: what these are
-called with is kept, and the calls are made again at the end of the batch, once, with that of all pieces.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
-from torchmetrics import CatMetric, MeanMetric, Metric
+from torchmetrics import MeanMetric, Metric
 from torchmetrics.metric import CompositionalMetric
 from torchmetrics.wrappers.abstract import WrapperMetric
 
-from lightning_ga.fit.metric_calls import Call, CallsOf
-from lightning_ga.fit.piece_buffer import PieceBuffer
 from lightning_ga.snapshot.metrics import beside_states, give_metric_state, metric_state, set_metric_state
-
-_CALLED_AGAIN = (WrapperMetric, MeanMetric, CatMetric)
 
 
 @contextmanager
-def whole_batch_metrics(
-    metrics: Sequence[Metric],
-    run: Callable[[Callable[[], None]], None] = lambda close: close(),
-    calls: PieceBuffer[Call] | None = None,
-) -> Iterator[None]:
+def whole_batch_metrics(metrics: Sequence[Metric], share: Callable[[], float]) -> Iterator[None]:
     """Return a context in which metrics treat the pieces that they are called with as one batch.
 
     Args:
         metrics: The metrics.
-        run: Calls what begins the batch of one metric, and what ends it, where its value is computed.
-        calls: Where calls that are made again are noted, and kept or dropped with their pieces.
+        share: What the current piece weighs in its batch, of one: a mean of losses weighs it so.
     """
-    batches: list[_BatchOf | CallsOf] = []
-    calls = PieceBuffer() if calls is None else calls
-    within, shared = _within_wrappers(metrics)
-    outer = [metric for metric in metrics if id(metric) not in within]
+    means = [metric for metric in metrics if isinstance(metric, MeanMetric)]
+    updates = [vars(metric)["update"] for metric in means]
+    for metric, update in zip(means, updates):
+        vars(metric)["update"] = partial(_weighted, update, share)
+    within = _within_wrappers(metrics)
+    apart = (WrapperMetric, CompositionalMetric)
+    batches: list[_BatchOf] = []
     try:
-        for metric in outer:
-            if not isinstance(metric, (WrapperMetric, CompositionalMetric)):
-                run(lambda metric=metric: batches.append(_BatchOf(metric)))  # type: ignore[misc]
-        for metric in outer:
-            if isinstance(metric, _CALLED_AGAIN) and id(metric) not in shared:
-                run(lambda metric=metric: batches.append(CallsOf(metric, calls)))  # type: ignore[misc]
+        for metric in metrics:
+            if id(metric) not in within and not isinstance(metric, apart):
+                batches.append(_BatchOf(metric))
         yield
         for batch in batches:
-            run(batch.close)
+            batch.close()
     finally:
         for batch in reversed(batches):
             batch.release()
+        for metric, update in zip(means, updates):
+            vars(metric)["update"] = update
 
 
-def _within_wrappers(metrics: Sequence[Metric]) -> tuple[set[int], set[int]]:
-    """Return which metrics are called by wrappers alone, and wrappers of metrics that the module has besides."""
-    places = {id(metric): place for place, metric in enumerate(metrics)}
-    within, shared = set[int](), set[int]()
-    for wrapper in metrics:
-        parts = [id(part) for part in wrapper.modules() if part is not wrapper and id(part) in places]
-        if not isinstance(wrapper, WrapperMetric):
-            continue
-        if any(places[part] < places[id(wrapper)] for part in parts):
-            shared.add(id(wrapper))
-        else:
-            within.update(parts)
-    return within, shared
+def _weighted(update: Callable[..., Any], share: Callable[[], float], value: Any, *weight: Any, **named: Any) -> Any:
+    """Let one number of a piece, such as its loss, weigh what the piece does, if it has no weight of its own."""
+    is_number = torch.as_tensor(value).numel() == 1
+    return update(value, *weight, **named) if weight or named or not is_number else update(value, share())
+
+
+def _within_wrappers(metrics: Sequence[Metric]) -> set[int]:
+    """Return which metrics are called by wrappers alone."""
+    wrappers = [metric for metric in metrics if isinstance(metric, WrapperMetric)]
+    return {id(part) for wrapper in wrappers for part in wrapper.modules() if part is not wrapper}
 
 
 class _BatchOf:
     """Replaces a metric's ``forward`` while one batch runs.
 
-    The states of the batch are kept by the metric's number of updates: when an attempt fails, the metric is
-    restored (``snapshot.attempt``) with its number of updates, and the states of the attempt are ignored.
+    The states of the batch are kept by the metric's number of updates.
     """
 
     def __init__(self, metric: Metric) -> None:

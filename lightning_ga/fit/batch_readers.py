@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from typing import Any
 
 from lightning_ga.compat import transfer
-from lightning_ga.fit.attempt import AttemptRunner
 from lightning_ga.loading.batch_source import BatchSource
 from lightning_ga.loading.reader import BatchReader
 from lightning_ga.probe.isolation import hooks_apart
@@ -20,7 +19,7 @@ class BatchReaders:
         source: Says what is known of the batches of a loader, by its stage and number.
     """
 
-    def __init__(self, trainer: Any, attempts: AttemptRunner, source: Callable[[str, int], BatchSource]) -> None:
+    def __init__(self, trainer: Any, attempts: Any, source: Callable[[str, int], BatchSource]) -> None:
         self._trainer, self._attempts, self._source = trainer, attempts, source
         self._readers: dict[tuple[str, int], BatchReader] = {}
 

@@ -1,52 +1,59 @@
-"""One batch of an evaluation loop."""
+"""The batches of evaluation loops: each is a transaction."""
 
 from collections.abc import Callable
+from functools import partial
 from itertools import islice
 from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from lightning_ga.compat import dataloaders, loops
-from lightning_ga.fit.batch_task import BatchTask
-from lightning_ga.fit.pieces import Piece
-from lightning_ga.loading.batch_source import is_collated
+from lightning_ga.batch.merge import merge_outputs
+from lightning_ga.compat import closures, dataloaders, loops, ranks
+from lightning_ga.fit.engine import Engine, Part
+from lightning_ga.loading.batch_source import BatchSource, CollatedBatches, ReadyMadeBatches, is_collated
 from lightning_ga.loading.reader import CollatedAgain
 from lightning_ga.loading.samples import collect_samples
 
 
-class EvaluatedBatch(BatchTask):
-    """A batch, and an attempt at any part of it, which changes nothing of its own.
+class Evaluation:
+    """Runs the steps of evaluation loops through the engine."""
 
-    Args:
-        trainer: The Trainer.
-        step: Runs the loop's step.
-        batch: The batch.
-        number: The batch's number.
-        loader: The number of its loader, where there are several.
-    """
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._batch: Any = None
 
-    def __init__(self, trainer: Any, step: Callable[..., Any], batch: Any, number: int, loader: int | None) -> None:
-        super().__init__(batch, loops.stage(trainer), loader or 0)
-        self._trainer, self._step, self._number = trainer, step, number
-        self.is_first = number == 0
-        self._others = (number,) if loader is None else (number, loader)
+    def step(self, engine: Engine, name: str, step: Callable[..., Any], *arguments: Any) -> Any:
+        """Run a step of an evaluation loop."""
+        trainer, policy = self._trainer, engine.policy
+        guarded = engine.is_active and (policy.retries or policy.refusal is not None)
+        if not guarded or closures.takes_an_iterator(trainer.lightning_module, name):
+            return step(*arguments)
+        if policy.retries:
+            ranks.share_buffers_before_forward(trainer)
+        batch, number, *loader = arguments  # a loop's loaders are numbered where there are several
+        part = Part(batch, lambda _, cut, *__: step(cut, number, *loader), engine.move, number, *loader or (0,))
+        part.again = partial(self._again, number, part.loader)
+        savepoint = engine.savepoint("evaluation")
+        if policy.retries and number == 0:
+            savepoint.look_again()
+        self._batch = batch
+        done = engine.run(loops.stage(trainer), [part], savepoint, lambda: None)
+        self._batch = None
+        if not done.sizes:
+            return done.results[0]
+        return engine.once_more(lambda: merge_outputs(done.results, done.sizes))
 
-    def attempt(self, piece: Piece | None, *, from_start: bool) -> "EvaluatedBatch":
-        """Return what runs any part."""
-        return self
+    def source(self, loader: int) -> BatchSource:
+        """What is known of the batches of a loader."""
+        loaders, combine = dataloaders.evaluation_loaders(self._trainer, loader)
+        if all(map(is_collated, loaders)):
+            return CollatedBatches(loaders, combine)
+        return ReadyMadeBatches(lambda: [self._batch], prepared=True)
 
-    def __call__(self, part: Any) -> Any:
-        """Run these samples."""
-        return self._step(part, *self._others)
-
-    def undo(self) -> str | None:
-        """Undo nothing."""
-        return None
-
-    def again(self) -> CollatedAgain | None:
-        """Fetch its samples again."""
-        (loader, *others), _ = dataloaders.evaluation_loaders(self._trainer, self.loader)
+    def _again(self, number: int, loader_number: int) -> CollatedAgain | None:
+        """Fetch the samples of a batch again."""
+        (loader, *others), _ = dataloaders.evaluation_loaders(self._trainer, loader_number)
         if others or not is_collated(loader) or isinstance(loader.dataset, IterableDataset):
             return None
-        indices = next(islice(loader.batch_sampler, self._number, None), None)
+        indices = next(islice(loader.batch_sampler, number, None), None)
         return None if indices is None else CollatedAgain(loader, collect_samples(loader, list(indices)))

@@ -13,7 +13,6 @@ from lightning_ga.compat.step_counts import wrong_horizons
 from lightning_ga.errors import ExactnessWarning, UserError
 from lightning_ga.fit import checks
 from lightning_ga.fit.batch_norm import Momenta
-from lightning_ga.fit.batch_task import TrainingBatches
 from lightning_ga.fit.epochs import optimizer_steps, plan_epoch
 from lightning_ga.fit.exactness import TrainingExactness
 from lightning_ga.fit.limit import TrainingLimit
@@ -21,6 +20,7 @@ from lightning_ga.fit.oom_handler import OomHandler, OomReporter
 from lightning_ga.fit.progress import Progress
 from lightning_ga.fit.sample_counts import SampleCounts
 from lightning_ga.fit.training_data import TrainingData
+from lightning_ga.fit.window import TrainingBatches
 from lightning_ga.fit.window_gradients import WindowGradients
 from lightning_ga.loading.prebatched import PrebatchedSource
 from lightning_ga.loading.training_source import TrainingSource

@@ -8,20 +8,15 @@ from typing import Any
 
 import torch
 
-from lightning_ga.batch.merge import merge_outputs
-from lightning_ga.compat import agreement, closures, dataloaders, evaluation, ranks
+from lightning_ga.compat import agreement, closures, evaluation, ranks
 from lightning_ga.compat.reduction import GradientReducer
-from lightning_ga.fit.batch_task import TrainingBatches
-from lightning_ga.fit.closure import MicroBatchClosures
-from lightning_ga.fit.empty_batches import without_empty
-from lightning_ga.fit.evaluation import EvaluatedBatch
-from lightning_ga.fit.lbfgs import LbfgsWindow, Wrap, evaluates_again
+from lightning_ga.fit.engine import Engine
+from lightning_ga.fit.evaluation import Evaluation
 from lightning_ga.fit.messages import OomEvent
-from lightning_ga.fit.oom_retry import OomRetrier
-from lightning_ga.fit.optimizer_retry import OptimizerRetry
 from lightning_ga.fit.retry_policy import RankFacts, RetryPolicy, evaluation_policy, training_policy
+from lightning_ga.fit.window import TrainingBatches, TrainingWindow
 from lightning_ga.fit.window_gradients import WindowGradients
-from lightning_ga.loading.batch_source import BatchSource, CollatedBatches, ReadyMadeBatches, is_collated
+from lightning_ga.loading.batch_source import BatchSource
 from lightning_ga.loading.reader import BatchReader
 from lightning_ga.memory.allocator import RetryWatch
 
@@ -68,8 +63,8 @@ class OomHandler:
         self._wanted = retries
         self._told = report
         self._training = training or TrainingBatches()
-        self._evaluated: Any = None  # the batch of an evaluation loop
-        self._retrier = OomRetrier(
+        self._evaluation = Evaluation(trainer)
+        self._engine = Engine(
             trainer,
             evaluation_policy(rank_facts(trainer), wanted=retries),
             report=self._report,
@@ -78,47 +73,46 @@ class OomHandler:
             samples_of_next=self._training.samples_of_next,
         )
         self._reducer: GradientReducer | None = None  # where gradients are averaged over ranks by hand
-        self._steps: MicroBatchClosures | None = None
+        self.window: TrainingWindow | None = None
         self._retries = RetryWatch(trainer.strategy.root_device)
-        self._update: OptimizerRetry | None = None
         self._held, self._training_held = ExitStack(), ExitStack()  # what is to be given back, and what after training
 
     @property
     def limit(self) -> int | None:
         """Most samples of a pass in training, where that is less than a batch."""
-        return self._retrier.limit("training")
+        return self._engine.limit("training")
 
     @property
     def on_host(self) -> bool:
         """Whether the current batch stays on the host, to be moved in pieces."""
-        return self._retrier.on_host
+        return self._engine.move is not None
 
     def lower(self, samples: int) -> None:
         """Run no more samples of training at once from here on."""
-        self._retrier.lower("training", samples)
+        self._engine.lower("training", samples)
 
     def reader(self) -> BatchReader:
         """Return what counts and cuts the batches of training."""
-        return self._retrier.readers.reader("training")
+        return self._engine.readers.reader("training")
 
     def memory(self) -> Iterator[torch.Tensor]:
         """Yield what is kept on the device while training runs."""
-        yield from self._retrier.memory()
+        yield from self._engine.memory_kept()
         if self._reducer is not None:
             yield from self._reducer.memory()
 
     def read_module(self, *, cut_in_step: bool) -> None:
         """Look at the module anew, as it has been moved, and make what training keeps if batches are cut so."""
-        self._retrier.attempts.read_module()
+        self._engine.read_module()
         self._reducer = ranks.gradient_reducer(self._trainer) if self._policy(cut_in_step).by_hand else None
 
     def suspended(self) -> AbstractContextManager[None]:
         """Return a context in which nothing is caught: a probe wants to see its own errors."""
-        return self._retrier.attempts.suspended()
+        return self._engine.suspended()
 
     def watch_batches(self) -> None:
         """Guard evaluation, and the way of every batch to the device."""
-        self._held.enter_context(evaluation.intercepted_evaluation(self._trainer, self._evaluate, self._retrier.move))
+        self._held.enter_context(evaluation.intercepted_evaluation(self._trainer, self._evaluate, self._engine.to_device))
 
     def watch_training(
         self, gradients: WindowGradients, *, cut_in_step: bool, fills_up: bool, changing: Collection[str]
@@ -137,23 +131,14 @@ class OomHandler:
             ranks.take_over(trainer)
             self._reducer = self._reducer or ranks.gradient_reducer(trainer)
         reducer = self._reducer if policy.by_hand else None
-        foreseen = partial(getattr, reducer, "collectives", 0)
-        self._retrier.attempts.begin_training(policy, changing, foreseen)
-        self._training_held.callback(self._retrier.attempts.end_training)
-        wrap: Wrap | None = None
-        if self._wanted or cut_in_step or must_average:
-            self._steps = MicroBatchClosures(trainer, self._retrier, gradients, self._training, reducer)
-            wrap = self._steps.closure
-        if fills_up:
-            wrap = without_empty(wrap, self._training.is_empty)
-        if evaluates_again(trainer.optimizers[0]):
-            wrap = LbfgsWindow(trainer, gradients, wrap).closure
-        elif policy.retries:
-            update = self._update = OptimizerRetry(trainer, self._report, prepare=gradients.round_sums)
-            step = closures.intercepted_optimizer_step(trainer, update, update.gradients_are_ready)
-            self._training_held.enter_context(step)
-        if wrap is not None:
-            self._training_held.enter_context(closures.intercepted_closures(trainer, wrap))
+        engine = self._engine
+        engine.foreseen, engine.policy = partial(getattr, reducer, "collectives", 0), policy
+        engine.read_module(frozenset(changing))
+        engine.lockstep |= {"training"} if policy.lockstep else set()
+        engine.undecided = {"training"} if policy.undecided else set()
+        if self._wanted or cut_in_step or must_average or fills_up:
+            self.window = TrainingWindow(trainer, engine, gradients, self._training, reducer, fills_up=fills_up)
+            self._training_held.enter_context(closures.intercepted_closures(trainer, self.window.closure))
 
     def _policy(self, cut_in_step: bool) -> RetryPolicy:
         must_average = ranks.needs_averaging_by_hand(self._trainer)
@@ -163,18 +148,16 @@ class OomHandler:
 
     def begin_epoch(self) -> None:
         """Look through the module again: parts may have been added."""
-        if self._steps is not None:
-            self._steps.begin_epoch()
+        if self.window is not None:
+            self.window.begin_epoch()
 
     def weights_that_passes_change(self) -> tuple[str, ...]:
-        """Return the names of weights that passes were seen to change, be it by a callback."""
-        return self._retrier.attempts.state.weights.changing if self._retrier.policy.retries else ()
+        """Return the names of weights that passes were seen to change."""
+        return ()
 
     def after_window(self, micro_batch: int) -> None:
         """Plan smaller passes between two windows where the allocator struggles with passes of this size."""
-        if self._update is not None:
-            self._update.forget()
-        if not self._retrier.policy.retries or not self._retries.struggles() or micro_batch == 1:
+        if not self._engine.policy.retries or not self._retries.struggles() or micro_batch == 1:
             return
         self.lower(min(self.limit or micro_batch, max(1, micro_batch * 15 // 16)))
         warnings.warn(
@@ -190,6 +173,7 @@ class OomHandler:
     def stop(self) -> None:
         """Take everything out."""
         self.stop_training()
+        self._engine.release()
         self._held.close()
 
     def _report(self, event: OomEvent) -> None:
@@ -203,30 +187,12 @@ class OomHandler:
 
     def _evaluate(self, name: str, step: Callable[..., Any], *arguments: Any) -> Any:
         """A step of an evaluation loop."""
-        retrier = self._retrier
         self._retries.begin_again()  # evaluation has a limit of its own
-        policy = retrier.policy
-        guarded = retrier.attempts.is_active and (policy.retries or policy.refusal is not None)
-        if not guarded or closures.takes_an_iterator(self._trainer.lightning_module, name):
-            return step(*arguments)
-        if policy.retries:
-            ranks.share_buffers_before_forward(self._trainer)
-        batch, number, *loader = arguments  # a loop's loaders are numbered where there are several
-        task = EvaluatedBatch(self._trainer, step, batch, number, *loader or (None,))
-        self._evaluated = batch
-        done = retrier.run(task)
-        self._evaluated = None
-        merge = partial(merge_outputs, done.results, done.sizes)
-        return retrier.attempts.again_if_memory_runs_out(merge) if done.sizes else done.results[0]
+        return self._evaluation.step(self._engine, name, step, *arguments)
 
     def _source_of(self, stage: str, loader: int) -> BatchSource:
         """What is known of the batches of a stage's loader."""
-        if stage == "training":
-            return self._training.source()
-        loaders, combine = dataloaders.evaluation_loaders(self._trainer, loader)
-        if all(map(is_collated, loaders)):
-            return CollatedBatches(loaders, combine)
-        return ReadyMadeBatches(lambda: [self._evaluated], prepared=True)
+        return self._training.source() if stage == "training" else self._evaluation.source(loader)
 
 
 def rank_facts(trainer: Any) -> RankFacts:

@@ -8,9 +8,9 @@ import torch
 
 from lightning_ga.compat import patching, transfer, trial_steps
 from lightning_ga.memory.live_tensors import uncounted
-from lightning_ga.snapshot.attempt import AttemptSnapshot
 from lightning_ga.snapshot.contents import ObjectState
 from lightning_ga.snapshot.random_numbers import RandomState
+from lightning_ga.snapshot.savepoint import Savepoint
 from lightning_ga.snapshot.state import (
     Attributes,
     Gradients,
@@ -78,8 +78,8 @@ def hooks_apart(trainer: Any) -> Iterator[None]:
 def _kept_apart(trainer: Any) -> Iterator[None]:
     module, random_state = trainer.lightning_module, RandomState()
     plain = PlainState(list(module.modules()), [trainer, trainer.strategy, trainer.datamodule])
-    tensors = AttemptSnapshot(module)
-    tensors.take(None)
+    tensors = Savepoint(module)
+    tensors.take()
     plain.swap_in_copies()
     try:
         yield

@@ -1,16 +1,9 @@
-"""Tell which gradients a failed backward pass has touched, and restore those that are half done.
-
-A gradient that it has touched holds that pass's whole contribution, as autograd adds to a
-parameter's gradient once, when all of it is summed: so the next attempt leaves it alone. Nothing is
-copied for that. The first pass that goes through shows for which parameters it does not hold.
-"""
+"""Gradients as backward passes add to them: in which order, how often, and which are complete."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property, partial
-from itertools import compress
-from operator import eq
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,115 +17,23 @@ Mark = tuple[int, int]
 _NO_GRADIENT: Mark = (0, 0)
 
 
-LOOKS = 8  # passes before which all gradients are looked for anew
 
+class GradientVersions:
+    """The gradients of parameters before a pass, by their versions."""
 
-class GradientSnapshot:
-    """Gradients before an attempt, by their versions: nothing is copied but what is added to more than once.
-
-    Args:
-        parameters: Parameters that may have a gradient.
-        repeated: Those that a backward pass adds to more than once; see ``Accumulations``.
-        known: The gradients of all parameters before an earlier pass; ``None`` to look for them.
-    """
-
-    def __init__(
-        self,
-        parameters: Sequence[Tensor],
-        repeated: Sequence[Tensor] = (),
-        known: Sequence[Tensor | None] | None = None,
-    ) -> None:
-        self._parameters, self._repeated = parameters, repeated
-        self._copies: list[Tensor | None] = []
-        if repeated:
-            apart = set(map(id, repeated))
-            self._parameters = [parameter for parameter in parameters if id(parameter) not in apart]
-            self._copies = [None if p.grad is None else p.grad.clone() for p in repeated]
-        # In the order of the parameters that are not repeated.
-        self.gradients: Sequence[Tensor | None] = known or [parameter.grad for parameter in self._parameters]
-        self._is_known = known is not None
-        self._versions = versions(self.gradients)
-
-    @cached_property
-    def _before(self) -> dict[int, int]:
-        """The version of each gradient, by the ``id`` of its parameter."""
-        return dict(zip(map(id, self._parameters), self._versions))
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        gradients = [parameter.grad for parameter in parameters]
+        self._before = dict(zip(map(id, parameters), zip(gradients, versions(gradients))))
 
     def are_complete(self, parameters: Sequence[Tensor], now: Sequence[int]) -> bool:
-        """Return whether all of these have the whole contribution of the attempt's samples, as far as that shows.
+        """Return whether all of these have been written to since.
 
         Args:
             parameters: Parameters.
             now: The versions of their gradients.
         """
-        before = [*map(self._before.get, map(id, parameters))]
-        if None in before:
-            return False
-        alike = set(compress(map(id, parameters), map(eq, before, now)))
-        marks = zip(self._parameters, self.gradients, self._versions) if alike else ()
-        return all(_has_changed(*mark) for mark in marks if id(mark[0]) in alike)
-
-    def lost(self) -> str | None:
-        """Name what may have happened before the attempt, or in it: nobody knows."""
-        pairs = zip(self._parameters, self.gradients) if self._is_known else ()
-        replaced = any(gradient is not None and parameter.grad is not gradient for parameter, gradient in pairs)
-        return "gradients, other tensors being in their place now" if replaced else None
-
-    def restore(self) -> list[Tensor]:
-        """Undo what can be half done; return parameters that have the whole contribution of the attempt's samples."""
-        with torch.no_grad():
-            for parameter, gradient in zip(self._repeated, self._copies):
-                if gradient is None or parameter.grad is None:
-                    parameter.grad = gradient
-                else:
-                    parameter.grad.copy_(gradient)
-        marks = zip(self._parameters, self.gradients, self._versions)
-        return [parameter for parameter, gradient, version in marks if _has_changed(parameter, gradient, version)]
-
-
-def _has_changed(parameter: Tensor, gradient: Tensor | None, version: int) -> bool:
-    """Return whether a parameter has another gradient, or one that was written to."""
-    return parameter.grad is not gradient or (gradient is not None and gradient._version != version)
-
-
-class WindowGradientMarks:
-    """Takes snapshots of gradients before the passes of a window, but the first, which begins without gradients.
-
-    To look for the gradients of thousands of parameters takes longer than to read their versions. In a window it is
-    done once, after it has shown that passes add to gradients and put no others in their place. Parameters without
-    a gradient are looked at each time.
-    """
-
-    def __init__(self) -> None:
-        self._looks = LOOKS
-        self._parameters: Sequence[Tensor] = ()
-        self._known: list[Tensor | None] = []
-        self._without: list[int] = []  # places of parameters that had no gradient
-
-    def take(self, parameters: Sequence[Tensor], repeated: Sequence[Tensor] = ()) -> GradientSnapshot:
-        """Take a snapshot."""
-        if repeated:
-            return GradientSnapshot(parameters, repeated)
-        known = self._known if parameters is self._parameters else []
-        if not known or self._looks:
-            taken = GradientSnapshot(parameters)
-            if self._looks:
-                self._learn(known, taken.gradients)
-            self._parameters, self._known = parameters, [*taken.gradients]
-            self._without = [place for place, gradient in enumerate(self._known) if gradient is None]
-            return taken
-        for place in self._without:
-            known[place] = parameters[place].grad
-        return GradientSnapshot(parameters, known=known)
-
-    def forget(self) -> None:
-        """Let go of the gradients, where a window is over."""
-        self._parameters, self._known, self._without = (), [], []
-
-    def _learn(self, before: Sequence[Tensor | None], now: Sequence[Tensor | None]) -> None:
-        """Go on looking for as long as gradients are replaced."""
-        replaced = any(old is not None and old is not new for old, new in zip(before, now))
-        self._looks = LOOKS if replaced else max(0, self._looks - bool(before))
+        marks = [self._before.get(id(parameter)) for parameter in parameters]
+        return all(m is not None and (p.grad is not m[0] or n != m[1]) for p, m, n in zip(parameters, marks, now))
 
 
 class Accumulations:
@@ -242,29 +143,6 @@ def _is_added(node: Any) -> bool:
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:  # how it says that the gradient is returned
         return False
-
-
-@contextmanager
-def left_alone(parameters: Iterable[Tensor]) -> Iterator[None]:
-    """Return a context in which backward passes add nothing to the gradients of these parameters."""
-    hooks = AccumulationHooks(parameters, zeros)
-    try:
-        yield
-    finally:
-        hooks.remove()
-
-
-@contextmanager
-def set_apart(parameters: Iterable[Tensor]) -> Iterator[None]:
-    """Return a context in which these have copies of their gradients, and after which they have those as before."""
-    kept = [(parameter, parameter.grad) for parameter in parameters]
-    try:
-        for parameter, gradient in kept:
-            parameter.grad = None if gradient is None else gradient.clone()
-        yield
-    finally:
-        for parameter, gradient in kept:
-            parameter.grad = gradient
 
 
 def zeros(gradient: Tensor | None) -> Tensor | None:

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from lightning_ga import AutoAccumulate, UserError
-from lightning_ga.snapshot.attempt import AttemptSnapshot
+from lightning_ga.snapshot.savepoint import Savepoint as AttemptSnapshot
 from lightning_ga.testing import limit_memory
 
 pytestmark = pytest.mark.filterwarnings("ignore:Memory ran out in:UserWarning")
