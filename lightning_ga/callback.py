@@ -14,7 +14,6 @@ from lightning_ga.fit import checks
 from lightning_ga.fit.batch_norm import RESCALE_IS_DEPRECATED
 from lightning_ga.fit.fit import Fit
 from lightning_ga.fit.oom_handler import OomHandler, OomReporter
-from lightning_ga.memory.oom import is_out_of_memory
 from lightning_ga.plan.accumulation import AccumulationPlan
 from lightning_ga.plan.budget import parse_budget
 from lightning_ga.plan.checkpoint import RunState
@@ -102,6 +101,7 @@ class AutoAccumulate(Callback):
         self._options = Options(memory_budget, normalize, batch_norm, verify, objective, cache, on_oom, micro_batching)
         self._fit: Fit | None = None
         self._evaluation: OomHandler | None = None  # of a stage on its own
+        self._is_fitting = False
         self._reporter: OomReporter | None = None
         self._place: int | None = None  # among the callbacks, where the user put it
 
@@ -141,6 +141,7 @@ class AutoAccumulate(Callback):
             self._evaluation = OomHandler(trainer, retries=self._options.on_oom == "split", report=self._reporter)
             self._evaluation.watch_batches()
             return
+        self._is_fitting = True
         trainer_settings.take_factor_back(trainer)
         checks.check_trainer(trainer, pl_module, self._request)
         checks.check_schedule(self._request, loops.training_epochs(trainer), trainer.world_size)
@@ -179,6 +180,16 @@ class AutoAccumulate(Callback):
         """Keep the position, and let validation run when the recipe says."""
         self._started_fit.advance()
 
+    def on_validation_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Note which batch is evaluated: if memory runs out, its samples may have to be read again."""
+        handler = self._evaluation or (self._fit.oom_handler if self._fit else None)
+        if handler is not None:
+            handler.evaluation.number, handler.evaluation.loader = batch_idx, dataloader_idx
+
+    on_test_batch_start = on_predict_batch_start = on_validation_batch_start
+
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Refuse a loader that did not yield the whole epoch."""
         self._started_fit.check_epoch()
@@ -189,10 +200,8 @@ class AutoAccumulate(Callback):
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Leave the trainer as it was found; where memory ran out, say what holds it."""
-        told = self._fit.holders() if self._fit and is_out_of_memory(exception) else None
-        if told is not None:
-            exception.add_note(told)
-        if self._fit and self._evaluation is None:
+        if self._fit and self._is_fitting:
+            self._fit.explain(exception)
             self._fit.abandon()
         self._take_back(trainer)
 
@@ -207,7 +216,7 @@ class AutoAccumulate(Callback):
         for oom_handler in (self._evaluation, self._fit.oom_handler if self._fit else None):
             if oom_handler is not None:
                 oom_handler.stop()
-        self._evaluation = None
+        self._evaluation, self._is_fitting = None, False
         if self._place is not None:
             trainer_settings.run_at(trainer, self, self._place)
         self._place = None
@@ -233,7 +242,14 @@ class AutoAccumulate(Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         """What travels to other processes: what was asked for, not the fit that is running."""
-        return {**self.__dict__, "_fit": None, "_evaluation": None, "_reporter": None, "_place": None}
+        return {
+            **self.__dict__,
+            "_fit": None,
+            "_evaluation": None,
+            "_reporter": None,
+            "_place": None,
+            "_is_fitting": False,
+        }
 
     @property
     def _started_fit(self) -> Fit:

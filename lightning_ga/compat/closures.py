@@ -4,7 +4,7 @@ Lightning's ``loops/optimization/automatic.py``, ``plugins/precision/precision.p
 """
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -118,8 +118,19 @@ def after_backward(trainer: Any, finish: Callable[[], None]) -> Iterator[None]:
         yield
 
 
-def has_hook(trainer: Any, name: str) -> bool:
-    """Return whether the module or a callback has a hook of its own by this name."""
-    owners = [trainer.lightning_module, *trainer.callbacks]
+BETWEEN_BATCHES = (
+    *("on_train_batch_start", "on_train_batch_end"),
+    *("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"),
+)
+
+
+def has_hook(owners: Iterable[Any], *names: str) -> bool:
+    """Return whether one of these, modules or callbacks, has a hook of its own by one of these names."""
+    hooks = (getattr(owner, name, None) for owner in owners for name in names)
     stock = ("lightning.", "pytorch_lightning.", "lightning_ga.")
-    return any(not getattr(type(owner), name).__module__.startswith(stock) for owner in owners)
+    return any(hook is not None and not getattr(hook, "__module__", "").startswith(stock) for hook in hooks)
+
+
+def zero_gradients(trainer: Any, optimizer: Any, number: int) -> None:
+    """Zero gradients as the loop does for a batch of this number, without the hooks around it."""
+    trainer.fit_loop.epoch_loop.automatic_optimization._optimizer_zero_grad(number, optimizer)

@@ -124,3 +124,11 @@ def stopping_only_unless(trainer: Any, holds: Callable[[], bool]) -> Iterator[No
     finally:
         if type(loop) is ours:
             loop.__class__ = cls
+
+
+def plateaus_by_step(trainer: Any) -> list[str]:
+    """Return the names of schedules by step that follow a monitored value."""
+    configs = [
+        config for config in trainer.lr_scheduler_configs if config.interval == "step" and config.reduce_on_plateau
+    ]
+    return [f"{type(config.scheduler).__name__} by step" for config in configs]

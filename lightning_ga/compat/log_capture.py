@@ -1,10 +1,10 @@
-"""Tap what steps log: through at once where a batch runs whole, held and merged where it runs in pieces.
+"""Tap what steps log: through at once if a batch runs whole, held and merged if it runs in pieces.
 
 Lightning's ``core/module.py`` (``log``) and ``trainer/connectors/logger_connector/result.py``.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -14,46 +14,55 @@ Note = Callable[..., None]
 class LogTap:
     """Takes the place of ``results.log`` (``core/module.py:380``), where all logging ends.
 
-    What an attempt has logged before it failed stays, as its value is that of the whole batch, and is not logged again.
+    What an attempt has logged before it failed stays and is not logged again, as its value is that of the whole batch.
     """
 
     def __init__(self, results: Any) -> None:
-        self._results = results
-        self._seen: list[tuple[str, str]] = []  # what the current batch has logged
-        self._note: Note | None = None  # takes entries while pieces run; ``None`` where they go through
-        self.log: Note = lambda *_, **__: None
+        self.results = results
+        self._logged: list[tuple[str, str]] = []  # by the current batch
+        self._note: Note | None = None  # takes entries while pieces run; ``None`` if they go through
+        self.log: Note = _nothing
         if results is not None:
             self.log = partial(_log, results, type(results).log)
             vars(results)["log"] = self
 
     def __call__(self, fx: str, name: str, *arguments: Any, **settings: Any) -> None:
+        """Log a value."""
         if self._note is None:
             self.log(fx, name, *arguments, **settings)
-            self._seen.append((fx, name))
-        elif (fx, name) not in self._seen:
+            self._logged.append((fx, name))
+        elif (fx, name) not in self._logged:
             self._note(fx, name, *arguments, **settings)
 
     def begin(self) -> None:
         """Begin a batch."""
-        self._seen = []
+        self._logged = []
 
     @contextmanager
     def held(self, note: Note) -> Iterator[None]:
-        """Return a context in which entries go to ``note`` instead, but those that an attempt has logged before."""
+        """Return a context in which values go to ``note`` instead."""
         self._note = note
         try:
             yield
         finally:
             self._note = None
 
+    def silent(self) -> AbstractContextManager[None]:
+        """Return a context in which nothing is logged."""
+        return self.held(_nothing)
+
     def release(self) -> None:
         """Restore Lightning's own."""
-        if self._results is not None:
-            vars(self._results).pop("log", None)
+        if self.results is not None:
+            vars(self.results).pop("log", None)
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """Log nothing."""
 
 
 def results_of(trainer: Any, stage: str) -> Any:
-    """Return where values that are logged in a stage go; ``None`` where the Trainer takes none."""
+    """Return where values that are logged in a stage go; ``None`` if the Trainer takes none."""
     return trainer.fit_loop.epoch_loop._results if stage == "training" else trainer._results
 
 
@@ -64,7 +73,7 @@ def current_hook(trainer: Any) -> str | None:
 
 
 def return_to_hook(trainer: Any, name: str | None) -> None:
-    """Let ``log`` know that hooks within one have failed (``trainer/call.py:180`` does so only where they return)."""
+    """Let ``log`` know that hooks within one have failed (``trainer/call.py:180`` does so only if they return)."""
     trainer.lightning_module._current_fx_name = name
 
 
@@ -75,7 +84,7 @@ def _log(results: Any, log: Note, fx: str, name: str, *arguments: Any, **setting
     try:
         log(results, fx, name, *arguments, **settings)
     except Exception:
-        for known, metric, values in before:
+        for _, metric, values in before:
             vars(metric).update(values)
         for known in [known for known in results if known.startswith(key)] if not before else ():
             del results[known]

@@ -1,82 +1,32 @@
-"""Run batches so that memory running out costs a retry: a window of batches is a transaction.
+"""Run batches so that an out-of-memory error costs a retry, not the run.
 
-Nothing is noted for an attempt at a batch. Where a window begins, a ``Savepoint`` is taken; where memory runs out
-anywhere in it, all of the window is undone and runs again from its start, in smaller pieces. A batch of evaluation, and
-one that makes up its window, are transactions of one part. Here is what training and evaluation share.
+The unit of undo is a window: the batches between two optimizer steps, or one batch of evaluation. Where a window
+begins, a savepoint is taken. If memory runs out anywhere in it, the savepoint is restored and the window runs again
+from its first batch, in smaller pieces (``fit/piecewise.py``). Nothing is noted for a single pass.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cached_property, partial
 from typing import Any
 
 from torch import Tensor
 
-from lightning_ga.batch.layout import LayoutError
 from lightning_ga.compat import agreement, log_capture, loops, transfer
 from lightning_ga.compat.collectives import collectives_run
 from lightning_ga.errors import UserError
-from lightning_ga.fit.batch_metrics import whole_batch_metrics
 from lightning_ga.fit.batch_readers import BatchReaders
 from lightning_ga.fit.log_buffer import LogBuffer
-from lightning_ga.fit.messages import (
-    HOOKS_APART,
-    SAME_BUT_RANDOM,
-    SKIPPED,
-    OomEvent,
-    OutOfMemory,
-    a_piece_failed,
-    fewer_samples_than_ranks,
-    of_rank,
-)
-from lightning_ga.fit.pieces import Piece, even_pieces
+from lightning_ga.fit.messages import OomEvent, OutOfMemory, fewer_samples_than_ranks, of_rank
+from lightning_ga.fit.parts import BatchResult, Move, Part, StageBatches, Window, written_versions
+from lightning_ga.fit.piecewise import PiecewiseRun
 from lightning_ga.fit.retry_policy import RetryPolicy
-from lightning_ga.loading.batch_source import BatchSource
-from lightning_ga.loading.reader import BatchSlices, CollatedAgain
 from lightning_ga.memory.device import describe_memory
-from lightning_ga.memory.oom import attempt, is_ambiguous_out_of_memory, is_out_of_memory, release
-from lightning_ga.plan.accumulation import plan_accumulation, split_evenly
-from lightning_ga.plan.exactness import SAME_RESULT
-from lightning_ga.probe.fingerprint import describe_value
+from lightning_ga.memory.oom import Outcome, is_ambiguous_out_of_memory, is_out_of_memory, release
 from lightning_ga.snapshot.random_numbers import RandomState
 from lightning_ga.snapshot.savepoint import Savepoint
 
-Move = Callable[[Any], Any]
-NO_LIMIT = 2**31
 _EXCHANGES = "its step exchanges values with the other ranks (all_gather, all_reduce, the compute of a metric)"
-
-
-@dataclass(slots=True, eq=False)
-class Part:
-    """One batch of a transaction."""
-
-    batch: Any
-    # Runs samples of a part: all of them, or a piece of a weight. (Bound to a part, it would keep its batch alive.)
-    run: Callable[[Any, Any, Piece | None, float], Any]
-    move: Move | None = None  # moves pieces to the device; ``None`` if the batch is there
-    number: int = 0
-    loader: int = 0
-    expected: int | None = None  # samples that it should hold, where that is known
-    again: Callable[[], CollatedAgain | None] = lambda: None  # fetches its samples again
-    weigh: Callable[[Any, Any, Piece], float] = lambda _, __, piece: float(piece.samples)  # what a piece weighs in means
-
-
-@dataclass(frozen=True, slots=True)
-class Done:
-    """What came of a batch."""
-
-    results: tuple[Any, ...]  # what the pieces returned; one result for a batch that ran whole
-    sizes: tuple[int, ...] = ()  # samples of each piece; empty for a batch that ran whole
-    weights: tuple[float, ...] = ()  # what each weighs in means
-
-
-@dataclass(frozen=True, slots=True)
-class _PieceError:
-    """What a piece ended in, if not for want of memory."""
-
-    error: Exception
-    piece: Piece
 
 
 class Engine:
@@ -86,9 +36,8 @@ class Engine:
         trainer: The Trainer.
         policy: What an out-of-memory error leads to.
         report: Told of every error that was survived.
-        source: Says what is known of the batches of a loader, by its stage and number.
-        verdict: Says in a sentence whether a batch in pieces gives the same result, by its stage.
-        samples_of_next: Says how many samples the next batch of training should hold, where that is known.
+        training: What is known of the batches of training.
+        evaluation: And of all others.
     """
 
     def __init__(
@@ -97,31 +46,36 @@ class Engine:
         policy: RetryPolicy,
         *,
         report: Callable[[OomEvent], None],
-        source: Callable[[str, int], BatchSource],
-        verdict: Callable[[str], str],
-        samples_of_next: Callable[[Any], int | None],
+        training: StageBatches | None,
+        evaluation: StageBatches,
     ) -> None:
-        self._trainer, self.policy = trainer, policy
-        self._report, self._verdict, self._samples_of_next = report, verdict, samples_of_next
+        self.trainer, self.policy, self.report = trainer, policy, report
+        self._training, self._evaluation = training, evaluation
         self.is_active = True  # whether errors are acted upon
-        self.readers = BatchReaders(trainer, self, source)
-        self._limits: dict[str, int] = {}
-        self._distributed = agreement.is_distributed(trainer)
-        self.foreseen: Callable[[], int] = lambda: 0  # collectives that a retry does not run again
+        self.readers = BatchReaders(trainer, self, lambda stage, loader: self.batches(stage).source(loader))
+        self.distributed = agreement.is_distributed(trainer)
+        self.reducer: Any = None  # of the gradients of a window, whose collectives a retry does not run again
+        self.has_evaluated = False  # since the last batch of training
         self.lockstep: set[str] = set()  # stages in which ranks wait for each other
-        self.undecided: set[str] = set()  # stages of which a first batch has to show that
-        self._taps: dict[str, log_capture.LogTap] = {}
-        self._tapped: dict[str, Any] = {}
-        self._unmovable: set[str] = set()  # stages in which there was no memory for the hooks of a transfer
-        self.move: Move | None = None  # of pieces, while the current batch stays on the host
+        self.undecided: set[str] = set()  # stages of which the first batch has to show that
+        self.move: Move | None = None  # of pieces, if the current batch stays on the host
         self.host: tuple[Any, Move] | None = None  # the current batch on the host
-        self._not_moved: Exception | None = None
-        self._last_failures: dict[str, Exception] = {}  # by stage
+        self._not_moved: Exception | None = None  # the error of its transfer
+        self._unmovable: set[str] = set()  # stages in which there was no memory for the hooks of a transfer
+        self._limits: dict[str, int] = {}
+        self._last_failures: dict[str, Exception] = {}
+        self._taps: dict[str, log_capture.LogTap] = {}
+        self._savepoints: dict[bool, Savepoint] = {}
+        self._changing: frozenset[str] = frozenset()
+
+    def batches(self, stage: str) -> StageBatches:
+        """Return what is known of the batches of a stage."""
+        return self._training if stage == "training" and self._training is not None else self._evaluation
 
     # --- limits --------------------------------------------------------------------------------
 
     def limit(self, stage: str) -> int | None:
-        """Return the most samples of a pass; ``None`` where whole batches are tried."""
+        """Return the most samples of a pass; ``None`` if whole batches are tried."""
         return self._limits.get(stage)
 
     def lower(self, stage: str, samples: int) -> None:
@@ -136,254 +90,125 @@ class Engine:
         if not self.is_active:
             return move(batch)
         self.host = batch, move
-        stage = loops.stage(self._trainer)
+        stage = loops.stage(self.trainer)
         if self._limits and self._stays_on_host(batch, stage, loader):
             self.move = move
             return batch
-        before = RandomState() if self._hooks_move_batches and self.policy.retries else None
-        moved = self.attempt(stage, partial(move, batch))
-        if moved.failure is None:
-            return moved.result
-        if before is not None:  # they may draw numbers
+        before = RandomState() if self.hooks_move_batches and self.policy.retries else None
+        outcome = self.catch(stage, move, batch)
+        if outcome.failure is None:
+            return outcome.result
+        if before is not None:  # hooks of the transfer may draw numbers
             before.restore()
             self._unmovable.add(stage)
-        self.move, self._not_moved = move, moved.failure
+        self.move, self._not_moved = move, outcome.failure
         return batch
 
     @cached_property
-    def _hooks_move_batches(self) -> bool:
-        return transfer.hooks_move_batches(self._trainer)
+    def hooks_move_batches(self) -> bool:
+        """Whether hooks of the user's own take part in the transfer: they get whole batches while there is memory."""
+        return transfer.hooks_move_batches(self.trainer)
 
     def _stays_on_host(self, batch: Any, stage: str, loader: int) -> bool:
         limit = self._limits.get(stage)
-        if limit is None or (self._hooks_move_batches and stage not in self._unmovable):
+        if limit is None or (self.hooks_move_batches and stage not in self._unmovable):
             return False
-        expected = self._samples_of_next(batch) if stage == "training" else None
+        expected = self.batches(stage).samples_of_next(batch)
         return self.readers.count(batch, stage, expected, loader, on_host=True) > limit
 
-    # --- transactions --------------------------------------------------------------------------
+    # --- running -------------------------------------------------------------------------------
 
-    def run(
-        self,
-        stage: str,
-        parts: Sequence[Part],
-        savepoint: Savepoint,
-        undo: Callable[[], str | None],
-        *,
-        begins: bool = True,
-        anew: bool = False,
-    ) -> Done:
-        """Run the last of these parts; where memory runs out, all of them from the start, in smaller pieces.
+    def run(self, window: Window, *, begins: bool = True, all_parts: bool = False) -> BatchResult:
+        """Run the last batch of a window; if memory runs out, all of the window again, in smaller pieces.
 
         Args:
-            stage: What they are for.
-            parts: The batches of the transaction so far; all but the last have run.
-            savepoint: State before the first of them.
-            undo: Undoes what is special to the stage, and names what cannot be undone.
-            begins: Whether the transaction begins with the last of them, so that the savepoint is taken.
-            anew: Whether all of them are to run, though none has failed: an optimizer evaluates its closure again.
+            window: The window.
+            begins: Whether the window begins with this batch.
+            all_parts: Whether all batches are to run, though none has failed: an optimizer evaluates its closure again.
 
         Raises:
             UserError: If one sample alone does not fit, the batch cannot be cut, or something cannot be undone.
         """
-        part, tap = parts[-1], self._tap(stage)
+        stage, part, failure = window.stage, window.parts[-1], self._not_moved
+        tap = self._tap(stage)
         tap.begin()
-        take = savepoint.take if (begins or anew) and self.policy.retries else None
-        if take is not None:
-            savepoint.is_taken = False
-        elif savepoint.is_taken:
-            savepoint.mark()
-        limit, failure, pieces = self._limits.get(stage), self._not_moved, None
-        fits = part.move is None
-        if limit is not None:
-            pieces = self._pieces_of_all_ranks(stage, part, limit)
-            fits = fits and (self._count(stage, part) <= limit if pieces is None else pieces == 1)
-        if fits and not anew:
-            hook = log_capture.current_hook(self._trainer)
-            # What ranks exchange in logs comes after all passes, as it does on a rank that runs pieces.
-            ledger = LogBuffer() if self._distributed else None
-            tensors = _tensors(part.batch)
-            written = [tensor._version for tensor in tensors]
-            with nullcontext() if ledger is None else tap.held(ledger.note):
-                ran = self.attempt(stage, partial(_whole, take, part))
-            if ran.failure is None:
-                if ledger is not None:
-                    ledger.keep(1.0)
-                    ledger.replay(tap.log, self.once_more)
-                self.undecided.discard(stage)
-                self.host = None
-                return Done((ran.result,))
-            failure, take = ran.failure, None
-            if written != [tensor._version for tensor in tensors]:
-                raise self.told(self.out_of_memory(stage).changed_by_the_step("its batch in place")) from failure
-            log_capture.return_to_hook(self._trainer, hook)
-        done = self._in_pieces(stage, parts, savepoint, undo, tap, failure, limit, pieces, anew=anew, take=take)
+        takes = (begins or all_parts) and self.policy.retries
+        if takes:
+            window.savepoint.forget()
+        pieces = self._pieces(stage, part) if self._limits else 1
+        if pieces == 1 and part.move is None and not all_parts:
+            hook = log_capture.current_hook(self.trainer)
+            held = LogBuffer() if self.distributed else None
+            written = part.written = written_versions(part.batch)
+            outcome = self.catch(stage, self._run_whole, window, part, tap, held, takes)
+            if outcome.failure is None:
+                self._finish(stage)
+                if held is not None:
+                    held.replay(tap.log, partial(self.retry_once, stage))
+                return BatchResult((outcome.result,))
+            failure, takes = outcome.failure, False
+            if written != written_versions(part.batch):
+                raise self.error(self.out_of_memory(stage).changed_by_the_step("its batch in place")) from failure
+            log_capture.return_to_hook(self.trainer, hook)
+        result = PiecewiseRun(self, window, tap, failure=failure, pieces=pieces, takes=takes, all_parts=all_parts).run()
+        self._finish(stage)
+        self.move = self._not_moved = None
+        return result
+
+    def _finish(self, stage: str) -> None:
         self.undecided.discard(stage)
-        self.move = self._not_moved = self.host = None
-        return done
+        self.host = None
 
-    def _in_pieces(
-        self,
-        stage: str,
-        parts: Sequence[Part],
-        savepoint: Savepoint,
-        undo: Callable[[], str | None],
-        tap: log_capture.LogTap,
-        failure: Exception | None,
-        limit: int | None,
-        pieces: int | None,
-        *,
-        anew: bool,
-        take: Callable[[], None] | None,
-    ) -> Done:
-        part, refused = parts[-1], list[int]()
-        first, hook = failure, log_capture.current_hook(self._trainer)
-        slices = self._slices(stage, part, failure)
-        if failure is not None:
-            refused.append(self._refused(stage, slices.samples, failure, part.batch))
-        largest: list[int] = []
-        while True:
-            if failure is not None:
-                lost = savepoint.restore() or undo()
-                if lost is not None:
-                    raise self.told(self.out_of_memory(stage).changed_by_the_step(lost)) from failure
-            most = min([limit or NO_LIMIT, *((size + 1) // 2 for size in refused)])
-            ledger = LogBuffer()
+    @staticmethod
+    def _run_whole(window: Window, part: Part, tap: log_capture.LogTap, held: LogBuffer | None, takes: bool) -> Any:
+        if takes:
+            window.savepoint.take()
+        if held is None:
+            return window.run_pass(part, part.batch, None, 1.0)
+        # What ranks exchange in logs comes after all passes, as it does on a rank that runs pieces.
+        with tap.held(held.note):
+            result = window.run_pass(part, part.batch, None, 1.0)
+        held.keep(1.0)
+        return result
 
-            self._first, self._seen = first, self._collectives()
-
-            def run(again: bool = anew or failure is not None) -> Done | _PieceError:
-                if take is not None and not savepoint.is_taken:
-                    take()
-                if again:
-                    for other in parts[:-1]:
-                        with tap.held(lambda *_, **__: None):
-                            done = self._pass_by_pass(stage, other, self._slices(stage, other, first), most, None, None)
-                            savepoint.shorten()
-                            if isinstance(done, _PieceError):
-                                return done
-                with tap.held(ledger.note):
-                    return self._pass_by_pass(stage, part, slices, most, None if refused else pieces, ledger)
-
-            self._running, self._cut = min(most, slices.samples), part.batch
-            ran = self.attempt(stage, run)
-            if isinstance(ran.result, _PieceError):
-                failure = self._cut_otherwise(stage, part, ran.result, first)
-                savepoint.restore()
-                undo()
-                slices = self._slices(stage, part, first)
-                continue
-            if ran.failure is None:
-                break
-            failure = ran.failure
-            first = first or failure
-            log_capture.return_to_hook(self._trainer, hook)
-            refused.append(self._refused(stage, self._running, failure, self._cut))
-            self._cut = None
-        done: Done = ran.result
-        ledger.replay(tap.log, self.once_more)
-        if refused:
-            largest = [size for size in done.sizes if size < min(refused)]
-            fits = max(largest, default=1)
-            self.lower(stage, fits)
-            event = OomEvent(stage, self._trainer.global_step, min(refused), fits, self.memory())
-            self._report(self._with_result(event, stage, done, draws=savepoint.draws_numbers()))
-        return done
-
-    def _pass_by_pass(
-        self, stage: str, part: Part, slices: BatchSlices, most: int, pieces: int | None, ledger: LogBuffer | None
-    ) -> Any:
-        """Run a batch in near-equal pieces of at most so many samples."""
-        samples = slices.samples
-        sizes = plan_accumulation(samples, micro_batch=most).chunks[0]
-        sizes = sizes if pieces is None else split_evenly(samples, pieces)
-        if len(sizes) == 1 and part.move is None and ledger is None:
-            self._running = samples
-            return Done((part.run(part, part.batch, None, 1.0),))
-        results, weights = [], []
-        with whole_batch_metrics(self.savepoint(stage).metrics, lambda: self._running / samples):
-            for piece in even_pieces(sizes):
-                self._running = piece.samples
-                cut = self._cut = slices.take(piece.start, piece.stop)
-                try:
-                    weight = part.weigh(part, cut, piece)
-                    results.append(part.run(part, cut if part.move is None else part.move(cut), piece, weight))
-                except Exception as error:
-                    if is_out_of_memory(error) or is_ambiguous_out_of_memory(error) or isinstance(error, UserError):
-                        raise
-                    return _PieceError(error, piece)
-                weights.append(weight)
-                if self._first is not None and self._collectives() != self._seen:  # others would wait for the rest
-                    self.lockstep.add(stage)
-                    self.raise_if_others_wait(stage, self._first)
-                if ledger is not None:
-                    ledger.keep(weight, piece.samples)
-        return Done(tuple(results), tuple(sizes), tuple(weights))
-
-    # --- cutting -------------------------------------------------------------------------------
-
-    def _count(self, stage: str, part: Part) -> int:
-        return self.readers.count(part.batch, stage, part.expected, part.loader, on_host=part.move is not None)
-
-    def _slices(self, stage: str, part: Part, failure: Exception | None) -> BatchSlices:
-        """Read where a batch may be cut."""
-        reader, on_host = self.readers.reader(stage, part.loader), part.move is not None
-        try:
-            with self.readers.reading(reader, on_host=on_host):
-                return reader.slices(part.batch, expected=part.expected, on_host=on_host, samples=part.again)
-        except LayoutError as why:
-            if failure is None:
-                raise
-            raise self.told(self.out_of_memory(stage).cannot_be_cut(str(why))) from failure
-
-    def _cut_otherwise(self, stage: str, part: Part, ended: _PieceError, failure: Exception | None) -> Exception:
-        """Collate pieces anew after one has failed where nothing but its being a piece may be the cause."""
-        reader, on_host, error = self.readers.reader(stage, part.loader), part.move is not None, ended.error
-        try:
-            with self.readers.reading(reader, on_host=on_host, anew=True):
-                again = part.again() if self.policy.retries and not reader.collates_anew else None
-                if again is not None:
-                    reader.collated_anew(part.batch, again, on_host=on_host)
-                    release(error)
-                    return error
-        except LayoutError as why:
-            error.add_note(str(why))
-        failure = failure or self._last_failures.get(stage)
-        if failure is None:
-            error.add_note(str(a_piece_failed(stage, ended.piece, None, error)))
-            raise error
-        raise self.told(a_piece_failed(stage, ended.piece, self.memory(), error)) from failure
-
-    def _pieces_of_all_ranks(self, stage: str, part: Part, limit: int) -> int | None:
-        """Return how many pieces every rank runs, where they wait for each other; ``None``: each as it likes."""
+    def _pieces(self, stage: str, part: Part) -> int | None:
+        """Return in how many pieces a batch runs; ``None`` if its samples are to be counted where it is cut."""
+        limit = self._limits.get(stage)
+        if limit is None:
+            return 1
+        samples = self.readers.count(part.batch, stage, part.expected, part.loader, on_host=part.move is not None)
+        pieces = -(-samples // limit)
         if stage not in self.lockstep and stage not in self.undecided:
-            return None
-        samples = self._count(stage, part)
-        pieces = agreement.largest_over_ranks(self._trainer, -(-samples // limit))
-        if pieces <= samples:
             return pieces
+        agreed = agreement.largest_over_ranks(self.trainer, pieces)
+        if agreed <= samples:
+            return agreed
         if stage not in self.lockstep:
-            return None
-        raise self.told(fewer_samples_than_ranks(pieces, samples))
+            return pieces
+        raise self.error(fewer_samples_than_ranks(agreed, samples))
 
-    # --- attempts ------------------------------------------------------------------------------
+    # --- errors --------------------------------------------------------------------------------
 
-    def attempt(self, stage: str, run: Callable[[], Any]) -> Any:
-        """Run something, and free the memory of what failed.
+    def catch(self, stage: str, run: Callable[..., Any], *arguments: Any) -> Outcome:
+        """Run something; if memory runs out, free what that keeps alive. The only place that catches such an error.
 
         Raises:
             UserError: If memory runs out and other ranks would wait for a retry.
         """
-        before = self._collectives() if self._distributed else 0
+        before = self.collectives() if self.distributed else 0
         try:
-            ran = attempt(run, self._acts_upon)
+            return Outcome(run(*arguments))
+        except Exception as error:
+            if not self._acts_upon(error):
+                raise
+            failure = error
         finally:
-            if self._distributed and self._collectives() != before:
+            if self.distributed and self.collectives() != before:
                 self.lockstep.add(stage)
-        if ran.failure is not None:
-            self._last_failures[stage] = ran.failure
-            self.raise_if_others_wait(stage, ran.failure)
-        return ran
+        release(failure)
+        self._last_failures[stage] = failure
+        self.raise_if_others_wait(stage, failure)
+        return Outcome(failure=failure)
 
     def raise_if_others_wait(self, stage: str, failure: Exception) -> None:
         """End here if other ranks would wait for what a retry does."""
@@ -392,20 +217,18 @@ class Engine:
             return
         if is_ambiguous_out_of_memory(failure):
             raise failure
-        raise self.told(self.out_of_memory(stage).cannot_run_again(why)) from failure
+        raise self.error(self.out_of_memory(stage).cannot_run_again(why)) from failure
 
-    def once_more(self, run: Callable[[], Any]) -> Any:
-        """Run what undoes itself where it fails: with the step's memory freed, there is room for it.
+    def retry_once(self, stage: str, run: Callable[[], Any]) -> Any:
+        """Run what undoes itself if it fails: with the step's memory freed, there is room for it.
 
-        Not so where it has exchanged values with other ranks, as they would not do that again.
+        Not if it has exchanged values with other ranks, as they would not do that again.
         """
-        before = self._collectives()
-
-        def may_repeat(error: Exception) -> bool:
-            return self.policy.retries and is_out_of_memory(error) and self._collectives() == before
-
-        ran = attempt(run, may_repeat)
-        return run() if ran.failure is not None else ran.result
+        before = self.collectives()
+        outcome = self.catch(stage, run)
+        if outcome.failure is not None and self.collectives() != before:
+            raise outcome.failure
+        return outcome.result if outcome.failure is None else run()
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
@@ -421,8 +244,11 @@ class Engine:
             return self.policy.retries or self.policy.refusal is not None
         return self.policy.retries and is_ambiguous_out_of_memory(error)
 
-    def _collectives(self) -> int:
-        return collectives_run() - self.foreseen() if self._distributed else 0
+    def collectives(self) -> int:
+        """Return how many collectives this rank has begun but for those that average gradients."""
+        if not self.distributed:
+            return 0
+        return collectives_run() - (0 if self.reducer is None else self.reducer.collectives)
 
     # --- state ---------------------------------------------------------------------------------
 
@@ -430,19 +256,13 @@ class Engine:
         """Return what keeps the state of a stage: one of training, and one of all others, which may come within it."""
         key = stage == "training"
         if key not in self._savepoints:
-            self._savepoints[key] = Savepoint(self._trainer.lightning_module, self.changing)
+            self._savepoints[key] = Savepoint(self.trainer.lightning_module, self._changing)
         return self._savepoints[key]
 
-    changing: frozenset[str] = frozenset()  # names of what steps are known to change
-
-    @cached_property
-    def _savepoints(self) -> dict[bool, Savepoint]:
-        return {}
-
-    def read_module(self, changing: frozenset[str] | None = None) -> None:
+    def read_module(self, changing: frozenset[str] = frozenset()) -> None:
         """Look at the module anew: its buffers and metrics are other objects once it has been moved."""
         self._savepoints.clear()
-        self.changing = self.changing if changing is None else changing
+        self._changing = changing
 
     def memory_kept(self) -> Iterator[Tensor]:
         """Yield what is kept on the device while batches run."""
@@ -450,12 +270,13 @@ class Engine:
             yield from self.savepoint("training").tensors()
 
     def _tap(self, stage: str) -> log_capture.LogTap:
-        results = log_capture.results_of(self._trainer, stage)
-        if stage not in self._taps or self._tapped[stage] is not results:
-            self._taps[stage], self._tapped[stage] = log_capture.LogTap(results), results
-        return self._taps[stage]
+        results = log_capture.results_of(self.trainer, stage)
+        tap = self._taps.get(stage)
+        if tap is None or tap.results is not results:
+            tap = self._taps[stage] = log_capture.LogTap(results)
+        return tap
 
-    def release(self) -> None:
+    def stop(self) -> None:
         """Give the loops their own ``log`` back."""
         for tap in self._taps.values():
             tap.release()
@@ -463,9 +284,9 @@ class Engine:
 
     # --- sentences -----------------------------------------------------------------------------
 
-    def told(self, error: UserError) -> UserError:
+    def error(self, error: UserError) -> UserError:
         """Return the error as one rank of several says it."""
-        return of_rank(error, self._trainer.world_size)
+        return of_rank(error, self.trainer.world_size)
 
     def out_of_memory(self, stage: str) -> OutOfMemory:
         """Return the sentences for memory that has run out in a stage."""
@@ -473,37 +294,4 @@ class Engine:
 
     def memory(self) -> str:
         """Describe the device's memory."""
-        return describe_memory(self._trainer.strategy.root_device)
-
-    def _refused(self, stage: str, samples: int, failure: Exception, batch: Any) -> int:
-        """Note that so many samples do not fit."""
-        if samples > 1:
-            return samples
-        if is_ambiguous_out_of_memory(failure):
-            raise failure
-        raise self.told(self.out_of_memory(stage).one_sample_too_large(describe_value(batch))) from failure
-
-    def _with_result(self, event: OomEvent, stage: str, done: Done, *, draws: bool) -> OomEvent:
-        from dataclasses import replace
-
-        verdict = self._verdict(stage)
-        if stage == "training" and len({result is None for result in done.results}) > 1:
-            verdict = SKIPPED
-        elif self.move is not None and self._hooks_move_batches:
-            verdict = HOOKS_APART
-        elif verdict == SAME_RESULT and draws:
-            verdict = SAME_BUT_RANDOM
-        return replace(event, result=verdict)
-
-
-def _whole(take: Callable[[], None] | None, part: Part) -> Any:
-    """Run a batch as it is; where a transaction begins with it, keep what may change."""
-    if take is not None:
-        take()
-    return part.run(part, part.batch, None, 1.0)
-
-
-def _tensors(batch: Any) -> list[Tensor]:
-    """Return the tensors of a batch, as far as they lie at hand; those of inference mode have no versions."""
-    things = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, (list, tuple)) else (batch,)
-    return [thing for thing in things if isinstance(thing, Tensor) and not thing.is_inference()]
+        return describe_memory(self.trainer.strategy.root_device)

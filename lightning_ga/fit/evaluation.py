@@ -1,7 +1,6 @@
-"""The batches of evaluation loops: each is a transaction."""
+"""The batches of evaluation loops: each is a window of its own."""
 
 from collections.abc import Callable
-from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -9,51 +8,88 @@ from torch.utils.data import IterableDataset
 
 from lightning_ga.batch.merge import merge_outputs
 from lightning_ga.compat import closures, dataloaders, loops, ranks
-from lightning_ga.fit.engine import Engine, Part
+from lightning_ga.fit.engine import Engine
+from lightning_ga.fit.parts import Part, Piece, Window
 from lightning_ga.loading.batch_source import BatchSource, CollatedBatches, ReadyMadeBatches, is_collated
 from lightning_ga.loading.reader import CollatedAgain
 from lightning_ga.loading.samples import collect_samples
 
 
-class Evaluation:
-    """Runs the steps of evaluation loops through the engine."""
+class EvaluationBatches:
+    """What is known of the batches of evaluation.
+
+    Attributes:
+        number: The number of the current batch in its loader.
+        loader: The number of its loader.
+        batch: The batch, while its step runs.
+    """
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        self._batch: Any = None
-
-    def step(self, engine: Engine, name: str, step: Callable[..., Any], *arguments: Any) -> Any:
-        """Run a step of an evaluation loop."""
-        trainer, policy = self._trainer, engine.policy
-        guarded = engine.is_active and (policy.retries or policy.refusal is not None)
-        if not guarded or closures.takes_an_iterator(trainer.lightning_module, name):
-            return step(*arguments)
-        if policy.retries:
-            ranks.share_buffers_before_forward(trainer)
-        batch, number, *loader = arguments  # a loop's loaders are numbered where there are several
-        part = Part(batch, lambda _, cut, *__: step(cut, number, *loader), engine.move, number, *loader or (0,))
-        part.again = partial(self._again, number, part.loader)
-        savepoint = engine.savepoint("evaluation")
-        if policy.retries and number == 0:
-            savepoint.look_again()
-        self._batch = batch
-        done = engine.run(loops.stage(trainer), [part], savepoint, lambda: None)
-        self._batch = None
-        if not done.sizes:
-            return done.results[0]
-        return engine.once_more(lambda: merge_outputs(done.results, done.sizes))
+        self.number = self.loader = 0
+        self.batch: Any = None
 
     def source(self, loader: int) -> BatchSource:
-        """What is known of the batches of a loader."""
+        """Return how the batches of a loader are made."""
         loaders, combine = dataloaders.evaluation_loaders(self._trainer, loader)
         if all(map(is_collated, loaders)):
             return CollatedBatches(loaders, combine)
-        return ReadyMadeBatches(lambda: [self._batch], prepared=True)
+        return ReadyMadeBatches(lambda: [self.batch], prepared=True)
 
-    def _again(self, number: int, loader_number: int) -> CollatedAgain | None:
+    def samples_of_next(self, batch: Any) -> int | None:
+        """Return nothing, as the loaders are the user's own."""
+        return None
+
+    def verdict(self) -> str:
+        """Say what a batch in pieces gives."""
+        return "What they log and return is put together."
+
+    def later_epochs(self) -> str:
+        """Say nothing of later epochs."""
+        return ""
+
+    def fetch(self, number: int, loader_number: int, seed: int) -> CollatedAgain | None:
         """Fetch the samples of a batch again."""
         (loader, *others), _ = dataloaders.evaluation_loaders(self._trainer, loader_number)
         if others or not is_collated(loader) or isinstance(loader.dataset, IterableDataset):
             return None
         indices = next(islice(loader.batch_sampler, number, None), None)
-        return None if indices is None else CollatedAgain(loader, collect_samples(loader, list(indices)))
+        return None if indices is None else CollatedAgain(loader, collect_samples(loader, list(indices), seed=seed))
+
+
+class EvaluatedBatch(Window):
+    """One batch of evaluation, and the step that the loop runs on it."""
+
+    def __init__(self, engine: Engine, stage: str, batches: EvaluationBatches, step: Callable[[Any], Any]) -> None:
+        self.stage, self.savepoint = stage, engine.savepoint("evaluation")
+        self._batches, self._step = batches, step
+        self.parts = [Part(batches.batch, batches.number, engine.move, batches.loader)]
+
+    def run_pass(self, part: Part, batch: Any, piece: Piece | None, weight: float) -> Any:
+        """Run the step."""
+        return self._step(batch)
+
+    def fetch(self, part: Part, seed: int = 0) -> CollatedAgain | None:
+        """Fetch the samples of the batch again."""
+        return self._batches.fetch(part.number, part.loader, seed)
+
+
+def evaluate(engine: Engine, batches: EvaluationBatches, name: str, step: Callable[..., Any], *arguments: Any) -> Any:
+    """Run a step of an evaluation loop."""
+    trainer, policy = engine.trainer, engine.policy
+    guarded = engine.is_active and (policy.retries or policy.refusal is not None)
+    if not guarded or closures.takes_an_iterator(trainer.lightning_module, name):
+        return step(*arguments)
+    if policy.retries:
+        ranks.share_buffers_before_forward(trainer)
+    engine.has_evaluated = True
+    batches.batch, *others = arguments  # its number and that of its loader follow only if the step takes them
+    stage = loops.stage(trainer)
+    window = EvaluatedBatch(engine, stage, batches, lambda batch: step(batch, *others))
+    if policy.retries and batches.number == 0:
+        window.savepoint.look_again()
+    done = engine.run(window)
+    batches.batch = None
+    if not done.sizes:
+        return done.results[0]
+    return engine.retry_once(stage, lambda: merge_outputs(done.results, done.sizes))

@@ -18,13 +18,13 @@ from lightning_ga.fit.exactness import TrainingExactness
 from lightning_ga.fit.limit import TrainingLimit
 from lightning_ga.fit.oom_handler import OomHandler, OomReporter
 from lightning_ga.fit.progress import Progress
-from lightning_ga.fit.sample_counts import SampleCounts
+from lightning_ga.fit.training_batches import TrainingBatches
 from lightning_ga.fit.training_data import TrainingData
-from lightning_ga.fit.window import TrainingBatches
 from lightning_ga.fit.window_gradients import WindowGradients
 from lightning_ga.loading.prebatched import PrebatchedSource
 from lightning_ga.loading.training_source import TrainingSource
 from lightning_ga.memory.device import enforced_budget, total_memory
+from lightning_ga.memory.oom import is_out_of_memory
 from lightning_ga.plan.accumulation import AccumulationPlan
 from lightning_ga.plan.budget import parse_budget
 from lightning_ga.plan.checkpoint import RunState
@@ -65,20 +65,14 @@ class Fit:
         self._begun: tuple[TrainingSource, int] | None = None  # what the loops were told of last
         self._factor: int | None = None  # the factor that the trainer was given last
         self._frequencies: dict[int, int] = {}
-        self._samples = SampleCounts(lambda: self.oom_handler.reader())
         self._progress = Progress(trainer)
         cut_in_step = options.micro_batching == "step"
         self._data = TrainingData(trainer, cut_in_step=cut_in_step, recipe_factor=self.recipe_factor)
         self._held = ExitStack()
-        batches = TrainingBatches(
-            source=lambda: self.source.batch_source,
-            verdict=self._splitting_sentence,
-            samples=self._samples.expected,
-            samples_again=lambda index: self.source.samples_at(index),
-            samples_of_next=self._samples_of_next,
-            is_empty=lambda index: not self.source.chunk(index).count,
+        self._batches = TrainingBatches(trainer, self._data, self.exactness)
+        self.oom_handler = OomHandler(
+            trainer, retries=options.on_oom == "split", report=reporter, batches=self._batches
         )
-        self.oom_handler = OomHandler(trainer, retries=options.on_oom == "split", report=reporter, training=batches)
         self.oom_handler.watch_batches()
         self._limit = TrainingLimit(trainer, request, options, self.oom_handler)
         self._held.enter_context(dataloaders.intercepted_loaders(trainer, cut=self.cut, around=self.set_up_data))
@@ -123,7 +117,7 @@ class Fit:
         self.gradients.sum_in_float32()
         self._held.callback(self.gradients.release)
         self.oom_handler.read_module(cut_in_step=self.source.cut_in_step)
-        with self.oom_handler.suspended():
+        with self.oom_handler.engine.suspended():
             self._prepare_training(epoch)
         self._begin(epoch)
         if current_device() is not None:
@@ -161,9 +155,10 @@ class Fit:
         chunk = source.chunk(index)
         expected = source.expected(chunk)
         if self.gradients.counts_samples:
-            expected = samples = self._samples.count(source, batch, chunk, on_host=self.oom_handler.on_host)
+            on_host = self.oom_handler.engine.move is not None
+            expected = samples = self._batches.count(batch, chunk, on_host=on_host)
             self.gradients.weigh(batch, chunk, index, sharded_ranks=source.sharded_ranks, samples=samples)
-        self._samples.note(index, expected, begins_window=loops.begins_window(self.trainer))
+        self._batches.note(index, expected)
         if self._frequencies:
             intervals.step_schedulers_when_due(self.trainer, self._frequencies, chunk.window)
 
@@ -171,10 +166,7 @@ class Fit:
         """Keep the place after a micro-batch, and lower the limit where the allocator struggles."""
         over = loops.window_is_over(self.trainer)
         self._progress.advance(self.source, window_is_over=over)
-        if over:
-            self.oom_handler.after_window(self._limit.micro_batch or 1)
-            changing = self.oom_handler.weights_that_passes_change()
-            self.exactness.found_changed(changing, accumulates=self._accumulates)
+        self.oom_handler.after_batch(self._limit.micro_batch or 1, window_is_over=over)
 
     def check_epoch(self) -> None:
         """Refuse a loader whose own ``__iter__`` has ended the epoch before its last micro-batch.
@@ -205,6 +197,13 @@ class Fit:
         loops.expect_nothing_of_positions()
         self.oom_handler.stop_training()
 
+    def explain(self, error: BaseException) -> None:
+        """Add to an out-of-memory error where it was, and what holds the memory."""
+        holders = None if self.probe is None else self.probe.holders
+        if is_out_of_memory(error) and holders is not None:
+            error.add_note(f"As the probe recorded it: {holders.sentence()}")
+        self.oom_handler.explain(error)
+
     def abandon(self) -> None:
         """After an error: count the recipe's batches again, as with its factor."""
         self.trainer.accumulate_grad_batches = self.recipe_factor
@@ -215,6 +214,7 @@ class Fit:
 
     def _prepare_training(self, epoch: int) -> None:
         """Find out how batches are cut, how large they may be, and whether cutting is exact."""
+        self._batches.reader = self.oom_handler.reader()
         self._read_streams()
         if self.source.cut_in_step:  # what is learnt of cutting batches is of use to the probe
             self._verify(epoch, self.source.recipe_batch(epoch))
@@ -238,6 +238,7 @@ class Fit:
         self._progress.enter(source, epoch)
         self._arrange(epoch)
         self._begun = source, epoch
+        self._batches.begun = True
         self._progress.begin_epoch()
         self.oom_handler.begin_epoch()
         self.gradients.begin_epoch(self._fed_at_most, known=not source.counted_later)
@@ -278,13 +279,6 @@ class Fit:
 
     # --- samples -------------------------------------------------------------------------------
 
-    def _samples_of_next(self, batch: Any) -> int | None:
-        """Count the batch that training goes on with, before the loop counts it."""
-        if self._begun is None or not self._active():
-            return None
-        chunk = self.source.chunk(loops.micro_batch_index(self.trainer) + 1)
-        return self._samples.count(self.source, batch, chunk, on_host=True)
-
     def _read_streams(self) -> None:
         """Look at what comes as it comes before training reads it: later there is nothing to look at."""
         if self.source.streams and (self.source.cut_in_step or self.options.on_oom == "split"):
@@ -316,9 +310,6 @@ class Fit:
         if self.plan is None:
             return False
         return self.plan.factor > 1 or (self.oom_handler.limit or self._fed_at_most) < self._fed_at_most
-
-    def _splitting_sentence(self) -> str:
-        return self.exactness.splitting_sentence(self.oom_handler.weights_that_passes_change())
 
     # --- records -------------------------------------------------------------------------------
 
@@ -368,11 +359,6 @@ class Fit:
                 "lightning_ga.optimizer_steps(self.trainer)."
             )
         return found
-
-    def holders(self) -> str | None:
-        """Return what holds the memory at the peak, in a sentence; ``None`` where no probe recorded it."""
-        holders = None if self.probe is None else self.probe.holders
-        return None if holders is None else f"As the probe recorded it: {holders.sentence()}"
 
     def summary(self) -> str:
         """Return plan and probe in one line."""

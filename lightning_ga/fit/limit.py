@@ -10,8 +10,8 @@ from lightning_ga.batch.layout import LayoutError
 from lightning_ga.compat import agreement, loops
 from lightning_ga.errors import UserError
 from lightning_ga.fit.epochs import effective_batch, recipe_micro_batch
-from lightning_ga.fit.window import evaluates_again
 from lightning_ga.fit.oom_handler import OomHandler
+from lightning_ga.fit.window import evaluates_again
 from lightning_ga.loading.training_source import TrainingSource
 from lightning_ga.memory.oom import is_ambiguous_out_of_memory, is_out_of_memory
 from lightning_ga.plan.checkpoint import RunState

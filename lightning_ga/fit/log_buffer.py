@@ -1,9 +1,6 @@
-"""Hold back what a step logs until the whole batch has run, and then log it once.
+"""Hold back what a step logs until its batch has run in pieces, and log it once: as values of the whole batch."""
 
-A batch that runs in pieces so logs the values of the whole batch, and an attempt that fails logs
-nothing: means are averaged over the pieces, and a metric's value is that of the whole batch.
-"""
-
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +11,6 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_ga.batch.merge import mean_of_numbers
-from lightning_ga.fit.piece_buffer import Noted, PieceBuffer
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,32 +23,44 @@ class Entry:
     settings: dict[str, Any]  # all other arguments
 
 
-_Part = Noted[Entry]  # one of several entries that are merged
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """An entry of one piece, and what the piece weighs in means and holds in samples."""
+
+    entry: Entry
+    weight: float
+    samples: int
 
 
-class LogBuffer(PieceBuffer[Entry]):
+class LogBuffer:
     """The entries of one batch, piece by piece."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.noted = False  # whether anything was logged
+        self._pieces: list[list[_Part]] = []
+        self._open: list[Entry] = []
+        self._samples = 0
 
     def note(self, fx: str, name: str, value: Any, **settings: Any) -> None:
-        """Record one entry, in place of the trainer's ``log``.
+        """Note an entry of the piece that runs, in place of the trainer's ``log``."""
+        self._open.append(Entry(fx, name, _detached(value), settings))
 
-        Args:
-            fx: The hook that calls it.
-            name: Name of the value.
-            value: The value.
-            **settings: All other arguments of ``log``.
-        """
-        self.noted = True
-        self.add(Entry(fx, name, _detached(value), settings))
+    def keep(self, weight: float, samples: int = 0) -> None:
+        """Keep the entries of a piece that has run."""
+        self._pieces.append([_Part(entry, weight, samples) for entry in self._open])
+        self._samples += samples
+        self._open = []
 
     def replay(self, log: Callable[..., None], run: Callable[[Callable[[], None]], None] = lambda log: log()) -> None:
         """Log each entry once, merged over the pieces: ``run`` calls what logs one entry."""
-        whole = self.samples if self.pieces > 1 else None
-        for parts in self.alike(lambda entry: (entry.fx, entry.name)):
+        whole = self._samples if len(self._pieces) > 1 else None
+        groups: dict[tuple[str, str, int], list[_Part]] = {}  # the first of a name in each piece, the second, …
+        for piece in self._pieces:
+            times: Counter[tuple[str, str]] = Counter()
+            for part in piece:
+                name = part.entry.fx, part.entry.name
+                times[name] += 1
+                groups.setdefault((*name, times[name]), []).append(part)
+        for parts in groups.values():
             run(partial(_log, log, parts, whole))
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from lightning_ga.errors import RankError, UserError
-from lightning_ga.fit.pieces import Piece
+from lightning_ga.fit.parts import Piece
 from lightning_ga.plan.exactness import SAME_RESULT
 
 SAME_BUT_RANDOM = "Its parts draw random numbers of their own (dropout, say); apart from these the result is the same."
@@ -17,31 +17,32 @@ MOST_NAMES = 8  # of attributes, in a sentence
 class OomEvent:
     """An out-of-memory error that cost a retry, not the run."""
 
-    stage: str  # ``"training"``, ``"validation"``, ``"test"``, ``"prediction"`` or ``"the optimizer's step"``
+    stage: str  # ``"training"``, ``"validation"``, ``"test"`` or ``"prediction"``
     step: int  # optimizer steps taken before it
-    samples: int  # samples of the smallest attempt that ran out of memory; 0 where it had none
-    fits: int  # samples of the largest attempt that succeeded instead; 0 where it had none
+    samples: int  # of the smallest pass that ran out of memory
+    fits: int  # samples of the largest pass that went through instead
     memory: str  # state of the device's memory, as text
     result: str = ""  # ``SAME_RESULT``, or a sentence on how the result in parts differs from that of the whole batch
-    left: tuple[str, ...] = ()  # attributes that the step had changed and that were not put back
+    left: tuple[str, ...] = ()  # attributes that the step changes and that are not put back
+    later: str = ""  # what it changes in later epochs, as a sentence
 
     def __str__(self) -> str:
-        if not self.samples:
-            return f"Memory ran out in {self.stage} ({self.memory}), before it had changed anything: it was run again."
-        same = ", with the same result" if self.result == SAME_RESULT else ""
+        same = ", with the same result" if self.result == SAME_RESULT and not self.left else ""
+        result = "" if self.result == SAME_RESULT else f" {self.result}"
         return (
             f"Memory ran out in {self.stage} with {self.samples} samples after {self.step} optimizer steps "
             f"({self.memory}). What failed was run again in parts of at most {self.fits} samples{same}; from now on "
-            f"none is larger. {'' if same else self.result}"
-        ).rstrip() + self._left()
+            f"none is larger.{result}{self._left()}{self.later}"
+        )
 
     def _left(self) -> str:
         if not self.left:
             return ""
         more = ", …" if len(self.left) > MOST_NAMES else ""
+        beside = " The result is the same as far as it does not depend on it." if self.result == SAME_RESULT else ""
         return (
-            f" What the step had changed in attributes ({', '.join(self.left[:MOST_NAMES])}{more}) is as the failed "
-            "attempt left it: only what small tensors hold comes back."
+            f" What the step keeps in attributes ({', '.join(self.left[:MOST_NAMES])}{more}) is as the attempts left "
+            f"it.{beside}"
         )
 
 
@@ -89,34 +90,24 @@ class OutOfMemory:
         )
 
 
-def a_piece_failed(stage: str, piece: Piece, memory: str | None, error: Exception) -> UserError:
-    """Return the error for a failure in a part of a batch that was cut in the step.
-
-    Args:
-        stage: The stage, as in ``OomEvent``.
-        piece: The part.
-        memory: State of the memory if it had run out; ``None`` if the batch was cut for the limit.
-        error: The failure.
-    """
-    why = f"after memory had run out ({memory})" if memory else "as batches of that size are more than the limit"
-    return UserError(
-        f"In {stage} a part of {piece.samples} samples of a batch of {piece.of} failed, which was cut {why}: "
-        f"{type(error).__name__}: {error}. If the whole batch does not fail, its parts need something of the whole "
-        "(padding to the longest, say): define split_batch(self, batch, sizes) on the LightningModule, or use "
-        'micro_batching="loader" with a lower max_micro_batch_size.'
+def part_of_a_batch(stage: str, piece: Piece, *, out_of_memory: bool) -> str:
+    """Return the note for an error of the user's code in a part of a batch."""
+    why = "memory had run out with more" if out_of_memory else "more are above the limit"
+    return (
+        f"AutoAccumulate ran a part of a batch of {stage} here, samples {piece.start} to {piece.stop - 1} of "
+        f"{piece.of}, because {why}. If the whole batch does not fail so, the step needs something of the whole (a "
+        "fixed batch size, padding to the longest): fix micro_batch_size=…, which the loader then yields, or define "
+        "split_batch(self, batch, sizes) on the LightningModule."
     )
 
 
-def optimizer_step_failed(memory: str, *, again: bool = False) -> UserError:
-    """Return the error for an optimizer's step that changed parameters before it failed, or has failed ``again``."""
-    why = (
-        "and again when all that can be freed was free"
-        if again
-        else "after it had changed some parameters or states, so the step can neither be undone nor run again"
-    )
-    return UserError(
-        f"Memory ran out inside the optimizer's step ({memory}) {why}: resume from the last checkpoint, and leave the "
-        "step more memory (a lower memory_budget or max_micro_batch_size, or foreach=False in the optimizer)."
+def in_the_update(memory: str) -> str:
+    """Return the note for memory that ran out after the last backward pass of a window."""
+    return (
+        f"Memory ran out after the window's last backward pass ({memory}): in gradient clipping, in a hook before the "
+        "optimizer's step, or inside the step, which is not run again, as it may have changed some parameters. Resume "
+        "from the last checkpoint, and leave the step more memory: a lower memory_budget or max_micro_batch_size, or "
+        "foreach=False in the optimizer."
     )
 
 

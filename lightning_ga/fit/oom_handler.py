@@ -2,8 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, ExitStack
-from functools import partial
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -11,14 +10,15 @@ import torch
 from lightning_ga.compat import agreement, closures, evaluation, ranks
 from lightning_ga.compat.reduction import GradientReducer
 from lightning_ga.fit.engine import Engine
-from lightning_ga.fit.evaluation import Evaluation
-from lightning_ga.fit.messages import OomEvent
+from lightning_ga.fit.evaluation import EvaluationBatches, evaluate
+from lightning_ga.fit.messages import OomEvent, in_the_update
 from lightning_ga.fit.retry_policy import RankFacts, RetryPolicy, evaluation_policy, training_policy
-from lightning_ga.fit.window import TrainingBatches, TrainingWindow
+from lightning_ga.fit.training_batches import TrainingBatches
+from lightning_ga.fit.window import TrainingWindow
 from lightning_ga.fit.window_gradients import WindowGradients
-from lightning_ga.loading.batch_source import BatchSource
 from lightning_ga.loading.reader import BatchReader
 from lightning_ga.memory.allocator import RetryWatch
+from lightning_ga.memory.oom import is_out_of_memory
 
 
 class OomReporter:
@@ -42,13 +42,13 @@ class OomReporter:
 
 
 class OomHandler:
-    """Installs what lets batches of all stages run in pieces where they do not fit.
+    """Installs what lets batches of all stages run in pieces if they do not fit.
 
     Args:
         trainer: The Trainer.
         retries: Whether the user wants an out-of-memory error to lead to a retry.
         report: Told of every error that was survived.
-        training: What is known of the batches of training; ``None`` where there is no training.
+        batches: What is known of the batches of training; ``None`` without training.
     """
 
     def __init__(
@@ -57,62 +57,46 @@ class OomHandler:
         *,
         retries: bool,
         report: Callable[[OomEvent], None],
-        training: TrainingBatches | None = None,
+        batches: TrainingBatches | None = None,
     ) -> None:
-        self._trainer = trainer
-        self._wanted = retries
-        self._told = report
-        self._training = training or TrainingBatches()
-        self._evaluation = Evaluation(trainer)
-        self._engine = Engine(
-            trainer,
-            evaluation_policy(rank_facts(trainer), wanted=retries),
-            report=self._report,
-            source=self._source_of,
-            verdict=self._verdict,
-            samples_of_next=self._training.samples_of_next,
-        )
-        self._reducer: GradientReducer | None = None  # where gradients are averaged over ranks by hand
+        self._trainer, self._wanted, self._told, self._batches = trainer, retries, report, batches
+        self.evaluation = EvaluationBatches(trainer)
+        policy = evaluation_policy(rank_facts(trainer), wanted=retries)
+        self.engine = Engine(trainer, policy, report=self._report, training=batches, evaluation=self.evaluation)
+        self._reducer: GradientReducer | None = None  # if gradients are averaged over ranks by hand
         self.window: TrainingWindow | None = None
         self._retries = RetryWatch(trainer.strategy.root_device)
         self._held, self._training_held = ExitStack(), ExitStack()  # what is to be given back, and what after training
 
     @property
     def limit(self) -> int | None:
-        """Most samples of a pass in training, where that is less than a batch."""
-        return self._engine.limit("training")
-
-    @property
-    def on_host(self) -> bool:
-        """Whether the current batch stays on the host, to be moved in pieces."""
-        return self._engine.move is not None
+        """Most samples of a pass in training, if that is less than a batch."""
+        return self.engine.limit("training")
 
     def lower(self, samples: int) -> None:
         """Run no more samples of training at once from here on."""
-        self._engine.lower("training", samples)
+        self.engine.lower("training", samples)
 
     def reader(self) -> BatchReader:
         """Return what counts and cuts the batches of training."""
-        return self._engine.readers.reader("training")
+        return self.engine.readers.reader("training")
 
     def memory(self) -> Iterator[torch.Tensor]:
         """Yield what is kept on the device while training runs."""
-        yield from self._engine.memory_kept()
+        yield from self.engine.memory_kept()
         if self._reducer is not None:
             yield from self._reducer.memory()
 
     def read_module(self, *, cut_in_step: bool) -> None:
         """Look at the module anew, as it has been moved, and make what training keeps if batches are cut so."""
-        self._engine.read_module()
+        self.engine.read_module()
         self._reducer = ranks.gradient_reducer(self._trainer) if self._policy(cut_in_step).by_hand else None
-
-    def suspended(self) -> AbstractContextManager[None]:
-        """Return a context in which nothing is caught: a probe wants to see its own errors."""
-        return self._engine.suspended()
 
     def watch_batches(self) -> None:
         """Guard evaluation, and the way of every batch to the device."""
-        self._held.enter_context(evaluation.intercepted_evaluation(self._trainer, self._evaluate, self._engine.to_device))
+        self._held.enter_context(
+            evaluation.intercepted_evaluation(self._trainer, self._evaluate, self.engine.to_device)
+        )
 
     def watch_training(
         self, gradients: WindowGradients, *, cut_in_step: bool, fills_up: bool, changing: Collection[str]
@@ -125,19 +109,18 @@ class OomHandler:
             fills_up: Whether windows may hold micro-batches without a sample that are not to be run.
             changing: Names of what the step is known to change.
         """
-        trainer, must_average = self._trainer, ranks.needs_averaging_by_hand(self._trainer)
+        trainer, engine = self._trainer, self.engine
         policy = self._policy(cut_in_step)
         if policy.by_hand:
             ranks.take_over(trainer)
             self._reducer = self._reducer or ranks.gradient_reducer(trainer)
         reducer = self._reducer if policy.by_hand else None
-        engine = self._engine
-        engine.foreseen, engine.policy = partial(getattr, reducer, "collectives", 0), policy
+        engine.reducer, engine.policy = reducer, policy
         engine.read_module(frozenset(changing))
         engine.lockstep |= {"training"} if policy.lockstep else set()
         engine.undecided = {"training"} if policy.undecided else set()
-        if self._wanted or cut_in_step or must_average or fills_up:
-            self.window = TrainingWindow(trainer, engine, gradients, self._training, reducer, fills_up=fills_up)
+        if self._batches is not None and (self._wanted or cut_in_step or fills_up or reducer is not None):
+            self.window = TrainingWindow(trainer, engine, gradients, self._batches, reducer, fills_up=fills_up)
             self._training_held.enter_context(closures.intercepted_closures(trainer, self.window.closure))
 
     def _policy(self, cut_in_step: bool) -> RetryPolicy:
@@ -151,13 +134,11 @@ class OomHandler:
         if self.window is not None:
             self.window.begin_epoch()
 
-    def weights_that_passes_change(self) -> tuple[str, ...]:
-        """Return the names of weights that passes were seen to change."""
-        return ()
-
-    def after_window(self, micro_batch: int) -> None:
-        """Plan smaller passes between two windows where the allocator struggles with passes of this size."""
-        if not self._engine.policy.retries or not self._retries.struggles() or micro_batch == 1:
+    def after_batch(self, micro_batch: int, *, window_is_over: bool) -> None:
+        """Plan smaller passes between two windows if the allocator struggles with passes of this size."""
+        if self.window is not None:
+            self.window.is_updating = False
+        if not window_is_over or not self.engine.policy.retries or micro_batch == 1 or not self._retries.struggles():
             return
         self.lower(min(self.limit or micro_batch, max(1, micro_batch * 15 // 16)))
         warnings.warn(
@@ -166,6 +147,11 @@ class OomHandler:
             stacklevel=2,
         )
 
+    def explain(self, error: BaseException) -> None:
+        """Add a note to an out-of-memory error that nothing could be done about: where it was, and the way out."""
+        if is_out_of_memory(error) and self.window is not None and self.window.is_updating:
+            error.add_note(in_the_update(self.engine.memory()))
+
     def stop_training(self) -> None:
         """Give the training loop its own ways back."""
         self._training_held.close()
@@ -173,7 +159,7 @@ class OomHandler:
     def stop(self) -> None:
         """Take everything out."""
         self.stop_training()
-        self._engine.release()
+        self.engine.stop()
         self._held.close()
 
     def _report(self, event: OomEvent) -> None:
@@ -181,18 +167,10 @@ class OomHandler:
         self._retries.begin_again()
         self._told(event)
 
-    def _verdict(self, stage: str) -> str:
-        """Say whether a batch in pieces gives the same result."""
-        return self._training.verdict() if stage == "training" else "What they log and return is put together."
-
     def _evaluate(self, name: str, step: Callable[..., Any], *arguments: Any) -> Any:
-        """A step of an evaluation loop."""
+        """Run a step of an evaluation loop."""
         self._retries.begin_again()  # evaluation has a limit of its own
-        return self._evaluation.step(self._engine, name, step, *arguments)
-
-    def _source_of(self, stage: str, loader: int) -> BatchSource:
-        """What is known of the batches of a stage's loader."""
-        return self._training.source() if stage == "training" else self._evaluation.source(loader)
+        return evaluate(self.engine, self.evaluation, name, step, *arguments)
 
 
 def rank_facts(trainer: Any) -> RankFacts:

@@ -1,7 +1,7 @@
-"""The optimizer windows of training: each is a transaction of its micro-batches.
+"""The optimizer windows of training: their micro-batches run, and are undone, together.
 
-The closures of the loop run micro-batches whole, or in pieces where they are too large. Where memory runs out, gradients
-are zeroed, what else the window has changed is put back, and its micro-batches run again, from the first on.
+The closures of the loop run a micro-batch whole, or in pieces if it is too large. If memory runs out, gradients are
+zeroed, what else the window has changed is put back, and its micro-batches run again, from the first on.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,50 +14,40 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_ga.batch.merge import merge_outputs
+from lightning_ga.batch.sizes import elements
 from lightning_ga.compat import closures, loops, ranks
 from lightning_ga.compat.reduction import GradientReducer, WindowReduction
 from lightning_ga.errors import ExactnessWarning
-from lightning_ga.fit.engine import Done, Engine, Part
-from lightning_ga.fit.pieces import Piece
+from lightning_ga.fit.engine import Engine
+from lightning_ga.fit.parts import BatchResult, Move, Part, Piece, Window
+from lightning_ga.fit.training_batches import TrainingBatches
 from lightning_ga.fit.window_gradients import WindowGradients
-from lightning_ga.loading.batch_source import BatchSource, ReadyMadeBatches
 from lightning_ga.loading.reader import CollatedAgain
 from lightning_ga.plan.window_weights import WindowWeights
 from lightning_ga.snapshot.gradients import Accumulations, GradientVersions
 
-
 LOOKS = 3  # batches of an epoch before which parts are looked for that hooks may have added
+WATCHED = 8  # batches of an epoch after which callbacks are watched for changes to the module
+KEPT_ON_HOST = 2**26  # numbers (256 MiB of float32) of a window's batches; larger ones are fetched again
 
 
 def evaluates_again(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a step of the optimizer calls its closure more than once."""
+    """Return whether a step of the optimizer calls its closure more than once."""
     return isinstance(optimizer, torch.optim.LBFGS)
 
 
-@dataclass(frozen=True, slots=True)
-class TrainingBatches:
-    """What is known of the batches of training."""
-
-    source: Callable[[], BatchSource] = lambda: ReadyMadeBatches(list)  # how they are made
-    verdict: Callable[[], str] = str  # says in a sentence whether a batch in parts has the gradient of the whole
-    samples: Callable[[int], int | None] = lambda _: None  # how many the one of a number should hold, where known
-    samples_again: Callable[[int], CollatedAgain | None] = lambda _: None  # those samples, where at hand
-    samples_of_next: Callable[[Any], int | None] = lambda _: None  # how many the next one should hold
-    is_empty: Callable[[int], bool] = lambda _: False  # whether one, by its number, only fills its window up
-
-
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, kw_only=True)
 class MicroBatch(Part):
     """One micro-batch of a window."""
 
-    given: tuple[Any, ...] = ()  # what closures are made of: what the step gets besides the batch, optimizer, number
-    weights: Any = None  # of the window, before it has run
-    prepared: Any = None  # Lightning's closure of it, for its first pass
-    loss: float = 0.0  # where the optimizer needs that of the whole window
-    host: Any = None  # the batch on the host, and what moves it
+    given: dict[str, Any]  # what the step gets, the batch among it
+    optimizer: Any
+    weights: WindowWeights  # before it has run
+    host: tuple[Any, Move] | None  # the batch on the host, and what moves it
+    loss: float = 0.0  # if the optimizer needs that of the whole window
 
 
-class TrainingWindow:
+class TrainingWindow(Window):
     """Runs the micro-batches of the window that is trained on.
 
     Args:
@@ -65,9 +55,11 @@ class TrainingWindow:
         engine: Runs batches.
         gradients: The weights of the window.
         batches: What is known of the micro-batches.
-        reducer: Averages gradients over ranks, where that is done by hand.
+        reducer: Averages gradients over ranks, if that is done by hand.
         fills_up: Whether windows may hold micro-batches without a sample that are not to be run.
     """
+
+    stage = "training"
 
     def __init__(
         self,
@@ -81,147 +73,181 @@ class TrainingWindow:
     ) -> None:
         self._trainer, self._engine, self._gradients = trainer, engine, gradients
         self._batches, self._reducer, self._fills_up = batches, reducer, fills_up
-        self._savepoint = engine.savepoint("training")
+        self.parts: list[MicroBatch] = []
+        self.savepoint = engine.savepoint("training")
         self._evaluates_again = evaluates_again(trainer.optimizers[0])
         self._on_host = trainer.strategy.root_device.type == "cpu"
-        self._hooks_at_zeroing = closures.has_hook(trainer, "on_before_zero_grad")
+        owners = [trainer.lightning_module, *trainer.callbacks]
+        self._has_zeroing_hooks = closures.has_hook(owners, "on_before_zero_grad", "optimizer_zero_grad")
+        # Whether hooks between two batches may change the module: those of callbacks are watched for that.
+        self._hooks_change_module = closures.has_hook(owners[:1], *closures.BETWEEN_BATCHES)
         self._warned = False
-        self._parts: list[MicroBatch] = []
+        self._whole: Any = None  # Lightning's closure of the current micro-batch, for its first pass
         self._make: Callable[..., Any] = lambda *_: None
-        self._zeroed = False  # whether the window's gradients were
+        self._zeroing = "before"  # "before" the window's gradients are zeroed, "within" that, or "after" it
         self._withheld: torch.Tensor | None = None  # loss of a piece after which no hooks were called, as more follow
         self._reduction: WindowReduction | None = None
         self._overlaps: bool | None = None  # whether gradients are sent in a backward pass; none before the first
         self._last_loss: Any = None  # of a window that is filled up
-        self.is_over = False  # whether all passes are done: what follows is the optimizer's step
+        self._kept = 0  # numbers in the batches of the window that are kept on the host
+        self.is_updating = False  # whether all passes are done: what follows is the optimizer's update
+
+    # --- what the loop calls -------------------------------------------------------------------
 
     def begin_epoch(self) -> None:
         """Look through the module again: parts may have been added."""
         if self._engine.policy.retries:
-            self._savepoint.look_again()
+            self.savepoint.look_again()
         if self._reducer is not None:
             self._reducer.begin_epoch()
 
-    def closure(self, whole: Any, make: Callable[..., Any], kwargs: Any, optimizer: Any, number: int) -> Any:
+    def closure(self, whole: Any, make: Callable[..., Any], given: Any, optimizer: Any, number: int) -> Any:
         """Return what runs one micro-batch; see ``closures.intercepted_closures``."""
+        self.is_updating = False
         if self._fills_up and self._batches.is_empty(number):
             return partial(self._run_empty, [])
-        self._make = make
-        engine, batches = self._engine, self._batches
-        part = MicroBatch(kwargs["batch"], self._pass, engine.move, number)
-        part.given, part.weights, part.prepared = (kwargs, optimizer, number), self._gradients.weights, whole
-        part.host = None if self._on_host else engine.host
-        part.expected = batches.samples(number)
-        part.again = partial(batches.samples_again, number)
-        part.weigh = self._weigh
+        engine = self._engine
+        self._make, self._whole = make, whole
+        part = MicroBatch(
+            given["batch"],
+            number,
+            engine.move,
+            expected=self._batches.expected(number),
+            given=given,
+            optimizer=optimizer,
+            weights=self._gradients.weights,
+            host=None if self._on_host else engine.host,
+        )
         return partial(self._run, part, [])
 
-    def _run_empty(self, evaluated: list[None], *_: Any) -> Any:
-        """Leave out a micro-batch that only fills its window up; an optimizer may evaluate the window again all the same.
-
-        Its loss is that of the last that ran: without one a gradient scaler would skip the step.
-        """
-        loss = torch.zeros(()) if self._last_loss is None else self._last_loss
-        if self._evaluates_again:
-            if evaluated:
-                counted = self._gradients.weights
-                self._undo()
-                self._engine.run("training", self._parts, self._savepoint, self._undo, anew=True)
-                self._gradients.put_back(counted)
-            evaluated.append(None)
-            loss = self._loss_of_window()
-        return closures.ClosureOutput(loss, {"loss": loss})
-
-    def _weigh(self, part: MicroBatch, cut: Any, piece: Piece) -> float:
-        return self._gradients.share_of(cut, part.batch, samples=piece.samples, whole=piece.of)
-
     def _run(self, part: MicroBatch, evaluated: list[None], *_: Any) -> Any:
-        """Run the micro-batch; its result, Lightning's own where it ran whole."""
-        engine, factor = self._engine, self._trainer.accumulate_grad_batches
+        """Run the micro-batch; its result, Lightning's own if it ran whole."""
         is_last, again = loops.window_is_over(self._trainer), bool(evaluated)
+        evaluated.append(None)
+        if again and self._evaluates_again and len(self.parts) > 1:
+            result = self._run_window_again(is_last=is_last)
+        else:
+            result = self._run_first(part, again=again, is_last=is_last)
+        self.is_updating = is_last
+        if is_last and self._evaluates_again:
+            if len(self.parts) > 1:
+                return closures.ClosureOutput(self._loss_of_window(), self._output(result).asdict())
+        elif is_last:
+            self.parts = []
+        else:
+            self._let_go(part)
+        return self._output(result)
+
+    def _run_first(self, part: MicroBatch, *, again: bool, is_last: bool) -> BatchResult:
+        """Run the micro-batch that the loop has come to, once more if an optimizer evaluates its closure ``again``."""
+        factor = self._trainer.accumulate_grad_batches
         if again:
             self._warn_of_second_evaluation()
-        # An optimizer that is known to evaluate again gets the whole window each time, others the last micro-batch.
-        anew = again and self._evaluates_again and len(self._parts) > 1
-        counted = self._gradients.weights
-        if anew:
-            self._undo()
-        elif part.number % factor == 0 or again:
-            self._parts, self._zeroed = [], self._zeroed and again and part.number % factor != 0
+        begins = again or part.number % factor == 0 or not self.parts
+        if begins:
+            self.parts = []
+            self._zeroing = "after" if part.number % factor else "before"
             self._gradients.put_back(part.weights)
-        begins = not self._parts
-        evaluated.append(None)
-        if begins and part.number < LOOKS and engine.policy.retries:
-            self._savepoint.look_again()  # metrics may come where an epoch begins, as trackers of them do
-        if not anew:
-            self._set_aside(part)
+            if part.number < LOOKS and self._engine.policy.retries:
+                self.savepoint.look_again()  # metrics may come where an epoch begins, as trackers of them do
+        elif self.savepoint.is_taken:
+            if part.number < WATCHED:
+                self._hooks_change_module |= self.savepoint.has_changed()
+            if self._hooks_change_module or self._engine.has_evaluated:
+                self.savepoint.mark(len(self.parts))
+        self._engine.has_evaluated = False
+        self.parts.append(part)
+        self._begin_reduction(is_last=is_last)
+        result = self._engine.run(self, begins=begins)
+        if part.number < WATCHED and self.savepoint.is_taken:
+            self.savepoint.note_versions()
+        self._finish(result)
+        return result
+
+    def _run_window_again(self, *, is_last: bool) -> BatchResult:
+        """Run all micro-batches of the window at the weights that the optimizer has come to."""
+        counted = self._gradients.weights
+        self.undo()
+        self._begin_reduction(is_last=is_last)
+        result = self._engine.run(self, all_parts=True)
+        self._gradients.put_back(counted)  # what the window holds has been counted before
+        self._finish(result)
+        return result
+
+    def _begin_reduction(self, *, is_last: bool) -> None:
         if self._reducer is not None and is_last:
-            self._reduction = self._reducer.window(summed=factor > 1)
-        done = engine.run("training", self._parts, self._savepoint, self._undo, begins=begins, anew=anew)
-        if anew:
-            self._gradients.put_back(counted)  # what the window holds has been counted before
+            self._reduction = self._reducer.window(summed=self._trainer.accumulate_grad_batches > 1)
+
+    def _finish(self, result: BatchResult) -> None:
+        """Receive averages, and call hooks that were withheld."""
         if self._reduction is not None and self._reducer is not None:
             if not self._reduction.is_over:  # no backward pass has done it
                 self._reduction.finish()
             self._reducer.check()
             ranks.share_buffers(ranks.distributed_module(self._trainer))
             self._reduction = None
-        if self._withheld is not None and done.results[-1] is None:  # no pass of the last piece called them
+        if self._withheld is not None and result.results[-1] is None:  # no pass of the last piece called them
             closures.call_after_backward(self._trainer, self._withheld)
         self._withheld = None
-        result = engine.once_more(lambda: _merged(done)) if done.sizes else done.results[0]
-        if self._fills_up and result.loss is not None:
-            self._last_loss = result.loss.detach()
-        self.is_over = is_last
-        if is_last and self._evaluates_again and factor > 1:
-            return closures.ClosureOutput(self._loss_of_window(), result.asdict())
-        if is_last and not self._evaluates_again:
-            self._parts = []
-        return result
+
+    def _output(self, result: BatchResult) -> Any:
+        """Return Lightning's result, or one made of those of the pieces."""
+        output = self._engine.retry_once("training", lambda: _merged(result)) if result.sizes else result.results[0]
+        if self._fills_up and output.loss is not None:
+            self._last_loss = output.loss.detach()
+        return output
+
+    def _run_empty(self, evaluated: list[None], *_: Any) -> Any:
+        """Leave out a micro-batch that only fills its window up.
+
+        Its loss is that of the last that ran: without one a gradient scaler would skip the step. An optimizer may
+        evaluate the window again all the same.
+        """
+        is_last = loops.window_is_over(self._trainer)
+        if evaluated and self._evaluates_again:
+            self._run_window_again(is_last=is_last)
+        elif is_last:
+            self._begin_reduction(is_last=True)
+            self._finish(BatchResult([True]))
+        evaluated.append(None)
+        loss = torch.zeros(()) if self._last_loss is None else self._last_loss
+        if self._evaluates_again:
+            loss = self._loss_of_window()
+        self.is_updating = is_last
+        return closures.ClosureOutput(loss, {"loss": loss})
 
     def _loss_of_window(self) -> torch.Tensor:
         """Return the loss of the whole window."""
-        total = sum(part.weights.weight * part.loss for part in self._parts)
+        total = sum(part.weights.weight * part.loss for part in self.parts)
         return torch.tensor(self._gradients.window_scale() * total, dtype=torch.float64)
 
-    def _set_aside(self, part: MicroBatch) -> None:
-        """Add a micro-batch to the window; those before it are kept on the host."""
-        if self._parts:
-            other = self._parts[-1]
-            if other.host is not None:
-                other.batch, other.move = other.host
-                kwargs, *rest = other.given
-                other.given = ({**kwargs, "batch": None}, *rest)
-            other.prepared = None
-        self._parts.append(part)
+    def _let_go(self, part: MicroBatch) -> None:
+        """Keep no batch on the device: a GPU's batches stay on the host, a CPU's are fetched again if they can be."""
+        if self._on_host:
+            part.move = None
+            if not self._batches.can_fetch:
+                return
+            part.batch = None
+        elif part.host is not None:
+            part.batch, part.move = part.host
+            self._kept = elements(part.batch) + (self._kept if len(self.parts) > 1 else 0)
+            if self._batches.can_fetch and self._kept > KEPT_ON_HOST:
+                part.batch = None
+        part.given = {**part.given, "batch": None}
 
-    def _undo(self) -> str | None:
-        """Zero gradients as the optimizer would, and go on with nothing sent anew."""
-        closures.undo_half_made_scale(self._trainer)
-        self._withheld = None
-        self._gradients.put_back(self._parts[0].weights)
-        if self._reduction is not None:
-            self._reduction.set_aside()
-        if not self._zeroed:
-            return None
-        _, optimizer, number = self._parts[0].given
-        self._trainer.fit_loop.epoch_loop.automatic_optimization._optimizer_zero_grad(number, optimizer)
-        trained = [p for group in optimizer.param_groups for p in group["params"]]
-        if any(p.grad is not None and bool((p.grad._values() if p.grad.is_sparse else p.grad).any()) for p in trained):
-            return "gradients, in a way of its own to zero them"
-        return None
+    # --- what the engine calls -----------------------------------------------------------------
 
-    def _pass(self, part: MicroBatch, batch: Any, piece: Piece | None, weight: float) -> Any:
-        """Run forward and backward; Lightning's result, of a piece what ``training_step`` returned."""
-        gradients, is_current = self._gradients, part is self._parts[-1]
-        closure, part.prepared = part.prepared, None
-        kwargs, *others = part.given
-        if closure is None or batch is not kwargs["batch"]:
-            closure = self._make({**kwargs, "batch": batch}, *others)
-        if self._zeroed:
-            closure._zero_grad_fn = None
-        elif closure._zero_grad_fn is not None:
-            closures.zero_through(closure, self._zero)
+    def run_pass(self, part: MicroBatch, batch: Any, piece: Piece | None, weight: float) -> Any:
+        """Run forward and backward; return Lightning's result, of a piece what ``training_step`` returned."""
+        gradients, is_current = self._gradients, part is self.parts[-1]
+        closure, self._whole = self._whole, None
+        if closure is None or not is_current or batch is not part.given["batch"]:
+            closure = self._make({**part.given, "batch": batch}, part.optimizer, part.number)
+        if closure._zero_grad_fn is not None:
+            if self._zeroing == "after":
+                closure._zero_grad_fn = None
+            else:
+                closures.zero_through(closure, self._zero)
         if piece is None or piece.start == 0:
             gradients.put_back(part.weights)
         if piece is not None:
@@ -248,11 +274,40 @@ class TrainingWindow:
             return result
         return None if result.loss is None else result.asdict()
 
+    def weigh(self, part: MicroBatch, cut: Any, piece: Piece) -> float:
+        """Return what a piece weighs in its micro-batch: its samples, or what ``normalize`` counts."""
+        return self._gradients.share_of(cut, part.batch, samples=piece.samples, whole=piece.of)
+
+    def fetch(self, part: MicroBatch, seed: int = 0) -> CollatedAgain | None:
+        """Fetch the samples of a micro-batch again."""
+        return self._batches.fetch(part.number, seed)
+
+    def undo(self) -> str | None:
+        """Zero gradients as the optimizer would, and set aside the averages that other ranks have sent."""
+        closures.undo_half_made_scale(self._trainer)
+        self._whole = self._withheld = None
+        first = self.parts[0]
+        self._gradients.put_back(first.weights)
+        if self._reduction is not None:
+            self._reduction.set_aside()
+        if self._zeroing == "within" and self._has_zeroing_hooks:
+            return "what hooks around the zeroing of gradients change (on_before_zero_grad, optimizer_zero_grad)"
+        if self._zeroing != "after":
+            return None
+        closures.zero_gradients(self._trainer, first.optimizer, first.number)
+        gradients = [p.grad for group in first.optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if any(bool((grad._values() if grad.is_sparse else grad).any()) for grad in gradients):
+            return "gradients, in a way of its own to zero them"
+        return None
+
     def _zero(self, zero: Callable[[], None]) -> None:
-        zero()
-        self._zeroed = True
-        if self._hooks_at_zeroing and self._savepoint.is_taken:
-            self._savepoint.accept()
+        """Zero gradients, once a window: hooks around that do not run again."""
+        self._zeroing = "within"
+        if self._has_zeroing_hooks and self.savepoint.is_taken:
+            self.savepoint.around_zeroing(zero)
+        else:
+            zero()
+        self._zeroing = "after"
 
     def _accumulations(self) -> Accumulations | None:
         """Return what learns from the first pass in which order gradients come."""
@@ -281,7 +336,7 @@ class TrainingWindow:
         self._gradients.settle()
 
     def _warn_of_second_evaluation(self) -> None:
-        """Warn once where an optimizer (SAM, say) evaluates a closure again that holds a part of the window."""
+        """Warn once if an optimizer (SAM, say) evaluates a closure again that holds a part of the window."""
         if self._warned or self._evaluates_again or self._trainer.accumulate_grad_batches == 1:
             return
         self._warned = True
@@ -294,8 +349,8 @@ class TrainingWindow:
         )
 
 
-def _merged(done: Done) -> closures.ClosureOutput:
-    """Make one result of the pieces of a micro-batch, but for those where ``training_step`` returned nothing."""
-    ran = [part for part in zip(done.results, done.sizes, done.weights) if part[0] is not None]
+def _merged(result: BatchResult) -> closures.ClosureOutput:
+    """Make one result of the pieces of a micro-batch, but for those of which ``training_step`` returned nothing."""
+    ran = [part for part in zip(result.results, result.sizes, result.weights) if part[0] is not None]
     output = merge_outputs(*zip(*ran)) if ran else {"loss": None}
     return closures.ClosureOutput(output["loss"], output)

@@ -21,9 +21,9 @@ from lightning_ga.snapshot.contents import ObjectState, contained, reachable
 GOLDEN = (5**0.5 - 1) / 2  # multiples of it, less their whole part, are spread irregularly and evenly
 
 
-def collect_samples(loader: "DataLoader[Any]", indices: list[Any]) -> list[Any]:
-    """Return the samples of some indices, not collated."""
-    with closing(fetch(loader, [indices], list)) as found:
+def collect_samples(loader: "DataLoader[Any]", indices: list[Any], *, seed: int = 0) -> list[Any]:
+    """Return the samples of some indices, not collated; random numbers are drawn from a seed."""
+    with closing(fetch(loader, [indices], list, seed=seed)) as found:
         return list(next(found, []))
 
 
@@ -72,7 +72,12 @@ class FirstSamples:
 
 
 def fetch(
-    loader: "DataLoader[Any]", batches: Iterable[list[Any]], read: Callable[[list[Any]], Any], *, workers: int = 1
+    loader: "DataLoader[Any]",
+    batches: Iterable[list[Any]],
+    read: Callable[[list[Any]], Any],
+    *,
+    workers: int = 1,
+    seed: int = 0,
 ) -> Generator[Any, None, None]:
     """Read samples and yield ``read(samples)`` for each list of indices; training goes on as if none had been read.
 
@@ -82,13 +87,14 @@ def fetch(
         batches: Lists of indices.
         read: Takes samples, in the process that reads them.
         workers: Processes that read, where the user has any.
+        seed: Seed of the random numbers that are drawn.
     """
     dataset, settings = loader.dataset, dict[str, Any](collate_fn=read, pin_memory=False)
     if loader.num_workers:
         settings |= {"num_workers": workers, "prefetch_factor": 1, "timeout": loader.timeout}
     elif isinstance(dataset, IterableDataset):
         dataset = _fresh_stream(dataset)
-    with untouched(dataset):
+    with untouched(dataset, seed=seed):
         yield from DataLoader.__iter__(_reading_copy(loader, batches, dataset=dataset, **settings))
 
 

@@ -23,16 +23,17 @@ class MicroBatchSource(TrainingSource):
         loader = peekable(loader)
         super().__init__(loader, settings, generator=getattr(loader, "generator", None))
         self.keeps_place = not self.streams  # streams are read from their start
+        self.can_fetch = not self.streams
         self.may_drop = loader.collate_fn is not default_collate
         self.batch_source = CollatedBatches(
             [loader], samples=lambda _: self.looks(self.sampler.epoch).some.read(LOOKED_AT)
         )
 
-    def samples_at(self, index: int) -> CollatedAgain | None:
+    def samples_at(self, index: int, seed: int = 0) -> CollatedAgain | None:
         """Return the samples of the ``index``-th micro-batch, fetched again; ``None`` of a stream."""
         if self.streams:
             return None
-        return CollatedAgain(self._items, collect_samples(self._items, self.sampler.indices(index)))
+        return CollatedAgain(self._items, collect_samples(self._items, self.sampler.indices(index), seed=seed))
 
     def _scan_order(self, epoch: int) -> ScanOrder:
         order, total = self._recipe.order, self.total(epoch)

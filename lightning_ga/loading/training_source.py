@@ -99,8 +99,10 @@ class TrainingSource:
     def _scan_order(self, epoch: int) -> ScanOrder:
         raise NotImplementedError
 
-    def samples_at(self, index: int) -> CollatedAgain | None:
-        """Return the samples of the ``index``-th micro-batch, fetched again; ``None`` where they are not at hand."""
+    can_fetch = False  # whether ``samples_at`` returns samples
+
+    def samples_at(self, index: int, seed: int = 0) -> CollatedAgain | None:
+        """Return the samples of the ``index``-th micro-batch, fetched again; ``None`` if they are not at hand."""
         return None
 
     def largest_extent(self, recipe_batch: int) -> int:

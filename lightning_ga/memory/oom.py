@@ -83,14 +83,14 @@ def is_ambiguous_out_of_memory(error: BaseException) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Attempt:
-    """What came of an attempt."""
+class Outcome:
+    """The outcome of something that may run out of memory."""
 
     result: Any = None  # what was returned
     failure: Exception | None = None  # the error that ended it; ``None`` if it went through
 
 
-def attempt(run: Callable[[], Any], catches: Callable[[Exception], bool] = is_out_of_memory) -> Attempt:
+def attempt(run: Callable[[], Any], catches: Callable[[Exception], bool] = is_out_of_memory) -> Outcome:
     """Run something, and free the memory that its failure keeps alive.
 
     Args:
@@ -98,13 +98,13 @@ def attempt(run: Callable[[], Any], catches: Callable[[Exception], bool] = is_ou
         catches: Whether an error is one to go on after; others are raised.
     """
     try:
-        return Attempt(run())
+        return Outcome(run())
     except Exception as error:
         if not catches(error):
             raise
         failure = error
     release(failure)
-    return Attempt(failure=failure)
+    return Outcome(failure=failure)
 
 
 def release(error: BaseException) -> None:

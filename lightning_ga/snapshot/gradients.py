@@ -17,7 +17,6 @@ Mark = tuple[int, int]
 _NO_GRADIENT: Mark = (0, 0)
 
 
-
 class GradientVersions:
     """The gradients of parameters before a pass, by their versions."""
 

@@ -38,7 +38,7 @@ def give_metric_state(metric: Metric, state: MetricState) -> None:
 def beside_states(metric: Metric) -> MetricState:
     """Return the attributes of a metric that are no states, with copies of tensors and containers."""
     apart = {*FIXED, *metric._defaults, *_COUNTERS}
-    return {name: _deep(value) for name, value in vars(metric).items() if name not in apart}
+    return {name: copy_deeply(value) for name, value in vars(metric).items() if name not in apart}
 
 
 def is_metric(part: Module) -> bool:
@@ -46,14 +46,18 @@ def is_metric(part: Module) -> bool:
     return isinstance(part, (Metric, MetricCollection))
 
 
-def _deep(value: Any) -> Any:
+def copy_deeply(value: Any) -> Any:
     """Copy tensors and containers of plain values, at any depth."""
     if isinstance(value, torch.Tensor):
         return value.clone()
     if isinstance(value, dict):
-        return {name: _deep(thing) for name, thing in value.items()}
+        return {name: copy_deeply(thing) for name, thing in value.items()}
     return (
-        [*map(_deep, value)] if type(value) is list else copy.copy(value) if isinstance(value, (set, deque)) else value
+        [*map(copy_deeply, value)]
+        if type(value) is list
+        else copy.copy(value)
+        if isinstance(value, (set, deque))
+        else value
     )
 
 

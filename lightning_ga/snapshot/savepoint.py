@@ -1,25 +1,27 @@
-"""What a window may change besides gradients, kept where it begins, and put back where it begins again.
+"""Keep what a window of training may change besides gradients, and put it back where the window begins again.
 
-Taken once a window (in evaluation: once a batch), so it may cost some ten microseconds: random numbers, buffers up to
-a size, tensors that the exactness check saw change, states of metrics, and plain attributes of the LightningModule
-itself. Of larger buffers and frozen weights the version tells whether they have changed; these are told, not undone.
+A savepoint is taken once a window (in evaluation: once a batch), so it may cost some ten microseconds. It keeps random
+numbers, buffers up to a size, tensors that the exactness check saw change, states of metrics, and the tensors and
+containers that are attributes of the LightningModule itself. Larger buffers, weights, and networks that lie in plain
+lists are not copied: their versions tell whether they have changed.
 """
 
 import copy
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import chain
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any
 
-from lightning.pytorch import LightningModule
+import torch
 from torch import Tensor
 from torch.nn import Module
 from torchmetrics import Metric
 
 from lightning_ga.snapshot.contents import refill
 from lightning_ga.snapshot.copies import SmallCopies, is_small, is_writable, versions
-from lightning_ga.snapshot.metrics import FIXED, MetricState, _deep
+from lightning_ga.snapshot.metrics import FIXED, MetricState, copy_deeply
+from lightning_ga.snapshot.plain import LIGHTNINGS_OWN, PlainState, hidden_modules
 from lightning_ga.snapshot.random_numbers import (
     RandomState,
     generator_state,
@@ -28,13 +30,13 @@ from lightning_ga.snapshot.random_numbers import (
     restore_generator,
 )
 
-_OWN = {*vars(LightningModule()), "_hparams", "forward"}  # what Lightning keeps of itself in a module
 _CONTAINERS = (deque, dict, set)
 _FEW = 64  # entries of a container that is copied
+_TRAINS, _MODE = attrgetter("requires_grad"), attrgetter("training")
 
 
 class Savepoint:
-    """State of a module where a window begins.
+    """The state of a module at the start of a window, and before later batches of it where hooks run between.
 
     Args:
         module: The LightningModule.
@@ -43,113 +45,196 @@ class Savepoint:
 
     def __init__(self, module: Module, changing: Collection[str] = ()) -> None:
         self._module, self._changing = module, set(changing)
-        self._random = RandomState()
         self._look()
 
     def _look(self) -> None:
         """See which tensors there are."""
-        named = [*self._module.named_modules()]
-        self.metrics = [part for _, part in named if isinstance(part, Metric)]
-        tables = [part._buffers for _, part in named]
-        self._tables = [table for table in tables if table]
-        self._empty = [table for table in tables if not table]
+        self._parts = [*self._module.modules()]
+        self.metrics = [part for part in self._parts if isinstance(part, Metric)]
+        self._generators = generators_of(self._module)
+        tables = [part._buffers for part in self._parts]
+        self._tables, self._empty = [table for table in tables if table], [table for table in tables if not table]
         self._had = [dict(table) for table in self._tables]
         self._buffers = [*chain.from_iterable(map(dict.values, self._tables))]
-        buffers = {id(each): (name, each) for name, each in self._module.named_buffers() if is_writable(each)}
-        frozen = [(name, each) for name, each in self._module.named_parameters() if not each.requires_grad]
-        weights = [pair for pair in frozen if pair[0] in self._changing]
-        known = [pair for pair in buffers.values() if is_small(pair[1]) or pair[0] in self._changing]
-        copied = {id(each) for _, each in (*known, *weights)}
-        self._copies, self._weights = SmallCopies(each for _, each in known), SmallCopies(each for _, each in weights)
-        named = [*self._module.named_parameters(), *self._module.named_buffers()]
-        self._names_of = [name for name, each in named if id(each) not in copied]
-        self._watched = [each for _, each in named if id(each) not in copied]
-        self._versions = versions(())
-        self._own_generators = generators_of(self._module)
-        self._generators: list[tuple[Any, Any]] = []
+        buffers, weights = dict(self._module.named_buffers()), dict(self._module.named_parameters())
+        self._weights = [*weights.values()]
+        self._copied = [b for n, b in buffers.items() if is_writable(b) and (is_small(b) or n in self._changing)]
+        self._copied += [w for n, w in weights.items() if n in self._changing and not w.requires_grad]
+        copied = set(map(id, self._copied))
+        named = {
+            id(tensor): (name, tensor) for name, tensor in [*_hidden(self._module), *buffers.items(), *weights.items()]
+        }
+        self._watched = [pair for key, pair in named.items() if key not in copied]
+        self._uncopied = [tensor for _, tensor in self._watched]
+        self._start = _Values(self._copied)
+        self._marks: dict[int, _Values] = {}
         self.is_taken = False
 
     def tensors(self) -> Iterator[Tensor]:
         """Yield the copies."""
-        yield from self._copies.tensors()
-        yield from self._weights.tensors()
+        return self._start.copies.tensors()
 
     def look_again(self) -> None:
         """Look at the module anew if parts have been added to it."""
-        if sum(1 for part in self._module.modules() if part._buffers) != len(self._tables) or {
-            id(part) for part in self._module.modules() if isinstance(part, Metric)
-        } != set(map(id, self.metrics)):
+        if [*map(id, self._module.modules())] != [*map(id, self._parts)]:
             self._look()
 
     def take(self) -> None:
         """Remember everything, as a window begins."""
         self.is_taken = False
-        self._random = RandomState()  # first: numbers drawn are told even where copies fail
         if self._tables:
             now = [*chain.from_iterable(map(dict.values, self._tables))]
             if len(now) != len(self._buffers) or not all(map(is_, now, self._buffers)):
                 self._look()
-        self._copies.take()
-        self.accept()
-        self._generators = [(each, generator_state(each)) for each in self._own_generators]
-        own = vars(self._module)
-        self._names = set(own)
-        self._numbers = {name: each for name, each in own.items() if isinstance(each, (int, float)) or each is None}
-        self._attributes = {name: own[name] for name in own if name not in _OWN and _is_gathered(own[name])}
-        self._lists = [each for each in self._attributes.values() if type(each) is list]
-        self.mark()
-        held = [each for each in self._attributes.values() if isinstance(each, _CONTAINERS) and len(each) <= _FEW]
-        self._contents = [(each, copy.copy(each)) for each in held]
-        self._states = [(metric, _state(metric)) for metric in self.metrics]
+        self._marks.clear()
+        self._zeroed: SmallCopies | None = None
+        self.changed_at_zeroing: str | None = None
+        self._read(self._start)
         self.is_taken = True
 
-    def accept(self) -> None:
-        """Take weights as they are for those before the window: hooks that do not run again have changed them."""
-        self._weights.take()
-        self._versions = versions(self._watched)
+    def forget(self) -> None:
+        """Forget the last window."""
+        self.is_taken = False
 
-    def mark(self) -> None:
-        """Remember how long lists are, before each batch: hooks between two of them append to lists too."""
-        self._lengths = [*map(len, self._lists)]
+    def mark(self, number: int) -> None:
+        """Remember everything before a later batch too: hooks have run since the last one, and do not run again."""
+        self._marks[number] = _Values(self._copied)
+        self._read(self._marks[number])
 
-    def shorten(self) -> None:
-        """Drop what an attempt has appended to lists, and what batches append that run again."""
-        for listed, length in zip(self._lists, self._lengths):
-            if _is_gathered(listed[length:]):
-                del listed[length:]
+    def note_versions(self) -> None:
+        """Note what tensors and containers are like after a batch."""
+        self._noted = self._summary()
+
+    def has_changed(self) -> bool:
+        """Return whether hooks have changed something since ``note_versions``."""
+        return self._summary() != self._noted
+
+    def _summary(self) -> tuple[Any, ...]:
+        lengths = [len(value) for value in self._start.attributes.values() if isinstance(value, (list, *_CONTAINERS))]
+        return versions(self._copied), versions(self._uncopied), lengths
+
+    def around_zeroing(self, zero: Callable[[], None]) -> None:
+        """Zero gradients, with hooks of the user's that do not run again: what they change is changed for good.
+
+        The first batch of the window has met the values before: it meets them again where the window is run again.
+        """
+        before = versions(self._copied)
+        zero()
+        changed = [each for each, was, now in zip(self._copied, before, versions(self._copied)) if was != now]
+        self.changed_at_zeroing = self.changed_at_zeroing or self._first_changed()
+        self._versions = versions(self._uncopied)
+        if changed:
+            self._zeroed = SmallCopies(changed)
+            self._zeroed.take()
 
     def restore(self) -> str | None:
-        """Put everything back; name what cannot be. Nothing, if memory ran out before it was all taken."""
+        """Put everything back as the window began; name what cannot be. Do nothing if not all of it was taken."""
         if not self.is_taken:
             return None
-        self._random.restore()
-        for generator, state in self._generators:
+        self._write(self._start)
+        changed = self._first_changed()
+        return None if changed is None else f"weights or buffers of which no copies are made ({changed})"
+
+    def go_on(self, number: int) -> None:
+        """Put back what hooks had changed before a later batch of the window."""
+        if self.is_taken and self._zeroed is not None:
+            self._zeroed.restore()
+        if self.is_taken and number in self._marks:
+            self._write(self._marks[number])
+
+    def draws_numbers(self) -> bool:
+        """Return whether random numbers were drawn since the window began."""
+        return self.is_taken and (not self._start.random.is_current() or have_moved(self._start.generators))
+
+    def not_put_back(self) -> "PlainState":
+        """Return the state, as it is now, that ``restore`` leaves alone."""
+        return PlainState(self._module, self._watched, apart=self._start.attributes)
+
+    def _first_changed(self) -> str | None:
+        now = versions(self._uncopied)
+        if now == self._versions:
+            return None
+        return next(name for (name, _), was, is_now in zip(self._watched, self._versions, now) if was != is_now)
+
+    def _read(self, values: "_Values") -> None:
+        values.random = RandomState()  # first: numbers drawn are told even if there is no memory for copies
+        values.copies.take()
+        self._versions = versions(self._uncopied)
+        values.trains, values.modes = [*map(_TRAINS, self._weights)], [*map(_MODE, self._parts)]
+        values.generators = [(each, generator_state(each)) for each in self._generators]
+        values.read_attributes(vars(self._module))
+        values.metrics = [(metric, _state(metric)) for metric in self.metrics]
+
+    def _write(self, values: "_Values") -> None:
+        values.random.restore()
+        for generator, state in values.generators:
             restore_generator(generator, state)
         for table, had in zip(self._tables, self._had):
             if table.keys() != had.keys() or not all(map(is_, table.values(), had.values())):
                 refill(table, had)
         for table in self._empty:
             table.clear()
-        self._copies.restore()
-        self._weights.restore()
-        own = vars(self._module)
+        values.copies.restore()
+        for weight, trains in zip(self._weights, values.trains):
+            if weight.requires_grad != trains:
+                weight.requires_grad_(trains)
+        for part, mode in zip(self._parts, values.modes):
+            part.training = mode
+        values.write_attributes(vars(self._module))
+        for metric, state in values.metrics:
+            states = metric._defaults
+            vars(metric).update({n: _copied(v) if n in states else copy_deeply(v) for n, v in state.items()})
+
+
+class _Values:
+    """What a module holds at one moment."""
+
+    def __init__(self, copied: Iterable[Tensor]) -> None:
+        self.copies = SmallCopies(copied)
+        self.random: RandomState
+        self.trains: list[bool]
+        self.modes: list[bool]
+        self.generators: list[tuple[Any, Any]]
+        self.metrics: list[tuple[Metric, MetricState]]
+        self.attributes: dict[str, Any] = {}
+
+    def read_attributes(self, own: dict[str, Any]) -> None:
+        """Remember plain attributes: tensors, and containers of anything but numbers; of lists how long they are."""
+        self._names = set(own)
+        self._numbers = {name: value for name, value in own.items() if value is None or isinstance(value, (int, float))}
+        self.attributes = {n: value for n, value in own.items() if n not in LIGHTNINGS_OWN and _is_gathered(value)}
+        self._contents: list[tuple[Any, Any]] = []
+        for value in self.attributes.values():
+            if type(value) is list:
+                self._contents.append((value, len(value)))
+            elif isinstance(value, Tensor):
+                if is_writable(value) and is_small(value):
+                    self._contents.append((value, (value._version, value.detach().clone())))
+            elif len(value) <= _FEW:
+                self._contents.append((value, copy.copy(value)))
+
+    @torch.no_grad()
+    def write_attributes(self, own: dict[str, Any]) -> None:
+        """Put them back. Numbers stay, as what counts attempts goes on counting, but for one that became a tensor."""
         for name in [name for name in own if name not in self._names and _is_gathered(own[name])]:
             del own[name]
-        own.update(self._attributes)
-        own.update({n: number for n, number in self._numbers.items() if isinstance(own.get(n), Tensor)})  # 0.0 + a loss
-        self.shorten()
-        for container, content in self._contents:
-            refill(container, content)
-        for metric, state in self._states:
-            states = metric._defaults
-            vars(metric).update({n: _copied(value) if n in states else _deep(value) for n, value in state.items()})
-        changed = (at for at, pair in enumerate(zip(versions(self._watched), self._versions)) if pair[0] != pair[1])
-        lost = next((self._names_of[at] for at in changed), None)
-        return None if lost is None else f"weights or buffers of which no copies are made ({lost})"
+        own.update(self.attributes)
+        own.update({name: number for name, number in self._numbers.items() if isinstance(own.get(name), Tensor)})
+        for value, content in self._contents:
+            if type(value) is list:
+                if _is_gathered(value[content:]):
+                    del value[content:]
+            elif isinstance(value, Tensor):
+                if value._version != content[0]:
+                    value.copy_(content[1])
+            else:
+                refill(value, content)
 
-    def draws_numbers(self) -> bool:
-        """Return whether random numbers were drawn since."""
-        return not self._random.is_current() or have_moved(self._generators)
+
+def _hidden(module: Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield weights and buffers of networks that are no submodules, as in a plain list, with their names."""
+    for path, part in hidden_modules(module):
+        yield from chain(part.named_parameters(path), part.named_buffers(path))
 
 
 def _is_gathered(value: Any) -> bool:
@@ -164,7 +249,7 @@ def _state(metric: Metric) -> MetricState:
     """Return the attributes of a metric, with copies of tensors and containers that updates write to."""
     states = metric._defaults
     held = ((name, value) for name, value in vars(metric).items() if name not in FIXED)
-    return {name: _copied(value) if name in states else _deep(value) for name, value in held}
+    return {name: _copied(value) if name in states else copy_deeply(value) for name, value in held}
 
 
 def _copied(value: Any) -> Any:

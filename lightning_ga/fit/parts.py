@@ -1,0 +1,114 @@
+"""What the engine runs: windows, their batches (parts), and pieces of these."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from lightning_ga.loading.batch_source import BatchSource
+from lightning_ga.loading.reader import CollatedAgain
+from lightning_ga.snapshot.savepoint import Savepoint
+
+Move = Callable[[Any], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Some neighbouring samples of a batch."""
+
+    start: int  # the first
+    stop: int  # one after the last
+    of: int  # samples of the batch
+
+    @property
+    def samples(self) -> int:
+        """How many."""
+        return self.stop - self.start
+
+    @property
+    def is_last(self) -> bool:
+        """Whether none comes after it in its batch."""
+        return self.stop == self.of
+
+
+def even_pieces(sizes: Sequence[int]) -> list[Piece]:
+    """Return neighbouring pieces of these sizes.
+
+    Examples:
+        >>> even_pieces([3, 2])
+        [Piece(start=0, stop=3, of=5), Piece(start=3, stop=5, of=5)]
+    """
+    pieces, start = [], 0
+    for size in sizes:
+        pieces.append(Piece(start, start + size, sum(sizes)))
+        start += size
+    return pieces
+
+
+@dataclass(slots=True, eq=False)
+class Part:
+    """One batch of a window."""
+
+    batch: Any  # ``None`` once it has run and can be fetched again
+    number: int
+    move: Move | None = None  # moves pieces to the device; ``None`` if the batch is there
+    loader: int = 0
+    expected: int | None = None  # samples that it should hold, where that is known
+    written: Sequence[int] = ()  # how often its tensors had been written to before it ran
+
+
+@dataclass(frozen=True, slots=True)
+class BatchResult:
+    """The results of a batch."""
+
+    results: Sequence[Any]  # what the pieces returned; one result of a batch that ran whole
+    sizes: Sequence[int] = ()  # samples of each piece; empty for a batch that ran whole
+    weights: Sequence[float] = ()  # what each weighs in means
+
+
+class Window(ABC):
+    """The batches that are undone together, and how they run."""
+
+    stage: str  # ``"training"``, ``"validation"``, ``"test"`` or ``"prediction"``
+    savepoint: Savepoint
+    parts: list[Any]  # of ``Part``: the batches so far; all but the last have run
+
+    @abstractmethod
+    def run_pass(self, part: Any, batch: Any, piece: Piece | None, weight: float) -> Any:
+        """Run the samples of a batch: all of them, or a piece that weighs so much in means."""
+
+    @abstractmethod
+    def fetch(self, part: Any, seed: int = 0) -> CollatedAgain | None:
+        """Fetch the samples of a batch again, random numbers drawn from a seed; ``None`` if that is not possible."""
+
+    def weigh(self, part: Any, cut: Any, piece: Piece) -> float:
+        """Return what a piece weighs in means."""
+        return float(piece.samples)
+
+    def undo(self) -> str | None:
+        """Undo what the savepoint does not keep, before the window runs again; name what cannot be undone."""
+        return None
+
+
+class StageBatches(Protocol):
+    """What is known of the batches of training, or of evaluation."""
+
+    def source(self, loader: int) -> BatchSource:
+        """Return how the batches of a loader are made."""
+
+    def samples_of_next(self, batch: Any) -> int | None:
+        """Return how many samples the next batch should hold, where that is known."""
+
+    def verdict(self) -> str:
+        """Say in a sentence whether a batch in pieces gives the same result."""
+
+    def later_epochs(self) -> str:
+        """Say in a sentence what an out-of-memory error changes from the next epoch on."""
+
+
+def written_versions(batch: Any) -> list[int]:
+    """Return how often the tensors of a batch were written to, as far as they lie at hand."""
+    things = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, (list, tuple)) else (batch,)
+    return [each._version for each in things if isinstance(each, Tensor) and not each.is_inference()]

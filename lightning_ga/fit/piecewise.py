@@ -1,0 +1,243 @@
+"""Run a batch in pieces that fit; if memory runs out, its window again from the start, in smaller pieces."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from lightning_ga.batch.layout import LayoutError
+from lightning_ga.batch.pytree import same_values
+from lightning_ga.compat import log_capture, transfer
+from lightning_ga.errors import UserError
+from lightning_ga.fit.batch_metrics import whole_batch_metrics
+from lightning_ga.fit.log_buffer import LogBuffer
+from lightning_ga.fit.messages import HOOKS_APART, SAME_BUT_RANDOM, SKIPPED, OomEvent, part_of_a_batch
+from lightning_ga.fit.parts import BatchResult, Part, Piece, Window, even_pieces, written_versions
+from lightning_ga.loading.reader import BatchSlices
+from lightning_ga.memory.oom import is_ambiguous_out_of_memory, is_out_of_memory
+from lightning_ga.plan.accumulation import plan_accumulation, split_evenly
+from lightning_ga.plan.exactness import SAME_RESULT
+from lightning_ga.probe.fingerprint import describe_value
+from lightning_ga.snapshot.plain import PlainState
+
+if TYPE_CHECKING:
+    from lightning_ga.fit.engine import Engine
+
+
+class PiecewiseRun:
+    """One run of a window whose last batch does not run whole.
+
+    Args:
+        engine: Catches errors, and knows the limits.
+        window: The window.
+        tap: Takes what is logged.
+        failure: The error that the whole batch ended in; ``None`` if it was not tried.
+        pieces: In how many pieces the last batch runs at first.
+        takes: Whether the window begins with this run, so that its state is to be kept.
+        all_parts: Whether all batches of the window are to run, though none has failed.
+    """
+
+    def __init__(
+        self,
+        engine: "Engine",
+        window: Window,
+        tap: log_capture.LogTap,
+        *,
+        failure: Exception | None,
+        pieces: int | None,
+        takes: bool,
+        all_parts: bool,
+    ) -> None:
+        self._engine, self._window, self._tap, self._takes = engine, window, tap, takes
+        self._failure, self._pieces, self._all_parts = failure, pieces, all_parts
+        self._stage, self._last = window.stage, window.parts[-1]
+        self._refused: list[int] = []  # samples of the passes that ran out of memory
+        self._running = 0  # samples of the pass that runs
+        self._cut: Any = None  # these samples
+        self._hook = log_capture.current_hook(engine.trainer)
+        self._plain: PlainState | None = None  # what does not come back, before the window ran again
+        self._draws = False  # whether samples that are fetched again are others: their dataset draws random numbers
+
+    def run(self) -> BatchResult:
+        """Run until all goes through, and report the errors that were survived."""
+        engine = self._engine
+        slices = self._slices(self._last)
+        if self._failure is not None:
+            self._refuse(slices.samples, self._last.batch)
+        while True:
+            if self._failure is not None:
+                self._undo()
+            outcome = engine.catch(self._stage, self._run_parts, slices)
+            if outcome.failure is None:
+                break
+            self._failure = outcome.failure
+            self._refuse(self._running, self._cut)
+            self._cut = None
+        result: BatchResult = outcome.result[0]
+        logs: LogBuffer = outcome.result[1]
+        logs.replay(self._tap.log, partial(engine.retry_once, self._stage))
+        if self._refused:
+            self._report(result)
+        return result
+
+    def _undo(self) -> None:
+        """Put everything back as the window began.
+
+        Raises:
+            UserError: If something cannot be put back.
+        """
+        engine, window = self._engine, self._window
+        log_capture.return_to_hook(engine.trainer, self._hook)
+        lost = window.savepoint.restore() or window.undo()
+        if lost is not None:
+            raise engine.error(engine.out_of_memory(self._stage).changed_by_the_step(lost)) from self._failure
+        if window.savepoint.is_taken:
+            self._plain = window.savepoint.not_put_back()
+
+    def _run_parts(self, slices: BatchSlices) -> tuple[BatchResult, LogBuffer]:
+        """Run the batches of the window: those before the last, if they are to run again, log nothing."""
+        window, logs = self._window, LogBuffer()
+        if self._takes and not window.savepoint.is_taken:
+            window.savepoint.take()
+        if self._failure is not None or self._all_parts:
+            for number, part in enumerate(window.parts[:-1]):
+                with self._tap.silent():
+                    self._run_again(part)
+                window.savepoint.go_on(number + 1)
+        with self._tap.held(logs.note):
+            return self._run_pieces(self._last, slices, logs), logs
+
+    def _run_again(self, part: Part) -> None:
+        """Run a batch of the window once more; it is let go afterwards, if it was fetched again."""
+        kept, move = part.batch, part.move
+        if kept is None:
+            self._fetch(part)
+        elif move is None and written_versions(kept) != part.written:
+            error = self._engine.out_of_memory(self._stage).changed_by_the_step("its batch in place")
+            raise self._engine.error(error) from self._failure
+        elif move is not None and self._engine.hooks_move_batches:
+            part.batch, part.move = move(kept), None  # hooks see the whole batch
+        try:
+            slices = self._slices(part)
+            if part.move is None and slices.samples <= self._most:
+                self._running, self._cut = slices.samples, part.batch
+                self._window.run_pass(part, part.batch, None, 1.0)
+            else:
+                self._run_pieces(part, slices, LogBuffer())
+        finally:
+            part.batch, part.move = kept, move
+
+    def _fetch(self, part: Part) -> None:
+        """Fetch the samples of a batch again, as none is kept on a CPU."""
+        engine = self._engine
+        again = self._window.fetch(part)
+        assert again is not None, "batches that cannot be fetched again are kept"
+        batch = again.collate(0, again.count)
+        if not self._draws:
+            other = self._window.fetch(part, seed=1)
+            self._draws = other is None or not same_values(batch, other.collate(0, other.count, seed=1))
+        mover = transfer.BatchTransfer(engine.trainer, part.loader)
+        with engine.suspended():
+            part.batch = mover.to_device(batch)
+
+    @property
+    def _most(self) -> int:
+        """The most samples of a pass: half of what failed."""
+        limit = self._engine.limit(self._stage)
+        return min([2**31 if limit is None else limit, *((size + 1) // 2 for size in self._refused)])
+
+    def _run_pieces(self, part: Part, slices: BatchSlices, logs: LogBuffer) -> BatchResult:
+        """Run a batch in pieces of near-equal size."""
+        engine, window, samples = self._engine, self._window, slices.samples
+        agreed = self._pieces if part is self._last and not self._refused else None
+        sizes: Sequence[int] = plan_accumulation(samples, micro_batch=self._most).chunks[0]
+        sizes = sizes if agreed is None else split_evenly(samples, agreed)
+        exchanged = engine.collectives()
+        results, weights = [], []
+        with whole_batch_metrics(window.savepoint.metrics, lambda: self._running / samples):
+            for piece in even_pieces(sizes):
+                self._running = piece.samples
+                cut = self._cut = slices.take(piece.start, piece.stop)
+                weight = window.weigh(part, cut, piece)
+                moved = cut if part.move is None else part.move(cut)
+                results.append(self._run_piece(part, moved, piece, weight))
+                weights.append(weight)
+                logs.keep(weight, piece.samples)
+                if self._failure is not None and engine.collectives() != exchanged:  # others would wait for the rest
+                    engine.lockstep.add(self._stage)
+                    engine.raise_if_others_wait(self._stage, self._failure)
+        return BatchResult(results, sizes, weights)
+
+    def _run_piece(self, part: Part, batch: Any, piece: Piece, weight: float) -> Any:
+        """Run a piece; an error of the user's code tells which samples ran."""
+        try:
+            return self._window.run_pass(part, batch, piece, weight)
+        except Exception as error:
+            is_ours = isinstance(error, UserError) or is_out_of_memory(error) or is_ambiguous_out_of_memory(error)
+            if not is_ours and piece.samples < piece.of:
+                error.add_note(part_of_a_batch(self._stage, piece, out_of_memory=self._failure is not None))
+            raise
+
+    def _slices(self, part: Part) -> BatchSlices:
+        """Read where a batch may be cut.
+
+        Raises:
+            UserError: If it cannot be cut, from the out-of-memory error that made it necessary.
+        """
+        engine, on_host = self._engine, part.move is not None
+        reader = engine.readers.reader(self._stage, part.loader)
+        try:
+            with engine.readers.reading(reader, on_host=on_host):
+                fetch = partial(self._window.fetch, part)
+                return reader.slices(part.batch, expected=part.expected, on_host=on_host, samples=fetch)
+        except LayoutError as why:
+            if self._failure is None:
+                raise
+            raise engine.error(engine.out_of_memory(self._stage).cannot_be_cut(str(why))) from self._failure
+
+    def _refuse(self, samples: int, batch: Any) -> None:
+        """Note that so many samples do not fit.
+
+        Raises:
+            UserError: If it was a single one.
+        """
+        self._refused.append(samples)
+        assert self._failure is not None
+        if samples > 1:
+            return
+        if is_ambiguous_out_of_memory(self._failure):
+            raise self._failure
+        error = self._engine.out_of_memory(self._stage).one_sample_too_large(describe_value(batch))
+        raise self._engine.error(error) from self._failure
+
+    def _report(self, result: BatchResult) -> None:
+        """Lower the limit to the largest piece below all that failed, and say what it cost."""
+        engine, smallest = self._engine, min(self._refused)
+        fits = max((size for size in result.sizes if size < smallest), default=1)
+        engine.lower(self._stage, fits)
+        engine.report(
+            OomEvent(
+                self._stage,
+                engine.trainer.global_step,
+                smallest,
+                fits,
+                engine.memory(),
+                self._sentence(result),
+                () if self._plain is None else self._plain.changed(),
+                engine.batches(self._stage).later_epochs(),
+            )
+        )
+
+    def _sentence(self, result: BatchResult) -> str:
+        """Say whether the result is that of the whole batch."""
+        engine, savepoint = self._engine, self._window.savepoint
+        if self._stage == "training" and len({each is None for each in result.results}) > 1:
+            return SKIPPED
+        if self._last.move is not None and engine.hooks_move_batches:
+            return HOOKS_APART
+        verdict = engine.batches(self._stage).verdict()
+        if verdict == SAME_RESULT and savepoint.changed_at_zeroing is not None:
+            name = savepoint.changed_at_zeroing
+            return f"A hook around the zeroing of gradients had changed {name} before; the result may depend on it."
+        if verdict == SAME_RESULT and (self._draws or savepoint.draws_numbers()):
+            return SAME_BUT_RANDOM
+        return verdict

@@ -1,0 +1,113 @@
+"""Plain attributes of modules, and of the objects that they hold: looked at, never put back.
+
+A savepoint does not know them all. So after an out-of-memory error they are looked at before and after the window runs
+again: what that changed, the failed attempt may have changed as well, and the warning names it.
+"""
+
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torch.nn import Module
+from torch.utils.data import DataLoader, Dataset
+from torchmetrics import Metric
+
+from lightning_ga.snapshot.checksums import checksums, differ
+from lightning_ga.snapshot.random_numbers import GENERATORS
+
+LIGHTNINGS_OWN = {*vars(LightningModule()), "_hparams", "forward"}  # what Lightning keeps of itself in a module
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_CONTAINERS = (dict, list, tuple, set, deque)
+_OPAQUE = (type, ModuleType, FunctionType, MethodType, BuiltinFunctionType, Metric, Dataset, DataLoader, *GENERATORS)
+_FOREIGN = ("lightning.", "pytorch_lightning.", "lightning_ga.", "torch.optim", "torch._dynamo")
+_LONGEST = 1000  # longer containers hold data: they are not searched
+_MOST = 10_000  # objects that are looked at
+
+
+class PlainState:
+    """What plain attributes hold now.
+
+    Args:
+        module: The LightningModule.
+        tensors: Tensors besides, with their names.
+        apart: Attributes of the module itself that are not looked at.
+    """
+
+    def __init__(self, module: Module, tensors: Sequence[tuple[str, Tensor]], apart: Collection[str]) -> None:
+        self._module, self._tensors, self._apart = module, tensors, set(apart)
+        self._values = self._read()
+
+    def changed(self) -> tuple[str, ...]:
+        """Return the names of what has changed since."""
+        before, now = self._values, self._read()
+        return tuple(name for name in now if _has_changed(before.get(name), now[name]))
+
+    def _read(self) -> dict[str, Any]:
+        found = {path: value for path, value in _reachable(self._module) if path.split(".")[0] not in self._apart}
+        tensors = {name: value for name, value in found.items() if isinstance(value, Tensor)} | dict(self._tensors)
+        values = {name: _summary(value) for name, value in found.items() if name not in tensors}
+        return {**values, **dict(zip(tensors, checksums(tensors.values())))}
+
+
+def hidden_modules(module: Module) -> Iterator[tuple[str, Module]]:
+    """Yield networks that plain attributes hold, but not as submodules, with their paths."""
+    registered = set(map(id, module.modules()))
+    return (
+        (path, part) for path, part in _reachable(module) if isinstance(part, Module) and id(part) not in registered
+    )
+
+
+def _reachable(module: Module) -> Iterator[tuple[str, Any]]:
+    """Yield what plain attributes refer to at any depth, each object once, with its path."""
+    pending: deque[tuple[str, Any]] = deque((name, part) for name, part in module.named_modules())
+    seen = set[int]()
+    while pending and len(seen) < _MOST:
+        path, value = pending.popleft()
+        if isinstance(value, _PLAIN):
+            yield path, value
+            continue
+        if id(value) in seen or isinstance(value, _OPAQUE) or _is_foreign(value, module):
+            continue
+        seen.add(id(value))
+        yield path, value
+        pending.extend((f"{path}.{name}".lstrip("."), child) for name, child in _children(value))
+
+
+def _children(value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, (Tensor, np.ndarray)):
+        return
+    if isinstance(value, _CONTAINERS):
+        if len(value) <= _LONGEST:
+            pairs = value.items() if isinstance(value, dict) else enumerate(value)
+            yield from ((str(name), child) for name, child in pairs)
+        return
+    tables = _TABLES | LIGHTNINGS_OWN if isinstance(value, LightningModule) else _TABLES
+    apart: Collection[str] = tables if isinstance(value, Module) else ()
+    yield from ((name, child) for name, child in getattr(value, "__dict__", {}).items() if name not in apart)
+
+
+_TABLES = {name for name in vars(Module()) if name != "training"}
+
+
+def _is_foreign(value: Any, module: Module) -> bool:
+    """Return whether an object belongs to the trainer, or is an optimizer: it changes outside of steps."""
+    kind = type(value).__module__ + "."
+    return value is not module and kind.startswith(_FOREIGN) and not isinstance(value, Module)
+
+
+def _summary(value: Any) -> Any:
+    """Return something to compare a value by."""
+    if isinstance(value, np.ndarray):
+        return hash(value.tobytes()) if value.dtype != object else value.shape
+    if isinstance(value, _CONTAINERS):
+        return len(value)
+    return value if isinstance(value, _PLAIN) else None
+
+
+def _has_changed(before: Any, now: Any) -> bool:
+    numbers = isinstance(before, int) and isinstance(now, int)
+    return differ(before, now) if numbers else before is not None and now is not None and before != now
