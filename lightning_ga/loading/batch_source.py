@@ -7,8 +7,8 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_ga.batch.layout import WAY_OUT, Layout, LayoutError, SampleAxis, Samples, read_layout, uncuttable
-from lightning_ga.batch.ready_made import read_ready_made
+from lightning_ga.batch.layout import WAY_OUT, Layout, LayoutError, SampleAxis, uncuttable
+from lightning_ga.batch.read_layout import Samples, read_layout, read_ready_made
 from lightning_ga.batch.sizes import leaves
 from lightning_ga.loading.peekable import length_of
 from lightning_ga.loading.samples import GOLDEN, collate_samples, collect_samples
