@@ -5,13 +5,11 @@ numbers that training has used up nor of the hardware. So window k of epoch e ho
 whatever the micro-batch and the number of ranks are, after a resume too.
 """
 
-import random
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from itertools import count, islice
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch.utils.data import Sampler
 
@@ -309,11 +307,7 @@ def seeded(seed: int, epoch: int, *samplers: object) -> Iterator[None]:
         for generator in own:
             is_torch = isinstance(generator, torch.Generator)
             random_numbers.seed_generator(generator, generator.initial_seed() + epoch if is_torch else seed)
-        torch.default_generator.manual_seed(seed % _SEEDS)
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            torch.cuda.manual_seed_all(seed % _SEEDS)
-        np.random.seed(seed % 2**32)
-        random.seed(seed)
+        random_numbers.reseed(seed)
         yield
     finally:
         before.restore()
