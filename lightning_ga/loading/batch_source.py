@@ -30,11 +30,7 @@ class CollatedBatches:
     samples: Callable[["DataLoader[Any]"], list[Any]] = lambda loader: collect_samples(loader, indices_of(loader))
 
     def layout(self, prepare: Prepare) -> Layout:
-        """Read the layout of batches that are prepared for the step, by collating a few samples as 3 and as 4.
-
-        Raises:
-            LayoutError: If their samples cannot be separated.
-        """
+        """Read the layout of batches that are prepared for the step, by collating a few samples as 3 and as 4."""
         try:
             kinds = [_various(self.samples(loader)) for loader in self.loaders]
             if not all(kinds):
