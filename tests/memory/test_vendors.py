@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 import torch
+from vendors import use_device
 
 from lightning_ga.errors import UserError
 from lightning_ga.memory.device import available_memory, keeps_statistics, total_memory
 from lightning_ga.memory.oom import empty_caches
 from lightning_ga.memory.vendors import VENDORS, WITH_STATISTICS, vendor_of, vendors_in_use
-from tests.support.vendors import use_device
 
 KINDS = ["cuda", "xpu", "mps"]
 
@@ -30,6 +30,7 @@ def test_to_ask_what_is_in_use_starts_no_device() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_only_what_is_in_use_is_emptied(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     emptied: list[str] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)  # where there is one
     for each in KINDS:
         monkeypatch.setattr(getattr(torch, each), "empty_cache", lambda each=each: emptied.append(each))
     use_device(kind, monkeypatch)

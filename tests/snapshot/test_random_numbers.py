@@ -8,9 +8,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from vendors import use_device
 
 from lightning_ga.snapshot.random_numbers import RandomState, reseed
-from tests.support.vendors import use_device
 
 DRAWS: dict[str, Callable[[], object]] = {
     "python": random.random,
