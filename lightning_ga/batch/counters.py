@@ -1,6 +1,6 @@
 """Find the counter whose count a loss is a mean over, from the weights that parts of a batch turned out to have."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,12 +12,7 @@ _NEAR = 1e-3
 
 
 def fitting_counter(batch: Any, parts: Sequence[Any], share: float) -> str:
-    """Return the ``normalize=`` that gives the first of two parts its share, as source text; empty if none does.
-
-    Args:
-        batch: The whole batch.
-        parts: The two parts that it was cut into.
-        share: Weight of the first part, where both weigh one together.
+    """Return the ``normalize=`` that gives the first of a batch's two parts its share of one; empty if none does.
 
     Examples:
         >>> first, second = torch.tensor([[1, 2, -100]]), torch.tensor([[1, -100, -100]])
@@ -44,11 +39,9 @@ def _counters(fields: Mapping[Any, torch.Tensor]) -> Iterator[AttentionMaskToken
 
 def _whole_numbers(batch: Any) -> dict[Any, torch.Tensor]:
     """Return the tensors of whole numbers in a mapping or a sequence."""
-    fields: Iterable[tuple[Any, Any]] = ()
-    if isinstance(batch, (Mapping, list, tuple)):
-        fields = batch.items() if isinstance(batch, Mapping) else enumerate(batch)
-    tensors = {key: field for key, field in fields if isinstance(field, torch.Tensor)}
-    return {key: field for key, field in tensors.items() if not field.is_floating_point() and field.dim() > 0}
+    fields = dict(enumerate(batch)) if isinstance(batch, (list, tuple)) else batch
+    tensors = fields.items() if isinstance(fields, Mapping) else ()
+    return {key: x for key, x in tensors if isinstance(x, torch.Tensor) and not x.is_floating_point() and x.dim()}
 
 
 def _written(counter: AttentionMaskTokens | TargetTokens) -> str:

@@ -1,9 +1,4 @@
-"""Merge the outputs of ``training_step`` for the chunks of a batch into its output for the whole batch.
-
-Values with one entry for each sample are joined, in the order of the chunks; means are averaged by
-weight; values that are the same for all chunks stay. Values that cannot be merged become a list. As in
-Lightning, nothing keeps its graph.
-"""
+"""Merge the outputs of ``training_step`` for the pieces of a batch into its output for the whole batch."""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -21,7 +16,7 @@ from lightning_ga.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """The value of one chunk, the samples of the chunk, and its weight in a mean."""
+    """The value of one piece, the samples of the piece, and its weight in a mean."""
 
     value: Any
     size: int
@@ -29,24 +24,17 @@ class _Part:
 
 
 def merge_outputs(outputs: Sequence[Any], sizes: Sequence[int], weights: Sequence[float] | None = None) -> Any:
-    """Merge the outputs of the chunks of a batch into one.
+    """Merge the outputs of the pieces of a batch into one; as in Lightning, nothing keeps its graph.
 
     - A tensor alone and ``output["loss"]`` are losses: the mean by weight.
-    - Tensors and arrays whose first axis is as long as their chunk are concatenated, lists too.
+    - Tensors and arrays whose first axis is as long as their piece are concatenated in order, lists too.
     - Other numbers and tensors of one shape: equal ones stay, others are averaged by weight, whole
-      numbers giving floats. A number that counts the chunk's samples becomes their sum.
-    - Containers of fields are merged field by field. ``None`` in some chunks is skipped.
-    - Anything else: the value if it is equal in all chunks, otherwise the list of the values.
+      numbers giving floats. A number that counts the piece's samples becomes their sum.
+    - Containers of fields are merged field by field. ``None`` in some pieces is skipped.
+    - Anything else: the value if it is equal in all pieces, otherwise the list of the values.
 
-    Chunks of no samples are skipped, and means skip chunks of no weight: their loss is NaN.
-
-    Args:
-        outputs: Output of ``training_step`` for each chunk.
-        sizes: Samples of each chunk.
-        weights: Weight of each chunk in means, for example its tokens; its samples by default.
-
-    Raises:
-        UserError: If there is not one size and one weight for each of at least one output.
+    ``sizes`` are the samples of each piece, and by default its weight in means. Pieces of no samples are skipped, and
+    means skip pieces of no weight: their loss is NaN.
 
     Examples:
         >>> parts = [
@@ -63,16 +51,18 @@ def merge_outputs(outputs: Sequence[Any], sizes: Sequence[int], weights: Sequenc
         raise UserError(f"{counts}: each of at least one output needs a size and a weight.")
     parts = [_Part(*part) for part in zip(outputs, sizes, weights)]
     parts = [part for part in parts if part.size] or parts[:1]
-    return _average(parts) if _are_scalars(parts) else _merge(parts, losses=("['loss']",))
+    return _merge(parts, is_loss=True, losses=("['loss']",))
 
 
-def _merge(parts: list[_Part], losses: tuple[str, ...] = ()) -> Any:
-    """Merge values of any kind; under the names in ``losses`` a tensor of one element is a loss."""
+def _merge(parts: list[_Part], *, is_loss: bool = False, losses: tuple[str, ...] = ()) -> Any:
+    """Merge values of any kind. A loss is a tensor of one element; ``losses`` names the fields that may hold one."""
     parts = [part for part in parts if part.value is not None]
     values = [part.value for part in parts]
     if not values:
         return None
     first = values[0]
+    if is_loss and _are_scalars(values):
+        return _average(parts)
     if all(isinstance(value, PackedSequence) for value in values):
         sequences = [sequence.detach() for value in values for sequence in unpack_sequence(value)]
         return pack_sequence(sequences, enforce_sorted=all(value.sorted_indices is None for value in values))
@@ -85,6 +75,10 @@ def _merge(parts: list[_Part], losses: tuple[str, ...] = ()) -> Any:
     if any(type(value) is not type(first) for value in values) or open_container(first) is None:
         return _same(values)
     return _merge_lists(parts) if is_plain_sequence(first) else _merge_fields(parts, losses)
+
+
+def _are_scalars(values: list[Any]) -> bool:
+    return all(isinstance(value, torch.Tensor) and not value.is_nested and value.numel() == 1 for value in values)
 
 
 def _merge_fields(parts: list[_Part], losses: tuple[str, ...] = ()) -> Any:
@@ -100,17 +94,7 @@ def _merge_fields(parts: list[_Part], losses: tuple[str, ...] = ()) -> Any:
             if name not in fields:
                 return _same([part.value for part in parts])
             fields[name].append(_Part(value, part.size, part.weight))
-    return rebuild(whole, [_merge_field(parts, name in losses) for name, parts in fields.items()])
-
-
-def _merge_field(parts: list[_Part], loss: bool) -> Any:
-    parts = [part for part in parts if part.value is not None]
-    return _average(parts) if loss and parts and _are_scalars(parts) else _merge(parts)
-
-
-def _are_scalars(parts: list[_Part]) -> bool:
-    values = [part.value for part in parts]
-    return all(isinstance(value, torch.Tensor) and not value.is_nested and value.numel() == 1 for value in values)
+    return rebuild(whole, [_merge(parts, is_loss=name in losses) for name, parts in fields.items()])
 
 
 def _merge_lists(parts: list[_Part]) -> Any:
@@ -124,7 +108,7 @@ def _merge_lists(parts: list[_Part]) -> Any:
 
 
 def _are_fields(parts: list[_Part]) -> bool:
-    """Return whether lists as long as their chunks hold fields all the same, such as two outputs for two samples."""
+    """Return whether lists as long as their pieces hold fields all the same, such as two outputs for two samples."""
     if len({part.size for part in parts}) > 1:
         return False
     return any(not _are_alike(part.value) or all(_length(x) == part.size for x in part.value) for part in parts)
@@ -228,11 +212,10 @@ def _merge_arrays(parts: list[_Part]) -> Any:
     values = [part.value for part in parts]
     if _is_by_sample(parts):
         return np.concatenate(values)
-    if values[0].dtype.kind not in "fiuc" or any(value.shape != values[0].shape for value in values):
+    alike = values[0].dtype.kind in "fiuc" and all(value.shape == values[0].shape for value in values)
+    if not alike or _may_be_by_sample(parts) or not any(part.weight for part in parts) or _all_equal(values):
         return _same(values)
-    if not _may_be_by_sample(parts) and any(part.weight for part in parts) and not _all_equal(values):
-        return np.average(values, axis=0, weights=[part.weight for part in parts])
-    return _same(values)
+    return np.average(values, axis=0, weights=[part.weight for part in parts])
 
 
 def _merge_numbers(parts: list[_Part]) -> Any:
@@ -240,7 +223,7 @@ def _merge_numbers(parts: list[_Part]) -> Any:
     if any(isinstance(value, bool) for value in values):
         return _same(values)
     sizes = [part.size for part in parts]
-    # In chunks of one sample each, any number may happen to be one.
+    # In pieces of one sample each, any number may happen to be one.
     if values == sizes and max(sizes) > 1:
         return sum(sizes)
     if _all_equal(values):

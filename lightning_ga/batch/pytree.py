@@ -1,4 +1,4 @@
-"""Open the containers that batches are made of, and rebuild them with their type and all else they hold."""
+"""The containers and values that batches are made of: open, rebuild and compare them, and take samples out of them."""
 
 import copy
 import dataclasses
@@ -15,6 +15,8 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 T = TypeVar("T")
+# Offsets and lengths of jagged tensors, by raggedness: tensors of one raggedness must share them to be added.
+Edges = dict[tuple[str, torch.device], tuple[torch.Tensor, torch.Tensor | None]]
 
 _CONSTANTS = (
     *(str, bytes, Number, type(None), Enum, PurePath, date, time, timedelta),
@@ -31,6 +33,10 @@ class Splitter:
 
 
 _SPLITTERS: dict[type, Splitter] = {}
+_OF_GRAPHS = Splitter(
+    count=lambda batch: int(batch.num_graphs),
+    take=lambda batch, start, stop: type(batch).from_data_list(batch.to_data_list()[start:stop]),
+)
 
 
 def register_splitter(kind: type[T], *, count: Callable[[T], int], take: Callable[[T, int, int], Any]) -> None:
@@ -66,10 +72,25 @@ def find_splitter(node: Any) -> Splitter | None:
     return _OF_GRAPHS if all(map(callable, methods)) and hasattr(node, "num_graphs") else None
 
 
-_OF_GRAPHS = Splitter(
-    count=lambda batch: int(batch.num_graphs),
-    take=lambda batch, start, stop: type(batch).from_data_list(batch.to_data_list()[start:stop]),
-)
+def is_constant(node: Any) -> bool:
+    """Return whether a value is a text, a number, a tensor of no dimension, or another single value."""
+    if find_splitter(node) is not None:
+        return False
+    if isinstance(node, torch.Tensor):
+        return not node.is_nested and not node.dim()
+    return isinstance(node, _CONSTANTS) or (is_array(node) and not node.shape)
+
+
+def is_array(node: Any) -> bool:
+    """Return whether a value is cut by slicing it: arrays of numpy and others, data frames, ``TensorDict``."""
+    if isinstance(node, (dict, UserDict, torch.Tensor)) or dataclasses.is_dataclass(node):
+        return False  # a field may be called shape
+    return isinstance(getattr(node, "shape", None), tuple) and hasattr(type(node), "__getitem__")
+
+
+def is_plain_sequence(node: Any) -> bool:
+    """Return whether a value is a list or a tuple without names."""
+    return isinstance(node, (list, tuple)) and not hasattr(node, "_fields")
 
 
 def extents(node: Any) -> tuple[int, ...] | None:
@@ -90,75 +111,6 @@ def extents(node: Any) -> tuple[int, ...] | None:
     if not is_array(node):
         return None
     return (len(node),) if hasattr(node, "iloc") else tuple(node.shape) or None
-
-
-def is_constant(node: Any) -> bool:
-    """Return whether a value is a text, a number, a tensor of no dimension, or another single value."""
-    if find_splitter(node) is not None:
-        return False
-    if isinstance(node, torch.Tensor):
-        return not node.is_nested and not node.dim()
-    return isinstance(node, _CONSTANTS) or (is_array(node) and not node.shape)
-
-
-def same_values(one: Any, other: Any) -> bool:
-    """Return whether two values of any structure are equal, NaN included; unknown types are compared by ``==``.
-
-    Examples:
-        >>> same_values({"x": torch.tensor([1.0, float("nan")])}, {"x": torch.tensor([1.0, float("nan")])})
-        True
-    """
-    if one is other:
-        return True
-    if type(one) is not type(other):
-        return False
-    try:
-        if isinstance(one, torch.Tensor):
-            return _same_tensors(one, other)
-        if is_array(one):
-            return bool(one.shape == other.shape) and _same_tensors(torch.as_tensor(one), torch.as_tensor(other))
-        if isinstance(one, float):
-            return one == other or (one != one and other != other)
-        mine, theirs = open_container(one), open_container(other)
-        if mine is not None and theirs is not None:
-            pairs = list(zip(mine, theirs))
-            return len(mine) == len(theirs) and all(a == b and same_values(x, y) for (a, x), (b, y) in pairs)
-        if type(one).__eq__ is object.__eq__:  # type: ignore[comparison-overlap]
-            held = object.__getstate__(one)  # with what __slots__ name
-            return held is not None and same_values(held, object.__getstate__(other))
-        return bool(one == other)
-    except Exception:  # arrays of objects; the == of a user's type may raise anything
-        return _same_text(one, other)
-
-
-def _same_tensors(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if one.dtype != other.dtype or one.layout != other.layout or one.is_nested != other.is_nested:
-        return False
-    if one.is_nested:
-        parts = list(zip(one.unbind(), other.unbind()))
-        return one.size(0) == other.size(0) and all(_same_tensors(a, b) for a, b in parts)
-    if one.shape != other.shape:
-        return False
-    if one.layout != torch.strided:
-        one, other = one.to_dense(), other.to_dense()
-    one, other = one.detach().as_subclass(torch.Tensor), other.detach().as_subclass(torch.Tensor)
-    return bool(((one == other) | ((one != one) & (other != other))).all())
-
-
-def _same_text(one: Any, other: Any) -> bool:
-    return hasattr(one, "tolist") and hasattr(other, "tolist") and str(one.tolist()) == str(other.tolist())
-
-
-def is_array(node: Any) -> bool:
-    """Return whether a value is cut by slicing it: arrays of numpy and others, data frames, ``TensorDict``."""
-    if isinstance(node, (dict, UserDict, torch.Tensor)) or dataclasses.is_dataclass(node):
-        return False  # a field may be called shape
-    return isinstance(getattr(node, "shape", None), tuple) and hasattr(type(node), "__getitem__")
-
-
-def is_plain_sequence(node: Any) -> bool:
-    """Return whether a value is a list or a tuple without names."""
-    return isinstance(node, (list, tuple)) and not hasattr(node, "_fields")
 
 
 def open_container(node: Any) -> list[tuple[str, Any]] | None:
@@ -217,3 +169,113 @@ def _attribute_names(node: Any) -> list[str] | None:
         return list(dict.fromkeys([*fields, *getattr(node, "__dict__", {})]))
     # BatchEncoding keeps a list of encodings beside the mapping, one for each sample.
     return list(vars(node)) if isinstance(node, (UserDict, SimpleNamespace)) else None
+
+
+def same_values(one: Any, other: Any) -> bool:
+    """Return whether two values of any structure are equal, NaN included; unknown types are compared by ``==``.
+
+    Examples:
+        >>> same_values({"x": torch.tensor([1.0, float("nan")])}, {"x": torch.tensor([1.0, float("nan")])})
+        True
+    """
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    try:
+        if isinstance(one, torch.Tensor):
+            return _same_tensors(one, other)
+        if is_array(one):
+            return bool(one.shape == other.shape) and _same_tensors(torch.as_tensor(one), torch.as_tensor(other))
+        if isinstance(one, float):
+            return one == other or (one != one and other != other)
+        mine, theirs = open_container(one), open_container(other)
+        if mine is not None and theirs is not None:
+            pairs = list(zip(mine, theirs))
+            return len(mine) == len(theirs) and all(a == b and same_values(x, y) for (a, x), (b, y) in pairs)
+        if type(one).__eq__ is object.__eq__:  # type: ignore[comparison-overlap]
+            held = object.__getstate__(one)  # with what __slots__ name
+            return held is not None and same_values(held, object.__getstate__(other))
+        return bool(one == other)
+    except Exception:  # arrays of objects; the == of a user's type may raise anything
+        return hasattr(one, "tolist") and str(one.tolist()) == str(other.tolist())
+
+
+def _same_tensors(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.dtype != other.dtype or one.layout != other.layout or one.is_nested != other.is_nested:
+        return False
+    if one.is_nested:
+        return one.size(0) == other.size(0) and all(map(_same_tensors, one.unbind(), other.unbind()))
+    if one.shape != other.shape:
+        return False
+    if one.layout != torch.strided:
+        one, other = one.to_dense(), other.to_dense()
+    one, other = one.detach().as_subclass(torch.Tensor), other.detach().as_subclass(torch.Tensor)
+    return bool(((one == other) | ((one != one) & (other != other))).all())
+
+
+def take(node: Any, axis: int, start: int, stop: int, edges: Edges | None = None) -> Any:
+    """Return the entries ``start`` to ``stop - 1`` of a value; the axis is 0 for all but tensors and arrays.
+
+    Dense tensors and arrays come as views; packed, sparse and nested tensors copy at most what is taken.
+
+    Examples:
+        >>> take(torch.arange(6).reshape(2, 3), 1, 0, 2)
+        tensor([[0, 1],
+                [3, 4]])
+    """
+    if (splitter := find_splitter(node)) is not None:
+        return splitter.take(node, start, stop)
+    if isinstance(node, PackedSequence):
+        return _take_sequences(node, start, stop)
+    if isinstance(node, torch.Tensor):
+        return _take_tensor(node, axis, start, stop, {} if edges is None else edges)
+    if is_plain_sequence(node):
+        return rebuild(node, node[start:stop])
+    rows = getattr(node, "iloc", node)  # data frames are indexed by label otherwise
+    return rows[(*(slice(None),) * axis, slice(start, stop))]
+
+
+def _take_tensor(tensor: torch.Tensor, axis: int, start: int, stop: int, edges: Edges) -> torch.Tensor:
+    if tensor.layout == torch.jagged:
+        return _take_jagged(tensor, start, stop, edges)
+    if tensor.is_nested:
+        return torch.nested.as_nested_tensor(list(tensor.unbind()[start:stop]))
+    if tensor.layout != torch.strided:  # sparse tensors have no views along an axis
+        part = torch.narrow_copy(tensor.to_sparse(layout=torch.sparse_coo), axis, start, stop - start)
+        return part if tensor.layout == torch.sparse_coo else part.to_sparse(layout=tensor.layout)
+    part = tensor.narrow(axis, start, stop - start)
+    if type(part) is not type(tensor) and not isinstance(tensor, torch.nn.Parameter):
+        part = part.as_subclass(type(tensor))  # views of torchvision's tensors are plain tensors
+        vars(part).update(vars(tensor))
+    return part
+
+
+def _take_jagged(tensor: Any, start: int, stop: int, edges: Edges) -> torch.Tensor:
+    axis = next(axis for axis, size in enumerate(tensor.shape) if not isinstance(size, int))
+    raggedness = str(tensor.shape[axis]), tensor.device
+    first, last = (int(tensor.offsets()[edge]) for edge in (start, stop))
+    if raggedness not in edges:
+        lengths = None if tensor.lengths() is None else tensor.lengths()[start:stop]
+        edges[raggedness] = tensor.offsets()[start : stop + 1] - first, lengths
+    values = tensor.values().narrow(axis - 1, first, last - first)
+    offsets, lengths = edges[raggedness]
+    return torch.nested.nested_tensor_from_jagged(values, offsets, lengths, jagged_dim=axis)
+
+
+def _take_sequences(packed: PackedSequence, start: int, stop: int) -> PackedSequence:
+    """Take whole sequences of a packed batch, counted in the order in which the user packed them.
+
+    A packed batch holds one step after another, each with the sequences that are that long, the longest first.
+    """
+    batch_sizes, unsorted = packed.batch_sizes, packed.unsorted_indices
+    wanted = torch.arange(start, stop) if unsorted is None else unsorted[start:stop].cpu()
+    places, order = wanted.sort()  # longest first, as they are
+    there = places < batch_sizes[:, None]
+    rows = (batch_sizes.cumsum(0) - batch_sizes)[:, None] + places
+    sizes = there.sum(1)
+    data = packed.data[rows[there].to(packed.data.device)]
+    if unsorted is None:
+        return PackedSequence(data, sizes[sizes > 0])
+    indices = order.to(unsorted.device)
+    return PackedSequence(data, sizes[sizes > 0], indices, indices.argsort())

@@ -1,8 +1,7 @@
 """Cut a batch of any structure into slices of its samples: one at a time, tensors as views.
 
-A LightningModule may define
-``split_batch(self, batch, sizes)`` for batches whose layout cannot be read, for example nodes of
-several graphs that its own code has joined::
+A LightningModule may define ``split_batch(self, batch, sizes)`` for batches whose layout cannot be read, for example
+nodes of several graphs that its own code has joined::
 
     def split_batch(self, batch, sizes):
         graphs = iter(batch.graphs())
@@ -17,8 +16,7 @@ import numpy as np
 import torch
 
 from lightning_ga.batch.layout import Layout, LayoutError, SampleAxis, SampleCount, Slice
-from lightning_ga.batch.pytree import is_plain_sequence, open_container, rebuild
-from lightning_ga.batch.take import Edges, take
+from lightning_ga.batch.pytree import Edges, is_plain_sequence, open_container, rebuild, take
 from lightning_ga.errors import UserError
 
 SplitBatch = Callable[[Any, Sequence[int]], Iterable[Any]]
@@ -61,11 +59,7 @@ def cut(batch: Any, layout: Layout, part: Slice) -> Any:
 
 
 def gather(batch: Any, layout: Layout, count: int) -> Any:
-    """Return a batch of ``count`` samples of another, repeated in turn, in memory of its own where that is possible.
-
-    Raises:
-        LayoutError: If more are asked for than there are, and a part is of a type that cannot be repeated.
-    """
+    """Return a batch of ``count`` samples of another, repeated in turn, in memory of its own where that is possible."""
     whole = layout.whole(batch)
     if not whole.stop:
         raise LayoutError("The batch holds no samples to make another of.")
@@ -112,17 +106,7 @@ def _concatenated(path: str, nodes: list[Any], axis: int) -> Any:
 def split_by_hook(
     hook: Any, batch: Any, sizes: Sequence[int], *, count: Callable[[Any], int] | None = None
 ) -> Iterator[Any]:
-    """Cut a batch by a module's own ``split_batch``.
-
-    Args:
-        hook: Called with the batch and the sizes; it returns one slice for each.
-        batch: The batch.
-        sizes: Samples of each slice.
-        count: Returns the samples of a slice, where they can be read.
-
-    Raises:
-        UserError: If the hook is not callable, or returns another number of slices, or slices of other sizes.
-    """
+    """Cut a batch by a module's own ``split_batch``; ``count`` returns the samples of a slice if they can be read."""
     if not callable(hook):
         raise UserError(
             f"{hook=} must be a method, split_batch(self, batch, sizes), that returns one chunk for each size."
@@ -137,9 +121,10 @@ def _checked(parts: Iterable[Any], sizes: list[int], count: Callable[[Any], int]
     number = 0
     for number, part in enumerate(parts, start=1):
         if number <= len(sizes):
-            if count is not None and _counted(count, part) not in (None, sizes[number - 1]):
+            size = sizes[number - 1]
+            if count is not None and _counted(count, part) not in (None, size):
                 raise UserError(
-                    f"split_batch returned a chunk that does not hold {sizes[number - 1]} samples for {sizes=} "
+                    f"split_batch returned a chunk that does not hold {size} samples for {sizes=} "
                     f"(chunk {number}): each chunk holds as many samples as its size says."
                 )
             yield part

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_ga.batch.layout import WAY_OUT, Layout, LayoutError, SampleAxis, Samples, read_layout, uncuttable
-from lightning_ga.batch.ready_made import read_ready_made
+from lightning_ga.batch.layout import WAY_OUT, Layout, LayoutError, SampleAxis, uncuttable
+from lightning_ga.batch.read_layout import Samples, read_layout, read_ready_made
 from lightning_ga.batch.sizes import leaves
 from lightning_ga.loading.peekable import length_of
 from lightning_ga.loading.samples import GOLDEN, collate_samples, collect_samples
@@ -30,11 +30,7 @@ class CollatedBatches:
     samples: Callable[["DataLoader[Any]"], list[Any]] = lambda loader: collect_samples(loader, indices_of(loader))
 
     def layout(self, prepare: Prepare) -> Layout:
-        """Read the layout of batches that are prepared for the step, by collating a few samples as 3 and as 4.
-
-        Raises:
-            LayoutError: If their samples cannot be separated.
-        """
+        """Read the layout of batches that are prepared for the step, by collating a few samples as 3 and as 4."""
         try:
             kinds = [_various(self.samples(loader)) for loader in self.loaders]
             if not all(kinds):

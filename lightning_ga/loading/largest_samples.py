@@ -31,16 +31,7 @@ class ScanOrder:
 
     The first scan holds the first and the last sample, so that it meets the largest of a sorted data set. Samples
     are at irregular distances, as broken ones may be regular, and any number of them is from all over the data set.
-
-    Args:
-        loader: The user's loader.
-        indices: Of all samples that training may use; ``None`` for a stream, read from its start.
-        total: How many samples there are; ``None`` if that is not known.
-        together: Of samples that batches may be made of, where not any will do.
-
-    Attributes:
-        first: The samples of the first scan.
-        some: Samples that batches may be made of; the same if any will do.
+    A stream has no indices, and is read from its start.
 
     Examples:
         >>> looks = ScanOrder(DataLoader(range(200)), range(200), total=200)
@@ -58,7 +49,8 @@ class ScanOrder:
         self.total = total
         self._indices = indices
         self._stride = 1 if indices is None else max(1, -(-len(indices) // SAMPLES_AT_ONCE))
-        self.first = FirstSamples(loader, self._first())
+        self.first = FirstSamples(loader, self._first())  # of the first scan
+        # Samples that a batch may be made of: those that are ``together``, if not any will do.
         self.some = self.first if together is None else FirstSamples(loader, list(together))
 
     @property
@@ -114,12 +106,6 @@ class _Seen(NamedTuple):
 class Largest:
     """The samples with the most elements, and the largest of every field along every axis.
 
-    Args:
-        text: Whether text counts, as it does where collating turns it into tensors.
-
-    Attributes:
-        uniform: Whether all samples had the same shapes.
-
     Examples:
         >>> import torch
         >>> kept = Largest()
@@ -129,8 +115,8 @@ class Largest:
     """
 
     def __init__(self, *, text: bool = True) -> None:
-        self.uniform = True
-        self._text = text
+        self.uniform = True  # whether all samples had the same shapes
+        self._text = text  # whether text counts: it does if collating turns it into tensors
         self._shapes: dict[Field, tuple[int, ...]] | None = None
         self._count = 0
         self._most: list[_Seen] = []
@@ -218,12 +204,7 @@ class LargestSamples:
 
 @uncounted()  # samples lie on the host
 def largest_samples(loader: "DataLoader[Any]", looks: ScanOrder) -> LargestSamples:
-    """Find the largest samples behind a loader: among a few if these are of one size, otherwise among all.
-
-    Args:
-        loader: The user's loader.
-        looks: The order of the scans; none begins after ``LOOK_SECONDS``.
-    """
+    """Find the largest samples behind a loader: among a few if these are of one size, otherwise among all."""
     started = time.monotonic()
     text = loader.collate_fn is not default_collate  # which leaves text as it is
     kept, first = Largest(text=text), looks.first.read()

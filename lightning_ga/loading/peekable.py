@@ -21,10 +21,7 @@ def length_of(data: Any) -> int | None:
 class PeekableStream(IterableDataset[Any]):
     """A stream that can be read ahead, started once per epoch, as its source may continue where it was left.
 
-    Args:
-        start: Starts the stream.
-        length: Items of the stream; ``None`` if that is not known.
-        of: The dataset that it stands for, if any: other attributes are looked up there.
+    Other attributes are looked up at the dataset that it stands for, ``of``.
     """
 
     def __init__(self, start: Callable[[], Iterator[Any]], length: int | None = None, of: Any = None) -> None:

@@ -27,12 +27,7 @@ class Permutation(Sequence[int]):
     "Ciphers with arbitrary finite domains"). The rectangle exceeds ``size`` by less than its square
     root, so hardly any has to.
 
-    The order is the same on every machine and with every version of PyTorch.
-
-    Args:
-        size: How many numbers, at least 1 and below 2⁶².
-        seed: Any integer.
-        epoch: Any integer; each has an order of its own.
+    The order is the same on every machine and with every version of PyTorch. ``size`` must be below 2⁶².
 
     Examples:
         >>> order = Permutation(10**12, seed=1, epoch=0)

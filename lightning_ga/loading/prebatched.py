@@ -44,11 +44,6 @@ class PrebatchedSource(TrainingSource):
 
     Samples are counted in each batch; where their number is needed in advance, all batches count as many
     as the first. Where samples cannot be separated, a batch counts as one.
-
-    Args:
-        batches: The training data.
-        settings: How the Trainer reads its data.
-        hook: The module's own ``split_batch``, if it has one.
     """
 
     def __init__(self, batches: Batches, settings: SourceSettings, *, hook: SplitBatch | None = None) -> None:

@@ -42,12 +42,7 @@ class BatchSlices:
 
 
 class BatchReader:
-    """Counts and cuts the batches of one loader, on the host or as the step gets them.
-
-    Args:
-        transfer: The transfer of its batches to the step.
-        source: Samples or batches to read the layout from.
-    """
+    """Counts and cuts the batches of one loader, on the host or as the step gets them."""
 
     def __init__(self, transfer: Transfer, source: BatchSource) -> None:
         self._transfer, self._source = transfer, source
@@ -75,11 +70,7 @@ class BatchReader:
         return self._transfer.on_host if on_host else self._transfer.to_device
 
     def layout(self, *, on_host: bool = False) -> Layout:
-        """Return the layout of batches as the step gets them, or as they are on the host before.
-
-        Raises:
-            LayoutError: If samples cannot be separated; the same error each time.
-        """
+        """Return the layout of batches as the step gets them, or as they are on the host before."""
         key = self._key(on_host)
         if key not in self._layouts:
             try:
@@ -101,14 +92,7 @@ class BatchReader:
     ) -> int:
         """Count the samples of a batch: those expected, minus those that the collate function has dropped.
 
-        Args:
-            batch: The batch.
-            expected: How many were fetched for it, where that is known.
-            otherwise: The answer where the batch does not show its samples; by default those expected.
-            on_host: Whether it has not been moved yet.
-
-        Raises:
-            LayoutError: If the batch does not show its samples, and there is no other answer.
+        ``expected`` were fetched for it. If it does not show its samples, the answer is ``otherwise`` or ``expected``.
         """
         try:
             found = self.layout(on_host=on_host).samples(batch)
@@ -121,11 +105,7 @@ class BatchReader:
         return found if expected is None else min(found, expected)
 
     def check(self, samples: Callable[[], "CollatedAgain | None"], *, on_host: bool = False) -> None:
-        """Check in advance that batches can be cut; ``samples`` fetches those of some batch, if they are at hand.
-
-        Raises:
-            LayoutError: If there is no way to cut a batch.
-        """
+        """Check in advance that batches can be cut; ``samples`` fetches those of some batch, if they are at hand."""
         if self._hook is not None:
             return
         try:
@@ -145,17 +125,7 @@ class BatchReader:
         on_host: bool = False,
         samples: Callable[[], "CollatedAgain | None"] = lambda: None,
     ) -> BatchSlices:
-        """Return the function that cuts a batch.
-
-        Args:
-            batch: The batch.
-            expected: Samples that it should hold, where that is known.
-            on_host: Whether it has not been moved yet.
-            samples: Its samples, where they are at hand.
-
-        Raises:
-            LayoutError: If it cannot be cut.
-        """
+        """Return the function that cuts a batch."""
         if self._hook is not None:
             return self._by_hook(batch, self.count(batch, expected=expected, on_host=on_host), on_host)
         again = samples() if self._anew else None
@@ -180,16 +150,7 @@ class BatchReader:
         return CollatedAgain(loader, samples) if isinstance(self._source, CollatedBatches) else None
 
     def collated_anew(self, batch: Any, again: "CollatedAgain", *, on_host: bool = False) -> BatchSlices:
-        """Cut this batch, and later ones, by collating their samples anew.
-
-        Args:
-            batch: The batch.
-            again: Its samples.
-            on_host: Whether it has not been moved yet.
-
-        Raises:
-            LayoutError: If the same samples do not give the same batch again.
-        """
+        """Cut this batch, and later ones, by collating their samples anew, if that gives the same batch again."""
         prepare = self._prepare(on_host)
         if not same_values(batch, prepare(again.collate(0, again.count))):
             raise uncuttable(

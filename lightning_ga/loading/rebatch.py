@@ -39,16 +39,10 @@ class LoaderRecipe:
 
 
 def read_loader(loader: object, *, world_size: int, shard: bool = True, shuffle: bool = True) -> LoaderRecipe:
-    """Read order, batch size and sharding from a loader.
+    """Read order, batch size and sharding from a loader; refuse one whose batches cannot be made anew.
 
-    Args:
-        loader: The user's training data, as given to ``fit``.
-        world_size: Data-parallel ranks.
-        shard: Whether the trainer may share one order among ranks (``Trainer(use_distributed_sampler=…)``).
-        shuffle: False where the trainer asks for the order of the dataset (``overfit_batches``).
-
-    Raises:
-        UserError: If the loader's batches cannot be made anew, with the reason and the way out.
+    ``shard``: whether the trainer may share one order among ranks (``Trainer(use_distributed_sampler=…)``);
+    ``shuffle`` is false if the trainer asks for the order of the dataset (``overfit_batches``).
     """
     if not isinstance(loader, DataLoader):
         raise UserError(f"The training data is a {type(loader).__name__} and not one torch.utils.data.DataLoader.")
@@ -75,14 +69,7 @@ def read_loader(loader: object, *, world_size: int, shard: bool = True, shuffle:
 def rebatch(
     loader: "DataLoader[Any]", batch_sampler: WindowBatchSampler, *, sized: bool = True, shuffle: bool = True
 ) -> "DataLoader[Any]":
-    """Copy a loader so that it yields the micro-batches of a window batch sampler.
-
-    Args:
-        loader: The user's loader.
-        batch_sampler: Yields the indices of the copy's batches.
-        sized: Whether the copy has a length.
-        shuffle: False where the trainer asks for the order of the dataset.
-    """
+    """Copy a loader so that it yields the micro-batches of a window batch sampler."""
     settings: dict[str, Any] = {"batch_sampler": batch_sampler, "generator": batch_sampler.generator}
     if not shuffle:
         # Lightning re-creates loaders whose sampler looks shuffled under ``overfit_batches``.

@@ -73,16 +73,7 @@ class RecipeBatches:
         return self._ends[1]
 
     def windows(self, epoch: int, effective: int | None, samples_done: int) -> Windows:
-        """Return the windows of an epoch.
-
-        Args:
-            epoch: The epoch.
-            effective: Effective batch size; ``None`` for the recipe's.
-            samples_done: Samples that an earlier run has trained on.
-
-        Raises:
-            UserError: If no such windows can be made of the user's batches, or shared out to ranks.
-        """
+        """Return the windows of an epoch."""
         if self.batch_size is None:
             per_window = self._per_window(epoch, effective)
             return GivenWindows.of(self._sizes(epoch), per_window=per_window, samples_done=samples_done)

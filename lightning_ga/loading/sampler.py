@@ -5,13 +5,11 @@ numbers that training has used up nor of the hardware. So window k of epoch e ho
 whatever the micro-batch and the number of ranks are, after a resume too.
 """
 
-import random
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from itertools import count, islice
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch.utils.data import Sampler
 
@@ -110,17 +108,12 @@ class _UsersOrder:
 
 
 class FromSampler(_UsersOrder):
-    """What a sampler of the user's own yields.
-
-    Args:
-        sampler: The sampler.
-        size: Samples of an epoch.
-        runs_out: Whether the user's loader asks it for more than these: a sampler may change once it has ended.
-    """
+    """What a sampler of the user's own yields."""
 
     def __init__(self, sampler: Iterable[Any], size: int, *, runs_out: bool = False) -> None:
         super().__init__(sampler)
-        self.sampler, self.size, self.runs_out = sampler, size, runs_out
+        self.sampler, self.size = sampler, size
+        self.runs_out = runs_out  # whether the loader asks for more: a sampler may change once it has ended
 
     def draw(self, epoch: int, seed: int) -> Sequence[Any]:
         """Return the sampler's own order for one epoch."""
@@ -136,12 +129,7 @@ class FromSampler(_UsersOrder):
 
 
 class FromBatches(_UsersOrder):
-    """What a batch sampler of the user's own yields, joined; the sizes of its batches are kept.
-
-    Args:
-        batch_sampler: The batch sampler.
-        runs_out: Whether the user's loader asks it for more than its length.
-    """
+    """What a batch sampler of the user's own yields, joined; the sizes of its batches are kept."""
 
     def __init__(self, batch_sampler: Iterable[Sequence[Any]], *, runs_out: bool = False) -> None:
         super().__init__(batch_sampler, getattr(batch_sampler, "sampler", None))
@@ -193,14 +181,6 @@ class WindowBatchSampler(Sampler[list[Any]]):
     """Yields the micro-batches of one rank, window after window.
 
     Until an epoch is planned it yields nothing, so that data workers fetch nothing in vain.
-
-    Args:
-        order: The epoch's order; the same on all ranks that share it.
-        share: This rank's place among the ranks that share the order.
-        seed: Seed of the order; the same on every rank.
-        generator: What the loader draws the seeds of its workers from, once for each iteration.
-        draws: Whether the user's own sampler draws a seed when it begins: the numbers that training draws afterwards
-            are those that it would have drawn with that sampler.
     """
 
     def __init__(
@@ -213,10 +193,12 @@ class WindowBatchSampler(Sampler[list[Any]]):
         draws: bool = False,
     ) -> None:
         self.order = order
-        self.share = share
+        self.share = share  # this rank's place among the ranks that share the order
         self.seed = seed
-        self.generator = generator
+        self.generator = generator  # of the seeds of data workers: the loader draws one for each iteration
         self.before: torch.Tensor | None = None  # where that generator was when the loop first iterated the loader
+        # Whether the user's own sampler draws a seed when it begins: then this one does, so that training draws the
+        # same numbers afterwards.
         self._draws = draws
         self.epoch = 0
         self.plan: EpochPlan | None = None
@@ -309,11 +291,7 @@ def seeded(seed: int, epoch: int, *samplers: object) -> Iterator[None]:
         for generator in own:
             is_torch = isinstance(generator, torch.Generator)
             random_numbers.seed_generator(generator, generator.initial_seed() + epoch if is_torch else seed)
-        torch.default_generator.manual_seed(seed % _SEEDS)
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            torch.cuda.manual_seed_all(seed % _SEEDS)
-        np.random.seed(seed % 2**32)
-        random.seed(seed)
+        random_numbers.reseed(seed)
         yield
     finally:
         before.restore()

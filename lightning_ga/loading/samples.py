@@ -28,12 +28,7 @@ def collect_samples(loader: "DataLoader[Any]", indices: list[Any], *, seed: int 
 
 
 class FirstSamples:
-    """The samples that are looked at before training: read once for all who ask, as data workers take time to start.
-
-    Args:
-        loader: The user's loader.
-        indices: Their indices; ``None`` each for a stream, which is read from its start.
-    """
+    """The samples that are looked at before training: read once for all who ask, as data workers take time to start."""
 
     def __init__(self, loader: "DataLoader[Any]", indices: list[Any]) -> None:
         self._loader, self._indices = loader, indices
@@ -43,13 +38,7 @@ class FirstSamples:
         return len(self._indices)
 
     def read(self, least: int | None = None, *, most: int | None = None, seconds: float = 0.0) -> list[Any]:
-        """Return the first samples.
-
-        Args:
-            least: At least so many, if there are; all by default.
-            most: As many as some seconds allow, up to this.
-            seconds: Time for those beyond ``least``.
-        """
+        """Return the first ``least`` samples, all by default, and as many as ``seconds`` allow up to ``most``."""
         least = len(self) if least is None else least
         most = least if most is None else most
         if len(self._found) < min(most, len(self)):
@@ -81,13 +70,8 @@ def fetch(
 ) -> Generator[Any, None, None]:
     """Read samples and yield ``read(samples)`` for each list of indices; training goes on as if none had been read.
 
-    Args:
-        loader: The user's loader. Where it has workers, separate ones read: files that a dataset opens on first use
-            must not be open in this process when training starts its workers.
-        batches: Lists of indices.
-        read: Takes samples, in the process that reads them.
-        workers: Processes that read, where the user has any.
-        seed: Seed of the random numbers that are drawn.
+    If the loader has workers, separate ones read: files that a dataset opens on first use must not be open in this
+    process when training starts its workers.
     """
     dataset, settings = loader.dataset, dict[str, Any](collate_fn=read, pin_memory=False)
     if loader.num_workers:
@@ -99,14 +83,7 @@ def fetch(
 
 
 def collate_samples(loader: "DataLoader[Any]", samples: list[Any], count: int, *, seed: int = 0) -> Any:
-    """Return a batch of ``count`` samples as the loader makes it, repeating the given ones in turn.
-
-    Args:
-        loader: The user's loader.
-        samples: Samples of its dataset.
-        count: Samples of the batch.
-        seed: Seed of the random numbers that the collate function draws.
-    """
+    """Return a batch of ``count`` samples as the loader makes it, repeating the given ones in turn."""
     with uncounted():  # copies, as a collate_fn may change its input; they lie on the host
         copies = [copied(samples[position % len(samples)]) for position in range(count)]
     with untouched(getattr(loader.collate_fn, "__self__", loader.collate_fn), seed=seed):

@@ -15,11 +15,7 @@ def states_of(loaders: Iterable[Any]) -> list[Any]:
 
 
 def load_states(loaders: Iterable[Any], states: Sequence[Any]) -> None:
-    """Restore the positions of loaders.
-
-    Raises:
-        RuntimeError: If the number of loaders that keep a position is another, as in Lightning.
-    """
+    """Restore the positions of loaders; refuse another number of them with the error of Lightning."""
     keeping = [loader for loader in loaders if keeps_place(loader)]
     if len(keeping) != len(states):
         raise RuntimeError(

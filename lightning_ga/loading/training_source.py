@@ -26,35 +26,12 @@ class TrainingSource:
     A loader yields items: samples, or ready-made batches. Samples are counted in the order that ranks
     share; where every rank has an order of its own (a sharded sampler, an iterable dataset on several
     ranks), in that of one rank.
-
-    Args:
-        items: Loader of the items, whose batches are cut anew.
-        settings: How the Trainer reads its data.
-        generator: What to draw seeds of data workers from.
-
-    Attributes:
-        world_size: Data-parallel ranks.
-        sharded_ranks: Ranks with an order of their own; one if they share an order.
-        streams: Whether samples are counted in each batch, as they are not known in advance.
-        counted_later: Whether the samples of a window are known only at its end.
-        cut_in_step: Whether the loader yields the recipe's batches, which are cut in the training step.
-        keeps_groups: Whether the user's own batch sampler decides which samples are together.
-        keeps_place: Whether a resume in mid-epoch repeats no sample.
-        may_drop: Whether a batch may hold fewer samples than were fetched for it.
-        may_grow: Whether a batch may hold more samples than the first.
-        workers: Processes that fetch data.
-        batch_source: Samples or other batches, from which the layout of a batch can be read.
-        loader: The loader that the fit loop reads; ``None`` before an epoch is arranged.
-        epoch_batches: Batches of the recipe in the arranged epoch, on one rank; ``None`` where that is not known.
-
-    Raises:
-        UserError: If the loader cannot be cut anew.
     """
 
-    keeps_place: bool
-    may_drop: bool
-    may_grow = False
-    batch_source: BatchSource
+    keeps_place: bool  # whether a resume in mid-epoch repeats no sample
+    may_drop: bool  # whether a batch may hold fewer samples than were fetched for it
+    may_grow = False  # whether a batch may hold more samples than the first
+    batch_source: BatchSource  # samples or other batches, from which the layout of a batch can be read
     _samples_of_item = 1  # more where items are ready-made batches
 
     def __init__(
@@ -62,11 +39,13 @@ class TrainingSource:
     ) -> None:
         self._recipe = recipe = RecipeBatches(items, settings)
         self._items, self._settings = items, settings
-        self.world_size, self.sharded_ranks = settings.world_size, recipe.sharded_ranks
+        self.world_size = settings.world_size
+        self.sharded_ranks = recipe.sharded_ranks  # ranks with an order of their own; one if they share an order
         one_rank = self.world_size == 1
-        self.streams = isinstance(recipe.order, Stream)
-        self.counted_later = self.streams or self.sharded_ranks > 1
-        self.cut_in_step = settings.cut_in_step
+        self.streams = isinstance(recipe.order, Stream)  # whether samples are counted in each batch, not in advance
+        self.counted_later = self.streams or self.sharded_ranks > 1  # whether a window is counted only at its end
+        self.cut_in_step = settings.cut_in_step  # whether the loader yields the recipe's batches, which the step cuts
+        # Whether the user's own batch sampler decides which samples are together.
         self.keeps_groups = isinstance(recipe.order, FromBatches) and one_rank
         self.workers = items.num_workers
         self.sampler = WindowBatchSampler(
@@ -76,18 +55,14 @@ class TrainingSource:
             generator=generator,
             draws=draws_a_seed(recipe.order) and one_rank,
         )
-        self.loader: DataLoader[Any] | None = None
+        self.loader: DataLoader[Any] | None = None  # which the fit loop reads, once an epoch is arranged
         self._epoch_end: int | None = None  # items after which all its batches are done
-        self.epoch_batches: int | None = None
+        self.epoch_batches: int | None = None  # of the recipe on one rank, in the arranged epoch, if that is known
         self._looks: tuple[int, ScanOrder] | None = None
 
     @property
     def user_loader(self) -> "DataLoader[Any]":
-        """The user's loader, for its dataset and the way it collates.
-
-        Raises:
-            LayoutError: If the samples of ready-made batches cannot be separated.
-        """
+        """The user's loader, for its dataset and the way it collates."""
         return self._items
 
     def looks(self, epoch: int) -> ScanOrder:
@@ -139,16 +114,7 @@ class TrainingSource:
     ) -> AccumulationPlan:
         """Cut one epoch and return how its full windows are cut.
 
-        Args:
-            epoch: The epoch, for its order.
-            effective: Effective batch size; ``None`` keeps the recipe's windows.
-            micro_batch: Most samples of a micro-batch.
-            samples_done: Samples of the order that an earlier run has trained on.
-            enabled: False while the micro-batch is not known yet: the loader yields nothing then.
-
-        Raises:
-            UserError: If a rank or the whole epoch is left without a sample, or ranks with orders of their own
-                cannot share a window.
+        An ``effective`` of ``None`` keeps the recipe's windows; the loader yields nothing until it is ``enabled``.
         """
         each, effective = self._samples_of_item, self._in_items(effective)
         windows = self._recipe.windows(epoch, effective, samples_done // each)

@@ -16,7 +16,6 @@ from lightning_ga.memory.device import is_bounded, keeps_statistics, require_sta
 from lightning_ga.memory.segment_rules import ROUNDING, SMALL_SEGMENT, SegmentRules
 from lightning_ga.memory.trace import MemoryTrace, Segment, canonical, rounded_up
 
-WITH_STATISTICS = ("cuda", "xpu")
 _MOST_EVENTS = 2_000_000
 
 
@@ -25,10 +24,7 @@ class AllocatorMeter:
 
     A step fits only if the allocator neither ran out (``num_ooms``) nor had to free its cache to go
     on (``num_alloc_retries``): it would do so again and again, which is slow, or fail at the next
-    change of order. Allocators of CUDA and XPU keep statistics.
-
-    Raises:
-        UserError: If the user's own allocator keeps none.
+    change of order. A user's own allocator that keeps no statistics is refused.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -15,6 +15,7 @@ import torch
 
 from lightning_ga.errors import UserError
 from lightning_ga.memory.live_tensors import LiveTensorMeter
+from lightning_ga.memory.vendors import WITH_STATISTICS, vendor_of
 from lightning_ga.plan.units import format_bytes
 
 # Share of what this process can take that is left free. A probe counts the holes of CUDA's allocator; what it does not
@@ -32,9 +33,6 @@ def available_memory(device: torch.device | str) -> int:
     CPU: the smaller of what the machine has available and what the control group leaves. CUDA: free
     memory and cached blocks that are not in use, less 1 % of what this process can take, and no more
     than ``set_per_process_memory_fraction`` leaves. Inside ``limit_memory``: what its budget leaves.
-
-    Raises:
-        UserError: If PyTorch cannot read the memory of this kind of device.
     """
     device = torch.device(device)
     limits = [limit.budget - limit.live_bytes for limit in _active_limits(device) if limit.budget is not None]
@@ -53,11 +51,7 @@ def available_memory(device: torch.device | str) -> int:
 
 
 def total_memory(device: torch.device | str) -> int:
-    """Return the bytes of memory of a device, to which shares of it refer.
-
-    Raises:
-        UserError: If PyTorch cannot read the memory of this kind of device.
-    """
+    """Return the bytes of memory of a device, to which shares of it refer."""
     device = torch.device(device)
     limits = [limit.budget for limit in _active_limits(device) if limit.budget is not None]
     if device.type == "cpu":
@@ -76,15 +70,12 @@ def _active_limits(device: torch.device) -> list[LiveTensorMeter]:
 
 def keeps_statistics(device: torch.device) -> bool:
     """Whether the allocator of a device tells what it has handed out: none that a user has plugged in does."""
-    return device.type == "xpu" or (device.type == "cuda" and torch.cuda.memory.get_allocator_backend() != "pluggable")
+    native = device.type != "cuda" or torch.cuda.memory.get_allocator_backend() != "pluggable"
+    return native and device.type in WITH_STATISTICS
 
 
 def require_statistics(device: torch.device) -> None:
-    """Refuse a CUDA allocator that a user has plugged in.
-
-    Raises:
-        UserError: If PyTorch cannot read or bound what it hands out.
-    """
+    """Refuse a CUDA allocator that a user has plugged in: PyTorch can neither read nor bound what it hands out."""
     if device.type == "cuda" and not keeps_statistics(device):
         raise UserError(
             f"The allocator that was plugged in for {str(device)!r} keeps no statistics, so no limit can be found and "
@@ -94,12 +85,8 @@ def require_statistics(device: torch.device) -> None:
 
 def _device_memory(device: torch.device) -> tuple[int, int]:
     """Return free and total bytes of an accelerator."""
-    if device.type in ("cuda", "xpu"):
-        free, total = getattr(torch, device.type).mem_get_info(device)
-        return int(free), int(total)
-    if device.type == "mps":
-        total = int(torch.mps.recommended_max_memory())
-        return total - int(torch.mps.driver_allocated_memory()), total
+    if (vendor := vendor_of(device)) is not None:
+        return vendor.memory(device)
     raise UserError(
         f"The memory of device {str(device)!r} cannot be read: give memory_budget in bytes or as '10GiB', or a fixed "
         "micro_batch_size."

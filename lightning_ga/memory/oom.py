@@ -13,45 +13,15 @@ from typing import Any
 
 import torch
 
+from lightning_ga.memory.vendors import VENDORS, vendors_in_use
+
 _OUT_OF_MEMORY = (
-    "CUDA out of memory",
-    "CUDA error: out of memory",
-    "CUDA driver error: out of memory",
-    "Triton Error [CUDA]: out of memory",
+    *(text for vendor in VENDORS for text in vendor.out_of_memory),
     "C10 Out of Memory",
-    "CUDA ran out of memory outside PyTorch's allocator",
-    "HIP out of memory",
-    "HIP error: out of memory",
-    "MPS backend out of memory",
-    "Invalid buffer size: ",  # one of MPS that no device of its kind can hold
-    "XPU out of memory",
-    "UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY",
-    "UR_RESULT_ERROR_OUT_OF_HOST_MEMORY",
-    "CUBLAS_STATUS_ALLOC_FAILED",
-    "HIPBLAS_STATUS_ALLOC_FAILED",
-    "CUDNN_STATUS_ALLOC_FAILED",
-    "miopenStatusAllocFailed",
-    "CUFFT_ALLOC_FAILED",
-    "HIPFFT_ALLOC_FAILED",
-    "CUSOLVER_STATUS_ALLOC_FAILED",
-    "CUSPARSE_STATUS_ALLOC_FAILED",
-    "Not enough memory for workspace!",
-    "NVML_SUCCESS == r INTERNAL ASSERT",
     "DefaultCPUAllocator: can't allocate memory",
     "DefaultCPUAllocator: not enough memory",
 )
-# cuDNN reports a workspace that it could not get as an engine that does not exist or as a failure of its own, and
-# cuBLAS a handle that it could not make as one that was never asked for.
-_AMBIGUOUS = (
-    "Unable to find a valid cuDNN algorithm",
-    "FIND was unable to find an engine",
-    "GET was unable to find an engine",
-    "CUDNN_STATUS_NOT_SUPPORTED",
-    "CUDNN_STATUS_INTERNAL_ERROR",
-    "CUDNN_STATUS_EXECUTION_FAILED",
-    "CUBLAS_STATUS_NOT_INITIALIZED",
-    "UR_RESULT_ERROR_OUT_OF_RESOURCES",
-)
+_AMBIGUOUS = tuple(text for vendor in VENDORS for text in vendor.ambiguous)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -91,12 +61,7 @@ class Outcome:
 
 
 def attempt(run: Callable[[], Any], catches: Callable[[Exception], bool] = is_out_of_memory) -> Outcome:
-    """Run something, and free the memory that its failure keeps alive.
-
-    Args:
-        run: What to run.
-        catches: Whether an error is one to go on after; others are raised.
-    """
+    """Run something, and free the memory that its failure keeps alive; errors that it does not catch are raised."""
     try:
         return Outcome(run())
     except Exception as error:
@@ -122,10 +87,8 @@ def release(error: BaseException) -> None:
 
 def empty_caches() -> None:
     """Return unused cached blocks of every accelerator in use to its device; start no accelerator."""
-    for backend in _backends_in_use():
-        backend.empty_cache()
-    if torch.backends.mps.is_available():
-        torch.mps.empty_cache()
+    for vendor in vendors_in_use():
+        vendor.empty_cache()
 
 
 def _settle_backward_threads() -> None:
@@ -134,23 +97,10 @@ def _settle_backward_threads() -> None:
     An error wakes the main thread while the device's thread still holds it, and the gradients that it worked on
     (``Engine::thread_main`` in ``torch/csrc/autograd/engine.cpp``).
     """
-    for device in _devices_in_use():
+    for device in [device for vendor in vendors_in_use() for device in vendor.devices()]:
         with suppress(Exception), torch.inference_mode(False), torch.enable_grad():  # memory may be short even now
             some = torch.zeros((), device=device, requires_grad=True)
             torch.autograd.backward(some.clone())
-
-
-def _devices_in_use() -> Iterator[torch.device]:
-    """Yield the accelerators that hold something."""
-    for backend in _backends_in_use():
-        kind, places = backend.__name__.removeprefix("torch."), range(backend.device_count())
-        yield from (torch.device(kind, place) for place in places if backend.memory_allocated(place))
-    if torch.backends.mps.is_available() and torch.mps.current_allocated_memory():
-        yield torch.device("mps")
-
-
-def _backends_in_use() -> Iterator[Any]:
-    return (each for each in (torch.cuda, torch.xpu) if each.is_available() and each.is_initialized())
 
 
 def _is_one(error: BaseException) -> bool:

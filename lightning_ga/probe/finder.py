@@ -17,8 +17,8 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from lightning_ga.memory.allocator import WITH_STATISTICS
 from lightning_ga.memory.device import total_memory
+from lightning_ga.memory.vendors import WITH_STATISTICS
 from lightning_ga.plan.accumulation import require_count
 from lightning_ga.plan.budget import parse_budget
 from lightning_ga.plan.records import ProbeResult

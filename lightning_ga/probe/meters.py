@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_ga.memory.allocator import WITH_STATISTICS, AllocatorMeter
+from lightning_ga.memory.allocator import AllocatorMeter
 from lightning_ga.memory.attribution import StepOrigins
 from lightning_ga.memory.device import available_memory, is_emulated, may_reserve
 from lightning_ga.memory.live_tensors import plain_tensors
 from lightning_ga.memory.origin_meter import OriginMeter, Owners
 from lightning_ga.memory.segment_rules import ROUNDING, SegmentRules
 from lightning_ga.memory.trace import MemoryTrace, Segment
+from lightning_ga.memory.vendors import WITH_STATISTICS
 
 # Share of a CPU's available memory that a step may take: the rest is for kernels' scratch and other processes.
 CPU_SHARE = 0.8

@@ -1,10 +1,10 @@
-"""Tell whether values have changed where versions do not: by the sum of a tensor's bits, without a copy.
+"""Tell whether values have changed if versions may not: by the sum of a tensor's bits, without a copy.
 
-Fused kernels and whatever writes to ``tensor.data`` raise no version (``_version``). Reading all values
-takes too long to be done before every attempt: it is done until it is known which tensors need it.
+Fused kernels and whatever writes to ``tensor.data`` raise no version (``_version``). To read all values takes too long
+to be done in every window: the exactness check and the first micro-batches do it.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -16,14 +16,12 @@ WORD = 8  # bytes that are added up as one integer
 
 
 def checksums(tensors: Iterable[Tensor]) -> list[int | None]:
-    """The sum of each tensor's bits, 64 at a time; ``None`` for one whose memory cannot be read that way.
+    """Return the sum of each tensor's bits, 64 at a time; ``None`` for one whose memory cannot be read that way.
 
-    Dispatch modes (which count operations, say) do not see it. Where memory runs out, and on devices that do not know
+    Dispatch modes (which count operations, say) do not see it. If memory runs out, and on devices that do not know
     these operations, there are no sums.
     """
     listed = list(tensors)
-    if not listed:
-        return []
     try:
         with _disable_current_modes():
             return _all_sums(listed)
@@ -31,14 +29,8 @@ def checksums(tensors: Iterable[Tensor]) -> list[int | None]:
         return [None] * len(listed)
 
 
-def changed_by_value(tensors: Sequence[Tensor], before: Sequence[int | None]) -> list[Tensor]:
-    """Return the tensors that have other sums than before; none where there were no sums."""
-    sums = zip(tensors, before, checksums(tensors) if before else ())
-    return [tensor for tensor, then, now in sums if differ(then, now)]
-
-
 def differ(before: float | None, now: float | None) -> bool:
-    """Whether two sums of a tensor show that it has changed."""
+    """Return whether two sums of a tensor show that it has changed."""
     return before is not None and now is not None and before != now
 
 
@@ -54,7 +46,7 @@ def _all_sums(tensors: list[Tensor]) -> list[int | None]:
 
 @torch.no_grad()
 def _checksum(tensor: Tensor) -> Tensor | None:
-    """The sum, where the tensor lies; 64-bit words are added as they are, as others would be copied to such."""
+    """Return the sum, where the tensor lies; 64-bit words are added as they are: to add others would copy them."""
     if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__ or tensor.is_meta or not is_writable(tensor):
         return None
     values = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()

@@ -37,10 +37,7 @@ def refill(container: Any, content: Any) -> None:
 
 
 class ObjectState(Contents):
-    """Attributes of objects, and containers in them: counters, caches, settings.
-
-    Tensors, arrays and other objects in them are left as they are.
-    """
+    """Attributes of objects, and containers in them: counters, caches, settings."""
 
     def __init__(self, objects: Iterable[Any]) -> None:
         seen: set[int] = set()
@@ -49,7 +46,7 @@ class ObjectState(Contents):
 
 
 def contained(value: Any, seen: set[int], longest: int = sys.maxsize) -> Iterator[Any]:
-    """Containers and tensors at any depth, each once; what very long ones hold is left out."""
+    """Yield containers and tensors at any depth, each once, but not what containers longer than ``longest`` hold."""
     value = vars(value) if isinstance(value, (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)) else value
     if id(value) in seen or isinstance(value, torch.nn.Parameter):
         return
@@ -62,7 +59,7 @@ def contained(value: Any, seen: set[int], longest: int = sys.maxsize) -> Iterato
 
 
 def reachable(value: Any, most: int = 10_000) -> Iterator[Any]:
-    """An object and those with attributes that it holds, at any depth; of large data only ``most`` values."""
+    """Yield an object and those with attributes that it holds, at any depth; of large data only ``most`` values."""
     pending, seen = deque([value]), set[int]()
     while pending and len(seen) < most:
         value = pending.popleft()

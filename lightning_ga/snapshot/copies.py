@@ -1,4 +1,4 @@
-"""Copy tensors before an attempt, and write the copies back after one that failed."""
+"""Copy tensors, see whether they are written to, and write the copies back."""
 
 from array import array
 from collections.abc import Iterable, Iterator
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 _VERSION = attrgetter("_version")
-SMALL = 2**20  # bytes of a tensor that is copied before every attempt
+SMALL = 2**20  # bytes of a tensor that is copied where every window begins
 
 
 def versions(tensors: Iterable[Tensor | None]) -> "array[int]":
@@ -21,7 +21,7 @@ def versions(tensors: Iterable[Tensor | None]) -> "array[int]":
 
 
 def is_small(tensor: Tensor) -> bool:
-    """Return whether a tensor may be copied before every attempt."""
+    """Return whether a tensor may be copied where every window begins."""
     return tensor.numel() * tensor.element_size() <= SMALL
 
 
@@ -94,51 +94,3 @@ class _Apart:
 
     def restore(self) -> None:
         torch._foreach_copy_(self._tensors, self.copies)
-
-
-class LargeCopy:
-    """A copy of a large tensor, on the host until it has changed.
-
-    Its version tells of most changes, and the first attempt that goes through shows whether it changes
-    without one: then it is copied every time.
-    """
-
-    def __init__(self, name: str, tensor: Tensor) -> None:
-        self.name, self.tensor = name, tensor
-        self.copy = tensor.detach().to("cpu", copy=True)
-        self._version = tensor._version
-        self._silent: bool | None = None  # changes without raising its version; ``None`` before that is known
-
-    @property
-    def is_learning(self) -> bool:
-        """Whether it is not known yet how it changes."""
-        return self._silent is None
-
-    @torch.no_grad()
-    def take(self) -> None:
-        """Copy the values if they may have changed since the last time."""
-        changed = self._silent is not False or self.tensor._version != self._version
-        if changed and (self._silent is None or self.copy.device == self.tensor.device):
-            self.copy.copy_(self.tensor)
-        elif changed:
-            self.copy = self.tensor.detach().clone()
-        self._version = self.tensor._version
-
-    def learn(self) -> None:
-        """Note that an attempt went through: whether the tensor changes without raising its version shows."""
-        if self._silent is None:
-            self._silent = self.tensor._version == self._version and not self._is_as_taken()
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Write the values back."""
-        if self._silent is not False or self.tensor._version != self._version:
-            self.tensor.copy_(self.copy)
-            self._version = self.tensor._version
-
-    def is_lost(self) -> bool:
-        """Return whether it has changed in a way that nothing told of."""
-        return self._silent is False and not self._is_as_taken()
-
-    def _is_as_taken(self) -> bool:
-        return torch.equal(self.tensor.to(self.copy.device), self.copy)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch.nn import Module
-from torchmetrics import Metric, MetricCollection
+from torchmetrics import Metric
 
 MetricState = dict[str, Any]
 
@@ -14,8 +14,7 @@ MetricState = dict[str, Any]
 FIXED = {*vars(Module()), "_defaults", "_persistent", "_reductions", "_update_signature"}
 
 # What torchmetrics 1.9 keeps of a metric besides its states (``metric.py``, ``reset`` and ``forward``).
-VALUES = ("_forward_cache", "_computed", "_cache")
-_COUNTERS = ("_update_count", *VALUES, "_is_synced")
+_COUNTERS = ("_update_count", "_forward_cache", "_computed", "_cache", "_is_synced")
 
 
 def metric_state(metric: Metric) -> MetricState:
@@ -41,24 +40,15 @@ def beside_states(metric: Metric) -> MetricState:
     return {name: copy_deeply(value) for name, value in vars(metric).items() if name not in apart}
 
 
-def is_metric(part: Module) -> bool:
-    """Return whether a part of a module is a metric, or a collection of metrics."""
-    return isinstance(part, (Metric, MetricCollection))
-
-
 def copy_deeply(value: Any) -> Any:
     """Copy tensors and containers of plain values, at any depth."""
     if isinstance(value, torch.Tensor):
         return value.clone()
     if isinstance(value, dict):
         return {name: copy_deeply(thing) for name, thing in value.items()}
-    return (
-        [*map(copy_deeply, value)]
-        if type(value) is list
-        else copy.copy(value)
-        if isinstance(value, (set, deque))
-        else value
-    )
+    if type(value) is list:
+        return [*map(copy_deeply, value)]
+    return copy.copy(value) if isinstance(value, (set, deque)) else value
 
 
 def _copied(state: Any) -> Any:

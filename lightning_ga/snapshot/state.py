@@ -1,4 +1,4 @@
-"""Put a training back as it was: what a probe's steps change, and how each is restored.
+"""Put a training back as it was before a probe's trial steps.
 
 Tensors (parameters, buffers, optimizer state) are restored in place from copies on the host, so that
 the device holds nothing twice while memory is measured. Plain Python state is swapped: a trial works
@@ -59,11 +59,7 @@ class Gradients:
 
 
 def refuse_lazy(tensors: Iterable[torch.Tensor]) -> None:
-    """Refuse parameters of lazy modules that have not seen a batch.
-
-    Raises:
-        UserError: If there is one.
-    """
+    """Refuse parameters of lazy modules that have not seen a batch."""
     if any(is_lazy(tensor) for tensor in tensors):
         raise UserError(
             "The module has parameters without a shape yet (a lazy module): run one forward pass before fit(), "
@@ -74,10 +70,8 @@ def refuse_lazy(tensors: Iterable[torch.Tensor]) -> None:
 class PlainState:
     """The plain attributes of modules: metric states, counters, flags, lists.
 
-    Args:
-        modules: The modules, each once.
-        shared: Objects that a copy must go on referring to, such as the trainer.
-        stand_ins: By the id of an object, what a copy refers to in its place.
+    Copies go on referring to ``shared`` objects, such as the trainer, and refer to a stand-in in the place of the
+    object whose id it is given by.
     """
 
     def __init__(
@@ -114,10 +108,9 @@ class PlainState:
 
 
 class OptimizerState:
-    """State, groups and bookkeeping of an optimizer, and of one that it wraps.
+    """State, groups and bookkeeping of an optimizer, and of one that it wraps, without the module's parameters.
 
     Containers are refilled and tensors written in place, at any depth: LBFGS keeps lists of tensors.
-    Parameters are the module's and not restored here.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -142,7 +135,7 @@ class Attributes:
         self._kept += [(owner, name, vars(owner)[name], copied) for name in names]
 
     def swap_in_copies(self) -> None:
-        """Fresh copies for all values that asked for them."""
+        """Put copies in the place of all values that were taken with ``copied``."""
         for owner, name, value, copied in self._kept:
             vars(owner)[name] = copy.deepcopy(value) if copied else value
 
@@ -157,7 +150,7 @@ def _plain(module: Any) -> dict[str, Any]:
 
 
 def _behind_hooks(module: torch.nn.Module) -> Iterator[Any]:
-    """What hooks of a module write to: the objects whose methods they are, and all that they were defined around."""
+    """Yield what hooks of a module write to: the objects whose methods they are, and all they were defined around."""
     tables = [vars(module)[name] for name in _MODULE_TABLES if "_hooks" in name]
     for parameter in module._parameters.values():
         tables += [] if parameter is None else [getattr(parameter, name, None) for name in _TENSOR_HOOKS]
@@ -168,13 +161,13 @@ def _behind_hooks(module: torch.nn.Module) -> Iterator[Any]:
 
 
 def _may_be_swapped(owner: Any) -> bool:
-    """Whether an object's attributes may be exchanged for copies: PyTorch's own hooks hold the state of ranks."""
+    """Return whether an object's attributes may be swapped for copies: PyTorch's own hooks hold the state of ranks."""
     foreign = type(owner).__module__.partition(".")[0] == "torch"
     return hasattr(owner, "__dict__") and not foreign and not isinstance(owner, _NO_OWNERS)
 
 
 def _copied(value: Any, memo: dict[int, Any]) -> Any:
-    """A deep copy as far as one can be had; data stay shared, as trials only read them."""
+    """Return a copy as deep as possible; data stay shared, as trials only read them."""
     if isinstance(value, (Dataset, DataLoader)):
         return value
     known = len(memo)
@@ -183,20 +176,21 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
     except Exception:  # locks, files, tensors with a graph: whatever a module may hold
         while len(memo) > known:  # what a failed attempt left half done
             memo.popitem()
-    cls = type(value)
-    memo[id(value)] = copied = cls() if cls in (dict, list) else object.__new__(cls) if _is_plain(cls) else value
-    if copied is value:
+    cls: Any = type(value)
+    if cls not in (dict, list) and not _is_plain(cls):
+        memo[id(value)] = value
         return value
-    if isinstance(copied, list):
+    memo[id(value)] = copied = cls.__new__(cls)
+    if cls is list:
         copied.extend(_copied(inner, memo) for inner in value)
-    else:
-        inner = value if isinstance(value, dict) else vars(value)
-        (copied if copied.__class__ is dict else vars(copied)).update({k: _copied(v, memo) for k, v in inner.items()})
+        return copied
+    entries, into = (value, copied) if cls is dict else (vars(value), vars(copied))
+    into.update({name: _copied(inner, memo) for name, inner in entries.items()})
     return copied
 
 
 def _is_plain(cls: type) -> bool:
-    """Whether objects of a class are their attributes and nothing else: they may be copied one by one."""
+    """Return whether objects of a class are their attributes and nothing else: these may be copied one by one."""
     root = cls.__module__.partition(".")[0]
     usual = all(getattr(cls, name) is getattr(object, name) for name in ("__new__", "__reduce_ex__", "__getstate__"))
     special = any(hasattr(cls, name) for name in ("__del__", "__deepcopy__", "__setstate__", "__slots__"))

@@ -8,9 +8,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from vendors import use_device
 
-from lightning_ga.snapshot import random_numbers
-from lightning_ga.snapshot.random_numbers import RandomState
+from lightning_ga.snapshot.random_numbers import RandomState, reseed
 
 DRAWS: dict[str, Callable[[], object]] = {
     "python": random.random,
@@ -45,7 +45,7 @@ def drawn() -> list[float]:
 @settings(deadline=None, max_examples=200)
 @given(st.lists(st.sampled_from([*DRAWS]), max_size=4), st.lists(st.sampled_from([*DRAWS]), max_size=4))
 def test_what_was_drawn_is_drawn_again(before: list[str], attempt: list[str]) -> None:
-    """States are read in full only where memory shows a draw: none may be missed, in any order."""
+    """In any order."""
     for name in before:
         DRAWS[name]()
     state, first = RandomState(), drawn()
@@ -58,34 +58,8 @@ def test_what_was_drawn_is_drawn_again(before: list[str], attempt: list[str]) ->
         assert drawn() == first
 
 
-def test_the_memory_of_generators_is_laid_out_as_expected() -> None:
-    """On CPython and NumPy as they are tested here; elsewhere states are read in full."""
-    assert random_numbers._WATCHES == (True, True)
-
-
-def test_states_are_read_only_where_something_was_drawn() -> None:
-    """To read them takes long; what was not drawn from is the state that was read before."""
-    before, states = RandomState(), ("_numpy", "_python")
-    assert all(getattr(RandomState(), name) is getattr(before, name) for name in states)
-    for draw, name in ((np.random.rand, "_numpy"), (random.random, "_python")):
-        draw()
-        now = RandomState()
-        assert [key for key in states if getattr(now, key) is not getattr(before, key)] == [name]
-        before = now
-
-
-@pytest.mark.parametrize("name", ["_python", "_numpy"])
-def test_generators_whose_memory_is_not_known_are_read_in_full(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So it is on another Python, or with another generator in NumPy."""
-    monkeypatch.setattr(getattr(random_numbers, name), "_lies_in", tuple)
-    state, first = RandomState(), drawn()
-    state.restore()
-    assert drawn() == first
-
-
-@pytest.mark.filterwarnings("ignore:get_state and legacy can only be used with the MT19937 BitGenerator")
-def test_another_generator_that_numpy_was_given_is_read_in_full() -> None:
-    """Its memory is laid out otherwise, and may be shorter."""
+def test_another_generator_that_numpy_was_given_comes_back() -> None:
+    """Its state is not that of the Mersenne Twister."""
     before = np.random.get_bit_generator()
     np.random.set_bit_generator(np.random.PCG64(3))
     try:
@@ -96,14 +70,38 @@ def test_another_generator_that_numpy_was_given_is_read_in_full() -> None:
         np.random.set_bit_generator(before)
 
 
-def test_a_seed_does_not_wait_for_a_device_that_is_not_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    """``torch.manual_seed`` queues one for it, which would take the place of the user's own."""
-    seeds: list[int] = []
-    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
-    random_numbers.reseed(3)
-    first, queued = torch.rand(1), list(seeds)
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    random_numbers.reseed(3)
-    assert torch.equal(first, torch.rand(1))
-    assert (queued, seeds) == ([], [3])
+@pytest.mark.parametrize("name", DRAWS)
+def test_every_draw_shows(name: str) -> None:
+    """A state is current until numbers are drawn, and again when it is restored."""
+    state = RandomState()
+    assert state.is_current()
+    DRAWS[name]()
+    assert not state.is_current()
+    state.restore()
+    assert state.is_current()
+
+
+@pytest.mark.parametrize("kind", ["cuda", "xpu", "mps"])
+def test_numbers_of_every_kind_of_device_are_drawn_again(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With generators on the host in the place of the device's."""
+    generators = use_device(kind, monkeypatch)
+    state = RandomState()
+    first = [torch.rand(3, generator=generator).tolist() for generator in generators]
+    assert not state.is_current()
+    state.restore()
+    assert state.is_current()
+    assert [torch.rand(3, generator=generator).tolist() for generator in generators] == first
+
+
+@pytest.mark.parametrize("kind", ["cuda", "xpu", "mps"])
+def test_a_seed_is_for_devices_in_use_alone(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``torch.manual_seed`` queues one for a device that is used only later, in the place of the user's own."""
+    generators = use_device(kind, monkeypatch)
+    reseed(3)
+    assert [generator.initial_seed() for generator in generators] == [3] * len(generators)
+    monkeypatch.undo()
+    queued = len(torch.cuda._queued_calls)
+    reseed(4)
+    assert [generator.initial_seed() for generator in generators] == [3] * len(generators)
+    assert len(torch.cuda._queued_calls) == queued
+    assert torch.initial_seed() == 4

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
 
 from lightning_ga.batch import pytree as structures
-from lightning_ga.batch.pytree import register_splitter
-from lightning_ga.batch.take import Edges, take
+from lightning_ga.batch.pytree import Edges, register_splitter, take
 
 EDGES = st.tuples(st.integers(0, 5), st.integers(0, 5)).map(sorted)
 SHAPES = st.lists(st.integers(0, 3), max_size=3)

@@ -17,9 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
 
-from lightning_ga.batch.layout import Layout, LayoutError, Slice, read_layout
+from lightning_ga.batch.layout import Layout, LayoutError, Slice
 from lightning_ga.batch.pytree import open_container
-from lightning_ga.batch.ready_made import read_ready_made
+from lightning_ga.batch.read_layout import read_layout, read_ready_made
 from lightning_ga.batch.split import cut
 
 Pair = namedtuple("Pair", "one two")

@@ -1,0 +1,532 @@
+"""Where samples lie is read by collating them as 3 and as 4, or off ready-made batches; else it is refused."""
+
+import random
+from collections import UserDict, namedtuple
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.utils.rnn import pack_sequence, pad_sequence
+from torch.utils.data import default_collate
+
+from lightning_ga.batch import pytree as structures
+from lightning_ga.batch.layout import LayoutError, SampleAxis, SampleCount, Slice
+from lightning_ga.batch.pytree import register_splitter
+from lightning_ga.batch.read_layout import read_layout, read_ready_made
+from lightning_ga.batch.split import cut
+
+Pair = namedtuple("Pair", "inputs labels")
+Collate = Callable[[list[Any]], Any]
+WAY_OUT = r"define split_batch\(self, batch, sizes\) on the LightningModule"
+
+
+class Known:
+    """Batches of known samples, one collate function for each loader."""
+
+    def __init__(self, samples: Sequence[Any], *collate: Collate, join: Callable[[list[Any]], Any] = list) -> None:
+        self.samples, self.collate, self.join = samples, collate, join
+        self.kinds, self.loaders = len(samples), len(collate)
+
+    def batch(self, counts: Sequence[int], kinds: Sequence[int], seed: int = 0) -> Any:
+        torch.manual_seed(seed)
+        random.seed(seed)
+        batches = [
+            collate([self.samples[kinds[place % len(kinds)]] for place in range(count)])
+            for collate, count in zip(self.collate, counts)
+        ]
+        return batches[0] if self.loaders == 1 else self.join(batches)
+
+
+def sample(number: int, length: int = 5) -> dict[str, Any]:
+    return {"x": torch.arange(length * 2.0).reshape(length, 2) + 10 * number, "y": torch.tensor(number), "name": "n"}
+
+
+SAMPLES = [sample(number) for number in (1, 2)]
+RAGGED = [sample(number, length) for number, length in ((1, 5), (2, 3), (3, 4))]
+
+
+def read(collate: Collate, samples: Sequence[Any] = SAMPLES) -> dict[str, Any]:
+    return dict(read_layout(Known(samples, collate)).roles)
+
+
+def xs(batch: list[Any]) -> torch.Tensor:
+    return torch.stack([each["x"] for each in batch])
+
+
+def ys(batch: list[Any]) -> torch.Tensor:
+    return torch.stack([each["y"] for each in batch])
+
+
+def test_samples_lie_where_a_batch_of_four_is_longer_than_one_of_three() -> None:
+    """Along any axis, in lists and tuples of texts or tensors too; all else is shared."""
+    assert read(default_collate) == {
+        "batch": "fields",
+        "batch['x']": SampleAxis(0),
+        "batch['y']": SampleAxis(0),
+        "batch['name']": SampleAxis(0),
+    }
+    assert read(lambda batch: xs(batch).transpose(0, 1)) == {"batch": SampleAxis(1)}
+    assert read(lambda batch: xs(batch).movedim(0, 2)) == {"batch": SampleAxis(2)}
+    assert read(lambda batch: [each["x"] for each in batch], RAGGED) == {"batch": SampleAxis(0)}
+    assert read(lambda batch: batch, RAGGED) == {"batch": SampleAxis(0)}
+    assert read(lambda batch: xs(batch).numpy()) == {"batch": SampleAxis(0)}
+
+
+def test_what_stays_belongs_to_all_samples_whatever_its_length() -> None:
+    """Weights of 3 classes, a size of two numbers, a matrix of 4 × 4: their length is no evidence."""
+    roles = read(
+        lambda batch: {
+            "x": xs(batch),
+            "weights": torch.ones(3),
+            "matrix": torch.eye(4),
+            "size": (224, 224),
+            "three": ["a", "b", "c"],
+            "scale": 0.5,
+            "number": 3,
+            "t": torch.tensor(4),
+            "nothing": None,
+        }
+    )
+    assert roles["batch['weights']"] == roles["batch['matrix']"] == "shared"
+    assert roles["batch['size']"] == roles["batch['three']"] == "fields"
+    assert roles["batch['scale']"] == roles["batch['number']"] == roles["batch['t']"] == "constant"
+    assert "batch['nothing']" not in roles
+
+
+def test_a_batch_that_happens_to_be_as_long_as_something_shared_is_counted_rightly() -> None:
+    """Of 8 samples beside a vector of 8, or of 5 beside sequences of 5 steps."""
+    layout = read_layout(Known(SAMPLES, lambda batch: {"x": xs(batch), "weights": torch.ones(8)}))
+    assert [layout.samples({"x": torch.zeros(count, 5, 2), "weights": torch.ones(8)}) for count in (8, 5, 1)] == [
+        8,
+        5,
+        1,
+    ]
+    part = cut({"x": torch.zeros(8, 5, 2), "weights": torch.ones(8)}, layout, Slice(0, 2, {0: 8}))
+    assert (len(part["x"]), len(part["weights"])) == (2, 8)
+
+
+def test_sequences_with_time_first_are_cut_by_sample() -> None:
+    """However many time steps there are; their number may change from batch to batch."""
+
+    def collate(batch: list[Any]) -> dict[str, Any]:
+        return {"x": pad_sequence([each["x"] for each in batch]), "lengths": [len(each["x"]) for each in batch]}
+
+    layout = read_layout(Known(RAGGED, collate))
+    assert dict(layout.roles) == {
+        "batch": "fields",
+        "batch['x']": SampleAxis(1),
+        "batch['lengths']": SampleAxis(0),
+    }
+    batch = collate(RAGGED * 2)
+    assert layout.samples(batch) == 6
+    assert torch.equal(cut(batch, layout, Slice(1, 3, {0: 6}))["x"], batch["x"][:, 1:3])
+
+
+def test_several_crops_of_each_sample_stay_with_it() -> None:
+    """Where they are neighbours, and every part has as many."""
+    crops = read_layout(Known(SAMPLES, lambda batch: xs([each for each in batch for _ in range(4)])))
+    assert dict(crops.roles) == {"batch": SampleAxis(0, per=4)}
+    batch = torch.arange(20)
+    assert crops.samples(batch) == 5
+    assert cut(batch, crops, Slice(1, 3, {0: 5})).tolist() == list(range(4, 12))
+    with pytest.raises(LayoutError, match=r"batch is of another kind .*\(now Tensor and the shape \(21,\)"):
+        crops.samples(torch.zeros(21))
+
+
+@pytest.mark.parametrize("wrap", [int, float, torch.tensor, np.int64])
+def test_a_number_that_counts_the_samples_is_cut_with_them(wrap: Callable[[int], Any]) -> None:
+    """As a number or a tensor."""
+    layout = read_layout(Known(SAMPLES, lambda batch: [xs(batch), wrap(len(batch))]))
+    assert layout.roles["batch[1]"] == SampleCount()
+    batch = [torch.zeros(8, 5, 2), wrap(8)]
+    ours = cut(batch, layout, Slice(2, 5, layout.sizes(batch)))[1]
+    assert (type(ours), ours) == (type(wrap(3)), 3)
+
+
+PACKED: dict[str, tuple[Collate, str]] = {
+    "rows of all samples": (
+        lambda batch: (torch.cat([each["x"] for each in batch]), ys(batch)),
+        r"batch\[0\] holds 5 entries for each sample, and other parts hold fewer",
+    ),
+    "rows of unequal numbers": (
+        lambda batch: torch.cat([each["x"] for each in batch]),
+        "batch holds different numbers of entries for different samples",
+    ),
+    "cumulative lengths": (
+        lambda batch: (xs(batch), torch.tensor([0] + [5] * len(batch)).cumsum(0)),
+        r"batch\[1\] goes from the shape \(4,\) to \(5,\) when 3 samples become 4",
+    ),
+    "ends": (
+        lambda batch: (xs(batch), torch.tensor([5] * len(batch)).cumsum(0)),
+        r"batch\[1\] depends on where in the batch a sample is",
+    ),
+    "places": (
+        lambda batch: (xs(batch), torch.arange(len(batch))),
+        r"batch\[1\] depends on where in the batch a sample is",
+    ),
+    "views, one after the other": (
+        lambda batch: torch.cat([xs(batch), xs(batch) + 1]),
+        "batch depends on where in the batch a sample is",
+    ),
+    "a matrix of pairs": (
+        lambda batch: (xs(batch), torch.eye(len(batch))),
+        r"batch\[1\] goes from the shape \(3, 3\) to \(4, 4\)",
+    ),
+    "a sum": (
+        lambda batch: (xs(batch), xs(batch).sum(0)),
+        r"batch\[1\] changes with the number of samples, though its shape does not",
+    ),
+    "one over their number": (
+        lambda batch: (xs(batch), 1 / len(batch)),
+        r"batch\[1\] goes from 0\.33\d* to 0\.25 when 3 samples become 4",
+    ),
+    "a key for each sample": (
+        lambda batch: {place: each["x"] for place, each in enumerate(batch)},
+        "batch has other fields when 3 samples become 4",
+    ),
+    "another number of axes": (
+        lambda batch: torch.zeros((1,) * len(batch)),
+        "batch changes its shape in a way of its own",
+    ),
+    "nothing by sample": (
+        lambda batch: {"weights": torch.ones(3), "name": "train"},
+        "nothing in it grows with them",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_what_cannot_be_cut_is_refused_with_the_part_and_the_way_out(name: str) -> None:
+    """Packed rows, rows that know their place in the batch, values that follow from the number of samples."""
+    collate, message = PACKED[name]
+    with pytest.raises(LayoutError, match=rf"The batch cannot be cut into samples, as {message}.*{WAY_OUT}"):
+        read(collate, RAGGED if "unequal" in name else SAMPLES)
+
+
+def test_every_second_sample_belongs_to_no_slice() -> None:
+    """What has as many entries for 3 as for 4 samples may have more for more of them."""
+    with pytest.raises(LayoutError, match=r"batch\['anchors'\]"):
+        read(lambda batch: {"x": xs(batch), "anchors": xs(batch[::2])})
+
+
+class Unknown:
+    """Something that says nothing of samples."""
+
+    def __init__(self, samples: list[Any]) -> None:
+        self.x = xs(samples)
+
+
+def test_an_unknown_type_is_refused() -> None:
+    """With where it is, and how it is made known; if it is the same in each batch, it is shared."""
+    message = r"batch\['graphs'\] is of the type Unknown.*register_splitter\(Unknown, count=.*or define split_batch"
+    with pytest.raises(LayoutError, match=message):
+        read(lambda batch: {"x": xs(batch), "graphs": Unknown(batch)})
+    vocabulary = object()
+    assert read(lambda batch: {"x": xs(batch), "vocabulary": vocabulary})["batch['vocabulary']"] == "shared"
+    assert read(lambda batch: [Unknown([each]) for each in batch])["batch"] == SampleAxis(0)
+
+
+class Bag:
+    """Samples in a type of one's own."""
+
+    def __init__(self, items: list[Any]) -> None:
+        self.items = items
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Bag) and len(self.items) == len(other.items)
+
+
+def test_a_registered_type_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its count, beside tensors."""
+    monkeypatch.setattr(structures, "_SPLITTERS", {})
+    register_splitter(Bag, count=lambda bag: len(bag.items), take=lambda bag, a, b: Bag(bag.items[a:b]))
+    layout = read_layout(Known(SAMPLES, lambda batch: (Bag(batch), ys(batch))))
+    assert layout.roles["batch[0]"] == SampleAxis(0)
+    assert layout.samples((Bag([1, 2]), torch.zeros(2))) == 2
+    with pytest.raises(LayoutError, match=r"batch\[0\] holds 2 of them and batch\[1\] 3"):
+        layout.samples((Bag([1, 2]), torch.zeros(3)))
+
+
+class Molecules:
+    """As in torch_geometric: nodes of several graphs, joined."""
+
+    def __init__(self, graphs: list[torch.Tensor]) -> None:
+        self.graphs = graphs
+
+    @property
+    def num_graphs(self) -> int:
+        return len(self.graphs)
+
+    def to_data_list(self) -> list[torch.Tensor]:
+        return self.graphs
+
+    @classmethod
+    def from_data_list(cls, graphs: list[torch.Tensor]) -> "Molecules":
+        return cls(graphs)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Molecules) and structures.same_values(self.graphs, other.graphs)
+
+
+def test_graphs_of_torch_geometric_are_cut_without_being_registered() -> None:
+    """Each slice is a batch of graphs of its own."""
+    layout = read_layout(Known(RAGGED, lambda batch: Molecules([each["x"] for each in batch])))
+    assert dict(layout.roles) == {"batch": SampleAxis(0)}
+    batch = Molecules([each["x"] for each in RAGGED])
+    ours = cut(batch, layout, Slice(1, 3, layout.sizes(batch)))
+    assert type(ours) is Molecules
+    assert [len(graph) for graph in ours.graphs] == [3, 4]
+
+
+class BatchEncoding(UserDict[str, Any]):
+    """As in transformers: a mapping, with encodings by sample beside it."""
+
+    def __init__(self, data: dict[str, Any], encodings: list[Any]) -> None:
+        super().__init__(data)
+        self._encodings = encodings
+
+
+@dataclass(frozen=True)
+class Record:
+    x: torch.Tensor
+    shape: tuple[int, int] = (5, 5)
+
+
+STRUCTURES: dict[str, tuple[Collate, dict[str, Any]]] = {
+    "named tuple": (
+        lambda batch: Pair(xs(batch), ys(batch)),
+        {"batch": "fields", "batch.inputs": SampleAxis(0), "batch.labels": SampleAxis(0)},
+    ),
+    "dataclass with a field called shape": (
+        lambda batch: Record(xs(batch)),
+        {
+            "batch": "fields",
+            "batch.x": SampleAxis(0),
+            "batch.shape": "fields",
+            "batch.shape[0]": "constant",
+            "batch.shape[1]": "constant",
+        },
+    ),
+    "namespace": (lambda batch: SimpleNamespace(x=xs(batch)), {"batch": "fields", "batch.x": SampleAxis(0)}),
+    "encoding": (
+        lambda batch: BatchEncoding({"ids": xs(batch)}, [each["name"] for each in batch]),
+        {
+            "batch": "fields",
+            "batch.data": "fields",
+            "batch.data['ids']": SampleAxis(0),
+            "batch._encodings": SampleAxis(0),
+        },
+    ),
+    "array of texts": (
+        lambda batch: np.array([each["name"] for each in batch]),
+        {"batch": SampleAxis(0)},
+    ),
+    "sparse": (lambda batch: xs(batch).to_sparse(), {"batch": SampleAxis(0)}),
+    "packed sequences": (
+        lambda batch: pack_sequence([each["x"] for each in batch], enforce_sorted=False),
+        {"batch": SampleAxis(0)},
+    ),
+    "five captions each, collated": (
+        lambda batch: [tuple(each["name"] for each in batch) for _ in range(5)],
+        {"batch": "fields", **{f"batch[{place}]": SampleAxis(0) for place in range(5)}},
+    ),
+    "three views": (
+        lambda batch: [xs(batch)] * 3,
+        {"batch": "fields", **{f"batch[{place}]": SampleAxis(0) for place in range(3)}},
+    ),
+    "targets of detection": (
+        lambda batch: ([each["x"] for each in batch], [{"boxes": each["x"]} for each in batch]),
+        {"batch": "fields", "batch[0]": SampleAxis(0), "batch[1]": SampleAxis(0)},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_structures_in_which_batches_come_are_read(name: str) -> None:
+    """Containers are opened, whatever their type."""
+    collate, roles = STRUCTURES[name]
+    ragged = name in ("packed sequences", "targets of detection")
+    assert read(collate, RAGGED if ragged else SAMPLES) == roles
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+def test_nested_tensors_are_read(layout: torch.layout) -> None:
+    """Their samples come first."""
+    assert read(lambda batch: torch.nested.nested_tensor([s["x"] for s in batch], layout=layout), RAGGED) == {
+        "batch": SampleAxis(0)
+    }
+
+
+def test_a_part_that_may_be_missing_is_cut_where_it_is_there() -> None:
+    """Whether it is read from samples that have it or from others; a key that comes and goes is one of these."""
+
+    def collate(batch: list[Any]) -> dict[str, Any]:
+        there = all("mask" in each for each in batch)
+        return {"x": xs(batch), "mask": torch.stack([each["mask"] for each in batch]) if there else None}
+
+    masked = [each | {"mask": torch.ones(5)} for each in SAMPLES]
+    layout = read_layout(Known([masked[0], SAMPLES[1]], collate))
+    assert layout.roles["batch['mask']"] == SampleAxis(0)
+    assert [layout.samples(collate(samples * 3)) for samples in (SAMPLES, masked)] == [6, 6]
+    assert cut(collate(SAMPLES), layout, Slice(0, 1, {0: 2}))["mask"] is None
+    without = read_layout(Known(SAMPLES, collate))
+    with pytest.raises(
+        LayoutError, match=r"batch\['mask'\] is of another kind than in the batches .* \(now Tensor and"
+    ):
+        without.samples(collate(masked))
+    assert without.samples(collate(SAMPLES)) == 2
+    with pytest.raises(LayoutError, match=r"batch\['extra'\] is of another kind"):
+        without.samples(collate(SAMPLES) | {"extra": torch.zeros(2)})
+
+
+def test_a_broken_sample_that_the_collate_function_drops_does_not_hinder_reading() -> None:
+    """Nor one that it cannot do without others; if all are broken, the error is that of the collate function."""
+
+    def collate(batch: list[Any]) -> Any:
+        return default_collate([each for each in batch if each is not None])
+
+    layout = read_layout(Known([None, *SAMPLES], collate))
+    assert layout.roles["batch['x']"] == SampleAxis(0)
+    assert layout.samples(collate([SAMPLES[0], None, SAMPLES[1]])) == 2
+    with pytest.raises(IndexError):
+        read_layout(Known([None], collate))
+
+
+def test_random_collate_functions_are_read() -> None:
+    """Augmentation and noise change values, not shapes; what changes every time needs no check of values."""
+    roles = read(
+        lambda batch: {"x": xs(batch) + torch.rand(()), "mix": torch.rand(3), "y": ys(batch), "p": random.random()}
+    )
+    assert roles == {
+        "batch": "fields",
+        "batch['x']": SampleAxis(0),
+        "batch['mix']": "shared",
+        "batch['y']": SampleAxis(0),
+        "batch['p']": "constant",
+    }
+    with pytest.raises(LayoutError, match="batch holds 2 entries for each sample that change every time"):
+        read(lambda batch: torch.rand(2 * len(batch)))
+
+
+def test_sorted_collate_functions_are_read() -> None:
+    """The longest first, as packed sequences ask for; the order in which samples were is one of the batch."""
+
+    def collate(batch: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        ordered = sorted(batch, key=lambda each: -len(each["x"]))
+        return pad_sequence([each["x"] for each in ordered], batch_first=True), ys(ordered)
+
+    layout = read_layout(Known(RAGGED, collate))
+    assert set(layout.roles.values()) == {"fields", SampleAxis(0)}
+    batch = collate(RAGGED)
+    assert cut(batch, layout, Slice(1, 3, {0: 3}))[1].tolist() == [3, 2]
+    with pytest.raises(LayoutError, match=r"batch\[1\] depends on where"):
+        read(lambda batch: (xs(batch), torch.tensor([len(s["x"]) for s in batch]).argsort(stable=True)))
+
+
+def test_batches_of_two_loaders_are_counted_by_what_they_have_in_common() -> None:
+    """8 and 24 samples are 8 of one and three; each part grows with its own loader."""
+    layout = read_layout(Known(SAMPLES, xs, ys))
+    assert dict(layout.roles) == {"batch": "fields", "batch[0]": SampleAxis(0), "batch[1]": SampleAxis(0, loader=1)}
+    batch = [torch.arange(8), torch.arange(24)]
+    assert (layout.sizes(batch), layout.samples(batch)) == ({0: 8, 1: 24}, 8)
+    assert layout.samples([torch.zeros(8), torch.zeros(12)]) == 4
+    ours = cut(batch, layout, Slice(1, 3, layout.sizes(batch)))
+    assert [part.tolist() for part in ours] == [[1, 2], [3, 4, 5, 6, 7, 8]]
+    assert layout.samples([torch.zeros(8), None]) == 8  # a loader that has come to its end
+    with pytest.raises(LayoutError, match="nothing in it grows"):
+        layout.samples([None, None])
+
+
+def test_samples_of_several_loaders_that_a_hook_joins_are_refused() -> None:
+    """The tensor grows with both."""
+    with pytest.raises(LayoutError, match="batch goes from the shape|batch holds samples of several loaders"):
+        read_layout(Known(SAMPLES, xs, xs, join=torch.cat))
+    with pytest.raises(LayoutError, match="nothing in it grows"):
+        read_layout(Known(SAMPLES, xs, xs, join=lambda batches: batches[0]))
+
+
+def test_numbers_of_two_loaders_are_cut_each_in_its_proportion() -> None:
+    """A count belongs to the loader that it grows with."""
+    layout = read_layout(Known(SAMPLES, lambda batch: [xs(batch), len(batch)], lambda batch: [ys(batch), len(batch)]))
+    batch = [[torch.zeros(4), 4], [torch.zeros(8), 8]]
+    ours = cut(batch, layout, Slice(0, 3, layout.sizes(batch)))
+    assert [numbers for _, numbers in ours] == [3, 6]
+
+
+def ready(*batches: Any) -> dict[str, Any]:
+    return dict(read_ready_made(batches).roles)
+
+
+Z = torch.zeros
+
+
+def test_a_ready_made_batch_is_read_where_all_its_parts_agree() -> None:
+    """On one number, which each has along one axis."""
+    assert ready([Z(8, 7), Z(8)]) == {"batch": "fields", "batch[0]": SampleAxis(0), "batch[1]": SampleAxis(0)}
+    roles = ready({"x": Z(8, 7), "names": list("abcdefgh"), "split": "train", "none": None, "scale": torch.tensor(1.0)})
+    assert roles["batch['names']"] == SampleAxis(0)
+    assert roles["batch['split']"] == roles["batch['scale']"] == "constant"
+    assert ready(Z(8)) == {"batch": SampleAxis(0)}
+    assert ready([Z(8, 1), Z(8)])["batch[0]"] == SampleAxis(0)
+
+
+def test_ready_made_batches_of_two_sizes_tell_what_is_shared() -> None:
+    """What does not change with them."""
+    assert ready((Z(8, 7), Z(8), Z(10)), (Z(4, 7), Z(4), Z(10))) == {
+        "batch": "fields",
+        "batch[0]": SampleAxis(0),
+        "batch[1]": SampleAxis(0),
+        "batch[2]": "shared",
+    }
+    assert ready((Z(5, 8, 3), Z(8)), (Z(6, 4, 3), Z(4)))["batch[0]"] == SampleAxis(1)
+    for two in [
+        ((Z(8, 7), Z(7)), (Z(4, 7), Z(7))),
+        (Z(8, 7), Z(4, 7)),
+        (Z(8, 7), Z(8, 5)),
+        ((Z(8, 7), Z(8)), (Z(8, 5), Z(8))),
+    ]:
+        with pytest.raises(LayoutError, match="no reading or for several"):
+            ready(*two)
+
+
+AMBIGUOUS: dict[str, list[Any]] = {
+    "two axes": [Z(8, 7)],
+    "a square": [[Z(8, 8), Z(8)]],
+    "two lengths": [(Z(8, 5), Z(10))],
+    "nodes and graphs": [{"nodes": Z(40, 16), "y": Z(4)}],
+    "a shared vector in batches of one size": [(Z(8, 5), Z(8), Z(10)), (Z(8, 5), Z(8), Z(10))],
+    "a size beside two samples": [{"x": Z(2, 3), "size": (224, 224)}],
+    "one sample": [(Z(1, 7), Z(1, 7))],
+    "both axes change": [Z(8, 7), Z(4, 6)],
+    "other fields": [{"x": Z(8)}, {"y": Z(4)}],
+    "images of unequal sizes": [[Z(3, 9, 5), Z(3, 9, 6)]],
+    "nothing with a length": [{"loss": torch.tensor(1.0), "name": "a"}],
+    "nothing": [{}],
+    "a text": ["text"],
+}
+
+
+@pytest.mark.parametrize("name", AMBIGUOUS)
+def test_an_ambiguous_ready_made_batch_is_refused(name: str) -> None:
+    """With its shapes and the way out."""
+    with pytest.raises(LayoutError, match=rf"comes ready-made and its parts \(.+\) allow for no reading .*{WAY_OUT}"):
+        read_ready_made(AMBIGUOUS[name])
+
+
+def test_a_ready_made_batch_of_an_unknown_type_is_refused() -> None:
+    """As any other."""
+    with pytest.raises(LayoutError, match=r"batch\[1\] is of the type Unknown.*register_splitter"):
+        read_ready_made([(Z(8), Unknown(SAMPLES))])
+
+
+@pytest.fixture(autouse=True)
+def _random_numbers() -> Iterator[None]:
+    state, python = torch.get_rng_state(), random.getstate()
+    yield
+    torch.set_rng_state(state)
+    random.setstate(python)
