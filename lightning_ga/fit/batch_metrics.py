@@ -27,10 +27,9 @@ def whole_batch_metrics(metrics: Sequence[Metric], share: Callable[[], float]) -
         metrics: The metrics.
         share: What the current piece weighs in its batch, of one: a mean of losses weighs it so.
     """
-    means = [metric for metric in metrics if isinstance(metric, MeanMetric)]
-    updates = [vars(metric)["update"] for metric in means]
-    for metric, update in zip(means, updates):
-        vars(metric)["update"] = partial(_weighted, update, share)
+    updates = [(metric, vars(metric)["update"]) for metric in metrics if isinstance(metric, MeanMetric)]
+    for mean, update in updates:
+        vars(mean)["update"] = partial(_weighted, update, share)
     within = _within_wrappers(metrics)
     apart = (WrapperMetric, CompositionalMetric)
     batches: list[_BatchOf] = []
@@ -44,8 +43,8 @@ def whole_batch_metrics(metrics: Sequence[Metric], share: Callable[[], float]) -
     finally:
         for batch in reversed(batches):
             batch.release()
-        for metric, update in zip(means, updates):
-            vars(metric)["update"] = update
+        for mean, update in updates:
+            vars(mean)["update"] = update
 
 
 def _weighted(update: Callable[..., Any], share: Callable[[], float], value: Any, *weight: Any, **named: Any) -> Any:
