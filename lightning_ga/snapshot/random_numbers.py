@@ -73,7 +73,7 @@ def _torch_generators() -> list[torch.Generator]:
 class _NumpyNumbers:
     """Reads the state of NumPy's global generator, in 33 µs, only if its words have changed, which takes 2.
 
-    The words of the Mersenne Twister lie where NumPy says (``BitGenerator.ctypes``). Each draw changes them, but that of
+    The words of the Mersenne Twister lie where ``BitGenerator.ctypes`` says. Each draw changes them, but that of
     the second of two normal numbers: while that one is kept, the state is always read.
     """
 
