@@ -10,8 +10,8 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lightning_ga.app.atomic import AtomicCheckpointIO
     from lightning_ga.callback import AutoAccumulate
-    from lightning_ga.compat.atomic import AtomicCheckpointIO
     from lightning_ga.compat.step_counts import optimizer_steps
     from lightning_ga.errors import ExactnessWarning, UserError
     from lightning_ga.memory.oom import is_out_of_memory
@@ -43,7 +43,7 @@ __all__ = [
 
 _HOMES = {
     "AccumulationPlan": "plan.accumulation",
-    "AtomicCheckpointIO": "compat.atomic",
+    "AtomicCheckpointIO": "app.atomic",
     "AutoAccumulate": "callback",
     "DevicePlan": "plan.planned_device",
     "Exactness": "plan.exactness",
