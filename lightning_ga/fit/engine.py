@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_ga.batch.layout import LayoutError
 from lightning_ga.compat import agreement, log_capture, loops, transfer
-from lightning_ga.compat.collectives import collectives_run
+from lightning_ga.compat.agreement import collectives_run
 from lightning_ga.errors import UserError
 from lightning_ga.fit.batch_metrics import whole_batch_metrics
 from lightning_ga.fit.batch_readers import BatchReaders
