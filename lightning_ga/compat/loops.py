@@ -61,11 +61,11 @@ def move_to_micro_batch(trainer: Any, done: int, *, same_epoch: bool) -> None:
     """
     loop = trainer.fit_loop.epoch_loop
     progress = loop.batch_progress
+    pending = loop.restarted_on_train_batch_end  # which 2.5 reads off the counts
     moved = done - progress.current.ready if same_epoch else 0
     progress.is_last_batch = same_epoch and progress.is_last_batch
     for name in ("ready", "started", "processed", "completed"):
-        pending = name == "completed" and loop.restarted_on_train_batch_end
-        setattr(progress.current, name, done - pending)
+        setattr(progress.current, name, done - int(pending and name == "completed"))
         setattr(progress.total, name, getattr(progress.total, name) + moved)
 
 

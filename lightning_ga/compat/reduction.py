@@ -10,6 +10,7 @@ again, and the other buckets are sent after that.
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import chain
 from operator import attrgetter
 from threading import Lock
 from typing import Any
@@ -24,7 +25,7 @@ from lightning_ga.compat.agreement import sequence_number
 from lightning_ga.compat.buckets import AnyBucket, Bucket, make_buckets
 from lightning_ga.compat.gradient_dtype import dtype_of_sum
 from lightning_ga.errors import UserError
-from lightning_ga.snapshot.gradients import Arrivals, Gradients
+from lightning_ga.snapshot.gradients import Gradients, counted_additions
 
 BUCKET = 25 * 2**20  # bytes, as in DistributedDataParallel
 IN_FLIGHT = 2  # buckets of which copies are kept: one is sent while the next is made
@@ -46,8 +47,7 @@ class GradientReducer:
 
     def memory(self) -> Iterator[Tensor]:
         """Yield where gradients are copied, which is kept: sending them takes no memory in a backward pass."""
-        for rooms in self._rooms.values():
-            yield from rooms
+        return chain.from_iterable(self._rooms.values())
 
     def begin_epoch(self) -> None:
         """List the parameters anew, as the module does (``torch/nn/parallel/distributed.py:906``): some may be new."""
@@ -101,13 +101,19 @@ class GradientReducer:
 
     @contextmanager
     def _learning(self) -> Iterator[None]:
-        """Return a context in which a first backward pass shows in which order gradients come."""
-        arrivals = Arrivals(self._parameters)
-        with arrivals.watched():
+        """Return a context in which a first backward pass shows the order of gradients, and whether each comes once.
+
+        Once, as a rule, however often a parameter is used. More than once with ``torch.utils.checkpoint`` and
+        ``use_reentrant=True``: backward passes run within one another, and each adds to the weights that several
+        checkpointed parts share. Fused kernels that write gradients by themselves may do so more than once, too.
+        """
+        before = Gradients.of(self._parameters)
+        with counted_additions(self._parameters) as counts:
             yield
-        if arrivals.counts:
-            self._arrival = {id(parameter): place for place, parameter in enumerate(arrivals.counts)}
-            self._may_overlap = arrivals.are_single()
+        if counts:
+            changed = Gradients.of(self._parameters).changed_since(before)
+            self._may_overlap = all(counts[p] == 1 for p, has_changed in zip(self._parameters, changed) if has_changed)
+            self._arrival = {id(parameter): place for place, parameter in enumerate(counts)}
             self._made_for = None
 
     def _bucketed(self, *, summed: bool) -> list[AnyBucket]:

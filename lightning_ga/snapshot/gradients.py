@@ -38,44 +38,27 @@ class Gradients:
         return (now is not None and (now is not then or new != old) for now, then, new, old in pairs)
 
 
-class Arrivals:
-    """Counts how often a backward pass adds to each gradient, in the order in which gradients come.
+@contextmanager
+def counted_additions(parameters: Iterable[Tensor]) -> Iterator[Counter[Tensor]]:
+    """Return a context in which additions of backward passes to gradients are counted, in the order in which they come.
 
-    Once, as a rule, however often a parameter is used. More than once with ``torch.utils.checkpoint`` and
-    ``use_reentrant=True``: backward passes run within one another, and each adds to the weights that several
-    checkpointed parts share. Fused kernels that write gradients by themselves may do so more than once, too.
+    A table of hooks that is left empty makes every later backward pass take the interpreter's lock (1 µs for each
+    parameter in torch 2.15). The table of hooks before a gradient is added can be dropped, that of those after not.
     """
+    counts: Counter[Tensor] = Counter()
+    trained: list[Any] = [parameter for parameter in parameters if parameter.requires_grad]
 
-    def __init__(self, parameters: Iterable[Tensor]) -> None:
-        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
-        self._before = Gradients.of(self._parameters)
-        self.counts: Counter[Tensor] = Counter()
+    def count(parameter: Tensor, _: Tensor) -> None:
+        counts[parameter] += 1
 
-    @contextmanager
-    def watched(self) -> Iterator[None]:
-        """Return a context in which the backward pass is watched.
-
-        A table of hooks that is left empty makes every later backward pass take the interpreter's lock (1 µs for each
-        parameter in torch 2.15). The table of hooks before a gradient is added can be dropped, that of those after not.
-        """
-
-        def count(parameter: Tensor, _: Tensor) -> None:
-            self.counts[parameter] += 1
-
-        parameters: list[Any] = self._parameters
-        handles = [parameter.register_hook(partial(count, parameter)) for parameter in parameters]
-        try:
-            yield
-        finally:
-            for parameter, handle in zip(parameters, handles):
-                handle.remove()
-                if not parameter._backward_hooks:
-                    parameter._backward_hooks = None
-
-    def are_single(self) -> bool:
-        """Return whether autograd has added once to each gradient that changed."""
-        changed = Gradients.of(self._parameters).changed_since(self._before)
-        return all(self.counts[p] == 1 for p, has_changed in zip(self._parameters, changed) if has_changed)
+    handles = [parameter.register_hook(partial(count, parameter)) for parameter in trained]
+    try:
+        yield counts
+    finally:
+        for parameter, handle in zip(trained, handles):
+            handle.remove()
+            if not parameter._backward_hooks:
+                parameter._backward_hooks = None
 
 
 class AccumulationHooks:

@@ -138,9 +138,13 @@ class Parallel(nn.Module):
         self.module = module
 
 
-def sent_in_passes(chain: Chain, *may_overlap: bool, twice: bool = False) -> list[int]:
-    """How many messages a training sends in each backward pass, each of which ends a window."""
-    sent, reducer = [0], GradientReducer(Parallel(chain))
+def sent_in_passes(chain: Chain, *may_overlap: bool, also: str = "") -> list[int]:
+    """How many messages a training sends in each backward pass, each of which ends a window.
+
+    Besides, a checkpointed part adds to a gradient (``"twice"``), or a kernel writes one (``"written"``).
+    """
+    other = nn.Parameter(torch.ones(3))
+    sent, reducer = [0], GradientReducer(Parallel(nn.ParameterList([*chain.weights, other])))
 
     def backward(loss: torch.Tensor) -> None:
         before = len(chain.ranks.sent)
@@ -151,7 +155,8 @@ def sent_in_passes(chain: Chain, *may_overlap: bool, twice: bool = False) -> lis
     for overlaps in may_overlap:
         window = WindowReduction(chain.buckets, chain.ranks.send)
         inputs = torch.ones(3, requires_grad=True)
-        if twice:
+        inputs.register_hook(lambda _: setattr(other, "grad", torch.ones(3)) if also == "written" else None)
+        if also == "twice":
             inputs = checkpoint(lambda inputs: inputs * chain.weights[0], inputs, use_reentrant=True)
         with reducer.around_backward(trainer, window, may_overlap=overlaps):
             trainer.precision_plugin.backward(chain(inputs).sum())
@@ -163,9 +168,10 @@ def sent_in_passes(chain: Chain, *may_overlap: bool, twice: bool = False) -> lis
 
 
 def test_a_first_pass_shows_in_which_order_gradients_come() -> None:
-    """Later ones send them as they come, but if something adds twice, or ranks wait for each other in passes."""
+    """Later ones send them as they come, unless ranks wait for each other in passes, or one may come again."""
     assert sent_in_passes(Chain(), True, True, False, True) == [0, 5, 0, 5]
-    assert sent_in_passes(Chain(), True, True, twice=True) == [0, 0]
+    assert sent_in_passes(Chain(), True, True, also="twice") == [0, 0]
+    assert sent_in_passes(Chain(), True, True, also="written") == [0, 0]
 
 
 def test_a_message_waits_for_the_gradient_that_came_last() -> None:
