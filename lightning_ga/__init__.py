@@ -10,9 +10,9 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lightning_ga.app.atomic import AtomicCheckpointIO
     from lightning_ga.callback import AutoAccumulate
-    from lightning_ga.compat.atomic import AtomicCheckpointIO
-    from lightning_ga.compat.step_counts import optimizer_steps
+    from lightning_ga.compat.intervals import optimizer_steps
     from lightning_ga.errors import ExactnessWarning, UserError
     from lightning_ga.memory.oom import is_out_of_memory
     from lightning_ga.plan.accumulation import AccumulationPlan, plan_accumulation
@@ -43,7 +43,7 @@ __all__ = [
 
 _HOMES = {
     "AccumulationPlan": "plan.accumulation",
-    "AtomicCheckpointIO": "compat.atomic",
+    "AtomicCheckpointIO": "app.atomic",
     "AutoAccumulate": "callback",
     "DevicePlan": "plan.planned_device",
     "Exactness": "plan.exactness",
@@ -53,7 +53,7 @@ _HOMES = {
     "UserError": "errors",
     "find_micro_batch": "probe.finder",
     "is_out_of_memory": "memory.oom",
-    "optimizer_steps": "compat.step_counts",
+    "optimizer_steps": "compat.intervals",
     "plan_accumulation": "plan.accumulation",
     "plan_for_device": "planning",
 }

@@ -13,8 +13,8 @@ import torch
 from omegaconf import OmegaConf
 from torch import Tensor
 
+from lightning_ga.app.atomic import PART
 from lightning_ga.app.walk import settings
-from lightning_ga.compat.atomic import PART
 from lightning_ga.errors import UserError
 
 BUILT_ELSEWHERE = ("optimizer", "lr_scheduler")  # they do not decide whether weights fit

@@ -1,9 +1,10 @@
-"""Numbers that all ranks agree on, by ``strategy.broadcast`` and ``strategy.reduce``."""
+"""Numbers that all ranks agree on, and a count of their collectives: the user's own communication shows in it."""
 
 import os
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 
 def shared_seed(trainer: Any) -> int:
@@ -21,6 +22,11 @@ def smallest_over_ranks(trainer: Any, value: int) -> int:
     return -largest_over_ranks(trainer, -value)
 
 
+def sum_over_ranks(trainer: Any, value: float) -> float:
+    """Return one number summed over all ranks."""
+    return float(_reduced(trainer, torch.tensor(value, dtype=torch.float64), "sum"))
+
+
 def is_distributed(trainer: Any) -> bool:
     """Return whether gradients are averaged over several ranks."""
     return int(trainer.world_size) > 1
@@ -31,9 +37,20 @@ def is_sharded(trainer: Any) -> bool:
     return any(base.__name__ in ("FSDPStrategy", "ModelParallelStrategy") for base in type(trainer.strategy).__mro__)
 
 
-def sum_over_ranks(trainer: Any, value: float) -> float:
-    """Return one number summed over all ranks."""
-    return float(_reduced(trainer, torch.tensor(value, dtype=torch.float64), "sum"))
+def collectives_run() -> int:
+    """Return how many collectives this rank has begun in all process groups.
+
+    Process groups number their collectives, in Python as in C++ (``c10d/Backend.hpp``, ``getSequenceNumberForGroup``).
+    """
+    return sum(map(sequence_number, dist.distributed_c10d._world.pg_map)) if dist.is_available() else 0
+
+
+def sequence_number(group: Any) -> int:
+    """Return how many collectives this rank has begun in a process group."""
+    try:
+        return int(group._get_sequence_number_for_group())
+    except RuntimeError:  # a backend that keeps none
+        return 0
 
 
 def _reduced(trainer: Any, value: torch.Tensor, operation: str) -> torch.Tensor:

@@ -1,9 +1,9 @@
 """Convert the fit loop's part of a checkpoint to the units that stock Lightning expects, and back.
 
-Lightning's ``trainer/connectors/checkpoint_connector.py`` and ``loops/fit_loop.py``
-(``on_save_checkpoint``, ``on_load_checkpoint``). The loop of a run that cuts batches counts
-micro-batches; its checkpoints count batches of the recipe, so that a run without the callback goes on
-at the same place. The run's own counts lie in the callback's state, for a resume with it.
+Lightning's ``trainer/connectors/checkpoint_connector.py`` and ``loops/fit_loop.py`` (``on_save_checkpoint``,
+``on_load_checkpoint``). The loop of a run that cuts batches counts micro-batches; its checkpoints count batches of the
+recipe, so that a run without the callback goes on at the same place. The run's own counts lie in the callback's state,
+for a resume with it.
 """
 
 import copy
@@ -15,13 +15,10 @@ _LOADERS = "combined_loader"  # in the fit loop's
 
 
 def count_recipe_batches(checkpoint: MutableMapping[str, Any], key: str, *, done: int, before: int) -> None:
-    """Replace the loop's counts of micro-batches in a checkpoint by counts of the recipe's batches.
+    """Replace the loop's counts of micro-batches by counts of the recipe's batches, before a checkpoint is written.
 
-    Args:
-        checkpoint: As it is about to be written.
-        key: The callback's key in it.
-        done: Batches of the recipe that the epoch has trained on.
-        before: Those of earlier epochs.
+    The epoch has trained on ``done`` batches of the recipe, earlier ones on those ``before``. The loop's own counts go
+    to the callback's entry, which has the ``key``.
     """
     progress = _fit_loop(checkpoint).get("epoch_loop.batch_progress")
     own = checkpoint.get("callbacks", {}).get(key)

@@ -6,6 +6,7 @@ Lightning's ``loops/fit_loop.py``, ``trainer/connectors/data_connector.py`` and 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from math import inf
 from typing import Any
 
 from lightning.fabric.utilities.data import sized_len
@@ -20,15 +21,10 @@ from lightning_ga.loading.prebatched import Batches
 def intercepted_loaders(
     trainer: Any, cut: Callable[[Any], Any], around: Callable[[Callable[[], None]], None]
 ) -> Iterator[None]:
-    """Return a context in which the fit loop reads its loader through ``cut`` and sets data up through ``around``.
+    """Return a context in which the fit loop reads ``cut(loader)`` and calls ``around(setup_data)`` to set data up.
 
-    ``fit_loop.setup_data`` asks ``_data_source`` for the loader wherever it comes from: ``fit()``,
-    the module or a datamodule (``loops/fit_loop.py:238``).
-
-    Args:
-        trainer: The Trainer.
-        cut: Takes the user's loader and returns the one that the loop reads.
-        around: Called with the loop's own ``setup_data`` in its place.
+    ``fit_loop.setup_data`` asks ``_data_source`` for the loader wherever it comes from: ``fit()``, the module or a
+    datamodule (``loops/fit_loop.py:238``).
     """
     loop = trainer.fit_loop
     source, request, set_up = loop._data_source, type(loop._data_source).dataloader, type(loop).setup_data
@@ -47,8 +43,8 @@ def forget_loaders(trainer: Any) -> None:
 def batches_of(trainer: Any, loader: Any) -> Batches:
     """Read any training data as the fit loop would.
 
-    As in ``fit_loop.setup_data`` (:235 to :257), collections of loaders are combined, each loader is
-    prepared for the ranks, and samplers are given the epoch (:445).
+    As in ``fit_loop.setup_data`` (:235 to :257), collections of loaders are combined, each loader is prepared for the
+    ranks, and samplers are given the epoch (:445).
     """
     module = patching.sibling(trainer, "utilities.combined_loader")
     connector = patching.sibling(trainer, "trainer.connectors.data_connector")
@@ -81,9 +77,9 @@ def load_later(trainer: Any, states: list[Any]) -> None:
 def micro_batch_units(trainer: Any) -> Iterator[None]:
     """Return a context in which data are set up without sharding them again or applying the recipe's limits.
 
-    ``setup_data`` re-creates loaders for a distributed sampler (``connectors/data_connector.py``,
-    ``_prepare_dataloader``), cuts epochs at ``limit_train_batches`` and checks ``val_check_interval``
-    against the number of batches; the training source does all three itself.
+    ``setup_data`` re-creates loaders for a distributed sampler (``data_connector.py``, ``_prepare_dataloader``), cuts
+    epochs at ``limit_train_batches`` and checks ``val_check_interval`` against the number of batches; the training
+    source does all three itself.
     """
     connector = trainer._accelerator_connector
     kept = connector.use_distributed_sampler, trainer.limit_train_batches
@@ -109,15 +105,12 @@ def shards_data(trainer: Any) -> bool:
 def resize_epoch(trainer: Any, length: int | None, *, at_most: int | None = None) -> None:
     """Set the number of micro-batches of the epoch, of which the loops hold four copies.
 
-    Args:
-        trainer: The Trainer.
-        length: How many; ``None`` for a stream, which ends where it pleases.
-        at_most: After how many a stream is not read any further.
+    It is ``None`` for a stream, which ends where it pleases, and is not read any further after ``at_most``.
     """
     loop = trainer.fit_loop
-    loop._combined_loader.limits = [float("inf") if length is None else length]
+    loop._combined_loader.limits = [inf if length is None else length]
     known = at_most if length is None else length
-    loop.max_batches = float("inf") if known is None else known
+    loop.max_batches = inf if known is None else known
     if length is not None and loop._data_fetcher is not None:
         loop._data_fetcher.length = length
 

@@ -1,8 +1,8 @@
 """Accumulate the gradients of half-precision parameters in float32.
 
-A sum in bfloat16 loses what is below 1/256 of it, and with many micro-batches that is most of what each
-adds. The first gradient of a window is exact as it is; it becomes float32 before the second is added, and
-the sum is rounded once, after clipping.
+A sum in bfloat16 loses what is below 1/256 of it, and with many micro-batches that is most of what each adds. The first
+gradient of a window is exact as it is; it becomes float32 before the second is added, and the sum is rounded once,
+after clipping.
 
 Newer torch lets a gradient have another type than its parameter (``Tensor.grad_dtype``, read in 2.15). Without it, the
 float32 sum is kept beside the gradient, which always holds it rounded.
@@ -83,7 +83,8 @@ def narrow_before_steps(optimizer: Optimizer, parameters: list[Tensor]) -> Any:
     """Round gradients before every update of an optimizer, after its closure if any; return a handle to remove this."""
 
     def before(_: Optimizer, given: tuple[Any, ...], settings: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        closure = settings["closure"] if "closure" in settings else next(iter(given[1:]), None)
+        by_name = "closure" in settings
+        closure = settings["closure"] if by_name else next(iter(given[1:]), None)
         if closure is None:
             narrow(parameters)
             return given, settings
@@ -93,9 +94,7 @@ def narrow_before_steps(optimizer: Optimizer, parameters: list[Tensor]) -> Any:
             narrow(parameters)
             return loss
 
-        if "closure" in settings:
-            return given, {**settings, "closure": evaluated}
-        return (given[0], evaluated, *given[2:]), settings
+        return (given, {**settings, "closure": evaluated}) if by_name else ((given[0], evaluated, *given[2:]), settings)
 
     return optimizer.register_step_pre_hook(before)
 
@@ -115,7 +114,7 @@ class Sum:
         )
 
     def remove(self) -> None:
-        """Leave the gradient as it is."""
+        """Stop summing, and leave the gradient as it is."""
         for handle in self._handles:
             handle.remove()
 

@@ -1,4 +1,4 @@
-"""Decide when learning-rate schedules and validation are due, and where training may stop.
+"""Decide when learning-rate schedules and validation are due, and where training may stop; count optimizer steps.
 
 Lightning's ``loops/training_epoch_loop.py``.
 """
@@ -8,31 +8,63 @@ from contextlib import contextmanager
 from math import inf, isinf
 from typing import Any
 
+from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, OneCycleLR
+
 from lightning_ga.compat import loops
 from lightning_ga.errors import UserError
 
 
-def step_schedulers_when_due(trainer: Any, frequencies: dict[int, int], window: int) -> None:
-    """Let ``frequency=n`` of schedules by step mean n optimizer steps.
+def optimizer_steps(trainer: Any) -> int | float:
+    """Count the optimizer steps of a whole training, also where the effective batch changes between epochs.
 
-    The loop tests its count of micro-batches against the frequency (``training_epoch_loop.py:474``),
-    so that number is set to one that divides the count or not.
+    For use in ``configure_optimizers``, where ``trainer.estimated_stepping_batches`` is right only for a
+    constant effective batch: it divides by the current factor.
 
     Args:
-        trainer: The Trainer.
-        frequencies: What the user wrote, by position among the trainer's schedules.
-        window: The window in its epoch that the micro-batch belongs to.
+        trainer: The Trainer of the fit that is running, with or without ``AutoAccumulate``.
+
+    Returns:
+        The count; infinite where neither epochs nor steps are limited.
     """
-    count = loops.micro_batch_index(trainer) + 1
-    for position, frequency in frequencies.items():
-        due = (window + 1) % frequency == 0
-        trainer.lr_scheduler_configs[position].frequency = count if due else count + 1
+    estimate: int | float = trainer.estimated_stepping_batches  # sets the training data up where that has not been done
+    for callback in trainer.callbacks:
+        count = getattr(callback, "optimizer_steps", None)
+        if callable(count):
+            steps: int | None = count()
+            return estimate if steps is None else steps
+    return estimate
+
+
+def wrong_horizons(trainer: Any, steps: int) -> list[tuple[str, int]]:
+    """Return name and horizon of schedules whose horizon is not the number of optimizer steps, which they step with."""
+    configs = [config for config in trainer.lr_scheduler_configs if config.interval == "step" and config.frequency == 1]
+    horizons = [(type(config.scheduler).__name__, _horizon(config.scheduler)) for config in configs]
+    return [(name, length) for name, length in horizons if length is not None and length != steps]
+
+
+def _horizon(scheduler: LRScheduler) -> int | None:
+    """Return the steps after which a schedule ends; ``None`` for schedules without an end."""
+    if isinstance(scheduler, OneCycleLR):
+        return int(scheduler.total_steps)
+    return int(scheduler.T_max) if isinstance(scheduler, CosineAnnealingLR) else None
 
 
 def frequencies_by_step(trainer: Any) -> dict[int, int]:
     """Return the frequencies above one of schedules by step, by position."""
     configs = enumerate(trainer.lr_scheduler_configs)
     return {at: config.frequency for at, config in configs if config.interval == "step" and config.frequency > 1}
+
+
+def step_schedulers_when_due(trainer: Any, frequencies: dict[int, int], window: int) -> None:
+    """Let ``frequency=n`` of schedules by step mean n optimizer steps, after the window of this number in its epoch.
+
+    ``frequencies`` are the user's. The loop tests its count of micro-batches against the frequency
+    (``training_epoch_loop.py:474``), so that number is set to one that divides the count or not.
+    """
+    count = loops.micro_batch_index(trainer) + 1
+    for position, frequency in frequencies.items():
+        due = (window + 1) % frequency == 0
+        trainer.lr_scheduler_configs[position].frequency = count if due else count + 1
 
 
 def restore_frequencies(trainer: Any, frequencies: dict[int, int]) -> None:
@@ -44,16 +76,11 @@ def restore_frequencies(trainer: Any, frequencies: dict[int, int]) -> None:
 def validate_when_due(trainer: Any, before: int, after: int, epoch_batches: int | None) -> None:
     """Let validation run after this micro-batch exactly if it is due by the recipe's batches.
 
-    The loop tests its own count of micro-batches against ``trainer.val_check_batch``
-    (``training_epoch_loop.py:560``), so that number is set to one that divides the count or not.
-
-    Args:
-        trainer: The Trainer.
-        before: Batches of the recipe before this micro-batch.
-        after: Batches of the recipe after it.
-        epoch_batches: Batches of the recipe in one epoch; ``None`` if that is not known.
+    So many of them come ``before`` the micro-batch, are done ``after`` it, and make up an epoch if that is known. The
+    loop tests its own count of micro-batches against ``trainer.val_check_batch`` (``training_epoch_loop.py:560``), so
+    that number is set to one that divides the count or not.
     """
-    if getattr(trainer, "_val_check_time_interval", None) is not None:  # 2.5 has no interval by time
+    if _has_time_interval(trainer):
         return
     interval = _validation_interval(trainer, epoch_batches)
     loop = trainer.fit_loop.epoch_loop
@@ -67,11 +94,7 @@ def validate_when_due(trainer: Any, before: int, after: int, epoch_batches: int 
 
 
 def set_validation_interval(trainer: Any, epoch_batches: int | None) -> None:
-    """Check and set the interval of validation as ``setup_data`` does, in batches of the recipe (``fit_loop.py:289``).
-
-    Raises:
-        UserError: If it is longer than an epoch.
-    """
+    """Check and set the interval of validation as ``fit_loop.py:289`` does, but in batches of the recipe."""
     interval: Any = getattr(trainer, "val_check_interval", None)
     is_fixed = isinstance(interval, int) and trainer.check_val_every_n_epoch is not None
     if is_fixed and epoch_batches is not None and interval > epoch_batches and trainer.limit_val_batches > 0:
@@ -79,8 +102,12 @@ def set_validation_interval(trainer: Any, epoch_batches: int | None) -> None:
             f"val_check_interval={interval} is more than the {epoch_batches} training batches of an epoch: use at "
             "most that, or check_val_every_n_epoch=None to count batches over epochs."
         )
-    if getattr(trainer, "_val_check_time_interval", None) is None:
+    if not _has_time_interval(trainer):
         trainer.val_check_batch = _validation_interval(trainer, epoch_batches)
+
+
+def _has_time_interval(trainer: Any) -> bool:
+    return getattr(trainer, "_val_check_time_interval", None) is not None  # 2.5 has no interval by time
 
 
 def _validation_interval(trainer: Any, epoch_batches: int | None) -> int | float:

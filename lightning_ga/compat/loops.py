@@ -47,43 +47,35 @@ def restarts_in_epoch(trainer: Any) -> bool:
 
 
 def batches_done(trainer: Any) -> tuple[int, int]:
-    """Return the batches that a restored loop has trained on: in its epoch, and before it.
-
-    An epoch that is over counts as one before it.
-    """
+    """Return the batches that a restored loop has trained on: in its epoch (none if that is over), and before it."""
     progress, epochs = trainer.fit_loop.epoch_loop.batch_progress, trainer.fit_loop.epoch_progress.current
     done = int(progress.current.processed) if epochs.started > epochs.processed else 0
     return done, int(progress.total.processed) - done
 
 
 def move_to_micro_batch(trainer: Any, done: int, *, same_epoch: bool) -> None:
-    """Let a restored epoch go on after ``done`` micro-batches, in this run's own units.
+    """Let a restored loop go on after ``done`` micro-batches of its epoch, in this run's own units.
 
-    A checkpoint counts the micro-batches of the run that wrote it; the loop's totals change by the same number.
-
-    Args:
-        trainer: The Trainer.
-        done: Micro-batches of the epoch that are done.
-        same_epoch: Whether the loop goes on in the epoch of the checkpoint.
+    A checkpoint counts the micro-batches of the run that wrote it. If the loop goes on in the ``same_epoch``, its
+    totals change by the same number.
     """
     loop = trainer.fit_loop.epoch_loop
     progress = loop.batch_progress
-    pending = loop.restarted_on_train_batch_end
+    pending = loop.restarted_on_train_batch_end  # which 2.5 reads off the counts
     moved = done - progress.current.ready if same_epoch else 0
     progress.is_last_batch = same_epoch and progress.is_last_batch
     for name in ("ready", "started", "processed", "completed"):
-        value = done - (1 if pending and name == "completed" else 0)
-        setattr(progress.current, name, value)
+        setattr(progress.current, name, done - int(pending and name == "completed"))
         setattr(progress.total, name, getattr(progress.total, name) + moved)
 
 
 def begin_next_epoch(trainer: Any) -> None:
     """Let a restored loop begin its next epoch as any other, if the epoch of the checkpoint was over.
 
-    Restored from a checkpoint of an epoch's last micro-batch, the loop acts as if it were in the middle of
-    the next epoch (``fit_loop.py:398`` and ``:447``): no hook announces its start, and the count of epochs
-    that have begun stays behind. A checkpoint written in it would look like one between epochs, and the
-    next resume would lose its position and an optimizer step.
+    Restored from a checkpoint of an epoch's last micro-batch, the loop acts as if it were in the middle of the next
+    epoch (``fit_loop.py:398`` and ``:447``): no hook announces its start, and the count of epochs that have begun stays
+    behind. A checkpoint written in it would look like one between epochs, and the next resume would lose its position
+    and an optimizer step.
     """
     loop = trainer.fit_loop
     progress = loop.epoch_progress.current
@@ -98,9 +90,9 @@ def begin_next_epoch(trainer: Any) -> None:
 def reopen_epoch(trainer: Any) -> None:
     """Let a restored loop go on in an epoch that ``max_steps`` ended early, as stock Lightning does.
 
-    A checkpoint of ``on_train_epoch_end`` counts that epoch as processed. With ``max_steps`` the loop
-    continues it all the same (``fit_loop.py``: ``on_run_start``, ``_iteration_based_training``), but
-    counts it twice; without, it begins the next one.
+    A checkpoint of ``on_train_epoch_end`` counts that epoch as processed. With ``max_steps`` the loop continues it all
+    the same (``fit_loop.py``: ``on_run_start``, ``_iteration_based_training``), but counts it twice; without, it begins
+    the next one.
     """
     loop = trainer.fit_loop
     progress, batches = loop.epoch_progress, loop.epoch_loop.batch_progress
@@ -112,9 +104,8 @@ def reopen_epoch(trainer: Any) -> None:
 def align_logger_steps(trainer: Any) -> None:
     """Give loggers the right number of optimizer steps after a restart.
 
-    A checkpoint is written before that count rises. The loop makes up for it by adding one, on its
-    reset (``training_epoch_loop.py:190``) or, where validation was due, by running the end of the
-    micro-batch once more (:277).
+    A checkpoint is written before that count rises. The loop makes up for it by adding one, on its reset
+    (``training_epoch_loop.py:190``) or, if validation was due, by running the end of the micro-batch once more (:277).
     """
     loop = trainer.fit_loop.epoch_loop
     on_reset = loop.restarted_on_train_batch_end or not loop.restarted_on_last
@@ -122,14 +113,11 @@ def align_logger_steps(trainer: Any) -> None:
     loop._batches_that_stepped = loop.global_step - int(rises)
 
 
-_REPEATS = "You're resuming from a checkpoint that ended before the epoch ended"
+_REPEATS = "You're resuming from a checkpoint that ended before the epoch ended"  # ``training_epoch_loop.py:215``
 
 
 def expect_positions_to_be_kept() -> None:
-    """Silence Lightning's warning that a resume in mid-epoch repeats samples: here it does not.
-
-    ``training_epoch_loop.py:215`` warns for every loader without a state of its own.
-    """
+    """Silence Lightning's warning that a resume in mid-epoch repeats samples: here it does not."""
     warnings.filterwarnings("ignore", message=_REPEATS)
 
 

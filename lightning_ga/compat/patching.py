@@ -7,31 +7,11 @@ from types import MethodType
 from typing import Any
 
 
-def shadow(instance: Any, method: str, replacement: Callable[..., Any]) -> None:
-    """Replace a method of one instance.
-
-    Args:
-        instance: The instance.
-        method: The method's name.
-        replacement: Called instead, without the instance.
-    """
-    instance.__dict__[method] = replacement
-
-
-def unshadow(instance: Any, method: str) -> None:
-    """Restore the class's method of an instance."""
-    instance.__dict__.pop(method, None)
-
-
 class shadowed:  # noqa: N801
     """A context in which a method of one instance is replaced; afterwards it is what it was before.
 
-    A replacement by others that has come meanwhile stays, and what it keeps of this one calls the method of before.
-
-    Args:
-        instance: The instance.
-        method: The method's name.
-        replacement: Called instead, without the instance.
+    The replacement is called without the instance. A replacement by others that has come meanwhile stays, and what it
+    keeps of this one calls the method of before.
     """
 
     def __init__(self, instance: Any, method: str, replacement: Callable[..., Any]) -> None:

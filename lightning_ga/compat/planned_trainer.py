@@ -14,17 +14,9 @@ _DATA_PARALLEL = ("auto", "ddp", "single_device")
 def settings_on_this_host(
     settings: Mapping[str, Any], *, root: str = "lightning.pytorch"
 ) -> tuple[dict[str, Any], int]:
-    """Trainer arguments for another machine, as they can be built here: one CPU process.
+    """Return the Trainer arguments that have to be others here, and how many ranks the run on that machine has.
 
-    Args:
-        settings: Arguments as they are meant for the device.
-        root: The namespace of the Trainer.
-
-    Returns:
-        The arguments that have to be others, and the ranks that the device's run has.
-
-    Raises:
-        UserError: For a strategy that shards the model.
+    ``root`` is the namespace of the Trainer. A strategy that shards the model is refused.
     """
     strategy = settings.get("strategy") or "auto"
     if not isinstance(strategy, str) or not strategy.startswith(_DATA_PARALLEL):

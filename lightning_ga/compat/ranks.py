@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_ga.compat import agreement, patching
 from lightning_ga.compat.gradient_dtype import half_parameters
-from lightning_ga.compat.reduction import BUCKET, GradientReducer
+from lightning_ga.compat.reduction import GradientReducer
 
 
 def distributed_module(trainer: Any) -> Any:
@@ -59,25 +59,7 @@ def take_over(trainer: Any) -> None:
 
 def gradient_reducer(trainer: Any) -> GradientReducer:
     """Return what averages gradients as the module would, in buckets of its size."""
-    module = distributed_module(trainer)
-    return GradientReducer(
-        lambda: parameters_of(module),
-        lambda: sparse_weights(module),
-        group=module.process_group,
-        most=getattr(module, "bucket_bytes_cap", BUCKET),
-    )
-
-
-def parameters_of(module: DistributedDataParallel) -> list[torch.nn.Parameter]:
-    """Return the parameters that a ``DistributedDataParallel`` averages (``torch/nn/parallel/distributed.py:906``)."""
-    named = module.module.named_parameters()
-    return [parameter for name, parameter in named if name not in module.parameters_to_ignore]
-
-
-def sparse_weights(module: DistributedDataParallel) -> list[torch.Tensor]:
-    """Return the parameters that a ``DistributedDataParallel`` takes to have sparse gradients."""
-    kinds = (torch.nn.Embedding, torch.nn.EmbeddingBag)
-    return [part.weight for part in module.modules() if isinstance(part, kinds) and part.sparse]
+    return GradientReducer(distributed_module(trainer))
 
 
 def share_buffers(module: DistributedDataParallel) -> None:

@@ -3,15 +3,13 @@
 ``DistributedDataParallel`` does that too, but its reducer cannot go on where a pass was broken off: a rank that runs
 the pass again, in pieces, would issue other collectives than the rest and hang them all. So every pass runs without
 it. Here all ranks send buckets of gradients in the same order, each as soon as its gradients are complete. What is
-sent is a copy. Of a pass that fails, complete gradients are kept and pieces add nothing to them, so what was sent
-stays right; buckets that are left are sent once the pieces have run.
+sent is a copy. If a pass fails, the averages of what it sent stay right: they are set aside while the window runs
+again, and the other buckets are sent after that.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from operator import attrgetter
 from threading import Lock
@@ -20,42 +18,30 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import Parameter
+from torch.nn import Embedding, EmbeddingBag, Parameter
 
-from lightning_ga.compat.buckets import AnyBucket, Bucket, Gradients, Message, make_buckets
-from lightning_ga.compat.collectives import sequence_number
+from lightning_ga.compat import patching
+from lightning_ga.compat.agreement import sequence_number
+from lightning_ga.compat.buckets import AnyBucket, Bucket, make_buckets
 from lightning_ga.compat.gradient_dtype import dtype_of_sum
 from lightning_ga.errors import UserError
+from lightning_ga.snapshot.gradients import Gradients, counted_additions
 
 BUCKET = 25 * 2**20  # bytes, as in DistributedDataParallel
 IN_FLIGHT = 2  # buckets of which copies are kept: one is sent while the next is made
 
 
 class GradientReducer:
-    """Averages gradients over ranks, window by window.
+    """Averages the gradients of a ``DistributedDataParallel`` over ranks, window by window."""
 
-    Args:
-        parameters: Lists what is averaged: the same on every rank, in the same order.
-        sparse: Lists parameters whose gradients are sparse.
-        group: The process group.
-        most: Bytes of a bucket.
-    """
-
-    def __init__(
-        self,
-        parameters: Callable[[], list[Parameter]],
-        sparse: Callable[[], Iterable[Tensor]] = tuple,
-        *,
-        group: Any,
-        most: int = BUCKET,
-    ) -> None:
-        self._list, self._list_sparse, self._group, self._most = parameters, sparse, group, most
-        self._arrival: dict[int, int] = {}
+    def __init__(self, module: Any) -> None:
+        self._module, self._group = module, module.process_group
+        self._arrival: dict[int, int] | None = None  # places of gradients in a backward pass; none before the first
+        self._may_overlap = False
         self._made_for: tuple[bool, list[bool]] | None = None  # what the buckets hold; None: to be made anew
         self._buckets: list[AnyBucket] = []
-        self.collectives = 0  # that it has run
         self._rooms: dict[torch.device, list[Tensor]] = {}  # where messages are written, by turns
-        self._messages: dict[Bucket, Message] = {}
+        self.collectives = 0  # that it has run
         self.begin_epoch()
         self._bucketed(summed=True)
 
@@ -64,27 +50,46 @@ class GradientReducer:
         return chain.from_iterable(self._rooms.values())
 
     def begin_epoch(self) -> None:
-        """List the parameters anew: some may have been added."""
-        self._parameters, self._made_for = self._list(), None
-
-    def expect(self, order: Iterable[Tensor]) -> None:
-        """Say in which order gradients come in a backward pass, as far as that is known."""
-        self._arrival, self._made_for = {id(parameter): place for place, parameter in enumerate(order)}, None
+        """List the parameters anew, as the module does (``torch/nn/parallel/distributed.py:906``): some may be new."""
+        named, ignored = self._module.module.named_parameters(), self._module.parameters_to_ignore
+        self._parameters: list[Parameter] = [parameter for name, parameter in named if name not in ignored]
+        self._made_for = None
 
     def window(self, *, summed: bool) -> "WindowReduction":
         """Begin the reduction of one window; all ranks do so in the same order.
 
-        Args:
-            summed: Whether gradients are sums over several micro-batches, those of half-precision parameters in
-                float32. They are of one type on all ranks, some of which may run a micro-batch in pieces, or none.
+        ``summed`` if gradients are sums over several micro-batches, those of half-precision parameters in float32. They
+        are of one type on all ranks, some of which may run a micro-batch in pieces, or none.
         """
-        return WindowReduction(self._bucketed(summed=summed), partial(self._send, 1 / dist.get_world_size(self._group)))
+        return WindowReduction(self._bucketed(summed=summed), self._send)
+
+    def around_backward(
+        self, trainer: Any, window: "WindowReduction | None", *, may_overlap: bool
+    ) -> AbstractContextManager[None]:
+        """Return a context in which backward passes average the gradients of a window, if there is one.
+
+        Gradients are sent while the pass runs if it ``may_overlap`` and a first pass, of any window, has shown in which
+        order they come. Averages are there before the hooks ``on_after_backward``.
+        """
+        if window is None and self._arrival is not None:
+            return nullcontext()
+        plugin = trainer.precision_plugin
+        backward = plugin.backward
+
+        def run(*arguments: Any, **settings: Any) -> None:
+            learning = self._learning() if self._arrival is None else nullcontext()
+            sends = window is not None and may_overlap and self._may_overlap
+            with learning, window.overlapping() if window is not None and sends else nullcontext():
+                backward(*arguments, **settings)
+            if window is not None:
+                window.finish()
+
+        return patching.shadowed(plugin, "backward", run)
 
     def check(self) -> None:
         """Refuse gradients of parameters that were not trained when the window's reduction began: no bucket holds them.
 
-        Raises:
-            UserError: If there are some; ranks would go on with different weights.
+        With them, ranks would go on with different weights.
         """
         late = [one for one in self._frozen if one.requires_grad and one.grad is not None]
         if late:
@@ -94,165 +99,154 @@ class GradientReducer:
                 "on_train_batch_start or before."
             )
 
+    @contextmanager
+    def _learning(self) -> Iterator[None]:
+        """Return a context in which a first backward pass shows the order of gradients, and whether each comes once.
+
+        Once, as a rule, however often a parameter is used. More than once with ``torch.utils.checkpoint`` and
+        ``use_reentrant=True``: backward passes run within one another, and each adds to the weights that several
+        checkpointed parts share. Fused kernels that write gradients by themselves may do so more than once, too.
+        """
+        before = Gradients.of(self._parameters)
+        with counted_additions(self._parameters) as counts:
+            yield
+        if counts:
+            changed = Gradients.of(self._parameters).changed_since(before)
+            self._may_overlap = all(counts[p] == 1 for p, has_changed in zip(self._parameters, changed) if has_changed)
+            self._arrival = {id(parameter): place for place, parameter in enumerate(counts)}
+            self._made_for = None
+
     def _bucketed(self, *, summed: bool) -> list[AnyBucket]:
         """Return the buckets for the parameters that are trained now, with room to copy them."""
         trained = [parameter.requires_grad for parameter in self._parameters]
         if (summed, trained) != self._made_for:
             wanted = [parameter for parameter, trains in zip(self._parameters, trained) if trains]
             self._frozen = [parameter for parameter, trains in zip(self._parameters, trained) if not trains]
-            dtype = dtype_of_sum if summed else attrgetter("dtype")
-            settings: dict[str, Any] = {"most": self._most, "arrival": self._arrival, "dtype": dtype}
-            self._buckets = make_buckets(wanted, self._list_sparse(), **settings)
+            self._buckets = make_buckets(
+                wanted,
+                self._sparse_weights(),
+                most=getattr(self._module, "bucket_bytes_cap", BUCKET),
+                arrival=self._arrival or {},
+                dtype=dtype_of_sum if summed else attrgetter("dtype"),
+            )
             self._make_room()
             self._made_for = summed, trained
         return self._buckets
 
+    def _sparse_weights(self) -> list[Tensor]:
+        """Return the parameters that a ``DistributedDataParallel`` takes to have sparse gradients."""
+        parts = self._module.modules()
+        return [part.weight for part in parts if isinstance(part, (Embedding, EmbeddingBag)) and part.sparse]
+
     def _make_room(self) -> None:
         """Let each message lie where the last but one does, which has come back before it is written."""
-        self._messages = {}
         dense = [(place, bucket) for place, bucket in enumerate(self._buckets) if isinstance(bucket, Bucket)]
         for device in {bucket.last.device for _, bucket in dense}:
             size = max(bucket.size for _, bucket in dense if bucket.last.device == device)
-            rooms = self._rooms.setdefault(device, [])
-            if not rooms or len(rooms[0]) < size:
-                rooms.clear()
-                rooms += [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(IN_FLIGHT)]
-        self._messages = {
-            bucket: bucket.message(self._rooms[bucket.last.device][place % IN_FLIGHT]) for place, bucket in dense
-        }
+            if device not in self._rooms or len(self._rooms[device][0]) < size:
+                self._rooms[device] = []  # freed before new ones are made
+                self._rooms[device] = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(IN_FLIGHT)]
+        for place, bucket in dense:
+            bucket.place(self._rooms[bucket.last.device][place % IN_FLIGHT])
 
-    def _send(self, scale: float, bucket: AnyBucket, gradients: Gradients) -> "Sent":
-        """Begin to average a copy of the gradients of a bucket."""
+    def _send(self, bucket: AnyBucket, gradients: Sequence[Tensor | None]) -> Any:
+        """Begin to average a copy of the gradients of a bucket; return what is to be waited for."""
         before = sequence_number(self._group)
-        spread: Callable[[Sequence[Tensor | None]], None]
-        if isinstance(bucket, Bucket):
-            message = self._messages[bucket]
-            bucket.join(gradients.tensors, scale, message)
-            whole, spread = message.whole, partial(bucket.spread, averaged=message)
-        else:
-            whole = bucket.joined(gradients.tensors[0], scale)
-            spread = partial(bucket.spread, averaged=whole)
-        work = dist.all_reduce(whole, group=self._group, async_op=True)
+        message = bucket.join(gradients, 1 / dist.get_world_size(self._group))
+        work = dist.all_reduce(message, group=self._group, async_op=True)
         self.collectives += sequence_number(self._group) - before
-        return Sent(bucket, work, spread)
-
-
-@dataclass(frozen=True, slots=True)
-class Sent:
-    """A bucket on its way."""
-
-    bucket: AnyBucket
-    work: Any  # what is to be waited for
-    spread: Callable[[Sequence[Tensor | None]], None]  # replaces gradients by averages, once they are there
+        return work
 
 
 class WindowReduction:
-    """The reduction of the gradients of one window.
+    """The reduction of the gradients of one window: ``send`` begins to average those of a bucket."""
 
-    Args:
-        buckets: What is sent, in this order.
-        send: Begins to average the gradients of a bucket.
-    """
-
-    def __init__(self, buckets: Iterable[AnyBucket], send: Callable[[AnyBucket, Gradients], Sent]) -> None:
+    def __init__(self, buckets: Sequence[AnyBucket], send: Callable[[AnyBucket, Sequence[Tensor | None]], Any]) -> None:
         self._buckets, self._send = [*buckets], send
-        self._waiting, self._sent = deque(self._buckets), deque[Sent]()
-        self._averaged: list[tuple[Any, Any]] = []  # of what was sent by a pass that failed
-        self._marks: dict[AnyBucket, Gradients] = {}  # that the pass sent, and should add to no more
-        self.has_sent = False  # so that complete gradients have to be kept
+        self._waiting = deque(self._buckets)
+        self._sent: deque[tuple[AnyBucket, Any]] = deque()  # with what is to be waited for
+        self._final: dict[AnyBucket, Gradients] = {}  # as they were sent, or came back: no pass should add to them
+        self._aside: list[tuple[Any, Any]] = []  # parameters, and averages of what a pass sent that failed
         self._lock = Lock()  # a model on several devices has several threads of backward passes
-
-    @contextmanager
-    def overlapping(self, are_complete: Callable[[Sequence[Parameter], Sequence[int]], bool]) -> Iterator[None]:
-        """Return a context in which a backward pass sends each bucket as soon as its gradients are complete.
-
-        ``are_complete`` says whether those of parameters are, by their versions.
-        """
-        came: set[int] = set()  # gradients that are the last of a bucket
-
-        def send_complete(last: Tensor) -> None:
-            # A backward pass that can be differentiated itself runs hooks with gradients enabled.
-            with self._lock, torch.no_grad() if torch.is_grad_enabled() else nullcontext():
-                came.add(id(last))
-                while self._waiting and id(self._waiting[0].last) in came:
-                    bucket = self._waiting[0]
-                    gradients = Gradients.of(bucket.parameters)
-                    if not are_complete(bucket.parameters, gradients.versions):
-                        return
-                    self._send_next(gradients, watched=True)
-
-        lasts: list[Any] = [bucket.last for bucket in self._waiting if bucket.last.requires_grad]  # frozen since
-        hooks = [last.register_post_accumulate_grad_hook(send_complete) for last in lasts]
-        try:
-            yield
-        finally:
-            self._marks = {}
-            for hook in hooks:
-                hook.remove()
-
-    @property
-    def waiting(self) -> list[AnyBucket]:
-        """Buckets that were not sent yet."""
-        return [*self._waiting]
-
-    def set_aside(self) -> None:
-        """After a pass that failed: keep the averages of what was sent, which stay right, while it runs again."""
-        self.receive()
-        waiting = set(map(id, self._waiting))
-        sent = [p for bucket in self._buckets if id(bucket) not in waiting for p in bucket.parameters]
-        self._averaged = self._averaged or [(parameter, parameter.grad) for parameter in sent]
-        for parameter, _ in self._averaged:
-            parameter.grad = None
 
     @property
     def is_over(self) -> bool:
         """Whether all gradients are averages, and nothing is left to be checked."""
-        return not (self._waiting or self._sent or self._marks)
+        return not (self._waiting or self._sent or self._final or self._aside)
+
+    @contextmanager
+    def overlapping(self) -> Iterator[None]:
+        """Return a context in which a backward pass sends each bucket as soon as the pass has added to all of it.
+
+        If a pass before it has sent some and failed, nothing is sent: complete gradients lack those set aside.
+        """
+        if len(self._waiting) < len(self._buckets):
+            yield
+            return
+        before = {bucket: Gradients.of(bucket.parameters) for bucket in self._buckets}
+        came: set[Tensor] = set()  # parameters that are the last of a bucket
+
+        def send_complete(last: Tensor) -> None:
+            with self._lock, torch.no_grad():  # a pass that can be differentiated runs hooks with gradients enabled
+                came.add(last)
+                while self._waiting and self._waiting[0].last in came:
+                    gradients = Gradients.of(self._waiting[0].parameters)
+                    if not all(gradients.changed_since(before[self._waiting[0]])):
+                        return
+                    self._send_next(gradients)
+
+        lasts: list[Any] = [bucket.last for bucket in self._buckets if bucket.last.requires_grad]  # frozen since
+        hooks = [last.register_post_accumulate_grad_hook(send_complete) for last in lasts]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def set_aside(self) -> None:
+        """After a pass that failed: keep the averages of what was sent, which stay right, while it runs again."""
+        self._receive()
+        self._final.clear()
+        sent = self._buckets[: len(self._buckets) - len(self._waiting)]
+        self._aside = self._aside or [(p, p.grad) for bucket in sent for p in bucket.parameters]
+        for parameter, _ in self._aside:
+            parameter.grad = None
 
     def finish(self) -> None:
-        """Send what is left, as all passes are over, and wait for the averages; to be called again if it fails.
-
-        Raises:
-            UserError: If the pass added to a gradient that it had sent.
-        """
-        for parameter, averaged in self._averaged:
+        """Send what is left, as all passes are over, and wait for the averages; check that none was sent too early."""
+        for parameter, averaged in self._aside:
             parameter.grad = averaged
-        self._averaged = []
+        self._aside = []
         with torch.no_grad():
             while self._waiting:
                 self._send_next(Gradients.of(self._waiting[0].parameters))
-        self.receive()
-        for bucket, marked in self._marks.items():
-            _check(marked, Gradients.of(bucket.parameters))
-        self._marks = {}
+        self._receive()
+        for bucket, gradients in self._final.items():
+            _check(gradients, Gradients.of(bucket.parameters))
+        self._final.clear()
 
-    def receive(self) -> None:
+    def _receive(self) -> None:
         """Wait for all that was sent."""
         with torch.no_grad():
             while self._sent:
                 self._receive_next()
 
-    def _send_next(self, gradients: Gradients, *, watched: bool = False) -> None:
-        """Send the next bucket; ``watched`` in a pass that should not add to it any more."""
+    def _send_next(self, gradients: Gradients) -> None:
         while len(self._sent) >= IN_FLIGHT:
-            received = self._receive_next()
-            if watched:
-                self._marks[received] = Gradients.of(received.parameters)
+            self._receive_next()
         bucket = self._waiting[0]
-        self._sent.append(self._send(bucket, gradients))
-        self.has_sent = True
+        self._sent.append((bucket, self._send(bucket, gradients.tensors)))
+        self._final[bucket] = gradients
         self._waiting.popleft()
-        if watched:
-            self._marks[bucket] = gradients
 
-    def _receive_next(self) -> AnyBucket:
-        sent = self._sent[0]
-        sent.work.wait()
-        gradients = Gradients.of(sent.bucket.parameters)
-        _check(self._marks.pop(sent.bucket, gradients), gradients)
-        sent.spread(gradients.tensors)
+    def _receive_next(self) -> None:
+        bucket, work = self._sent[0]
+        work.wait()
+        gradients = Gradients.of(bucket.parameters)
+        _check(self._final.pop(bucket, gradients), gradients)
+        bucket.spread(gradients.tensors)
+        self._final[bucket] = Gradients.of(bucket.parameters)
         self._sent.popleft()
-        return sent.bucket
 
 
 def _check(before: Gradients, now: Gradients) -> None:

@@ -26,13 +26,7 @@ def run_first(trainer: Any, callback: Any) -> int:
 
 
 def run_at(trainer: Any, callback: Any, place: int) -> None:
-    """Move a callback to a position among the others, if the trainer still has it.
-
-    Args:
-        trainer: The Trainer.
-        callback: The callback.
-        place: Its new position.
-    """
+    """Move a callback to a position among the others, if the trainer still has it."""
     if callback in trainer.callbacks:
         others = [other for other in trainer.callbacks if other is not callback]
         trainer.callbacks = [*others[:place], callback, *others[place:]]

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_ga.compat import agreement, log_capture, loops, transfer
-from lightning_ga.compat.collectives import collectives_run
+from lightning_ga.compat.agreement import collectives_run
 from lightning_ga.errors import UserError
 from lightning_ga.fit.batch_readers import BatchReaders
 from lightning_ga.fit.log_buffer import LogBuffer

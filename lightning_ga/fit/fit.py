@@ -9,7 +9,6 @@ from torch.utils.data import DataLoader
 
 from lightning_ga.compat import checkpoint as loop_state
 from lightning_ga.compat import dataloaders, intervals, loops
-from lightning_ga.compat.step_counts import wrong_horizons
 from lightning_ga.errors import ExactnessWarning, UserError
 from lightning_ga.fit import checks
 from lightning_ga.fit.batch_norm import Momenta
@@ -353,7 +352,7 @@ class Fit:
                 "Several data workers read an iterable dataset in turn, a micro-batch each, so windows hold other "
                 "samples than batches of the whole size would: use num_workers=1 for the same windows."
             )
-        for name, length in wrong_horizons(self.trainer, steps) if steps else []:
+        for name, length in intervals.wrong_horizons(self.trainer, steps) if steps else []:
             found.append(
                 f"{name} ends after {length} steps and training takes {steps}: make it with "
                 "lightning_ga.optimizer_steps(self.trainer)."

@@ -24,7 +24,6 @@ from lightning_ga.fit.training_batches import TrainingBatches
 from lightning_ga.fit.window_gradients import WindowGradients
 from lightning_ga.loading.reader import CollatedAgain
 from lightning_ga.plan.window_weights import WindowWeights
-from lightning_ga.snapshot.gradients import Accumulations, GradientVersions
 
 LOOKS = 3  # batches of an epoch before which parts are looked for that hooks may have added
 WATCHED = 8  # batches of an epoch after which callbacks are watched for changes to the module
@@ -87,7 +86,6 @@ class TrainingWindow(Window):
         self._zeroing = "before"  # "before" the window's gradients are zeroed, "within" that, or "after" it
         self._withheld: torch.Tensor | None = None  # loss of a piece after which no hooks were called, as more follow
         self._reduction: WindowReduction | None = None
-        self._overlaps: bool | None = None  # whether gradients are sent in a backward pass; none before the first
         self._last_loss: Any = None  # of a window that is filled up
         self._kept = 0  # numbers in the batches of the window that are kept on the host
         self.is_updating = False  # whether all passes are done: what follows is the optimizer's update
@@ -253,8 +251,7 @@ class TrainingWindow(Window):
         if piece is not None:
             gradients.weigh_a_part(weight)
         completes = piece is None or piece.is_last
-        counted = self._accumulations()
-        contexts = [*self._contexts(completes, is_current), *([] if counted is None else [counted.counted()])]
+        contexts = [*self._contexts(completes, is_current)]
         if contexts:
             with ExitStack() as stack:
                 for context in contexts:
@@ -267,9 +264,6 @@ class TrainingWindow(Window):
         if self._evaluates_again:
             loss = 0.0 if result.loss is None else float(result.loss)
             part.loss = loss if piece is None else weight * loss + (part.loss if piece.start else 0.0)
-        if counted is not None and self._reducer is not None:
-            self._overlaps = not counted.repeated() and "training" not in self._engine.lockstep
-            self._reducer.expect(counted.order())
         if piece is None:
             return result
         return None if result.loss is None else result.asdict()
@@ -309,12 +303,6 @@ class TrainingWindow(Window):
             zero()
         self._zeroing = "after"
 
-    def _accumulations(self) -> Accumulations | None:
-        """Return what learns from the first pass in which order gradients come."""
-        if self._reducer is None or self._overlaps is not None:
-            return None
-        return Accumulations(ranks.parameters_of(ranks.distributed_module(self._trainer)))
-
     def _contexts(self, completes: bool, is_current: bool) -> Iterator[AbstractContextManager[Any]]:
         """Yield contexts in which the backward pass reduces, or calls hooks, only if it should."""
         trainer = self._trainer
@@ -323,12 +311,10 @@ class TrainingWindow(Window):
         if self._reducer is not None or not completes or not is_current:
             apart = closures.accumulating(trainer)
             yield from () if apart is None else (apart,)
-        reduction = self._reduction if completes and is_current else None
-        if reduction is not None:
-            yield closures.after_backward(trainer, reduction.finish)
-            if self._overlaps and not reduction.has_sent:
-                parameters = [p for bucket in reduction.waiting for p in bucket.parameters]
-                yield reduction.overlapping(GradientVersions(parameters).are_complete)
+        if self._reducer is not None:
+            reduction = self._reduction if completes and is_current else None
+            may_overlap = "training" not in self._engine.lockstep
+            yield self._reducer.around_backward(trainer, reduction, may_overlap=may_overlap)
 
     def _withhold(self, loss: torch.Tensor) -> None:
         """Do what is ours after a backward pass; hooks of others wait until the gradients of the batch are complete."""

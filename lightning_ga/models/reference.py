@@ -15,7 +15,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import OneCycleLR
 
-from lightning_ga.compat.step_counts import optimizer_steps
+from lightning_ga.compat.intervals import optimizer_steps
 from lightning_ga.errors import UserError
 from lightning_ga.models.sample_mean import SampleMean
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lightning_ga.compat import buckets
-from lightning_ga.compat.buckets import FIRST_BUCKET, Bucket, Message, SparseBucket, make_buckets
+from lightning_ga.compat.buckets import FIRST_BUCKET, Bucket, SparseBucket, make_buckets
 from lightning_ga.compat.gradient_dtype import dtype_of_sum, has_grad_dtype
 
 MOST = 25 * 2**20
@@ -30,12 +30,11 @@ def gradients(bucket: Bucket | SparseBucket) -> list[torch.Tensor | None]:
     return [parameter.grad for parameter in bucket.parameters]
 
 
-def joined(bucket: Bucket | SparseBucket, room: torch.Tensor | None = None, scale: float = 0.5) -> Message:
-    """A message of its gradients."""
+def placed(bucket: Bucket | SparseBucket, more: int = 0) -> Bucket:
+    """A bucket with room for its message, and for so many bytes more, in which something lies."""
     assert isinstance(bucket, Bucket)
-    message = bucket.message(room)
-    bucket.join(gradients(bucket), scale, message)
-    return message
+    bucket.place(torch.full((bucket.size + more,), 255, dtype=torch.uint8))
+    return bucket
 
 
 def test_the_last_gradients_go_first_in_a_small_message() -> None:
@@ -75,11 +74,10 @@ def test_averages_come_back_to_their_places(shape: tuple[int, ...]) -> None:
     one, other = nn.Parameter(torch.randn(shape)), nn.Parameter(torch.randn(5))
     one.grad, other.grad = torch.randn(shape[::-1]).permute(*reversed(range(len(shape)))), torch.randn(5)
     wanted = [one.grad / 2, other.grad / 2]
-    bucket = Bucket((one, other), one, one.dtype)
-    copy, in_room = joined(bucket), joined(bucket, torch.full((bucket.size + 8,), 255, dtype=torch.uint8))
-    assert torch.equal(copy.whole, in_room.whole)
+    bucket = placed(Bucket((one, other), one, one.dtype), more=8)
+    bucket.join(gradients(bucket), 0.5)
     one.grad.zero_()
-    bucket.spread(gradients(bucket), copy)
+    bucket.spread(gradients(bucket))
     assert torch.equal(one.grad, wanted[0])
     assert torch.equal(other.grad, wanted[1])
 
@@ -103,19 +101,16 @@ def test_gradients_of_all_kinds_are_averaged(large: int, monkeypatch: pytest.Mon
     weights, ours = awkward()
     theirs = [None if gradient is None else torch.randn(gradient.shape) for gradient in ours]
     theirs[0], theirs[5] = None, torch.randn(4, 6)
-    (bucket,) = make_buckets(weights, (), most=MOST, arrival={})
-    assert isinstance(bucket, Bucket)
+    bucket = placed(*make_buckets(weights, (), most=MOST, arrival={}))
     ours, theirs, weights = ours[::-1], theirs[::-1], weights[::-1]
-    message, other = (bucket.message(torch.full((bucket.size,), 255, dtype=torch.uint8)) for _ in range(2))
-    assert message.in_one_pass == (large == 0)
+    assert bucket.in_one_pass == (large == 0)
     wanted = [sum(g.to_dense() / 3 for g in pair if g is not None) for pair in zip(ours, theirs)]
-    bucket.join(ours, 1 / 3, message)
-    bucket.join(theirs, 1 / 3, other)
-    message.whole.add_(other.whole)
+    message = bucket.join(theirs, 1 / 3).clone()
+    bucket.join(ours, 1 / 3).add_(message)
     for weight, gradient in zip(weights, ours):
         # A pass adds to its gradients, so no two entries of one are one in memory.
         weight.grad = gradient.clone() if gradient is not None and 0 in gradient.stride() else gradient
-    bucket.spread(gradients(bucket), message)
+    bucket.spread(gradients(bucket))
     for weight, mean in zip(weights, wanted):
         assert weight.grad is not None
         torch.testing.assert_close(weight.grad, mean)
@@ -124,20 +119,20 @@ def test_gradients_of_all_kinds_are_averaged(large: int, monkeypatch: pytest.Mon
 def test_a_gradient_in_the_order_of_its_parameter_is_copied_as_it_lies() -> None:
     """As ``DistributedDataParallel`` does: no copy turns an image around."""
     image = nn.Parameter(torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last))
-    (part,) = Bucket((image,), image, image.dtype).message().gradients
-    assert part.stride() == image.stride()
+    bucket = placed(Bucket((image,), image, image.dtype))
+    values = torch.arange(120.0).view(2, 4, 5, 3).permute(0, 3, 1, 2)
+    assert bucket.join([values], 1.0)[:-1].tolist() == [*range(120)]
 
 
 def test_a_gradient_that_another_rank_has_is_taken_over() -> None:
     """One that nobody has stays missing, and an unforeseen sparse one becomes dense."""
     here, elsewhere, nowhere, table = (nn.Parameter(torch.randn(2, 3)) for _ in range(4))
-    bucket = Bucket((here, elsewhere, nowhere, table), here, here.dtype)
-    here.grad, table.grad = torch.ones(2, 3), torch.ones(2, 3).to_sparse()
-    ours = joined(bucket)
-    here.grad, elsewhere.grad = None, 4 * torch.ones(2, 3)
-    ours.whole.add_(joined(bucket).whole)
+    bucket = placed(Bucket((here, elsewhere, nowhere, table), here, here.dtype))
+    table.grad, elsewhere.grad = torch.ones(2, 3).to_sparse(), 4 * torch.ones(2, 3)
+    theirs = bucket.join(gradients(bucket), 0.5).clone()
     here.grad, elsewhere.grad = torch.ones(2, 3), None
-    bucket.spread(gradients(bucket), ours)
+    bucket.join(gradients(bucket), 0.5).add_(theirs)
+    bucket.spread(gradients(bucket))
     assert here.grad.tolist() == [[0.5] * 3] * 2
     assert elsewhere.grad is not None
     assert elsewhere.grad.tolist() == [[2.0] * 3] * 2
@@ -149,18 +144,19 @@ def test_a_gradient_that_another_rank_has_is_taken_over() -> None:
 def test_sparse_gradients_stay_sparse() -> None:
     """A copy is sent; one without rows on all ranks is none; a dense one of tied weights stays dense."""
     table = nn.Parameter(torch.randn(4, 3))
-    bucket = SparseBucket((table,), table.dtype)
-    bucket.spread([table.grad], bucket.joined(table.grad, 0.5))
+    bucket = SparseBucket(table, table.dtype)
+    bucket.join([None], 0.5)
+    bucket.spread([None])
     assert table.grad is None
     table.grad = torch.sparse_coo_tensor([[1, 1]], torch.ones(2, 3), (4, 3), check_invariants=True)
-    copy = bucket.joined(table.grad, 0.5)
-    assert copy._nnz() == 1
+    assert bucket.join([table.grad], 0.5)._nnz() == 1
     assert table.grad._nnz() == 2
-    bucket.spread(gradients(bucket), copy)
+    bucket.spread(gradients(bucket))
     assert table.grad.is_coalesced()
     assert table.grad.to_dense()[1].tolist() == [1.0] * 3
     table.grad = torch.ones(4, 3)
-    bucket.spread([table.grad], bucket.joined(table.grad, 0.5))
+    bucket.join([table.grad], 0.5)
+    bucket.spread([table.grad])
     assert table.grad.tolist() == [[0.5] * 3] * 4
 
 
@@ -170,13 +166,13 @@ def test_sums_of_half_precision_parameters_are_sent_in_single_precision() -> Non
     wide, narrow = (nn.Parameter(torch.randn(3).bfloat16()) for _ in range(2))
     wide.grad_dtype = narrow.grad_dtype = None
     wide.grad, narrow.grad = torch.full((3,), 1 / 3), torch.ones(3).bfloat16()
-    (bucket,) = make_buckets([wide, narrow], (), most=MOST, arrival={}, dtype=dtype_of_sum)
-    copy = joined(bucket)
-    assert copy.whole.dtype == torch.float32
-    bucket.spread(gradients(bucket), copy)
+    bucket = placed(*make_buckets([wide, narrow], (), most=MOST, arrival={}, dtype=dtype_of_sum))
+    assert bucket.join(gradients(bucket), 0.5).dtype == torch.float32
+    bucket.spread(gradients(bucket))
     assert wide.grad.tolist() == torch.full((3,), 1 / 6).tolist()
     assert narrow.grad.dtype == torch.float32
     assert narrow.grad.tolist() == [0.5] * 3
-    (bucket,) = make_buckets([wide, narrow], (), most=MOST, arrival={})
-    bucket.spread(gradients(bucket), joined(bucket, scale=1.0))
+    bucket = placed(*make_buckets([wide, narrow], (), most=MOST, arrival={}))
+    bucket.join(gradients(bucket), 1.0)
+    bucket.spread(gradients(bucket))
     assert {wide.grad.dtype, narrow.grad.dtype} == {torch.bfloat16}

@@ -16,7 +16,7 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning_fabric.plugins import CheckpointIO as LegacyCheckpointIO
 
 from lightning_ga import AtomicCheckpointIO
-from lightning_ga.compat.atomic import local_path
+from lightning_ga.app.atomic import local_path
 
 TINY = ("model=mlp", "debug=default", "trainer.accelerator=cpu", "accumulate.micro_batch_size=16")
 
