@@ -66,6 +66,7 @@ class PiecewiseRun:
         while True:
             if self._failure is not None:
                 self._undo()
+            self._running, self._cut = min(self._most, slices.samples), self._last.batch
             outcome = engine.catch(self._stage, self._run_parts, slices)
             if outcome.failure is None:
                 break
