@@ -1,0 +1,254 @@
+"""Run one batch whole and in parts, compare gradients and state, and judge what differs."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from lightning_ga.batch.counters import fitting_counter
+from lightning_ga.batch.layout import LayoutError
+from lightning_ga.batch.pytree import same_values
+from lightning_ga.compat import trial_steps
+from lightning_ga.compat.transfer import BatchTransfer
+from lightning_ga.fit.batch_norm import batch_norm_layers
+from lightning_ga.fit.exactness.differences import Differences, compare, distance, judge
+from lightning_ga.fit.exactness.passes import Passes, PassRunner
+from lightning_ga.loading.reader import BatchReader
+from lightning_ga.loading.samples import collate_samples
+from lightning_ga.memory.live_tensors import uncounted
+from lightning_ga.memory.oom import is_out_of_memory
+from lightning_ga.plan.exactness import (
+    ACCUMULATED,
+    COUNTED,
+    HOOKED,
+    Exactness,
+    Verdicts,
+    both,
+    uncuttable,
+    unmeasured,
+)
+from lightning_ga.plan.weights import count_items
+
+_SEEDS = 8  # further passes with other random numbers, if some are drawn
+
+
+@dataclass(frozen=True, slots=True)
+class Halves:
+    """A batch in two parts, as the loader makes them or as the step cuts them."""
+
+    parts: list[Any]
+    sizes: tuple[int, int]  # in samples
+    batch: Callable[[int], Any]  # makes the whole batch once more, with random numbers of a seed
+    one_sample: Callable[[], Any]  # makes a batch of one of its samples
+    cut: bool = False  # whether the step cuts them
+    on_device: bool = False
+
+
+class ExactnessCheck:
+    """Compares batches with their parts, and gathers which state passes change."""
+
+    def __init__(
+        self,
+        trainer: Any,
+        loader: "DataLoader[Any]",
+        reader: BatchReader,
+        passes: PassRunner,
+        count: Callable[[Any], float] | None,
+        tolerance: float,
+    ) -> None:
+        self._trainer, self._loader, self._reader, self._passes = trainer, loader, reader, passes
+        self._count, self._tolerance = count, tolerance
+        is_precise = trainer.strategy.root_device.type == "cpu" and tolerance <= 1e-4
+        self._repeated = tolerance / (100 if is_precise else 1)  # largest difference of a repeated step
+        self._transfer = BatchTransfer(trainer)
+        self._cuts_on_device = self._transfer.has_hooks  # these get the whole batch, before it is cut
+        self._keeps_something: bool | None = None  # of one step for the next one's gradients; None until measured
+        self._alike: set[str] = set()  # names of changed state that some pass left the same, whatever its samples
+        self._unlike: set[str] = set()  # and of state that some pass did not
+        self.changing: set[str] = set()  # names of all that changed, averages that nobody froze among them
+
+    @property
+    def tables(self) -> set[str]:
+        """Names of state that every pass leaves the same: nothing depends on how batches are cut."""
+        return self._alike - self._unlike
+
+    def run(self, samples: list[Any], *, in_step: bool) -> Verdicts:
+        """Compare the whole batch with its parts, as the loader makes them and as the step cuts them."""
+        batch = self._collate(samples)
+        size = self._reader.count(batch, expected=len(samples), on_host=True)
+        if size < 2:
+            return both(unmeasured(self._tolerance, f"the collate function kept {size} of {len(samples)} samples"))
+        whole = self._passes.run([batch], seed=0)
+        if in_step:
+            return both(self._judge_cut(samples, batch, size, whole))
+        middle = (len(samples) + 1) // 2
+        loaded = [self._collate(samples[:middle]), self._collate(samples[middle:])]
+        again, one_sample = partial(self._collate, samples), partial(self._collate, samples[-1:])
+        training = self._judge(whole, Halves(loaded, (middle, len(samples) - middle), again, one_sample))
+        try:
+            cut = self._slices(samples, batch, size)
+        except LayoutError as why:
+            return Verdicts(training, uncuttable(self._tolerance, str(why)))
+        no_hook_matters = whole.changed == whole.changed_in_step and not training.reason
+        if no_hook_matters and size == len(samples) and _are_slices(loaded, cut, middle, size):
+            return Verdicts(training, training)
+        return Verdicts(training, self._judge_cut(samples, batch, size, whole))
+
+    def _judge_cut(self, samples: list[Any], batch: Any, size: int, whole: Passes) -> Exactness:
+        """Judge a batch in the parts that the step cuts.
+
+        They are slices. If one of them alone ends in an error of the user's code, parts are collated anew.
+        """
+        failed = ""
+        try:
+            try:
+                return self._judge(whole, self._halves(batch, size, self._slices(samples, batch, size)))
+            except Exception as error:
+                if is_out_of_memory(error) or isinstance(error, LayoutError):
+                    raise
+                failed = f" A part alone ended in {type(error).__name__}: {error}"
+            again = self._reader.samples_again(self._loader, samples)
+            if again is None:
+                raise LayoutError("There are no samples at hand to make parts of anew.")
+            anew = self._reader.collated_anew(self._as_cut(batch), again, on_host=not self._cuts_on_device)
+            return self._judge(whole, self._halves(batch, size, anew.take))
+        except LayoutError as why:
+            return uncuttable(self._tolerance, f"{why}{failed}")
+
+    def _halves(self, batch: Any, size: int, take: Callable[[int, int], Any]) -> Halves:
+        middle = (size + 1) // 2
+        parts, one_sample = [take(0, middle), take(middle, size)], partial(take, size - 1, size)
+        on_device = self._cuts_on_device
+        return Halves(parts, (middle, size - middle), lambda _: batch, one_sample, cut=True, on_device=on_device)
+
+    def _slices(self, samples: list[Any], batch: Any, size: int) -> Callable[[int, int], Any]:
+        return self._reader.slices(
+            self._as_cut(batch),
+            expected=size,
+            on_host=not self._cuts_on_device,
+            samples=lambda: self._reader.samples_again(self._loader, samples),
+        ).take
+
+    def _as_cut(self, batch: Any) -> Any:
+        """Return the batch in the form in which the step cuts it."""
+        return self._passes.on_device(batch) if self._cuts_on_device else batch
+
+    def _judge(self, whole: Passes, halves: Halves) -> Exactness:
+        """Compare the parts of a batch with a pass over the whole."""
+        counts = [self._items(part, size, halves) for part, size in zip(halves.parts, halves.sizes)]
+        if not all(number > 0 for number in counts):
+            return unmeasured(self._tolerance, f"normalize counts {counts} in the parts of a batch")
+        weight = counts[0] / sum(counts)
+        changed = self._changed(whole, halves)
+        accumulated = self._run(halves, weights=(weight, 1 - weight))
+        differences = _compared(whole, accumulated, weight)
+        if differences.error <= self._tolerance:
+            changed = self._without_tables(changed, halves, whole, accumulated)
+        self._unlike |= set(changed)
+        if not differences.error <= self._tolerance:  # the cause shows in gradients that are not accumulated
+            alone = _compared(whole, self._run(halves), weight)
+            changed = changed or (ACCUMULATED if alone.error <= self._tolerance else ())
+            if alone.error > self._tolerance:
+                differences = replace(alone, error=differences.error)  # the difference is that of training
+        verdict = judge(
+            differences,
+            tolerance=self._tolerance,
+            noise=self._noise(whole, halves),
+            layers=tuple(batch_norm_layers(self._trainer.lightning_module)),
+            tensors=changed,
+            micro_steps=self._passes.steps,
+        )
+        return self._explained(verdict, whole, halves, weight, differences.best_weight)
+
+    def _explained(
+        self, verdict: Exactness, whole: Passes, halves: Halves, weight: float, best_weight: float
+    ) -> Exactness:
+        """Look for what else may cause a difference that looks like one of the loss; propose a counter if it is not."""
+        if verdict.cause not in ("coupled", "weighted", "sum"):
+            return verdict
+        with trial_steps.without_gradient_hooks(self._trainer) as has_hooks:
+            if has_hooks and self._is_same(self._passes.run([halves.batch(0)], seed=0), self._run(halves), weight):
+                return replace(verdict, cause="stateful", reason=HOOKED)
+        if not halves.cut and self._is_same(whole, self._run(replace(halves, cut=True)), weight):
+            return replace(verdict, cause="stateful", reason=COUNTED)
+        if verdict.cause != "weighted":
+            return verdict
+        return replace(verdict, counter=fitting_counter(halves.batch(0), halves.parts, best_weight))
+
+    def _run(self, halves: Halves, weights: Sequence[float] = ()) -> Passes:
+        return self._passes.run(halves.parts, seed=1, as_pieces=halves.cut, on_device=halves.on_device, weights=weights)
+
+    def _is_same(self, whole: Passes, parts: Passes, weight: float) -> bool:
+        return _compared(whole, parts, weight).error <= self._tolerance
+
+    def _changed(self, whole: Passes, halves: Halves) -> tuple[str, ...]:
+        """Name the state that a pass changes, or that the next one depends on.
+
+        State that no gradient depends on yet may come to matter later: a queue that is filled, a count, a teacher
+        whose part in the loss grows.
+        """
+        names = whole.changed_in_step if halves.cut else whole.changed
+        self.changing |= set(names)
+        trained = {name for name, weight in self._trainer.lightning_module.named_parameters() if weight.requires_grad}
+        changed = tuple(name for name in names if name not in trained)
+        if changed or whole.draws or not self._depends_on_last(halves):
+            return changed
+        return ("what the module keeps from one step to the next",)
+
+    def _depends_on_last(self, halves: Halves) -> bool:
+        """Return whether the same batch gets another gradient in the next step, as the module keeps something."""
+        if self._keeps_something is None:
+            twice = self._passes.run([halves.batch(0), halves.batch(0)], seed=0, as_pieces=True)
+            with uncounted():
+                self._keeps_something = distance(*twice.gradients) > self._repeated
+        return self._keeps_something
+
+    def _without_tables(self, changed: tuple[str, ...], halves: Halves, *passes: Passes) -> tuple[str, ...]:
+        """Leave out what all micro-batches leave the same, one of a single sample too, as a table that is filled once.
+
+        A single sample shows which of the state that changes depends on the samples.
+        """
+        if not changed:
+            return ()
+        try:
+            single = self._passes.run([halves.one_sample()], seed=2, on_device=halves.on_device)
+        except Exception as error:  # there may be no step on one sample
+            if is_out_of_memory(error):
+                raise
+            return changed
+        states = [state for each in (*passes, single) for state in each.states]
+        sums = {name: {state.get(name) for state in states} for name in changed}
+        alike = {name for name, values in sums.items() if len(values) == 1 and None not in values}
+        self._alike |= alike
+        return tuple(name for name in changed if name not in alike)
+
+    def _noise(self, whole: Passes, halves: Halves) -> float:
+        """Measure how far passes over the whole batch with other random numbers differ; several if some are drawn."""
+        noise = 0.0
+        for seed in range(1, 2 + _SEEDS):
+            passes = self._passes.run([halves.batch(seed)], seed=seed)
+            with uncounted():
+                noise = max(noise, distance(*whole.gradients, *passes.gradients))
+            if noise > self._tolerance or not passes.draws:
+                break
+        return noise
+
+    def _items(self, part: Any, samples: int, halves: Halves) -> float:
+        if self._count is not None:
+            return count_items(self._count, part)
+        return self._reader.count(part, expected=samples, on_host=not halves.on_device)
+
+    def _collate(self, samples: list[Any], seed: int = 0) -> Any:
+        return self._transfer.on_host(collate_samples(self._loader, samples, len(samples), seed=seed))
+
+
+def _are_slices(parts: list[Any], cut: Callable[[int, int], Any], middle: int, size: int) -> bool:
+    places = (0, middle), (middle, size)
+    return all(same_values(part, cut(*place)) for part, place in zip(parts, places))
+
+
+def _compared(whole: Passes, parts: Passes, weight: float) -> Differences:
+    with uncounted():
+        return compare(*whole.gradients, *parts.gradients, weight=weight)

@@ -1,0 +1,107 @@
+"""Compare the gradient of a batch in micro-batches with that of one pass, and name the cause of a difference.
+
+For a loss that is a mean over independent samples the weighted parts add up to the whole, up to
+rounding. Otherwise the cause follows from the difference and from the state that the step changed.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from lightning_ga.plan.exactness import Exactness, unmeasured
+
+
+@dataclass(frozen=True, slots=True)
+class Differences:
+    """Differences between the gradients of two parts of a batch and that of the whole."""
+
+    error: float  # ‖weighted sum of the parts − whole‖ ÷ ‖whole‖
+    summed: float  # ‖sum of the parts − whole‖ ÷ ‖whole‖
+    best_weight: float  # of the first part, of two weights that add up to one, with the smallest error
+    best_error: float  # with that weight
+    size: float  # ‖whole‖
+
+
+Gradient = Sequence[torch.Tensor]  # one tensor per parameter
+
+
+def compare(whole: Gradient, first: Gradient, second: Gradient, *, weight: float) -> Differences:
+    """Compare the gradients of two parts of a batch with that of the whole; ``weight`` is that of the first part.
+
+    Examples:
+        >>> one, three, two = ([torch.tensor([value])] for value in (1.0, 3.0, 2.0))
+        >>> compare(two, one, three, weight=0.5).error
+        0.0
+        >>> compare([torch.tensor([4.0])], one, three, weight=0.5).summed
+        0.0
+    """
+    size = error = summed = along = apart = 0.0
+    for w, a, b in _in_double(whole, first, second):
+        size, error = size + _square(w), error + _square(weight * a + (1 - weight) * b - w)
+        summed += _square(a + b - w)
+        along, apart = along + float(((w - b) * (a - b)).sum()), apart + _square(a - b)
+    best = along / apart if apart else weight
+    least = sum(_square(best * a + (1 - best) * b - w) for w, a, b in _in_double(whole, first, second))
+    norm = math.sqrt(size)
+    if not norm:
+        return Differences(0.0, 0.0, weight, 0.0, 0.0)
+    return Differences(math.sqrt(error) / norm, math.sqrt(summed) / norm, best, math.sqrt(least) / norm, norm)
+
+
+def distance(one: Gradient, other: Gradient) -> float:
+    """Return ‖one − other‖ ÷ ‖one‖."""
+    size = difference = 0.0
+    for a, b in _in_double(one, other):
+        size, difference = size + _square(a), difference + _square(a - b)
+    return math.sqrt(difference / size) if size else 0.0
+
+
+def _in_double(*gradients: Gradient) -> Iterable[tuple[torch.Tensor, ...]]:
+    """Yield one parameter at a time in double precision, to save memory; of sparse gradients, the rows."""
+    for tensors in zip(*gradients):
+        doubles = [tensor.to("cpu", torch.float64) for tensor in tensors]
+        if any(double.is_sparse for double in doubles):
+            doubles = _same_rows(doubles)
+        yield tuple(doubles)
+
+
+def _same_rows(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+    coalesced = [(gradient if gradient.is_sparse else gradient.to_sparse()).coalesce() for gradient in gradients]
+    zeros = sum((0.0 * gradient for gradient in coalesced[1:]), start=0.0 * coalesced[0]).coalesce()
+    return [(gradient + zeros).coalesce().values() for gradient in coalesced]
+
+
+def _square(tensor: torch.Tensor) -> float:
+    return float(tensor.pow(2).sum())
+
+
+def judge(
+    differences: Differences,
+    *,
+    tolerance: float,  # largest difference that rounding explains
+    noise: float,  # relative distance of two passes over the same whole batch with other random numbers
+    layers: tuple[str, ...],  # names of BatchNorm layers in training mode
+    tensors: tuple[str, ...],  # state that a step changes besides gradients
+    micro_steps: int,
+) -> Exactness:
+    """Name the cause of a difference."""
+    if not 0 < differences.size < math.inf:
+        return unmeasured(tolerance, f"the norm of the gradient is {differences.size}")
+    measured = Exactness(differences.error, tolerance, "exact", layers=layers, tensors=tensors, micro_steps=micro_steps)
+    unknown = replace(measured, relative_error=None)
+    if tensors:
+        return replace(unknown if noise > tolerance else measured, cause="stateful")
+    if noise > tolerance:
+        return replace(unknown, cause="batch_norm" if layers else "random")
+    if math.isnan(differences.error):  # a part has no gradient by itself, and the whole has one
+        return replace(unknown, cause="batch_norm" if layers else "coupled")
+    if differences.error <= tolerance:
+        return replace(measured, layers=())
+    if differences.summed <= tolerance:
+        return replace(measured, cause="sum", layers=())
+    if layers:
+        return replace(measured, cause="batch_norm")
+    between = 0 <= differences.best_weight <= 1 and differences.best_error <= tolerance
+    return replace(measured, cause="weighted" if between else "coupled")
