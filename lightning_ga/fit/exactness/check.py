@@ -11,25 +11,17 @@ from lightning_ga.batch.counters import fitting_counter
 from lightning_ga.batch.layout import LayoutError
 from lightning_ga.batch.pytree import same_values
 from lightning_ga.compat import trial_steps
-from lightning_ga.compat.transfer import BatchTransfer
 from lightning_ga.fit.batch_norm import batch_norm_layers
 from lightning_ga.fit.exactness.differences import Differences, compare, distance, judge
 from lightning_ga.fit.exactness.passes import Passes, PassRunner
-from lightning_ga.loading.reader import BatchReader
+from lightning_ga.loading.reader import BatchReader, CollatedAgain
 from lightning_ga.loading.samples import collate_samples
 from lightning_ga.memory.live_tensors import uncounted
 from lightning_ga.memory.oom import is_out_of_memory
-from lightning_ga.plan.exactness import (
-    ACCUMULATED,
-    COUNTED,
-    HOOKED,
-    Exactness,
-    Verdicts,
-    both,
-    uncuttable,
-    unmeasured,
-)
+from lightning_ga.plan.exactness import ACCUMULATED, COUNTED, HOOKED, Exactness, Verdicts, both, uncuttable, unmeasured
 from lightning_ga.plan.weights import count_items
+
+Count = Callable[[Any], float]  # counts the items of a batch that the loss is a mean over
 
 _SEEDS = 8  # further passes with other random numbers, if some are drawn
 
@@ -46,27 +38,64 @@ class Halves:
     on_device: bool = False
 
 
+class SampleBatch:
+    """A batch of samples, and its halves."""
+
+    def __init__(self, samples: list[Any], loader: "DataLoader[Any]", reader: BatchReader, passes: PassRunner) -> None:
+        self._samples, self._loader, self._reader, self._passes = samples, loader, reader, passes
+        self._cut_on_device = passes.transfer.has_hooks  # these get the whole batch, before it is cut
+        self.whole = self._collate(0, len(samples))
+        self.fetched = len(samples)
+        self.size = reader.count(self.whole, expected=len(samples), on_host=True)  # the collate function may drop some
+
+    def loaded(self) -> Halves:
+        """Return the halves as the loader makes them."""
+        return _halves(self._collate, self.fetched, partial(self._collate, 0, self.fetched))
+
+    def cut(self, take: Callable[[int, int], Any]) -> Halves:
+        """Return the halves as the step gets them by ``take``, from ``slices`` or ``slices_anew``."""
+        return replace(_halves(take, self.size, lambda _: self.whole), cut=True, on_device=self._cut_on_device)
+
+    def slices(self) -> Callable[[int, int], Any]:
+        """Return the function by which the step cuts the batch."""
+        batch, on_host = self._as_cut(), not self._cut_on_device
+        return self._reader.slices(batch, expected=self.size, on_host=on_host, samples=self._samples_again).take
+
+    def slices_anew(self) -> Callable[[int, int], Any]:
+        """Return the function that makes parts of the batch out of its samples."""
+        again = self._samples_again()
+        if again is None:
+            raise LayoutError("There are no samples at hand to make parts of anew.")
+        return self._reader.collated_anew(self._as_cut(), again, on_host=not self._cut_on_device).take
+
+    def _samples_again(self) -> CollatedAgain | None:
+        return self._reader.samples_again(self._loader, self._samples)
+
+    def _as_cut(self) -> Any:
+        """Return the batch in the form in which the step cuts it."""
+        return self._passes.on_device(self.whole) if self._cut_on_device else self.whole
+
+    def _collate(self, start: int, stop: int, seed: int = 0) -> Any:
+        batch = collate_samples(self._loader, self._samples[start:stop], stop - start, seed=seed)
+        return self._passes.transfer.on_host(batch)
+
+
+def _halves(take: Callable[[int, int], Any], size: int, batch: Callable[[int], Any]) -> Halves:
+    middle = (size + 1) // 2
+    parts = [take(0, middle), take(middle, size)]
+    return Halves(parts, (middle, size - middle), batch, one_sample=partial(take, size - 1, size))
+
+
 class ExactnessCheck:
     """Compares batches with their parts, and gathers which state passes change."""
 
-    def __init__(
-        self,
-        trainer: Any,
-        loader: "DataLoader[Any]",
-        reader: BatchReader,
-        passes: PassRunner,
-        count: Callable[[Any], float] | None,
-        tolerance: float,
-    ) -> None:
-        self._trainer, self._loader, self._reader, self._passes = trainer, loader, reader, passes
-        self._count, self._tolerance = count, tolerance
-        is_precise = trainer.strategy.root_device.type == "cpu" and tolerance <= 1e-4
+    def __init__(self, reader: BatchReader, passes: PassRunner, count: Count | None, tolerance: float) -> None:
+        self._reader, self._passes, self._count, self._tolerance = reader, passes, count, tolerance
+        is_precise = passes.trainer.strategy.root_device.type == "cpu" and tolerance <= 1e-4
         self._repeated = tolerance / (100 if is_precise else 1)  # largest difference of a repeated step
-        self._transfer = BatchTransfer(trainer)
-        self._cuts_on_device = self._transfer.has_hooks  # these get the whole batch, before it is cut
-        self._keeps_something: bool | None = None  # of one step for the next one's gradients; None until measured
-        self._alike: set[str] = set()  # names of changed state that some pass left the same, whatever its samples
-        self._unlike: set[str] = set()  # and of state that some pass did not
+        self._keeps_something: bool | None = None  # that the next step's gradients depend on; None until measured
+        self._alike: set[str] = set()  # names of changed state that some passes left the same, whatever their samples
+        self._unlike: set[str] = set()  # and of state that some did not
         self.changing: set[str] = set()  # names of all that changed, averages that nobody froze among them
 
     @property
@@ -74,68 +103,43 @@ class ExactnessCheck:
         """Names of state that every pass leaves the same: nothing depends on how batches are cut."""
         return self._alike - self._unlike
 
-    def run(self, samples: list[Any], *, in_step: bool) -> Verdicts:
+    def run(self, batch: SampleBatch, *, in_step: bool) -> Verdicts:
         """Compare the whole batch with its parts, as the loader makes them and as the step cuts them."""
-        batch = self._collate(samples)
-        size = self._reader.count(batch, expected=len(samples), on_host=True)
-        if size < 2:
-            return both(unmeasured(self._tolerance, f"the collate function kept {size} of {len(samples)} samples"))
-        whole = self._passes.run([batch], seed=0)
+        if batch.size < 2:
+            reason = f"the collate function kept {batch.size} of {batch.fetched} samples"
+            return both(unmeasured(self._tolerance, reason))
+        whole = self._passes.run([batch.whole], seed=0)
         if in_step:
-            return both(self._judge_cut(samples, batch, size, whole))
-        middle = (len(samples) + 1) // 2
-        loaded = [self._collate(samples[:middle]), self._collate(samples[middle:])]
-        again, one_sample = partial(self._collate, samples), partial(self._collate, samples[-1:])
-        training = self._judge(whole, Halves(loaded, (middle, len(samples) - middle), again, one_sample))
-        try:
-            cut = self._slices(samples, batch, size)
-        except LayoutError as why:
-            return Verdicts(training, uncuttable(self._tolerance, str(why)))
-        no_hook_matters = whole.changed == whole.changed_in_step and not training.reason
-        if no_hook_matters and size == len(samples) and _are_slices(loaded, cut, middle, size):
-            return Verdicts(training, training)
-        return Verdicts(training, self._judge_cut(samples, batch, size, whole))
+            return both(self._judge_cut(whole, batch))
+        loaded = batch.loaded()
+        training = self.judge(whole, loaded)
+        hooks_matter = whole.changed != whole.changed_in_step or training.reason
+        if hooks_matter or batch.size < batch.fetched:
+            return Verdicts(training, self._judge_cut(whole, batch))
+        return Verdicts(training, self._judge_cut(whole, batch, (loaded, training)))
 
-    def _judge_cut(self, samples: list[Any], batch: Any, size: int, whole: Passes) -> Exactness:
-        """Judge a batch in the parts that the step cuts.
+    def _judge_cut(self, whole: Passes, batch: SampleBatch, known: tuple[Halves, Exactness] | None = None) -> Exactness:
+        """Judge a batch in the parts that the step cuts, unless the verdict on the same parts is known.
 
         They are slices. If one of them alone ends in an error of the user's code, parts are collated anew.
         """
         failed = ""
         try:
+            slices = batch.slices()
             try:
-                return self._judge(whole, self._halves(batch, size, self._slices(samples, batch, size)))
+                halves = batch.cut(slices)
+                if known is not None and all(map(same_values, known[0].parts, halves.parts)):
+                    return known[1]
+                return self.judge(whole, halves)
             except Exception as error:
                 if is_out_of_memory(error) or isinstance(error, LayoutError):
                     raise
                 failed = f" A part alone ended in {type(error).__name__}: {error}"
-            again = self._reader.samples_again(self._loader, samples)
-            if again is None:
-                raise LayoutError("There are no samples at hand to make parts of anew.")
-            anew = self._reader.collated_anew(self._as_cut(batch), again, on_host=not self._cuts_on_device)
-            return self._judge(whole, self._halves(batch, size, anew.take))
+            return self.judge(whole, batch.cut(batch.slices_anew()))
         except LayoutError as why:
             return uncuttable(self._tolerance, f"{why}{failed}")
 
-    def _halves(self, batch: Any, size: int, take: Callable[[int, int], Any]) -> Halves:
-        middle = (size + 1) // 2
-        parts, one_sample = [take(0, middle), take(middle, size)], partial(take, size - 1, size)
-        on_device = self._cuts_on_device
-        return Halves(parts, (middle, size - middle), lambda _: batch, one_sample, cut=True, on_device=on_device)
-
-    def _slices(self, samples: list[Any], batch: Any, size: int) -> Callable[[int, int], Any]:
-        return self._reader.slices(
-            self._as_cut(batch),
-            expected=size,
-            on_host=not self._cuts_on_device,
-            samples=lambda: self._reader.samples_again(self._loader, samples),
-        ).take
-
-    def _as_cut(self, batch: Any) -> Any:
-        """Return the batch in the form in which the step cuts it."""
-        return self._passes.on_device(batch) if self._cuts_on_device else batch
-
-    def _judge(self, whole: Passes, halves: Halves) -> Exactness:
+    def judge(self, whole: Passes, halves: Halves) -> Exactness:
         """Compare the parts of a batch with a pass over the whole."""
         counts = [self._items(part, size, halves) for part, size in zip(halves.parts, halves.sizes)]
         if not all(number > 0 for number in counts):
@@ -156,7 +160,7 @@ class ExactnessCheck:
             differences,
             tolerance=self._tolerance,
             noise=self._noise(whole, halves),
-            layers=tuple(batch_norm_layers(self._trainer.lightning_module)),
+            layers=tuple(batch_norm_layers(self._passes.trainer.lightning_module)),
             tensors=changed,
             micro_steps=self._passes.steps,
         )
@@ -168,7 +172,7 @@ class ExactnessCheck:
         """Look for what else may cause a difference that looks like one of the loss; propose a counter if it is not."""
         if verdict.cause not in ("coupled", "weighted", "sum"):
             return verdict
-        with trial_steps.without_gradient_hooks(self._trainer) as has_hooks:
+        with trial_steps.without_gradient_hooks(self._passes.trainer) as has_hooks:
             if has_hooks and self._is_same(self._passes.run([halves.batch(0)], seed=0), self._run(halves), weight):
                 return replace(verdict, cause="stateful", reason=HOOKED)
         if not halves.cut and self._is_same(whole, self._run(replace(halves, cut=True)), weight):
@@ -191,7 +195,9 @@ class ExactnessCheck:
         """
         names = whole.changed_in_step if halves.cut else whole.changed
         self.changing |= set(names)
-        trained = {name for name, weight in self._trainer.lightning_module.named_parameters() if weight.requires_grad}
+        trained = {
+            name for name, weight in self._passes.trainer.lightning_module.named_parameters() if weight.requires_grad
+        }
         changed = tuple(name for name in names if name not in trained)
         if changed or whole.draws or not self._depends_on_last(halves):
             return changed
@@ -239,14 +245,6 @@ class ExactnessCheck:
         if self._count is not None:
             return count_items(self._count, part)
         return self._reader.count(part, expected=samples, on_host=not halves.on_device)
-
-    def _collate(self, samples: list[Any], seed: int = 0) -> Any:
-        return self._transfer.on_host(collate_samples(self._loader, samples, len(samples), seed=seed))
-
-
-def _are_slices(parts: list[Any], cut: Callable[[int, int], Any], middle: int, size: int) -> bool:
-    places = (0, middle), (middle, size)
-    return all(same_values(part, cut(*place)) for part, place in zip(parts, places))
 
 
 def _compared(whole: Passes, parts: Passes, weight: float) -> Differences:

@@ -11,7 +11,7 @@ from lightning_ga.batch.pytree import open_container
 from lightning_ga.batch.sizes import elements
 from lightning_ga.fit.batch_norm import batch_norm_layers
 from lightning_ga.fit.exactness.arithmetic import rounding
-from lightning_ga.fit.exactness.check import ExactnessCheck
+from lightning_ga.fit.exactness.check import Count, ExactnessCheck, SampleBatch
 from lightning_ga.fit.exactness.passes import traceless_passes
 from lightning_ga.loading.reader import BatchReader
 from lightning_ga.loading.training_source import TrainingSource
@@ -25,18 +25,9 @@ _SMALL = 2**28  # bytes of parameters
 
 
 def measure_exactness(
-    trainer: Any,
-    source: TrainingSource,
-    reader: BatchReader,
-    count: Callable[[Any], float] | None,
-    *,
-    epoch: int,
-    limit: int,
+    trainer: Any, source: TrainingSource, reader: BatchReader, count: Count | None, *, epoch: int, limit: int
 ) -> Verdicts:
-    """Run the check in passes of at most ``limit`` samples, a small model also in larger ones, and restore all state.
-
-    ``count`` counts the items of a batch that the loss is a mean over; samples without it.
-    """
+    """Run the check in passes of at most ``limit`` samples, for a small model of more, and restore all state."""
     loader, available = source.user_loader, source.looks(epoch).some
     considered = SAMPLES if source.keeps_groups else CONSIDERED
 
@@ -45,10 +36,12 @@ def measure_exactness(
             samples = telling_samples(available.read(size, most=considered, seconds=_MOMENT), size)
             if len(samples) < 2:
                 return both(unmeasured(tolerance, f"the training data hold {len(samples)} samples"))
-            checking = ExactnessCheck(trainer, loader, reader, passes, count, tolerance)
-            verdicts = checking.run(samples, in_step=source.cut_in_step)
+            batch, in_step = SampleBatch(samples, loader, reader, passes), source.cut_in_step
+            checking = ExactnessCheck(reader, passes, count, tolerance)
+            verdicts = checking.run(batch, in_step=in_step)
             if size >= 4 and verdicts.training.cause == "exact":  # one cut is no proof: other samples, in equal parts
-                verdicts = verdicts.unless(checking.run(samples[-4:], in_step=source.cut_in_step))
+                other = SampleBatch(samples[-4:], loader, reader, passes)
+                verdicts = verdicts.unless(checking.run(other, in_step=in_step))
             return replace(verdicts, changing=tuple(checking.changing), tables=tuple(checking.tables))
 
     is_small = _is_small(trainer.lightning_module)
@@ -97,19 +90,17 @@ def telling_samples(samples: list[Any], size: int) -> list[Any]:
 
 def _traits(path: str, node: Any) -> Iterator[tuple[str, str]]:
     """Yield the traits by which samples differ: small values, shapes, ignored targets, missing numbers."""
-    if isinstance(node, (bool, int, str)) or node is None:
-        yield path, str(node)[:40]
-    elif isinstance(node, float):
+    if isinstance(node, float):
         yield path, str(node > 0) if node == node else "nan"
+    elif isinstance(node, (bool, int, str, np.generic)) or node is None:
+        yield path, str(node)[:40]
     elif isinstance(node, torch.Tensor) and not node.is_nested and node.layout is torch.strided:
         yield path, str(tuple(node.shape))
-        if node.numel() and not node.is_floating_point() and not node.is_complex():
+        if node.is_floating_point():
+            yield path, str(bool(node.isnan().any()))
+        elif node.numel() and not node.is_complex():
             yield path, f"{int(node.min())} {int(node.max())}"
             yield path, f"{bool((node == -100).any())}"
-        elif node.is_floating_point():
-            yield path, str(bool(node.isnan().any()))
-    elif isinstance(node, np.generic):
-        yield path, str(node)
     else:
         for name, child in open_container(node) or ():
             yield from _traits(path + name, child)

@@ -14,6 +14,7 @@ from lightning_ga.compat import gradient_dtype
 from lightning_ga.compat.transfer import BatchTransfer
 from lightning_ga.compat.trial_steps import PassPlace, run_pass
 from lightning_ga.fit.exactness.arithmetic import WithoutDropout, exact_arithmetic, stop_dropping
+from lightning_ga.fit.exactness.differences import Gradient
 from lightning_ga.loading.samples import copied
 from lightning_ga.memory.live_tensors import uncounted
 from lightning_ga.probe.isolation import isolated
@@ -23,7 +24,6 @@ from lightning_ga.snapshot.random_numbers import RandomState, generator_state, g
 MOVED = 1e-2  # how far weights are moved, relatively: a teacher of momentum 0.9999 follows by more than rounding
 
 Sums = dict[str, int | None]  # of the bits of tensors, by name
-Gradient = list[torch.Tensor]  # one tensor per parameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +62,14 @@ class PassRunner:
     """
 
     def __init__(self, trainer: Any, restart: Callable[[], None]) -> None:
-        self._trainer, self._restart = trainer, restart
-        self._transfer = BatchTransfer(trainer)
+        self.trainer, self._restart = trainer, restart
+        self.transfer = BatchTransfer(trainer)
         self.steps = 0  # micro-batches so far
 
     def on_device(self, batch: Any) -> Any:
         """Return a batch as its transfer to the device leaves it."""
         self._begin(seed=1)
-        return self._transfer.moved(copy_if_possible(batch))
+        return self.transfer.moved(_copy_if_possible(batch))
 
     def run(
         self,
@@ -85,7 +85,7 @@ class PassRunner:
         With ``weights``, gradients are accumulated as in training; otherwise each micro-batch begins with none. The
         gradients returned are those that each micro-batch adds, without its weight.
         """
-        module = self._trainer.lightning_module
+        module = self.trainer.lightning_module
         self._begin(seed)
         before, random_state = state_sums(module), RandomState()
         generators = [(generator, generator_state(generator)) for generator in generators_of(module)]
@@ -95,9 +95,9 @@ class PassRunner:
             if place.index == 0 or not weights:
                 for parameter in module.parameters():
                     parameter.grad = None
-            batch = copy_if_possible(batch)
-            moved = batch if on_device else self._transfer.moved(batch)
-            run_pass(self._trainer, moved, place, observe=lambda: states.append(state_sums(module)))
+            batch = _copy_if_possible(batch)
+            moved = batch if on_device else self.transfer.moved(batch)
+            run_pass(self.trainer, moved, place, observe=lambda: states.append(state_sums(module)))
             if weights:
                 gradient_dtype.widen(module.parameters())
             gradients.append([_on_host(gradient) for gradient in _gradients(module)])
@@ -112,7 +112,7 @@ class PassRunner:
 
     def _begin(self, seed: int) -> None:
         self._restart()
-        reseed(seed, generators_of(self._trainer.lightning_module))
+        reseed(seed, generators_of(self.trainer.lightning_module))
 
 
 def _places(count: int, weights: Sequence[float], *, as_pieces: bool) -> Iterator[PassPlace]:
@@ -128,7 +128,7 @@ def _places(count: int, weights: Sequence[float], *, as_pieces: bool) -> Iterato
         )
 
 
-def copy_if_possible(batch: Any) -> Any:
+def _copy_if_possible(batch: Any) -> Any:
     """Return a copy if the batch can be copied: a step may change its batch in place."""
     try:
         return copied(batch)

@@ -40,7 +40,7 @@ class TrainingExactness:
         self._trainer, self._options = trainer, options
         self._measured: Verdicts | None = None
         self.training: Exactness | None = None  # the verdict on training, as measured or as training has shown
-        self._watch = WindowWatch(trainer)
+        self._watch: WindowWatch | None = None  # from the measurement on
         self._user_knows = False  # that accumulation is not exact, if it is not
 
     @property
@@ -51,7 +51,7 @@ class TrainingExactness:
     @property
     def is_looking(self) -> bool:
         """Whether the first micro-batches of a training that was measured are still to come."""
-        return self._measured is not None and self._watch.looks > 0
+        return self._watch is not None and self._watch.looks > 0
 
     @property
     def changing(self) -> set[str]:
@@ -68,11 +68,12 @@ class TrainingExactness:
         except LayoutError as why:
             self._measured = both(uncuttable(rounding(self._trainer), str(why)))
         self.training = self._measured.training
-        self._watch.pass_by(self._measured.tables)
+        self._watch = WindowWatch(self._trainer, self._measured.tables)
 
     def look(self, *, accumulates: bool) -> None:
         """Look before a micro-batch whether the model has changed within its window."""
-        self.found_changed(self._watch.changed(), accumulates=accumulates)
+        if self._watch is not None:
+            self.found_changed(self._watch.changed(), accumulates=accumulates)
 
     def found_changed(self, tensors: tuple[str, ...], *, accumulates: bool) -> None:
         """Warn once if training shows that not all passes of a window meet the same model."""
@@ -104,17 +105,15 @@ class TrainingExactness:
 
 
 class WindowWatch:
-    """Sees what changes the model between the micro-batches of a window, which should all meet the same one."""
+    """Sees what changes the model between the micro-batches of a window, which should all meet the same one.
 
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
+    It passes by ``tables``, which are filled when they are first needed.
+    """
+
+    def __init__(self, trainer: Any, tables: Collection[str]) -> None:
+        self._trainer, self._tables = trainer, tables
         self.looks = 0 if agreement.is_sharded(trainer) else LOOKS  # that are left
         self._before: dict[str, float | None] = {}
-        self._tables: Collection[str] = ()
-
-    def pass_by(self, tables: Collection[str]) -> None:
-        """Do not look at these: tables that are filled when they are first needed."""
-        self._tables = tables
 
     def changed(self) -> tuple[str, ...]:
         """Return the names of what has changed since the micro-batch before, within a window."""
