@@ -20,14 +20,10 @@ _RATES = (
     *("dropout", "dropout_p", "dropout_prob", "attention_dropout", "attn_dropout", "activation_dropout"),
     *("attention_probs_dropout_prob", "hidden_dropout_prob", "layerdrop"),
 )
-_NAMES = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout", "feature_dropout")
-_DROPOUTS = {
-    getattr(home, name + ending)
-    for home in (functional, torch)
-    for name in _NAMES
-    for ending in ("", "_")
-    if hasattr(home, name + ending)
-}
+_FUNCTIONS = (
+    *("dropout", "dropout1d", "dropout2d", "dropout3d"),
+    *("alpha_dropout", "feature_alpha_dropout", "feature_dropout"),
+)  # of torch and torch.nn.functional; those that work in place end in an underscore
 
 
 class WithoutDropout(TorchFunctionMode):
@@ -35,7 +31,7 @@ class WithoutDropout(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _DROPOUTS:
+        if getattr(func, "__name__", "").removesuffix("_") in _FUNCTIONS:
             return args[0] if args else kwargs["input"]
         if func is functional.scaled_dot_product_attention:
             args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args

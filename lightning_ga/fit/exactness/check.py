@@ -1,5 +1,6 @@
 """Run one batch whole and in parts, compare gradients and state, and judge what differs."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,11 +13,10 @@ from lightning_ga.batch.layout import LayoutError
 from lightning_ga.batch.pytree import same_values
 from lightning_ga.compat import trial_steps
 from lightning_ga.fit.batch_norm import batch_norm_layers
-from lightning_ga.fit.exactness.differences import Differences, compare, distance, judge
+from lightning_ga.fit.exactness.differences import Differences, compare, distance, judge, norm
 from lightning_ga.fit.exactness.passes import Passes, PassRunner
 from lightning_ga.loading.reader import BatchReader, CollatedAgain
 from lightning_ga.loading.samples import collate_samples
-from lightning_ga.memory.live_tensors import uncounted
 from lightning_ga.memory.oom import is_out_of_memory
 from lightning_ga.plan.exactness import ACCUMULATED, COUNTED, HOOKED, Exactness, Verdicts, both, uncuttable, unmeasured
 from lightning_ga.plan.weights import count_items
@@ -91,6 +91,7 @@ class ExactnessCheck:
 
     def __init__(self, reader: BatchReader, passes: PassRunner, count: Count | None, tolerance: float) -> None:
         self._reader, self._passes, self._count, self._tolerance = reader, passes, count, tolerance
+        self._module = passes.trainer.lightning_module
         is_precise = passes.trainer.strategy.root_device.type == "cpu" and tolerance <= 1e-4
         self._repeated = tolerance / (100 if is_precise else 1)  # largest difference of a repeated step
         self._keeps_something: bool | None = None  # that the next step's gradients depend on; None until measured
@@ -145,29 +146,31 @@ class ExactnessCheck:
         if not all(number > 0 for number in counts):
             return unmeasured(self._tolerance, f"normalize counts {counts} in the parts of a batch")
         weight = counts[0] / sum(counts)
-        changed = self._changed(whole, halves)
+        changed, alone = self._changed(whole, halves), None
         accumulated = self._run(halves, weights=(weight, 1 - weight))
-        differences = _compared(whole, accumulated, weight)
-        if differences.error <= self._tolerance:
+        error = distance(whole.gradients[0], accumulated.gradients[-1])
+        if error <= self._tolerance:
             changed = self._without_tables(changed, halves, whole, accumulated)
         self._unlike |= set(changed)
-        if not differences.error <= self._tolerance:  # the cause shows in gradients that are not accumulated
-            alone = _compared(whole, self._run(halves), weight)
+        if not error <= self._tolerance:  # the cause shows in gradients that are not accumulated
+            alone = compare(whole.gradients[0], *self._run(halves).gradients, weight=weight)
             changed = changed or (ACCUMULATED if alone.error <= self._tolerance else ())
-            if alone.error > self._tolerance:
-                differences = replace(alone, error=differences.error)  # the difference is that of training
+        size = norm(whole.gradients[0])
+        if not 0 < size < math.inf:
+            return unmeasured(self._tolerance, f"the norm of the gradient is {size}")
         verdict = judge(
-            differences,
+            error,
+            alone,
             tolerance=self._tolerance,
             noise=self._noise(whole, halves),
-            layers=tuple(batch_norm_layers(self._passes.trainer.lightning_module)),
+            layers=tuple(batch_norm_layers(self._module)),
             tensors=changed,
             micro_steps=self._passes.steps,
         )
-        return self._explained(verdict, whole, halves, weight, differences.best_weight)
+        return verdict if alone is None else self._explained(verdict, alone, whole, halves, weight)
 
     def _explained(
-        self, verdict: Exactness, whole: Passes, halves: Halves, weight: float, best_weight: float
+        self, verdict: Exactness, alone: Differences, whole: Passes, halves: Halves, weight: float
     ) -> Exactness:
         """Look for what else may cause a difference that looks like one of the loss; propose a counter if it is not."""
         if verdict.cause not in ("coupled", "weighted", "sum"):
@@ -179,13 +182,13 @@ class ExactnessCheck:
             return replace(verdict, cause="stateful", reason=COUNTED)
         if verdict.cause != "weighted":
             return verdict
-        return replace(verdict, counter=fitting_counter(halves.batch(0), halves.parts, best_weight))
+        return replace(verdict, counter=fitting_counter(halves.batch(0), halves.parts, alone.best_weight))
 
     def _run(self, halves: Halves, weights: Sequence[float] = ()) -> Passes:
         return self._passes.run(halves.parts, seed=1, as_pieces=halves.cut, on_device=halves.on_device, weights=weights)
 
     def _is_same(self, whole: Passes, parts: Passes, weight: float) -> bool:
-        return _compared(whole, parts, weight).error <= self._tolerance
+        return compare(whole.gradients[0], *parts.gradients, weight=weight).error <= self._tolerance
 
     def _changed(self, whole: Passes, halves: Halves) -> tuple[str, ...]:
         """Name the state that a pass changes, or that the next one depends on.
@@ -195,9 +198,7 @@ class ExactnessCheck:
         """
         names = whole.changed_in_step if halves.cut else whole.changed
         self.changing |= set(names)
-        trained = {
-            name for name, weight in self._passes.trainer.lightning_module.named_parameters() if weight.requires_grad
-        }
+        trained = {name for name, weight in self._module.named_parameters() if weight.requires_grad}
         changed = tuple(name for name in names if name not in trained)
         if changed or whole.draws or not self._depends_on_last(halves):
             return changed
@@ -207,8 +208,7 @@ class ExactnessCheck:
         """Return whether the same batch gets another gradient in the next step, as the module keeps something."""
         if self._keeps_something is None:
             twice = self._passes.run([halves.batch(0), halves.batch(0)], seed=0, as_pieces=True)
-            with uncounted():
-                self._keeps_something = distance(*twice.gradients) > self._repeated
+            self._keeps_something = distance(*twice.gradients) > self._repeated
         return self._keeps_something
 
     def _without_tables(self, changed: tuple[str, ...], halves: Halves, *passes: Passes) -> tuple[str, ...]:
@@ -235,8 +235,7 @@ class ExactnessCheck:
         noise = 0.0
         for seed in range(1, 2 + _SEEDS):
             passes = self._passes.run([halves.batch(seed)], seed=seed)
-            with uncounted():
-                noise = max(noise, distance(*whole.gradients, *passes.gradients))
+            noise = max(noise, distance(*whole.gradients, *passes.gradients))
             if noise > self._tolerance or not passes.draws:
                 break
         return noise
@@ -245,8 +244,3 @@ class ExactnessCheck:
         if self._count is not None:
             return count_items(self._count, part)
         return self._reader.count(part, expected=samples, on_host=not halves.on_device)
-
-
-def _compared(whole: Passes, parts: Passes, weight: float) -> Differences:
-    with uncounted():
-        return compare(*whole.gradients, *parts.gradients, weight=weight)

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from lightning_ga.plan.exactness import Exactness, unmeasured
+from lightning_ga.memory.live_tensors import uncounted
+from lightning_ga.plan.exactness import Exactness
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,12 +22,12 @@ class Differences:
     summed: float  # ‖sum of the parts − whole‖ ÷ ‖whole‖
     best_weight: float  # of the first part, of two weights that add up to one, with the smallest error
     best_error: float  # with that weight
-    size: float  # ‖whole‖
 
 
 Gradient = Sequence[torch.Tensor]  # one tensor per parameter
 
 
+@uncounted()
 def compare(whole: Gradient, first: Gradient, second: Gradient, *, weight: float) -> Differences:
     """Compare the gradients of two parts of a batch with that of the whole; ``weight`` is that of the first part.
 
@@ -37,19 +38,23 @@ def compare(whole: Gradient, first: Gradient, second: Gradient, *, weight: float
         >>> compare([torch.tensor([4.0])], one, three, weight=0.5).summed
         0.0
     """
-    size = error = summed = along = apart = 0.0
+    error = summed = along = apart = 0.0
     for w, a, b in _in_double(whole, first, second):
-        size, error = size + _square(w), error + _square(weight * a + (1 - weight) * b - w)
-        summed += _square(a + b - w)
+        error, summed = error + _square(weight * a + (1 - weight) * b - w), summed + _square(a + b - w)
         along, apart = along + float(((w - b) * (a - b)).sum()), apart + _square(a - b)
     best = along / apart if apart else weight
     least = sum(_square(best * a + (1 - best) * b - w) for w, a, b in _in_double(whole, first, second))
-    norm = math.sqrt(size)
-    if not norm:
-        return Differences(0.0, 0.0, weight, 0.0, 0.0)
-    return Differences(math.sqrt(error) / norm, math.sqrt(summed) / norm, best, math.sqrt(least) / norm, norm)
+    size = norm(whole) or math.inf  # without a gradient there is no difference
+    return Differences(math.sqrt(error) / size, math.sqrt(summed) / size, best, math.sqrt(least) / size)
 
 
+@uncounted()
+def norm(gradient: Gradient) -> float:
+    """Return ‖gradient‖."""
+    return math.sqrt(sum(_square(tensor) for (tensor,) in _in_double(gradient)))
+
+
+@uncounted()
 def distance(one: Gradient, other: Gradient) -> float:
     """Return ‖one − other‖ ÷ ‖one‖."""
     size = difference = 0.0
@@ -78,30 +83,33 @@ def _square(tensor: torch.Tensor) -> float:
 
 
 def judge(
-    differences: Differences,
+    error: float,
+    alone: Differences | None,
     *,
-    tolerance: float,  # largest difference that rounding explains
-    noise: float,  # relative distance of two passes over the same whole batch with other random numbers
-    layers: tuple[str, ...],  # names of BatchNorm layers in training mode
-    tensors: tuple[str, ...],  # state that a step changes besides gradients
+    tolerance: float,
+    noise: float,
+    layers: tuple[str, ...],
+    tensors: tuple[str, ...],
     micro_steps: int,
 ) -> Exactness:
-    """Name the cause of a difference."""
-    if not 0 < differences.size < math.inf:
-        return unmeasured(tolerance, f"the norm of the gradient is {differences.size}")
-    measured = Exactness(differences.error, tolerance, "exact", layers=layers, tensors=tensors, micro_steps=micro_steps)
+    """Name the cause of a difference: ``error`` is that of training, ``alone`` are those without accumulation.
+
+    ``tolerance`` is the largest difference that rounding explains, ``noise`` the relative distance of two passes over
+    the same whole batch with other random numbers. A step changes ``tensors`` besides gradients.
+    """
+    measured = Exactness(error, tolerance, "exact", layers=layers, tensors=tensors, micro_steps=micro_steps)
     unknown = replace(measured, relative_error=None)
     if tensors:
         return replace(unknown if noise > tolerance else measured, cause="stateful")
     if noise > tolerance:
         return replace(unknown, cause="batch_norm" if layers else "random")
-    if math.isnan(differences.error):  # a part has no gradient by itself, and the whole has one
+    if math.isnan(error):  # a part has no gradient by itself, and the whole has one
         return replace(unknown, cause="batch_norm" if layers else "coupled")
-    if differences.error <= tolerance:
+    if error <= tolerance or alone is None:
         return replace(measured, layers=())
-    if differences.summed <= tolerance:
+    if alone.summed <= tolerance:
         return replace(measured, cause="sum", layers=())
     if layers:
         return replace(measured, cause="batch_norm")
-    between = 0 <= differences.best_weight <= 1 and differences.best_error <= tolerance
+    between = 0 <= alone.best_weight <= 1 and alone.best_error <= tolerance
     return replace(measured, cause="weighted" if between else "coupled")

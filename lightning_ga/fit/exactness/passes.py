@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ Sums = dict[str, int | None]  # of the bits of tensors, by name
 class Passes:
     """The results of micro-batches run one after the other."""
 
-    gradients: list[Gradient]  # of each micro-batch
+    gradients: list[Gradient]  # after each micro-batch
     changed: tuple[str, ...]  # names of the state that they changed besides gradients
     changed_in_step: tuple[str, ...]  # those that ``training_step`` or the backward pass changed, and no hook
     draws: bool  # whether random numbers were drawn
@@ -82,8 +81,7 @@ class PassRunner:
     ) -> Passes:
         """Run micro-batches one after the other; ``as_pieces`` of one batch of the loop, whose hooks run once.
 
-        With ``weights``, gradients are accumulated as in training; otherwise each micro-batch begins with none. The
-        gradients returned are those that each micro-batch adds, without its weight.
+        With ``weights``, gradients are accumulated as in training; otherwise each micro-batch begins with none.
         """
         module = self.trainer.lightning_module
         self._begin(seed)
@@ -103,7 +101,7 @@ class PassRunner:
             gradients.append([_on_host(gradient) for gradient in _gradients(module)])
         self.steps += len(batches)
         return Passes(
-            _added(gradients, weights) if weights else gradients,
+            gradients,
             changed=_changed(before, state_sums(module)),
             changed_in_step=_changed(*states[:2]),
             draws=not random_state.is_current() or have_moved(generators),
@@ -171,11 +169,3 @@ def _gradients(module: torch.nn.Module) -> Iterator[torch.Tensor]:
 def _on_host(gradient: torch.Tensor) -> torch.Tensor:
     with uncounted():
         return gradient.to("cpu", copy=True)
-
-
-def _added(accumulated: list[Gradient], weights: Sequence[float]) -> list[Gradient]:
-    """Return the gradient that each micro-batch has added, without its weight, from the gradients after each."""
-    with uncounted():
-        wide = [[g.to(torch.promote_types(g.dtype, torch.float32)) for g in gradient] for gradient in accumulated]
-        differences = [[after - before for before, after in zip(*pair)] for pair in pairwise(wide)]
-        return [[g / weight for g in gradient] for gradient, weight in zip([wide[0], *differences], weights)]
