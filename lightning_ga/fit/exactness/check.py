@@ -158,15 +158,9 @@ class ExactnessCheck:
         size = norm(whole.gradients[0])
         if not 0 < size < math.inf:
             return unmeasured(self._tolerance, f"the norm of the gradient is {size}")
-        verdict = judge(
-            error,
-            alone,
-            tolerance=self._tolerance,
-            noise=self._noise(whole, halves),
-            layers=tuple(batch_norm_layers(self._module)),
-            tensors=changed,
-            micro_steps=self._passes.steps,
-        )
+        noise, layers = self._noise(whole, halves), tuple(batch_norm_layers(self._module))
+        measured = Exactness(error, self._tolerance, "exact", layers, micro_steps=self._passes.steps, tensors=changed)
+        verdict = judge(measured, alone, noise=noise)
         return verdict if alone is None else self._explained(verdict, alone, whole, halves, weight)
 
     def _explained(

@@ -82,31 +82,22 @@ def _square(tensor: torch.Tensor) -> float:
     return float(tensor.pow(2).sum())
 
 
-def judge(
-    error: float,
-    alone: Differences | None,
-    *,
-    tolerance: float,
-    noise: float,
-    layers: tuple[str, ...],
-    tensors: tuple[str, ...],
-    micro_steps: int,
-) -> Exactness:
-    """Name the cause of a difference: ``error`` is that of training, ``alone`` are those without accumulation.
+def judge(measured: Exactness, alone: Differences | None, *, noise: float) -> Exactness:
+    """Name the cause of a measured difference, and of state that changes.
 
-    ``tolerance`` is the largest difference that rounding explains, ``noise`` the relative distance of two passes over
-    the same whole batch with other random numbers. A step changes ``tensors`` besides gradients.
+    ``alone`` are the differences of gradients that are not accumulated; they are needed if the measured one is above
+    the tolerance. ``noise`` is the relative distance of passes over the same batch with other random numbers.
     """
-    measured = Exactness(error, tolerance, "exact", layers=layers, tensors=tensors, micro_steps=micro_steps)
-    unknown = replace(measured, relative_error=None)
-    if tensors:
+    unknown, error, tolerance = replace(measured, relative_error=None), measured.relative_error, measured.tolerance
+    layers = measured.layers
+    if measured.tensors:
         return replace(unknown if noise > tolerance else measured, cause="stateful")
     if noise > tolerance:
         return replace(unknown, cause="batch_norm" if layers else "random")
-    if math.isnan(error):  # a part has no gradient by itself, and the whole has one
+    if error is None or math.isnan(error):  # a part has no gradient by itself, and the whole has one
         return replace(unknown, cause="batch_norm" if layers else "coupled")
     if error <= tolerance or alone is None:
-        return replace(measured, layers=())
+        return replace(measured, cause="exact", layers=())
     if alone.summed <= tolerance:
         return replace(measured, cause="sum", layers=())
     if layers:

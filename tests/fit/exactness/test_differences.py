@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lightning_ga.fit.exactness.differences import Differences, compare, distance, judge, norm
+from lightning_ga.plan.exactness import Exactness
 
 SUMMED = Differences(error=0.5, summed=0.0, best_weight=2.0, best_error=0.3)
 WEIGHTED = Differences(error=0.5, summed=0.7, best_weight=0.3, best_error=0.0)
@@ -14,28 +15,28 @@ NAN = float("nan")
 
 
 @pytest.mark.parametrize(
-    ("error", "alone", "found", "cause", "measured"),
+    ("error", "alone", "noise", "besides", "cause", "measured"),
     [
-        (1e-9, None, {}, "exact", True),
-        (1e-9, None, {"layers": ("norm",)}, "exact", True),
-        (1e-9, None, {"tensors": ("queue",)}, "stateful", True),
-        (1e-9, None, {"tensors": ("queue",), "noise": 1.0}, "stateful", False),
-        (1e-9, None, {"noise": 1.0}, "random", False),
-        (0.5, COUPLED, {"noise": 1.0, "layers": ("norm",)}, "batch_norm", False),
-        (NAN, COUPLED, {"layers": ("norm",)}, "batch_norm", False),
-        (NAN, COUPLED, {}, "coupled", False),
-        (0.5, SUMMED, {"layers": ("norm",)}, "sum", True),
-        (0.5, COUPLED, {"layers": ("norm",)}, "batch_norm", True),
-        (0.5, WEIGHTED, {}, "weighted", True),
-        (0.5, COUPLED, {}, "coupled", True),
+        (1e-9, None, 0.0, {}, "exact", True),
+        (1e-9, None, 0.0, {"layers": ("norm",)}, "exact", True),
+        (1e-9, None, 0.0, {"tensors": ("queue",)}, "stateful", True),
+        (1e-9, None, 1.0, {"tensors": ("queue",)}, "stateful", False),
+        (1e-9, None, 1.0, {}, "random", False),
+        (0.5, COUPLED, 1.0, {"layers": ("norm",)}, "batch_norm", False),
+        (NAN, COUPLED, 0.0, {"layers": ("norm",)}, "batch_norm", False),
+        (NAN, COUPLED, 0.0, {}, "coupled", False),
+        (0.5, SUMMED, 0.0, {"layers": ("norm",)}, "sum", True),
+        (0.5, COUPLED, 0.0, {"layers": ("norm",)}, "batch_norm", True),
+        (0.5, WEIGHTED, 0.0, {}, "weighted", True),
+        (0.5, COUPLED, 0.0, {}, "coupled", True),
     ],
 )
-def test_the_cause_is_named(error: float, alone: Any, found: dict[str, Any], cause: str, measured: bool) -> None:
+def test_the_cause_is_named(
+    error: float, alone: Any, noise: float, besides: dict[str, Any], cause: str, measured: bool
+) -> None:
     """State comes before noise, noise before the loss; a number is given unless noise hides it."""
-    settings = {"noise": 0.0, "layers": (), "tensors": (), **found}
-    verdict = judge(error, alone, tolerance=1e-6, micro_steps=7, **settings)
+    verdict = judge(Exactness(error, 1e-6, "exact", **besides), alone, noise=noise)
     assert verdict.cause == cause
-    assert verdict.micro_steps == 7
     assert verdict.relative_error == (error if measured else None)
 
 
