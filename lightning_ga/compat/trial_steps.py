@@ -108,17 +108,17 @@ def owners(trainer: Any) -> list[Any]:
 
 def remember_progress(trainer: Any) -> Attributes:
     """Keep all attributes of loops and connectors that a training step changes; trials work on copies of counters."""
-    kept, loop = Attributes(), trainer.fit_loop.epoch_loop
-    kept.take(loop, "_results")
-    kept.take(loop, "batch_progress", copied=True)
-    kept.take(loop.automatic_optimization, "optim_progress", copied=True)
+    attributes, loop = Attributes(), trainer.fit_loop.epoch_loop
+    attributes.take(loop, "_results")
+    attributes.take(loop, "batch_progress", copied=True)
+    attributes.take(loop.automatic_optimization, "optim_progress", copied=True)
     connector = trainer._logger_connector
-    kept.take(connector, "_progress_bar_metrics", "_logged_metrics", "_callback_metrics", copied=True)
-    kept.take(connector, "_first_loop_iter")
+    attributes.take(connector, "_progress_bar_metrics", "_logged_metrics", "_callback_metrics", copied=True)
+    attributes.take(connector, "_first_loop_iter")
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     if scaler is not None:
-        kept.take(trainer.precision_plugin, "scaler", copied=True)
-    return kept
+        attributes.take(trainer.precision_plugin, "scaler", copied=True)
+    return attributes
 
 
 def enter_trial(trainer: Any) -> None:
@@ -175,13 +175,13 @@ def without_collectives(trainer: Any) -> Iterator[None]:
         yield
         return
     # With static_graph a first backward pass reduces all the same, unless the second flag says that it has.
-    kept = Attributes()
+    flags = Attributes()
     with strategy.block_backward_sync():
         for name, value in (("require_forward_param_sync", False), ("_static_graph_delay_allreduce_enqueued", True)):
             if hasattr(strategy.model, name):
-                kept.take(strategy.model, name)
+                flags.take(strategy.model, name)
                 setattr(strategy.model, name, value)
         try:
             yield
         finally:
-            kept.restore()
+            flags.restore()

@@ -44,9 +44,11 @@ class SampleBatch:
     def __init__(self, samples: list[Any], loader: "DataLoader[Any]", reader: BatchReader, passes: PassRunner) -> None:
         self._samples, self._loader, self._reader, self._passes = samples, loader, reader, passes
         self._cut_on_device = passes.transfer.has_hooks  # these get the whole batch, before it is cut
-        self.whole = self._collate(0, len(samples))
+        self.collated = self._collate(0, len(samples))
         self.fetched = len(samples)
-        self.size = reader.count(self.whole, expected=len(samples), on_host=True)  # the collate function may drop some
+        self.size = reader.count(
+            self.collated, expected=len(samples), on_host=True
+        )  # the collate function may drop some
 
     def loaded(self) -> Halves:
         """Return the halves as the loader makes them."""
@@ -54,7 +56,7 @@ class SampleBatch:
 
     def cut(self, take: Callable[[int, int], Any]) -> Halves:
         """Return the halves as the step gets them by ``take``, from ``slices`` or ``slices_anew``."""
-        return replace(_halves(take, self.size, lambda _: self.whole), cut=True, on_device=self._cut_on_device)
+        return replace(_halves(take, self.size, lambda _: self.collated), cut=True, on_device=self._cut_on_device)
 
     def slices(self) -> Callable[[int, int], Any]:
         """Return the function by which the step cuts the batch."""
@@ -73,7 +75,7 @@ class SampleBatch:
 
     def _as_cut(self) -> Any:
         """Return the batch in the form in which the step cuts it."""
-        return self._passes.on_device(self.whole) if self._cut_on_device else self.whole
+        return self._passes.on_device(self.collated) if self._cut_on_device else self.collated
 
     def _collate(self, start: int, stop: int, seed: int = 0) -> Any:
         batch = collate_samples(self._loader, self._samples[start:stop], stop - start, seed=seed)
@@ -109,17 +111,19 @@ class ExactnessCheck:
         if batch.size < 2:
             reason = f"the collate function kept {batch.size} of {batch.fetched} samples"
             return both(unmeasured(self._tolerance, reason))
-        whole = self._passes.run([batch.whole], seed=0)
+        batch_pass = self._passes.run([batch.collated], seed=0)
         if in_step:
-            return both(self._judge_cut(whole, batch))
+            return both(self._judge_cut(batch_pass, batch))
         loaded = batch.loaded()
-        training = self.judge(whole, loaded)
-        hooks_matter = whole.changed != whole.changed_in_step or training.reason
+        training = self.judge(batch_pass, loaded)
+        hooks_matter = batch_pass.changed != batch_pass.changed_in_step or training.reason
         if hooks_matter or batch.size < batch.fetched:
-            return Verdicts(training, self._judge_cut(whole, batch))
-        return Verdicts(training, self._judge_cut(whole, batch, (loaded, training)))
+            return Verdicts(training, self._judge_cut(batch_pass, batch))
+        return Verdicts(training, self._judge_cut(batch_pass, batch, (loaded, training)))
 
-    def _judge_cut(self, whole: Passes, batch: SampleBatch, known: tuple[Halves, Exactness] | None = None) -> Exactness:
+    def _judge_cut(
+        self, batch_pass: Passes, batch: SampleBatch, known: tuple[Halves, Exactness] | None = None
+    ) -> Exactness:
         """Judge a batch in the parts that the step cuts, unless the verdict on the same parts is known.
 
         They are slices. If one of them alone ends in an error of the user's code, parts are collated anew.
@@ -131,40 +135,40 @@ class ExactnessCheck:
                 halves = batch.cut(slices)
                 if known is not None and all(map(same_values, known[0].parts, halves.parts)):
                     return known[1]
-                return self.judge(whole, halves)
+                return self.judge(batch_pass, halves)
             except Exception as error:
                 if is_out_of_memory(error) or isinstance(error, LayoutError):
                     raise
                 failed = f" A part alone ended in {type(error).__name__}: {error}"
-            return self.judge(whole, batch.cut(batch.slices_anew()))
+            return self.judge(batch_pass, batch.cut(batch.slices_anew()))
         except LayoutError as why:
             return uncuttable(self._tolerance, f"{why}{failed}")
 
-    def judge(self, whole: Passes, halves: Halves) -> Exactness:
-        """Compare the parts of a batch with a pass over the whole."""
+    def judge(self, batch_pass: Passes, halves: Halves) -> Exactness:
+        """Compare the parts of a batch with a pass over the batch_pass."""
         counts = [self._items(part, size, halves) for part, size in zip(halves.parts, halves.sizes)]
         if not all(number > 0 for number in counts):
             return unmeasured(self._tolerance, f"normalize counts {counts} in the parts of a batch")
         weight = counts[0] / sum(counts)
-        changed, alone = self._changed(whole, halves), None
+        changed, alone = self._changed(batch_pass, halves), None
         accumulated = self._run(halves, weights=(weight, 1 - weight))
-        error = distance(whole.gradients[0], accumulated.gradients[-1])
+        error = distance(batch_pass.gradients[0], accumulated.gradients[-1])
         if error <= self._tolerance:
-            changed = self._without_tables(changed, halves, whole, accumulated)
+            changed = self._without_tables(changed, halves, batch_pass, accumulated)
         self._unlike |= set(changed)
         if not error <= self._tolerance:  # the cause shows in gradients that are not accumulated
-            alone = compare(whole.gradients[0], *self._run(halves).gradients, weight=weight)
+            alone = compare(batch_pass.gradients[0], *self._run(halves).gradients, weight=weight)
             changed = changed or (ACCUMULATED if alone.error <= self._tolerance else ())
-        size = norm(whole.gradients[0])
+        size = norm(batch_pass.gradients[0])
         if not 0 < size < math.inf:
             return unmeasured(self._tolerance, f"the norm of the gradient is {size}")
-        noise, layers = self._noise(whole, halves), tuple(batch_norm_layers(self._module))
+        noise, layers = self._noise(batch_pass, halves), tuple(batch_norm_layers(self._module))
         measured = Exactness(error, self._tolerance, "exact", layers, micro_steps=self._passes.steps, tensors=changed)
         verdict = judge(measured, alone, noise=noise)
-        return verdict if alone is None else self._explained(verdict, alone, whole, halves, weight)
+        return verdict if alone is None else self._explained(verdict, alone, batch_pass, halves, weight)
 
     def _explained(
-        self, verdict: Exactness, alone: Differences, whole: Passes, halves: Halves, weight: float
+        self, verdict: Exactness, alone: Differences, batch_pass: Passes, halves: Halves, weight: float
     ) -> Exactness:
         """Look for what else may cause a difference that looks like one of the loss; propose a counter if it is not."""
         if verdict.cause not in ("coupled", "weighted", "sum"):
@@ -172,7 +176,7 @@ class ExactnessCheck:
         with trial_steps.without_gradient_hooks(self._passes.trainer) as has_hooks:
             if has_hooks and self._is_same(self._passes.run([halves.batch(0)], seed=0), self._run(halves), weight):
                 return replace(verdict, cause="stateful", reason=HOOKED)
-        if not halves.cut and self._is_same(whole, self._run(replace(halves, cut=True)), weight):
+        if not halves.cut and self._is_same(batch_pass, self._run(replace(halves, cut=True)), weight):
             return replace(verdict, cause="stateful", reason=COUNTED)
         if verdict.cause != "weighted":
             return verdict
@@ -181,20 +185,20 @@ class ExactnessCheck:
     def _run(self, halves: Halves, weights: Sequence[float] = ()) -> Passes:
         return self._passes.run(halves.parts, seed=1, as_pieces=halves.cut, on_device=halves.on_device, weights=weights)
 
-    def _is_same(self, whole: Passes, parts: Passes, weight: float) -> bool:
-        return compare(whole.gradients[0], *parts.gradients, weight=weight).error <= self._tolerance
+    def _is_same(self, batch_pass: Passes, parts: Passes, weight: float) -> bool:
+        return compare(batch_pass.gradients[0], *parts.gradients, weight=weight).error <= self._tolerance
 
-    def _changed(self, whole: Passes, halves: Halves) -> tuple[str, ...]:
+    def _changed(self, batch_pass: Passes, halves: Halves) -> tuple[str, ...]:
         """Name the state that a pass changes, or that the next one depends on.
 
         State that no gradient depends on yet may come to matter later: a queue that is filled, a count, a teacher
         whose part in the loss grows.
         """
-        names = whole.changed_in_step if halves.cut else whole.changed
+        names = batch_pass.changed_in_step if halves.cut else batch_pass.changed
         self.changing |= set(names)
         trained = {name for name, weight in self._module.named_parameters() if weight.requires_grad}
         changed = tuple(name for name in names if name not in trained)
-        if changed or whole.draws or not self._depends_on_last(halves):
+        if changed or batch_pass.draws or not self._depends_on_last(halves):
             return changed
         return ("what the module keeps from one step to the next",)
 
@@ -224,12 +228,12 @@ class ExactnessCheck:
         self._alike |= alike
         return tuple(name for name in changed if name not in alike)
 
-    def _noise(self, whole: Passes, halves: Halves) -> float:
+    def _noise(self, batch_pass: Passes, halves: Halves) -> float:
         """Measure how far passes over the whole batch with other random numbers differ; several if some are drawn."""
         noise = 0.0
         for seed in range(1, 2 + _SEEDS):
             passes = self._passes.run([halves.batch(seed)], seed=seed)
-            noise = max(noise, distance(*whole.gradients, *passes.gradients))
+            noise = max(noise, distance(*batch_pass.gradients, *passes.gradients))
             if noise > self._tolerance or not passes.draws:
                 break
         return noise

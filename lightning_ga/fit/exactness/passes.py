@@ -98,7 +98,7 @@ class PassRunner:
             run_pass(self.trainer, moved, place, observe=lambda: states.append(state_sums(module)))
             if weights:
                 gradient_dtype.widen(module.parameters())
-            gradients.append([_on_host(gradient) for gradient in _gradients(module)])
+            gradients.append(_gradients(module))
         self.steps += len(batches)
         return Passes(
             gradients,
@@ -159,13 +159,9 @@ def _move_weights(module: torch.nn.Module) -> None:
                 parameter.add_(noise.to(parameter.dtype), alpha=MOVED)
 
 
-def _gradients(module: torch.nn.Module) -> Iterator[torch.Tensor]:
-    for parameter in module.parameters():
-        if parameter.requires_grad:
-            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach()
-            yield gradient.coalesce() if gradient.is_sparse else gradient
-
-
-def _on_host(gradient: torch.Tensor) -> torch.Tensor:
+def _gradients(module: torch.nn.Module) -> Gradient:
+    """Return copies of the gradients on the host, zeros if there is none."""
+    trained = (parameter for parameter in module.parameters() if parameter.requires_grad)
+    gradients = (torch.zeros_like(p, device="cpu") if p.grad is None else p.grad.detach() for p in trained)
     with uncounted():
-        return gradient.to("cpu", copy=True)
+        return [(g.coalesce() if g.is_sparse else g).to("cpu", copy=True) for g in gradients]
