@@ -53,7 +53,7 @@ class AutoAccumulate(Callback):
         batch_norm: What is done about BatchNorm layers, whose gradients are those of the micro-batch:
             ``"warn"`` says so, with the measured difference; ``"ignore"`` does not. ``"rescale"``, which lets
             running statistics move per window as they would in one pass, is deprecated: it gained nothing.
-        verify: Whether exactness is measured once at the start, on four samples.
+        verify: Whether exactness is measured once at the start, on up to five samples.
         cache: Whether the limit is remembered between runs, for the same model, data shape, precision,
             optimizer, device and budget; one step verifies a remembered one.
 

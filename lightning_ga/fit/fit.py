@@ -13,7 +13,7 @@ from lightning_ga.errors import ExactnessWarning, UserError
 from lightning_ga.fit import checks
 from lightning_ga.fit.batch_norm import Momenta
 from lightning_ga.fit.epochs import optimizer_steps, plan_epoch
-from lightning_ga.fit.exactness import TrainingExactness
+from lightning_ga.fit.exactness.training import TrainingExactness
 from lightning_ga.fit.limit import TrainingLimit
 from lightning_ga.fit.oom_handler import OomHandler, OomReporter
 from lightning_ga.fit.progress import Progress
