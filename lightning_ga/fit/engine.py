@@ -59,7 +59,8 @@ class Engine:
         self.lockstep: set[str] = set()  # stages in which ranks wait for each other
         self.undecided: set[str] = set()  # stages of which the first batch has to show that
         self.move: Move | None = None  # of pieces, if the current batch stays on the host
-        self.host: tuple[Any, Move] | None = None  # the current batch on the host
+        self.mover: Move = _stays  # moves any batch of the current loader
+        self.host: Any = None  # the current batch on the host
         self._not_moved: Exception | None = None  # the error of its transfer
         self._unmovable: set[str] = set()  # stages in which there was no memory for the hooks of a transfer
         self._limits: dict[str, int] = {}
@@ -89,7 +90,7 @@ class Engine:
         self.move = self._not_moved = None
         if not self.is_active:
             return move(batch)
-        self.host = batch, move
+        self.host, self.mover = batch, move
         stage = loops.stage(self.trainer)
         if self._limits and self._stays_on_host(batch, stage, loader):
             self.move = move
@@ -104,6 +105,17 @@ class Engine:
         self.move, self._not_moved = move, outcome.failure
         return batch
 
+    def moves_whole(self, stage: str) -> bool:
+        """Return whether batches are moved before they are cut: hooks of the transfer see them whole, if that fits."""
+        return self.hooks_move_batches and stage not in self._unmovable
+
+    def move_whole(self, stage: str, move: Move, batch: Any) -> Any:
+        """Move a batch that is cut afterwards; the next time it is cut before, if memory runs out."""
+        self._unmovable.add(stage)
+        moved = move(batch)
+        self._unmovable.discard(stage)
+        return moved
+
     @cached_property
     def hooks_move_batches(self) -> bool:
         """Whether hooks of the user's own take part in the transfer: they get whole batches while there is memory."""
@@ -111,7 +123,7 @@ class Engine:
 
     def _stays_on_host(self, batch: Any, stage: str, loader: int) -> bool:
         limit = self._limits.get(stage)
-        if limit is None or (self.hooks_move_batches and stage not in self._unmovable):
+        if limit is None or self.moves_whole(stage):
             return False
         expected = self.batches(stage).samples_of_next(batch)
         return self.readers.count(batch, stage, expected, loader, on_host=True) > limit
@@ -146,7 +158,7 @@ class Engine:
                 if held is not None:
                     held.replay(tap.log, partial(self.retry_once, stage))
                 return BatchResult((outcome.result,))
-            failure, takes = outcome.failure, False
+            failure = outcome.failure
             if written != written_versions(part.batch):
                 raise self.error(self.out_of_memory(stage).changed_by_the_step("its batch in place")) from failure
             log_capture.return_to_hook(self.trainer, hook)
@@ -295,3 +307,7 @@ class Engine:
     def memory(self) -> str:
         """Describe the device's memory."""
         return describe_memory(self.trainer.strategy.root_device)
+
+
+def _stays(batch: Any) -> Any:
+    return batch

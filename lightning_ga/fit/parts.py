@@ -1,7 +1,7 @@
 """What the engine runs: windows, their batches (parts), and pieces of these."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -90,6 +90,10 @@ class Window(ABC):
     def undo(self) -> str | None:
         """Undo what the savepoint does not keep, before the window runs again; name what cannot be undone."""
         return None
+
+    def gradients_left(self) -> Iterable[tuple[str, Tensor]]:
+        """Return gradients that ``undo`` leaves, as no optimizer zeroes them, with their names."""
+        return ()
 
 
 class StageBatches(Protocol):

@@ -92,7 +92,7 @@ class PiecewiseRun:
         if lost is not None:
             raise engine.error(engine.out_of_memory(self._stage).changed_by_the_step(lost)) from self._failure
         if window.savepoint.is_taken:
-            self._plain = window.savepoint.not_put_back()
+            self._plain = window.savepoint.not_put_back(window.gradients_left())
 
     def _run_parts(self, slices: BatchSlices) -> tuple[BatchResult, LogBuffer]:
         """Run the batches of the window: those before the last, if they are to run again, log nothing."""
@@ -108,37 +108,29 @@ class PiecewiseRun:
             return self._run_pieces(self._last, slices, logs), logs
 
     def _run_again(self, part: Part) -> None:
-        """Run a batch of the window once more; it is let go afterwards, if it was fetched again."""
-        kept, move = part.batch, part.move
+        """Run a batch of the window once more, from the host; afterwards no more of it is kept than before."""
+        engine, kept, move = self._engine, part.batch, part.move
         if kept is None:
-            self._fetch(part)
+            part.batch, part.move = self._fetch(part), engine.mover
         elif move is None and written_versions(kept) != part.written:
-            error = self._engine.out_of_memory(self._stage).changed_by_the_step("its batch in place")
-            raise self._engine.error(error) from self._failure
-        elif move is not None and self._engine.hooks_move_batches:
-            part.batch, part.move = move(kept), None  # hooks see the whole batch
+            error = engine.out_of_memory(self._stage).changed_by_the_step("its batch in place")
+            raise engine.error(error) from self._failure
         try:
-            slices = self._slices(part)
-            if part.move is None and slices.samples <= self._most:
-                self._running, self._cut = slices.samples, part.batch
-                self._window.run_pass(part, part.batch, None, 1.0)
-            else:
-                self._run_pieces(part, slices, LogBuffer())
+            if part.move is not None and engine.moves_whole(self._stage):
+                part.batch, part.move = engine.move_whole(self._stage, part.move, part.batch), None
+            self._run_pieces(part, self._slices(part), LogBuffer())
         finally:
             part.batch, part.move = kept, move
 
-    def _fetch(self, part: Part) -> None:
-        """Fetch the samples of a batch again, as none is kept on a CPU."""
-        engine = self._engine
+    def _fetch(self, part: Part) -> Any:
+        """Fetch the samples of a batch again, and notice if its dataset draws random numbers."""
         again = self._window.fetch(part)
         assert again is not None, "batches that cannot be fetched again are kept"
         batch = again.collate(0, again.count)
         if not self._draws:
             other = self._window.fetch(part, seed=1)
             self._draws = other is None or not same_values(batch, other.collate(0, other.count, seed=1))
-        mover = transfer.BatchTransfer(engine.trainer, part.loader)
-        with engine.suspended():
-            part.batch = mover.to_device(batch)
+        return transfer.BatchTransfer(self._engine.trainer, part.loader).on_host(batch)
 
     @property
     def _most(self) -> int:

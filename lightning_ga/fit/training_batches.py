@@ -3,7 +3,7 @@
 from typing import Any
 
 from lightning_ga.compat import intervals, loops
-from lightning_ga.fit.exactness import TrainingExactness
+from lightning_ga.fit.exactness.training import TrainingExactness
 from lightning_ga.fit.training_data import TrainingData
 from lightning_ga.loading.batch_source import BatchSource
 from lightning_ga.loading.reader import BatchReader, CollatedAgain, length_of_first

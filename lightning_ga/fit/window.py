@@ -19,7 +19,7 @@ from lightning_ga.compat import closures, loops, ranks
 from lightning_ga.compat.reduction import GradientReducer, WindowReduction
 from lightning_ga.errors import ExactnessWarning
 from lightning_ga.fit.engine import Engine
-from lightning_ga.fit.parts import BatchResult, Move, Part, Piece, Window
+from lightning_ga.fit.parts import BatchResult, Part, Piece, Window
 from lightning_ga.fit.training_batches import TrainingBatches
 from lightning_ga.fit.window_gradients import WindowGradients
 from lightning_ga.loading.reader import CollatedAgain
@@ -42,7 +42,7 @@ class MicroBatch(Part):
     given: dict[str, Any]  # what the step gets, the batch among it
     optimizer: Any
     weights: WindowWeights  # before it has run
-    host: tuple[Any, Move] | None  # the batch on the host, and what moves it
+    host: Any  # the batch on the host, and what moves it
     loss: float = 0.0  # if the optimizer needs that of the whole window
 
 
@@ -221,17 +221,17 @@ class TrainingWindow(Window):
 
     def _let_go(self, part: MicroBatch) -> None:
         """Keep no batch on the device: a GPU's batches stay on the host, a CPU's are fetched again if they can be."""
+        part.given = {**part.given, "batch": None}
         if self._on_host:
-            part.move = None
             if not self._batches.can_fetch:
                 return
             part.batch = None
         elif part.host is not None:
-            part.batch, part.move = part.host
+            part.batch = part.host
             self._kept = elements(part.batch) + (self._kept if len(self.parts) > 1 else 0)
             if self._batches.can_fetch and self._kept > KEPT_ON_HOST:
                 part.batch = None
-        part.given = {**part.given, "batch": None}
+            part.move = self._engine.mover
 
     # --- what the engine calls -----------------------------------------------------------------
 
@@ -293,6 +293,13 @@ class TrainingWindow(Window):
         if any(bool((grad._values() if grad.is_sparse else grad).any()) for grad in gradients):
             return "gradients, in a way of its own to zero them"
         return None
+
+    def gradients_left(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield gradients that no optimizer zeroes, with their names."""
+        zeroed = {id(parameter) for group in self.parts[0].optimizer.param_groups for parameter in group["params"]}
+        for name, parameter in self._trainer.lightning_module.named_parameters():
+            if parameter.grad is not None and id(parameter) not in zeroed:
+                yield f"{name}.grad", parameter.grad
 
     def _zero(self, zero: Callable[[], None]) -> None:
         """Zero gradients, once a window: hooks around that do not run again."""

@@ -34,47 +34,55 @@ class PlainState:
     Args:
         module: The LightningModule.
         tensors: Tensors besides, with their names.
-        apart: Attributes of the module itself that are not looked at.
+        put_back: Names of the module's attributes, and the ``id`` of containers, that are put back: these, and what is
+            directly in the containers, are not looked at.
     """
 
-    def __init__(self, module: Module, tensors: Sequence[tuple[str, Tensor]], apart: Collection[str]) -> None:
-        self._module, self._tensors, self._apart = module, tensors, set(apart)
-        self._values = self._read()
+    def __init__(self, module: Module, tensors: Sequence[tuple[str, Tensor]], put_back: Collection[str | int]) -> None:
+        self._module, self._tensors, self._put_back = module, tensors, put_back
+        self._values, self._owners = self._read()  # owners are kept, or others might get their ``id``
 
     def changed(self) -> tuple[str, ...]:
         """Return the names of what has changed since."""
-        before, now = self._values, self._read()
-        return tuple(name for name in now if _has_changed(before.get(name), now[name]))
+        before, (now, _) = self._values, self._read()
+        return tuple(
+            sorted({now[key][0] for key in now if key in before and _has_changed(before[key][1], now[key][1])})
+        )
 
-    def _read(self) -> dict[str, Any]:
-        found = {path: value for path, value in _reachable(self._module) if path.split(".")[0] not in self._apart}
-        tensors = {name: value for name, value in found.items() if isinstance(value, Tensor)} | dict(self._tensors)
-        values = {name: _summary(value) for name, value in found.items() if name not in tensors}
-        return {**values, **dict(zip(tensors, checksums(tensors.values())))}
+    def _read(self) -> tuple[dict[tuple[int, str], tuple[str, Any]], list[Any]]:
+        """Return a summary of each value, by the object that holds it and its name there, with its path."""
+        found: dict[tuple[int, str], tuple[str, Any]] = {(0, name): (name, tensor) for name, tensor in self._tensors}
+        owners = []
+        for owner, path, value in _reachable(self._module):
+            name = path.rpartition(".")[2]
+            if id(owner) not in self._put_back and not (owner is self._module and name in self._put_back):
+                found[id(owner), name] = path, value
+                owners.append(owner)
+        tensors = {key: value for key, (_, value) in found.items() if isinstance(value, Tensor)}
+        sums = dict(zip(tensors, checksums(tensors.values())))
+        return {k: (path, sums[k] if k in sums else _summary(value)) for k, (path, value) in found.items()}, owners
 
 
 def hidden_modules(module: Module) -> Iterator[tuple[str, Module]]:
     """Yield networks that plain attributes hold, but not as submodules, with their paths."""
     registered = set(map(id, module.modules()))
-    return (
-        (path, part) for path, part in _reachable(module) if isinstance(part, Module) and id(part) not in registered
-    )
+    networks = ((path, part) for _, path, part in _reachable(module) if isinstance(part, Module))
+    return ((path, part) for path, part in networks if id(part) not in registered)
 
 
-def _reachable(module: Module) -> Iterator[tuple[str, Any]]:
-    """Yield what plain attributes refer to at any depth, each object once, with its path."""
-    pending: deque[tuple[str, Any]] = deque((name, part) for name, part in module.named_modules())
+def _reachable(module: Module) -> Iterator[tuple[Any, str, Any]]:
+    """Yield what plain attributes refer to at any depth, with its owner and its path."""
+    pending: deque[tuple[Any, str, Any]] = deque((None, name, part) for name, part in module.named_modules())
     seen = set[int]()
     while pending and len(seen) < _MOST:
-        path, value = pending.popleft()
-        if isinstance(value, _PLAIN):
-            yield path, value
+        owner, path, value = pending.popleft()
+        is_plain = isinstance(value, _PLAIN)
+        if not is_plain and (isinstance(value, _OPAQUE) or _is_foreign(value, module)):
             continue
-        if id(value) in seen or isinstance(value, _OPAQUE) or _is_foreign(value, module):
-            continue
-        seen.add(id(value))
-        yield path, value
-        pending.extend((f"{path}.{name}".lstrip("."), child) for name, child in _children(value))
+        yield owner, path, value
+        if not is_plain and id(value) not in seen:
+            seen.add(id(value))
+            pending.extend((value, f"{path}.{name}".lstrip("."), child) for name, child in _children(value))
 
 
 def _children(value: Any) -> Iterator[tuple[str, Any]]:

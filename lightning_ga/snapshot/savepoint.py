@@ -100,6 +100,7 @@ class Savepoint:
         """Remember everything before a later batch too: hooks have run since the last one, and do not run again."""
         self._marks[number] = _Values(self._copied)
         self._read(self._marks[number])
+        self._marks[number].keep_tails(self._start)
 
     def note_versions(self) -> None:
         """Note what tensors and containers are like after a batch."""
@@ -146,9 +147,9 @@ class Savepoint:
         """Return whether random numbers were drawn since the window began."""
         return self.is_taken and (not self._start.random.is_current() or have_moved(self._start.generators))
 
-    def not_put_back(self) -> "PlainState":
-        """Return the state, as it is now, that ``restore`` leaves alone."""
-        return PlainState(self._module, self._watched, apart=self._start.attributes)
+    def not_put_back(self, gradients: Iterable[tuple[str, Tensor]]) -> PlainState:
+        """Return the state, as it is now, that ``restore`` leaves alone, and gradients that are left."""
+        return PlainState(self._module, [*self._watched, *gradients], self._start.put_back)
 
     def _first_changed(self) -> str | None:
         now = versions(self._uncopied)
@@ -204,14 +205,37 @@ class _Values:
         self._numbers = {name: value for name, value in own.items() if value is None or isinstance(value, (int, float))}
         self.attributes = {n: value for n, value in own.items() if n not in LIGHTNINGS_OWN and _is_gathered(value)}
         self._contents: list[tuple[Any, Any]] = []
-        for value in self.attributes.values():
-            if type(value) is list:
-                self._contents.append((value, len(value)))
-            elif isinstance(value, Tensor):
-                if is_writable(value) and is_small(value):
-                    self._contents.append((value, (value._version, value.detach().clone())))
+        self._lists: dict[int, tuple[list[Any], int, list[Any]]] = {}  # with lengths, and entries beyond these
+        self._tensors: list[tuple[Tensor, int, Tensor]] = []
+        self.put_back: set[str | int] = set()
+        for name, value in self.attributes.items():
+            if isinstance(value, Tensor):
+                if not self._read_tensor(value):
+                    continue
+            elif type(value) is list:
+                self._lists[id(value)] = value, len(value), []
             elif len(value) <= _FEW:
                 self._contents.append((value, copy.copy(value)))
+            else:
+                continue
+            self.put_back |= {name, id(value)}
+            if not isinstance(value, Tensor) and len(value) <= _FEW:
+                for inner in value.values() if isinstance(value, dict) else value:
+                    if isinstance(inner, Tensor):
+                        self._read_tensor(inner)
+
+    def keep_tails(self, start: "_Values") -> None:
+        """Keep what lists have gathered since the window began: restoring its start drops that."""
+        for key, (listed, length, _) in self._lists.items():
+            begin = start._lists[key][1] if key in start._lists else length
+            self._lists[key] = listed, begin, listed[begin:]
+
+    def _read_tensor(self, tensor: Tensor) -> bool:
+        """Copy a tensor that steps may write to, if it is small."""
+        if not is_writable(tensor) or not is_small(tensor) or tensor.is_inference():
+            return False
+        self._tensors.append((tensor, tensor._version, tensor.detach().clone()))
+        return True
 
     @torch.no_grad()
     def write_attributes(self, own: dict[str, Any]) -> None:
@@ -220,15 +244,14 @@ class _Values:
             del own[name]
         own.update(self.attributes)
         own.update({name: number for name, number in self._numbers.items() if isinstance(own.get(name), Tensor)})
-        for value, content in self._contents:
-            if type(value) is list:
-                if _is_gathered(value[content:]):
-                    del value[content:]
-            elif isinstance(value, Tensor):
-                if value._version != content[0]:
-                    value.copy_(content[1])
-            else:
-                refill(value, content)
+        for container, content in self._contents:
+            refill(container, content)
+        for listed, length, tail in self._lists.values():
+            if _is_gathered(listed[length:]):
+                listed[length:] = tail
+        for tensor, version, value in self._tensors:
+            if tensor._version != version:
+                tensor.copy_(value)
 
 
 def _hidden(module: Module) -> Iterator[tuple[str, Tensor]]:
