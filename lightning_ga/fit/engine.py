@@ -7,7 +7,7 @@ from its first batch, in smaller pieces (``fit/piecewise.py``). Nothing is noted
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
@@ -22,7 +22,7 @@ from lightning_ga.fit.parts import BatchResult, Move, Part, StageBatches, Window
 from lightning_ga.fit.piecewise import PiecewiseRun
 from lightning_ga.fit.retry_policy import RetryPolicy
 from lightning_ga.memory.device import describe_memory
-from lightning_ga.memory.oom import Outcome, is_ambiguous_out_of_memory, is_out_of_memory, release
+from lightning_ga.memory.oom import Outcome, attempt, is_ambiguous_out_of_memory, is_out_of_memory
 from lightning_ga.snapshot.random_numbers import RandomState
 from lightning_ga.snapshot.savepoint import Savepoint
 
@@ -64,7 +64,6 @@ class Engine:
         self._not_moved: Exception | None = None  # the error of its transfer
         self._unmovable: set[str] = set()  # stages in which there was no memory for the hooks of a transfer
         self._limits: dict[str, int] = {}
-        self._last_failures: dict[str, Exception] = {}
         self._taps: dict[str, log_capture.LogTap] = {}
         self._savepoints: dict[bool, Savepoint] = {}
         self._changing: frozenset[str] = frozenset()
@@ -156,7 +155,7 @@ class Engine:
             if outcome.failure is None:
                 self._finish(stage)
                 if held is not None:
-                    held.replay(tap.log, partial(self.retry_once, stage))
+                    held.replay(tap.log, self.retry_once)
                 return BatchResult((outcome.result,))
             failure = outcome.failure
             if written != written_versions(part.batch):
@@ -202,25 +201,20 @@ class Engine:
     # --- errors --------------------------------------------------------------------------------
 
     def catch(self, stage: str, run: Callable[..., Any], *arguments: Any) -> Outcome:
-        """Run something; if memory runs out, free what that keeps alive. The only place that catches such an error.
+        """Run a part of a step; if memory runs out, free what that keeps alive.
 
         Raises:
             UserError: If memory runs out and other ranks would wait for a retry.
         """
-        before = self.collectives() if self.distributed else 0
+        before = self.collectives()
         try:
-            return Outcome(run(*arguments))
-        except Exception as error:
-            if not self._acts_upon(error):
-                raise
-            failure = error
+            outcome = attempt(run, self._acts_upon, *arguments)
         finally:
             if self.distributed and self.collectives() != before:
                 self.lockstep.add(stage)
-        release(failure)
-        self._last_failures[stage] = failure
-        self.raise_if_others_wait(stage, failure)
-        return Outcome(failure=failure)
+        if outcome.failure is not None:
+            self.raise_if_others_wait(stage, outcome.failure)
+        return outcome
 
     def raise_if_others_wait(self, stage: str, failure: Exception) -> None:
         """End here if other ranks would wait for what a retry does."""
@@ -231,15 +225,13 @@ class Engine:
             raise failure
         raise self.error(self.out_of_memory(stage).cannot_run_again(why)) from failure
 
-    def retry_once(self, stage: str, run: Callable[[], Any]) -> Any:
+    def retry_once(self, run: Callable[[], Any]) -> Any:
         """Run what undoes itself if it fails: with the step's memory freed, there is room for it.
 
         Not if it has exchanged values with other ranks, as they would not do that again.
         """
         before = self.collectives()
-        outcome = self.catch(stage, run)
-        if outcome.failure is not None and self.collectives() != before:
-            raise outcome.failure
+        outcome = attempt(run, lambda error: self._acts_upon(error) and self.collectives() == before)
         return outcome.result if outcome.failure is None else run()
 
     @contextmanager

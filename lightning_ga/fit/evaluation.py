@@ -92,4 +92,4 @@ def evaluate(engine: Engine, batches: EvaluationBatches, name: str, step: Callab
     batches.batch = None
     if not done.sizes:
         return done.results[0]
-    return engine.retry_once(stage, lambda: merge_outputs(done.results, done.sizes))
+    return engine.retry_once(lambda: merge_outputs(done.results, done.sizes))

@@ -60,6 +60,8 @@ class PiecewiseRun:
     def run(self) -> BatchResult:
         """Run until all goes through, and report the errors that were survived."""
         engine = self._engine
+        if self._last.batch is None:  # it was let go, as micro-batches without a sample followed
+            self._last.batch, self._last.move = self._fetch(self._last), engine.mover
         slices = self._slices(self._last)
         if self._failure is not None:
             self._refuse(slices.samples, self._last.batch)
@@ -75,7 +77,7 @@ class PiecewiseRun:
             self._cut = None
         result: BatchResult = outcome.result[0]
         logs: LogBuffer = outcome.result[1]
-        logs.replay(self._tap.log, partial(engine.retry_once, self._stage))
+        logs.replay(self._tap.log, engine.retry_once)
         if self._refused:
             self._report(result)
         return result

@@ -190,7 +190,7 @@ class TrainingWindow(Window):
 
     def _output(self, result: BatchResult) -> Any:
         """Return Lightning's result, or one made of those of the pieces."""
-        output = self._engine.retry_once("training", lambda: _merged(result)) if result.sizes else result.results[0]
+        output = self._engine.retry_once(lambda: _merged(result)) if result.sizes else result.results[0]
         if self._fills_up and output.loss is not None:
             self._last_loss = output.loss.detach()
         return output

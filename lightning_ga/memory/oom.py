@@ -60,10 +60,12 @@ class Outcome:
     failure: Exception | None = None  # the error that ended it; ``None`` if it went through
 
 
-def attempt(run: Callable[[], Any], catches: Callable[[Exception], bool] = is_out_of_memory) -> Outcome:
+def attempt(
+    run: Callable[..., Any], catches: Callable[[Exception], bool] = is_out_of_memory, *arguments: Any
+) -> Outcome:
     """Run something, and free the memory that its failure keeps alive; errors that it does not catch are raised."""
     try:
-        return Outcome(run())
+        return Outcome(run(*arguments))
     except Exception as error:
         if not catches(error):
             raise
