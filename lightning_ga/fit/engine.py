@@ -188,11 +188,11 @@ class Engine:
         if limit is None:
             return 1
         samples = self.readers.count(part.batch, stage, part.expected, part.loader, on_host=part.move is not None)
-        pieces = -(-samples // limit)
+        pieces = max(1, -(-samples // limit))
         if stage not in self.lockstep and stage not in self.undecided:
             return pieces
         agreed = agreement.largest_over_ranks(self.trainer, pieces)
-        if agreed <= samples:
+        if agreed <= max(1, samples):
             return agreed
         if stage not in self.lockstep:
             return pieces
