@@ -116,7 +116,14 @@ class OomHandler:
             self._reducer = self._reducer or ranks.gradient_reducer(trainer)
         reducer = self._reducer if policy.by_hand else None
         engine.reducer, engine.policy = reducer, policy
-        engine.read_module(frozenset(changing))
+        updated = {
+            id(parameter)
+            for optimizer in trainer.optimizers
+            for g in optimizer.param_groups
+            for parameter in g["params"]
+        }
+        names = {name for name, parameter in trainer.lightning_module.named_parameters() if id(parameter) in updated}
+        engine.read_module(frozenset(changing) - names)
         engine.lockstep |= {"training"} if policy.lockstep else set()
         engine.undecided = {"training"} if policy.undecided else set()
         if self._batches is not None and (self._wanted or cut_in_step or fills_up or reducer is not None):

@@ -107,7 +107,9 @@ class PiecewiseRun:
                     self._run_again(part)
                 window.savepoint.go_on(number + 1)
         with self._tap.held(logs.note):
-            return self._run_pieces(self._last, slices, logs), logs
+            result = self._run_pieces(self._last, slices, logs)
+        window.savepoint.go_on(len(window.parts))
+        return result, logs
 
     def _run_again(self, part: Part) -> None:
         """Run a batch of the window once more, from the host; afterwards no more of it is kept than before."""

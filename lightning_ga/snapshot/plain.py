@@ -6,6 +6,7 @@ again: what that changed, the failed attempt may have changed as well, and the w
 
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -28,39 +29,50 @@ _LONGEST = 1000  # longer containers hold data: they are not searched
 _MOST = 10_000  # objects that are looked at
 
 
+Key = tuple[int, str]
+"""The ``id`` of an object, and the name of a value in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """A value as it was."""
+
+    path: str
+    summary: Any  # to compare it by; ``None`` if that cannot be done
+    is_of_numbers: bool = False  # whether it is a list of numbers, which is never put back
+    owner: Any = None  # kept, or another object might get its ``id``
+
+
 class PlainState:
     """What plain attributes hold now.
 
     Args:
         module: The LightningModule.
         tensors: Tensors besides, with their names.
-        put_back: Names of the module's attributes, and the ``id`` of containers, that are put back: these, and what is
-            directly in the containers, are not looked at.
+        put_back: Values that are put back.
     """
 
-    def __init__(self, module: Module, tensors: Sequence[tuple[str, Tensor]], put_back: Collection[str | int]) -> None:
+    def __init__(self, module: Module, tensors: Sequence[tuple[str, Tensor]], put_back: Collection[Key]) -> None:
         self._module, self._tensors, self._put_back = module, tensors, put_back
-        self._values, self._owners = self._read()  # owners are kept, or others might get their ``id``
+        self._values = self._read()
 
     def changed(self) -> tuple[str, ...]:
-        """Return the names of what has changed since."""
-        before, (now, _) = self._values, self._read()
-        return tuple(
-            sorted({now[key][0] for key in now if key in before and _has_changed(before[key][1], now[key][1])})
-        )
+        """Return the names of what has changed since, and is not put back."""
+        pairs = [(key, self._values[key], now) for key, now in self._read().items() if key in self._values]
+        changed = ((key, now) for key, before, now in pairs if _has_changed(before.summary, now.summary))
+        return tuple(sorted({now.path for key, now in changed if now.is_of_numbers or key not in self._put_back}))
 
-    def _read(self) -> tuple[dict[tuple[int, str], tuple[str, Any]], list[Any]]:
-        """Return a summary of each value, by the object that holds it and its name there, with its path."""
-        found: dict[tuple[int, str], tuple[str, Any]] = {(0, name): (name, tensor) for name, tensor in self._tensors}
-        owners = []
-        for owner, path, value in _reachable(self._module):
-            name = path.rpartition(".")[2]
-            if id(owner) not in self._put_back and not (owner is self._module and name in self._put_back):
-                found[id(owner), name] = path, value
-                owners.append(owner)
-        tensors = {key: value for key, (_, value) in found.items() if isinstance(value, Tensor)}
-        sums = dict(zip(tensors, checksums(tensors.values())))
-        return {k: (path, sums[k] if k in sums else _summary(value)) for k, (path, value) in found.items()}, owners
+    def _read(self) -> dict[Key, _Seen]:
+        found = [(None, name, tensor) for name, tensor in self._tensors] + [*_reachable(self._module)]
+        tensors = [value for *_, value in found if isinstance(value, Tensor)]
+        sums = dict(zip(map(id, tensors), checksums(tensors)))
+        seen = {}
+        for owner, path, value in found:
+            name = path.rpartition(".")[2] if owner is not None else path
+            summary = sums[id(value)] if isinstance(value, Tensor) else _summary(value)
+            is_of_numbers = isinstance(value, list) and bool(value) and isinstance(value[-1], _PLAIN)
+            seen[id(owner), name] = _Seen(path, summary, is_of_numbers, owner)
+        return seen
 
 
 def hidden_modules(module: Module) -> Iterator[tuple[str, Module]]:

@@ -21,7 +21,7 @@ from torchmetrics import Metric
 from lightning_ga.snapshot.contents import refill
 from lightning_ga.snapshot.copies import SmallCopies, is_small, is_writable, versions
 from lightning_ga.snapshot.metrics import FIXED, MetricState, copy_deeply
-from lightning_ga.snapshot.plain import LIGHTNINGS_OWN, PlainState, hidden_modules
+from lightning_ga.snapshot.plain import LIGHTNINGS_OWN, Key, PlainState, hidden_modules
 from lightning_ga.snapshot.random_numbers import (
     RandomState,
     generator_state,
@@ -32,6 +32,7 @@ from lightning_ga.snapshot.random_numbers import (
 
 _CONTAINERS = (deque, dict, set)
 _FEW = 64  # entries of a container that is copied
+_DEEP = 1  # containers in containers that are copied
 _TRAINS, _MODE = attrgetter("requires_grad"), attrgetter("training")
 
 
@@ -59,7 +60,8 @@ class Savepoint:
         buffers, weights = dict(self._module.named_buffers()), dict(self._module.named_parameters())
         self._weights = [*weights.values()]
         self._copied = [b for n, b in buffers.items() if is_writable(b) and (is_small(b) or n in self._changing)]
-        self._copied += [w for n, w in weights.items() if n in self._changing and not w.requires_grad]
+        # Not those that an optimizer within the backward pass updates: its states do not come back.
+        self._copied += [w for n, w in weights.items() if n in self._changing and not w._post_accumulate_grad_hooks]
         copied = set(map(id, self._copied))
         named = {
             id(tensor): (name, tensor) for name, tensor in [*_hidden(self._module), *buffers.items(), *weights.items()]
@@ -137,8 +139,8 @@ class Savepoint:
         return None if changed is None else f"weights or buffers of which no copies are made ({changed})"
 
     def go_on(self, number: int) -> None:
-        """Put back what hooks had changed before a later batch of the window."""
-        if self.is_taken and self._zeroed is not None:
+        """Put back what hooks had changed since the batch before the one of this number."""
+        if self.is_taken and number == 1 and self._zeroed is not None:
             self._zeroed.restore()
         if self.is_taken and number in self._marks:
             self._write(self._marks[number])
@@ -163,7 +165,7 @@ class Savepoint:
         self._versions = versions(self._uncopied)
         values.trains, values.modes = [*map(_TRAINS, self._weights)], [*map(_MODE, self._parts)]
         values.generators = [(each, generator_state(each)) for each in self._generators]
-        values.read_attributes(vars(self._module))
+        values.read_attributes(self._module)
         values.metrics = [(metric, _state(metric)) for metric in self.metrics]
 
     def _write(self, values: "_Values") -> None:
@@ -199,43 +201,42 @@ class _Values:
         self.metrics: list[tuple[Metric, MetricState]]
         self.attributes: dict[str, Any] = {}
 
-    def read_attributes(self, own: dict[str, Any]) -> None:
-        """Remember plain attributes: tensors, and containers of anything but numbers; of lists how long they are."""
+    def read_attributes(self, module: Module) -> None:
+        """Remember plain attributes: tensors, and containers of anything but numbers."""
+        own = vars(module)
         self._names = set(own)
         self._numbers = {name: value for name, value in own.items() if value is None or isinstance(value, (int, float))}
         self.attributes = {n: value for n, value in own.items() if n not in LIGHTNINGS_OWN and _is_gathered(value)}
         self._contents: list[tuple[Any, Any]] = []
         self._lists: dict[int, tuple[list[Any], int, list[Any]]] = {}  # with lengths, and entries beyond these
         self._tensors: list[tuple[Tensor, int, Tensor]] = []
-        self.put_back: set[str | int] = set()
+        self.put_back: set[Key] = set()
         for name, value in self.attributes.items():
-            if isinstance(value, Tensor):
-                if not self._read_tensor(value):
-                    continue
-            elif type(value) is list:
-                self._lists[id(value)] = value, len(value), []
-            elif len(value) <= _FEW:
-                self._contents.append((value, copy.copy(value)))
-            else:
-                continue
-            self.put_back |= {name, id(value)}
-            if not isinstance(value, Tensor) and len(value) <= _FEW:
-                for inner in value.values() if isinstance(value, dict) else value:
-                    if isinstance(inner, Tensor):
-                        self._read_tensor(inner)
+            self._keep(value, (id(module), name), depth=0)
+
+    def _keep(self, value: Any, key: Key, *, depth: int) -> None:
+        """Remember what a tensor holds, or a container and the tensors and containers in it; of a list its length."""
+        if isinstance(value, Tensor):
+            if not is_writable(value) or not is_small(value) or value.is_inference():
+                return
+            self._tensors.append((value, value._version, value.detach().clone()))
+        elif type(value) is list:
+            self._lists[id(value)] = value, len(value), []
+        elif len(value) <= _FEW:
+            self._contents.append((value, copy.copy(value)))
+            for name, inner in value.items() if isinstance(value, dict) else enumerate(value):
+                self.put_back.add((id(value), str(name)))
+                if isinstance(inner, (Tensor, list, *_CONTAINERS)) and depth < _DEEP:
+                    self._keep(inner, (id(value), str(name)), depth=depth + 1)
+        else:
+            return
+        self.put_back.add(key)
 
     def keep_tails(self, start: "_Values") -> None:
         """Keep what lists have gathered since the window began: restoring its start drops that."""
         for key, (listed, length, _) in self._lists.items():
             begin = start._lists[key][1] if key in start._lists else length
             self._lists[key] = listed, begin, listed[begin:]
-
-    def _read_tensor(self, tensor: Tensor) -> bool:
-        """Copy a tensor that steps may write to, if it is small."""
-        if not is_writable(tensor) or not is_small(tensor) or tensor.is_inference():
-            return False
-        self._tensors.append((tensor, tensor._version, tensor.detach().clone()))
-        return True
 
     @torch.no_grad()
     def write_attributes(self, own: dict[str, Any]) -> None:
