@@ -56,6 +56,7 @@ class Part:
     move: Move | None = None  # moves pieces to the device; ``None`` if the batch is there
     loader: int = 0
     expected: int | None = None  # samples that it should hold, where that is known
+    host: Any = None  # the batch on the host, if it was moved from there
     written: Sequence[int] = ()  # how often its tensors had been written to before it ran
 
 

@@ -61,7 +61,9 @@ class PiecewiseRun:
         """Run until all goes through, and report the errors that were survived."""
         engine = self._engine
         if self._last.batch is None:  # it was let go, as micro-batches without a sample followed
-            self._last.batch, self._last.move = self._fetch(self._last), engine.mover
+            self._last.batch, self._last.move = self._fetched(self._last), engine.mover
+        if self._failure is not None:
+            self._check_batch(self._last)
         slices = self._slices(self._last)
         if self._failure is not None:
             self._refuse(slices.samples, self._last.batch)
@@ -115,10 +117,9 @@ class PiecewiseRun:
         """Run a batch of the window once more, from the host; afterwards no more of it is kept than before."""
         engine, kept, move = self._engine, part.batch, part.move
         if kept is None:
-            part.batch, part.move = self._fetch(part), engine.mover
-        elif move is None and written_versions(kept) != part.written:
-            error = engine.out_of_memory(self._stage).changed_by_the_step("its batch in place")
-            raise engine.error(error) from self._failure
+            part.batch, part.move = self._fetched(part), engine.mover
+        elif move is None:
+            self._check_batch(part)
         try:
             if part.move is not None and engine.moves_whole(self._stage):
                 part.batch, part.move = engine.move_whole(self._stage, part.move, part.batch), None
@@ -126,15 +127,38 @@ class PiecewiseRun:
         finally:
             part.batch, part.move = kept, move
 
-    def _fetch(self, part: Part) -> Any:
+    def _check_batch(self, part: Part) -> None:
+        """Take a batch from the host again, as a step may overwrite the one on the device.
+
+        Raises:
+            UserError: If there is no other, and the step has overwritten it.
+        """
+        engine = self._engine
+        if part.move is not None:
+            return
+        if part.host is not None and not engine.moves_whole(self._stage):
+            part.batch, part.move = part.host, engine.mover
+            return
+        if written_versions(part.batch) != part.written or self._is_overwritten(part):
+            error = engine.out_of_memory(self._stage).changed_by_the_step("its batch in place")
+            raise engine.error(error) from self._failure
+
+    def _is_overwritten(self, part: Part) -> bool:
+        """Return whether a batch is not what its samples make, though they make the same each time."""
+        if self._engine.hooks_move_batches or self._window.fetch(part) is None:
+            return False
+        fetched = self._fetched(part)
+        return not self._draws and not same_values(part.batch, fetched)
+
+    def _fetched(self, part: Part) -> Any:
         """Fetch the samples of a batch again, and notice if its dataset draws random numbers."""
-        again = self._window.fetch(part)
-        assert again is not None, "batches that cannot be fetched again are kept"
-        batch = again.collate(0, again.count)
-        if not self._draws:
-            other = self._window.fetch(part, seed=1)
-            self._draws = other is None or not same_values(batch, other.collate(0, other.count, seed=1))
-        return transfer.BatchTransfer(self._engine.trainer, part.loader).on_host(batch)
+        batches = []
+        for seed in (0,) if self._draws else (0, 1):
+            again = self._window.fetch(part, seed)
+            assert again is not None, "batches that cannot be fetched again are kept"
+            batches.append(again.collate(0, again.count, seed=seed))
+        self._draws = self._draws or not same_values(*batches)
+        return transfer.BatchTransfer(self._engine.trainer, part.loader).on_host(batches[0])
 
     @property
     def _most(self) -> int:

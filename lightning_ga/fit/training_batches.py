@@ -24,6 +24,7 @@ class TrainingBatches:
         self._trainer, self._data, self._exactness = trainer, data, exactness
         self.reader: BatchReader | None = None  # counts samples, from the start of training on
         self.begun = False  # whether an epoch has been cut for training
+        self._changing: tuple[str, ...] = ()  # names of what changes between the pieces of a batch
         self._expected: dict[int, int | None] = {}  # samples of the batches of this window, by the batch's number
 
     @property
@@ -38,7 +39,12 @@ class TrainingBatches:
 
     def verdict(self) -> str:
         """Say whether a batch in pieces has the gradient of the whole."""
-        return self._exactness.splitting_sentence(())
+        return self._exactness.splitting_sentence(self._changing)
+
+    def found_changing(self, names: tuple[str, ...]) -> None:
+        """Note what changes between the pieces of a batch, which is told."""
+        self._changing = names
+        self._exactness.found_changed(names, accumulates=True)
 
     def note(self, number: int, samples: int | None) -> None:
         """Keep what a batch should hold, where that is known; those of other windows are forgotten."""

@@ -26,7 +26,7 @@ from lightning_ga.loading.reader import CollatedAgain
 from lightning_ga.plan.window_weights import WindowWeights
 
 LOOKS = 3  # batches of an epoch before which parts are looked for that hooks may have added
-WATCHED = 8  # batches of an epoch after which callbacks are watched for changes to the module
+WATCHED = 8  # batches of an epoch in which hooks are watched for changes to the module
 KEPT_ON_HOST = 2**26  # numbers (256 MiB of float32) of a window's batches; larger ones are fetched again
 
 
@@ -42,7 +42,6 @@ class MicroBatch(Part):
     given: dict[str, Any]  # what the step gets, the batch among it
     optimizer: Any
     weights: WindowWeights  # before it has run
-    host: Any  # the batch on the host, and what moves it
     loss: float = 0.0  # if the optimizer needs that of the whole window
 
 
@@ -83,6 +82,8 @@ class TrainingWindow(Window):
         self._warned = False
         self._whole: Any = None  # Lightning's closure of the current micro-batch, for its first pass
         self._make: Callable[..., Any] = lambda *_: None
+        self._looks = WATCHED  # windows in which it is looked at what hooks around the zeroing of gradients change
+        self._changed_at_zeroing = set[str]()
         self._zeroing = "before"  # "before" the window's gradients are zeroed, "within" that, or "after" it
         self._withheld: torch.Tensor | None = None  # loss of a piece after which no hooks were called, as more follow
         self._reduction: WindowReduction | None = None
@@ -245,7 +246,7 @@ class TrainingWindow(Window):
             if self._zeroing == "after":
                 closure._zero_grad_fn = None
             else:
-                closures.zero_through(closure, self._zero)
+                closures.zero_through(closure, partial(self._zero, piece is not None and not piece.is_last))
         if piece is None or piece.start == 0:
             gradients.put_back(part.weights)
         if piece is not None:
@@ -301,14 +302,17 @@ class TrainingWindow(Window):
             if parameter.grad is not None and id(parameter) not in zeroed:
                 yield f"{name}.grad", parameter.grad
 
-    def _zero(self, zero: Callable[[], None]) -> None:
-        """Zero gradients, once a window: hooks around that do not run again."""
+    def _zero(self, in_pieces: bool, zero: Callable[[], None]) -> None:
+        """Zero gradients, once a window: hooks around that do not run again, and later pieces meet what they change."""
         self._zeroing = "within"
         if self._has_zeroing_hooks and self.savepoint.is_taken:
-            self.savepoint.around_zeroing(zero)
+            self._looks -= 1
+            self._changed_at_zeroing.update(self.savepoint.around_zeroing(zero, look=self._looks >= 0))
         else:
             zero()
         self._zeroing = "after"
+        if in_pieces and self._changed_at_zeroing:
+            self._batches.found_changing(tuple(sorted(self._changed_at_zeroing)))
 
     def _contexts(self, completes: bool, is_current: bool) -> Iterator[AbstractContextManager[Any]]:
         """Yield contexts in which the backward pass reduces, or calls hooks, only if it should."""

@@ -66,6 +66,7 @@ class Savepoint:
         named = {
             id(tensor): (name, tensor) for name, tensor in [*_hidden(self._module), *buffers.items(), *weights.items()]
         }
+        self._named = [*named.values()]
         self._watched = [pair for key, pair in named.items() if key not in copied]
         self._uncopied = [tensor for _, tensor in self._watched]
         self._start = _Values(self._copied)
@@ -116,11 +117,13 @@ class Savepoint:
         lengths = [len(value) for value in self._start.attributes.values() if isinstance(value, (list, *_CONTAINERS))]
         return versions(self._copied), versions(self._uncopied), lengths
 
-    def around_zeroing(self, zero: Callable[[], None]) -> None:
+    def around_zeroing(self, zero: Callable[[], None], *, look: bool) -> tuple[str, ...]:
         """Zero gradients, with hooks of the user's that do not run again: what they change is changed for good.
 
-        The first batch of the window has met the values before: it meets them again where the window is run again.
+        The first batch of the window has met the values before: it meets them again if the window is run again.
+        Return the names of what has changed, if it is to be looked at.
         """
+        state = PlainState(self._module, self._named, ()) if look else None
         before = versions(self._copied)
         zero()
         changed = [each for each, was, now in zip(self._copied, before, versions(self._copied)) if was != now]
@@ -129,6 +132,7 @@ class Savepoint:
         if changed:
             self._zeroed = SmallCopies(changed)
             self._zeroed.take()
+        return () if state is None else state.changed()
 
     def restore(self) -> str | None:
         """Put everything back as the window began; name what cannot be. Do nothing if not all of it was taken."""
