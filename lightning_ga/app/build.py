@@ -45,11 +45,7 @@ class Fit(NamedTuple):
 
 
 def build(content: Mapping[str, Any], allow: Sequence[str] = ()) -> Fit:
-    """Check what may be built (packages in ``allow`` too), seed, and build data, model and Trainer.
-
-    Raises:
-        UserError: If something cannot work: found before anything is trained.
-    """
+    """Check what may be built (packages in ``allow`` too), seed, and build data, model and Trainer."""
     check_allowed(content["allow_targets"], allow)
     check_targets(content, allow)
     cfg = OmegaConf.create(dict(content))

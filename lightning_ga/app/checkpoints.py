@@ -29,17 +29,7 @@ MOST_TOLD = 6
 
 
 def find_checkpoint(wanted: str, model: Mapping[str, Any], roots: Sequence[Path], *, kind: str = "last") -> Path:
-    """The file that ``ckpt_path`` means.
-
-    Args:
-        wanted: ``last``, ``best``, the folder of a run, or a path.
-        model: The resolved section of the model, whose earlier runs ``last`` and ``best`` are looked for in.
-        roots: Folders below which these are.
-        kind: Which checkpoint of a run's folder is meant: ``last`` or ``best``.
-
-    Raises:
-        UserError: If there is no such file.
-    """
+    """The file that ``ckpt_path`` means."""
     path = latest(wanted, model, roots) if wanted in ("last", "best") else Path(wanted)
     if path.is_dir():
         path = of_run(path, kind)
@@ -97,11 +87,7 @@ def begins_as_archive(path: Path) -> bool:
 
 
 def read_safely(path: Path) -> Any:
-    """What a file of ``torch.save`` holds, if that is tensors and plain values only: nothing is built from it.
-
-    Raises:
-        UserError: If it holds anything else, or is no such file at all.
-    """
+    """What a file of ``torch.save`` holds, if that is tensors and plain values only: nothing is built from it."""
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=begins_as_archive(path))
     except Exception as error:  # on bytes that are no pickle the unpickler fails in any way
@@ -166,13 +152,7 @@ def require_same_optimizer(path: Path, content: Mapping[str, Any], optimizer: to
 
 
 def differences(path: Path, config: Mapping[str, Any], *, fit: bool) -> str | None:
-    """What of data, model and recipe is not as in the run that wrote a checkpoint, in one sentence.
-
-    Args:
-        path: The checkpoint.
-        config: The resolved configuration of this run.
-        fit: Whether it trains: a test does not use the optimizer.
-    """
+    """What of data, model and recipe is not as in the run that wrote a checkpoint, in one sentence."""
     saved = saved_config(path)
     if not saved:
         return None

@@ -19,11 +19,7 @@ MOST_CLASSES = 40  # of a confusion matrix that can be read
 
 
 def write_page(folders: Sequence[Path], path: Path | None = None) -> Path:
-    """Write the page of one run, by default into its folder, or of several, by default into the current one.
-
-    Raises:
-        UserError: If a folder holds no run.
-    """
+    """Write the page of one run, by default into its folder, or of several, by default into the current one."""
     runs = [read_run(folder) for folder in folders]
     page = path or (folders[0] / PAGE if len(runs) == 1 else Path(PAGE))
     page.write_text(run_page(runs[0]) if len(runs) == 1 else comparison_page(runs), encoding="utf-8")

@@ -12,13 +12,7 @@ MOST_COLUMNS = 100  # classes whose probabilities get a column each
 
 
 def save_predictions(path: Path, batches: Sequence[Tensor], data: Any) -> None:
-    """Write one row for each sample.
-
-    Args:
-        path: The CSV file.
-        batches: What the model predicted: probabilities ``(batch, classes)``, or classes ``(batch,)``.
-        data: The datamodule; its ``class_names`` and the files of its test set are used where it has them.
-    """
+    """Write one row for each sample, from probabilities ``(batch, classes)`` or classes ``(batch,)``."""
     predicted = torch.cat(list(batches)).float()
     classes = predicted.argmax(dim=1) if predicted.dim() == 2 else predicted.long()
     names = list(getattr(data, "class_names", ()))

@@ -130,12 +130,6 @@ def make_progress(kind: str, folder: Path) -> list[Callback]:
 def epoch_line(epoch: int, epochs: int | None, metrics: Mapping[str, float], seconds: float) -> str:
     """One epoch in words.
 
-    Args:
-        epoch: Its number, from 1.
-        epochs: How many there will be, if that is known.
-        metrics: Values by their names.
-        seconds: What it took.
-
     Examples:
         >>> epoch_line(1, 4, {"val/loss": 0.41234, "train/loss": 0.5, "train/acc": 0.75}, 3.21)
         'Epoch 1/4: train loss 0.5000, acc 0.7500; val loss 0.4123; 3.2 s'

@@ -39,8 +39,7 @@ LOG = "train.log"
 def run_task(content: Config, allow: tuple[str, ...] = ()) -> float | None:
     """Build what a checked configuration names, with packages in ``allow`` too, and do what ``task`` says.
 
-    Returns:
-        The optimized metric, for sweepers; nothing if the task does not measure it.
+    Return the optimized metric, for sweepers; nothing if the task does not measure it.
     """
     folder = Path(content["paths"]["output_dir"])
     log = printed_to(folder / LOG) if HydraConfig.get().output_subdir is not None else nullcontext()

@@ -50,15 +50,7 @@ def number(
     whole: bool = False,
     besides: tuple[Any, ...] = (),
 ) -> Rule:
-    """A finite number in a range.
-
-    Args:
-        example: One that may be.
-        least: The smallest that may be.
-        most: The largest that may be.
-        whole: Whether it must be a whole number.
-        besides: What may be as well: null, or -1 for no limit.
-    """
+    """A finite number in a range."""
     words = "a whole number" if whole else "a number"
     if most < math.inf:
         words += f" from {least} to {most}"

@@ -16,13 +16,7 @@ WRAPPERS = re.compile(r"((module|model|net|_orig_mod)\.)*")  # what they put bef
 def load_initial_weights(model: nn.Module, name: str) -> str:
     """Load the weights of a file (of ``torch.save`` or safetensors) that fit a model, or its ``net`` where it has one.
 
-    A classifier's last layer for other classes is left as it was drawn.
-
-    Returns:
-        What was loaded, in one sentence.
-
-    Raises:
-        UserError: If there is no such file, or nothing in it fits.
+    Return what was loaded, in one sentence. A classifier's last layer for other classes is left as it was drawn.
     """
     path = Path(name)
     if not path.is_file():

@@ -20,11 +20,7 @@ def replay_segments(
 ) -> Peaks:
     """Return the peaks of a stream with storages of these sizes, from an empty cache.
 
-    Args:
-        sizes: Bytes of each storage.
-        trace: The stream, and the segments before it. Where these are not known, what was alive before
-            has segments of its own without holes.
-        rules: The allocator's settings, if not the default.
+    If the segments before it are not known, what was alive before has segments of its own without holes.
 
     Examples:
         >>> from lightning_ga.memory.segment_rules import MIB

@@ -14,26 +14,19 @@ SEGMENT_ROUNDING = 2 * MIB
 
 @dataclass(frozen=True, slots=True)
 class SegmentRules:
-    """Settings by which an allocator cuts blocks out of segments; the defaults are its own.
+    """Settings by which an allocator cuts blocks out of segments; the defaults are its own."""
 
-    Attributes:
-        max_split_size: Blocks of so many bytes and more are given out whole, to requests that are about as large,
-            and returned to the device where memory is short; ``None`` splits all.
-        divisions: Into how many equal steps the sizes between two powers of two are rounded up
-            (``roundup_power2_divisions``): below 2 MiB, 4 MiB, and so on, the last for all above; 0 for 512 bytes.
-        expandable: Whether segments grow (``expandable_segments``).
-        collection: Share of ``budget`` above which blocks that have long been free are returned
-            (``garbage_collection_threshold``); 0 is never.
-        budget: Bytes that all segments may take; ``None`` is no bound.
-        grows_freely: Whether a segment grows as far as there is memory; otherwise, where the process may reserve a
-            share of the device only, it does not unless a whole new one would fit.
-    """
-
+    # Blocks of so many bytes and more are given out whole, to requests that are about as large, and returned to the
+    # device if memory is short; ``None`` splits all.
     max_split_size: int | None = None
+    # Into how many equal steps the sizes between two powers of two are rounded up (``roundup_power2_divisions``):
+    # below 2 MiB, 4 MiB, and so on, the last for all above; 0 for 512 bytes.
     divisions: tuple[int, ...] = ()
-    expandable: bool = False
+    expandable: bool = False  # whether segments grow (``expandable_segments``)
+    # Share of ``budget`` above which blocks that have long been free are returned (``garbage_collection_threshold``).
     collection: float = 0.0
-    budget: int | None = None
+    budget: int | None = None  # bytes that all segments may take
+    # Whether a segment grows as far as there is memory; if not, only if a whole new one would fit, too.
     grows_freely: bool = False
 
     def rounded(self, size: int) -> int:

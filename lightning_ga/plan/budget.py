@@ -1,4 +1,7 @@
-"""The memory budget as a user writes it: bytes, a share of the device, or text with a unit."""
+"""The memory budget as a user writes it: bytes, a share of the device, or text with a unit.
+
+``"10GiB"`` is 10 × 1024³ bytes, ``"512 MB"`` is 512 × 1000². A share is 0.8 or ``"80%"``.
+"""
 
 import re
 from decimal import Decimal
@@ -17,15 +20,7 @@ _DIGITS = 3  # of an amount that is proposed
 
 
 def parse_budget(value: int | float | str | None, total_bytes: int | None = None) -> int | None:
-    """Return the bytes of a memory budget; ``None`` stays ``None``.
-
-    Args:
-        value: Bytes (int), a share of the device (float above 0 up to 1, or text such as ``"80%"``),
-            or text with a unit: ``"10GiB"`` is 10 × 1024³, ``"512 MB"`` is 512 × 1000².
-        total_bytes: Memory of the device in bytes; ``None`` where a share has no meaning.
-
-    Raises:
-        UserError: If the value is none of these, or below one byte.
+    """Return the bytes of a memory budget; ``None`` stays ``None``, and a share needs the device's total.
 
     Examples:
         >>> parse_budget("10GiB"), parse_budget(0.5, 8000), parse_budget("80%", 1000)
@@ -36,14 +31,6 @@ def parse_budget(value: int | float | str | None, total_bytes: int | None = None
 
 def require_bytes(name: str, value: object, total_bytes: int | None = None) -> int:
     """Return an amount of memory in bytes.
-
-    Args:
-        name: What it is called in the message of an error.
-        value: Bytes, text with a unit, or a share where there is a total.
-        total_bytes: What a share refers to.
-
-    Raises:
-        UserError: If the value is none of these, or below one byte.
 
     Examples:
         >>> require_bytes("device_memory", "80 GB")
@@ -78,15 +65,9 @@ def _read_amount(value: object, total: int | None) -> int | None:
 
 
 def sufficient(value: int | float | str, needed: int, total_bytes: int | None = None) -> int | float | str | None:
-    """Return the least budget that leaves ``needed`` bytes, written as the user wrote ``value``.
+    """Return the least budget that leaves ``needed`` bytes, rounded up to three digits as the user wrote ``value``.
 
-    Args:
-        value: What was too little.
-        needed: Bytes that are needed.
-        total_bytes: Memory of the device in bytes, to which a share refers.
-
-    Returns:
-        The budget, rounded up to three digits; ``None`` where the whole device is too little.
+    ``None`` if the whole device is too little.
 
     Examples:
         >>> sufficient("20MiB", 40_400_000), sufficient(1000, 1234), sufficient(0.1, 1234, 8000)

@@ -36,15 +36,7 @@ class PlannedDevice:
         return ALLOCATION if self.like_cuda else 1
 
     def budget(self, memory_budget: int | float | str | None, *, buckets: int = 0) -> int:
-        """Bytes that a training step may take.
-
-        Args:
-            memory_budget: What the user gave to ``AutoAccumulate``; a share is one of this device.
-            buckets: Bytes that data parallelism keeps besides the gradients.
-
-        Raises:
-            UserError: If nothing is left.
-        """
+        """Return the bytes that a training step may take; data parallelism keeps ``buckets`` besides the gradients."""
         self.reserved_bytes = buckets
         if self.like_cuda:
             self.reserved_bytes += CONTEXT + WORKSPACE + int(MARGIN * self.total_bytes)
@@ -102,15 +94,6 @@ def current_device() -> PlannedDevice | None:
 @contextmanager
 def planned_device(memory: int | str, *, like_cuda: bool = True) -> Iterator[PlannedDevice]:
     """Let probes estimate for a device that is not here, as a context, and run no step on this one.
-
-    Args:
-        memory: Memory of the device: bytes, or text such as ``"16GiB"``.
-        like_cuda: Whether it behaves as a CUDA device: an allocator that rounds to 512 bytes, optimizers over many
-            tensors at once, CUDA's autocast and dropout, and a part of its memory that no tensor can use.
-            Without, it is a CPU of that size.
-
-    Raises:
-        UserError: If the memory cannot be read.
 
     Examples:
         >>> with planned_device("16GiB") as device:

@@ -42,19 +42,9 @@ from lightning_ga.probe.trials import (
 
 
 def probe(setup: TrainingSetup, options: Options, *, high: int) -> tuple[ProbeResult, Mapping[str, Any] | None] | None:
-    """Find the largest micro-batch of a training step of a Trainer, or remember it.
+    """Find the largest micro-batch of a training step of a Trainer, or remember it; ``None`` if there is no sample.
 
-    Args:
-        setup: The training.
-        options: What the user said about the budget, the objective and the cache.
-        high: Largest micro-batch that is of use, in samples.
-
-    Returns:
-        What was found, and the description of the step that it is remembered for (``None`` without a cache); ``None``
-        if there is no sample.
-
-    Raises:
-        UserError: If not even the smallest micro-batch fits.
+    Beside it is the description of the step that it is remembered for; ``None`` without a cache.
     """
     trainer, loader, rank_samples = setup.trainer, setup.loader, setup.rank_samples
     started = time.perf_counter()

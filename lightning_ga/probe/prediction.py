@@ -67,12 +67,6 @@ def extrapolate(
 ) -> PeakPredictor | None:
     """Read the whole memory curve off two traces; ``None`` where the streams do not align.
 
-    Args:
-        first: Trace at one micro-batch size.
-        second: Trace at another.
-        temporaries: Storages that are kernels' own.
-        rounding: Bytes that the allocator rounds up to: 1 on a CPU, 512 on CUDA.
-
     Examples:
         >>> small = MemoryTrace(2, (100, 8, 16), (0, 1, 2, ~1, ~2))
         >>> large = MemoryTrace(4, (100, 16, 16), (0, 1, 2, ~1, ~2))

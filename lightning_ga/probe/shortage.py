@@ -34,15 +34,7 @@ class Shortage:
     def error(
         self, what: str, needed: int, budget: int, *, measured: bool = False, holders: Attribution | None = None
     ) -> UserError:
-        """Return the error.
-
-        Args:
-            what: What takes too much, with its verb.
-            needed: Bytes that it takes.
-            budget: Bytes that there are.
-            measured: Whether it ran to its end, so that as many bytes are enough.
-            holders: What holds them.
-        """
+        """Return the error that something takes so many bytes; if ``measured``, as many are enough."""
         enough = self.enough(needed) if measured else None
         way_out = f"{enough}, or {self.advice}" if enough else f"more memory is needed; {self.advice}"
         told = f" As it was recorded: {holders.sentence(self.amount)}" if holders else ""

@@ -41,17 +41,7 @@ def estimate(
 ) -> ProbeResult:
     """Estimate the largest micro-batch of a training step of a Trainer on another device.
 
-    Args:
-        setup: The training, on the CPU.
-        device: What is planned for; what makes the estimate less certain is noted in it.
-        high: Largest micro-batch that is of use, in samples.
-        budget: ``memory_budget`` as the user wrote it.
-
-    Returns:
-        What was found. Seconds are those of working the step out, not of running it.
-
-    Raises:
-        UserError: If the step needs values that are not there, or if not even the smallest micro-batch fits.
+    Seconds are those of working the step out, not of running it.
     """
     trainer, samples = setup.trainer, largest_samples(setup.loader, setup.order)
     allowed = device.budget(budget, buckets=_bucket_bytes(trainer))
