@@ -14,11 +14,11 @@ from lightning_ga.fit import checks
 from lightning_ga.fit.fit import Fit
 from lightning_ga.fit.oom_handler import OomHandler, OomReporter
 from lightning_ga.plan.accumulation import AccumulationPlan
-from lightning_ga.plan.budget import parse_budget
 from lightning_ga.plan.checkpoint import RunState
 from lightning_ga.plan.config import Options, read_request, refuse_rescaling, require_choice
 from lightning_ga.plan.exactness import Exactness
 from lightning_ga.plan.records import ProbeResult
+from lightning_ga.plan.units import parse_budget
 
 
 class AutoAccumulate(Callback):

@@ -1,9 +1,12 @@
 """Which checkpoint ``ckpt_path=last|best|FOLDER|PATH`` means, and whether this run can take it.
 
+Beside it: ``model.init_from=weights.pt``, which starts a model from bare weights.
+
 ``last`` and ``best`` belong to the latest run of the same model on the same classes: each run
 saves its resolved configuration beside its ``checkpoints`` folder, and that is what is compared.
 """
 
+import re
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -11,7 +14,7 @@ from typing import Any
 
 import torch
 from omegaconf import OmegaConf
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_ga.app.atomic import PART
 from lightning_ga.app.walk import settings
@@ -26,6 +29,7 @@ NOT_RECIPE = {  # keys of these sections that change no result
 }
 TRAINED_WITH = ("optimizer", "lr_scheduler", "accumulate")  # sections that a test does not use
 MOST_TOLD = 6
+WRAPPERS = re.compile(r"((module|model|net|_orig_mod)\.)*")  # what they put before the names of weights
 
 
 def find_checkpoint(wanted: str, model: Mapping[str, Any], roots: Sequence[Path], *, kind: str = "last") -> Path:
@@ -171,3 +175,47 @@ def recipe(config: Mapping[str, Any], *, fit: bool) -> dict[str, Any]:
     if isinstance(sections["model"], Mapping):
         sections["model"] = architecture(sections["model"])
     return {key: value for key, value in settings(sections).items() if not {*key.split(".")} & NOT_RECIPE}
+
+
+def load_initial_weights(model: nn.Module, name: str) -> str:
+    """Load the weights of a file (of ``torch.save`` or safetensors) that fit a model, or its ``net`` where it has one.
+
+    Return what was loaded, in one sentence. A classifier's last layer for other classes is left as it was drawn.
+    """
+    path = Path(name)
+    if not path.is_file():
+        raise UserError(f"model.init_from={name} is not a file: give the path of weights, such as weights.pt.")
+    net: nn.Module = getattr(model, "net", model)
+    wanted, found = net.state_dict(), read_weights(path)
+    named = (found, {WRAPPERS.sub("", key, count=1): value for key, value in found.items()})
+    fitting = max((matching(weights, wanted) for weights in named), key=len)
+    if not fitting:
+        raise UserError(
+            f"model.init_from={name}: none of its {len(found)} weights (such as {next(iter(found), 'none')}) is one of "
+            f"this model (such as {next(iter(wanted))}): choose the model that they belong to."
+        )
+    net.load_state_dict(fitting, strict=False)
+    left = sorted(wanted.keys() - fitting.keys())
+    rest = (
+        f"; {len(left)} keep their first values: {', '.join(left[:4])}{', …' if len(left) > 4 else ''}" if left else ""
+    )
+    return f"Weights: {len(fitting)} of {len(wanted)} from {path}{rest}"
+
+
+def matching(weights: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Those weights whose name and shape are wanted."""
+    return {key: value for key, value in weights.items() if key in wanted and wanted[key].shape == value.shape}
+
+
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """The weights in a file by their names."""
+    if path.suffix == ".safetensors":
+        from safetensors.torch import load_file
+
+        return dict(load_file(path))
+    content: Any = read_safely(path)
+    for key in ("state_dict", "model"):
+        if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
+            content = content[key]
+    pairs = content.items() if isinstance(content, Mapping) else ()
+    return {str(key): value for key, value in pairs if isinstance(value, Tensor)}

@@ -21,10 +21,9 @@ from lightning_ga.app.interrupts import interruptions_told
 from lightning_ga.app.page import write_page
 from lightning_ga.app.plan_report import find_accumulate
 from lightning_ga.app.plots import loss_figure
-from lightning_ga.app.predictions import save_predictions
 from lightning_ga.app.progress import quiet_lightning
 from lightning_ga.app.run_files import read_run, write_json
-from lightning_ga.app.scores import class_report
+from lightning_ga.app.scores import class_report, save_predictions
 from lightning_ga.app.terminal import printed_to, warn
 from lightning_ga.app.values import Config
 from lightning_ga.errors import UserError

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 
 from lightning_ga.memory.device import is_bounded, keeps_statistics, require_statistics
-from lightning_ga.memory.segment_rules import ROUNDING, SMALL_SEGMENT, SegmentRules
+from lightning_ga.memory.segments import ROUNDING, SMALL_SEGMENT, SegmentRules
 from lightning_ga.memory.trace import MemoryTrace, Segment, canonical, rounded_up
 
 _MOST_EVENTS = 2_000_000

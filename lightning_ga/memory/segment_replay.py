@@ -3,8 +3,7 @@
 from collections.abc import Iterable
 
 from lightning_ga.memory.expandable import ExpandableSegments
-from lightning_ga.memory.segment_rules import SegmentRules
-from lightning_ga.memory.segments import Block, Peaks, Segments
+from lightning_ga.memory.segments import Block, Peaks, SegmentRules, Segments
 from lightning_ga.memory.trace import MemoryTrace
 
 
@@ -23,7 +22,7 @@ def replay_segments(
     If the segments before it are not known, what was alive before has segments of its own without holes.
 
     Examples:
-        >>> from lightning_ga.memory.segment_rules import MIB
+        >>> from lightning_ga.memory.segments import MIB
         >>> replay_segments([0, 3 * MIB, 3 * MIB], MemoryTrace(1, (0, 1, 1), (0, 1, 2, ~1, ~2)))
         Peaks(allocated=6291456, reserved=20971520, needed=20971520)
     """

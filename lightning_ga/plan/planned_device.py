@@ -12,8 +12,8 @@ from math import ceil
 
 from lightning_ga.errors import UserError
 from lightning_ga.plan.accumulation import AccumulationPlan
-from lightning_ga.plan.budget import parse_budget, require_bytes
 from lightning_ga.plan.records import ProbeResult
+from lightning_ga.plan.units import parse_budget, require_bytes
 
 CONTEXT = 512 * 2**20  # bytes of the CUDA context and of kernels' code, which no tensor can use
 WORKSPACE = 32 * 2**20  # bytes that cuBLAS takes at the first product: the most of all generations

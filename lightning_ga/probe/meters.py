@@ -15,7 +15,7 @@ from lightning_ga.memory.attribution import StepOrigins
 from lightning_ga.memory.device import available_memory, is_emulated, may_reserve
 from lightning_ga.memory.live_tensors import plain_tensors
 from lightning_ga.memory.origin_meter import OriginMeter, Owners
-from lightning_ga.memory.segment_rules import ROUNDING, SegmentRules
+from lightning_ga.memory.segments import ROUNDING, SegmentRules
 from lightning_ga.memory.trace import MemoryTrace, Segment
 from lightning_ga.memory.vendors import WITH_STATISTICS
 

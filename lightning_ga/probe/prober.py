@@ -20,7 +20,7 @@ from lightning_ga.plan.records import ProbeResult, Trial, still_holds
 from lightning_ga.probe.curve import Step
 from lightning_ga.probe.meters import Measurement, TensorMeter
 from lightning_ga.probe.optimizers import SteppingOptimizers
-from lightning_ga.probe.peak_holders import PeakHolders
+from lightning_ga.probe.prediction import PeakHolders
 from lightning_ga.probe.search import MARGIN, Search, affordable_samples, trace_sizes
 from lightning_ga.probe.shortage import Shortage
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import isqrt, sqrt
 
-from lightning_ga.memory.segment_rules import SegmentRules
+from lightning_ga.memory.segments import SegmentRules
 from lightning_ga.memory.trace import MemoryTrace, Segment
 from lightning_ga.plan.records import Method, Trial
 from lightning_ga.probe.curve import Curve, Step, early_curve, fit_curve

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from lightning_ga.errors import UserError
 from lightning_ga.plan.attribution import Attribution
-from lightning_ga.plan.budget import sufficient, written_like
+from lightning_ga.plan.units import sufficient, written_like
 
 ADVICE = "train in a lower precision, use activation checkpointing or a smaller model, or shard it over more devices"
 

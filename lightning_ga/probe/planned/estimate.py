@@ -20,10 +20,9 @@ from lightning_ga.compat import agreement, transfer
 from lightning_ga.errors import UserError
 from lightning_ga.loading.largest_samples import largest_samples
 from lightning_ga.memory.oom import is_out_of_memory
-from lightning_ga.plan.budget import written_like
 from lightning_ga.plan.planned_device import PlannedDevice
 from lightning_ga.plan.records import ProbeResult
-from lightning_ga.plan.units import format_bytes
+from lightning_ga.plan.units import format_bytes, written_like
 from lightning_ga.probe.isolation import isolated
 from lightning_ga.probe.meters import TensorMeter
 from lightning_ga.probe.planned.fakes import Answers, PlainCopies
