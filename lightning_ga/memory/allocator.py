@@ -1,8 +1,7 @@
 """Measure a step in the caching allocator of an accelerator: its statistics, and its own history of events.
 
-The allocator also counts memory that no tensor holds (workspaces of cuBLAS and cuDNN), so its numbers
-decide. Its private history is read in torch 2.11 and 2.15 (``torch/cuda/memory.py``); without it, only
-live tensors are recorded.
+The allocator also counts memory that no tensor holds (workspaces of cuBLAS and cuDNN), so its numbers decide. Its
+private history is read in torch 2.11 and 2.15 (``torch/cuda/memory.py``); without it, only live tensors are recorded.
 """
 
 import os

@@ -1,11 +1,10 @@
 """Compute what a caching allocator reserves from the device for a stream of blocks: more than it allocates. Pure.
 
-The limit of a device holds for what is reserved. Blocks are cut out of segments, and a segment is
-returned only when it is free as a whole, so holes between blocks count too. The rules are those of the
-native allocators of CUDA and XPU (``CUDACachingAllocator.cpp``, read in torch 2.11), for one stream. Of free
-blocks of one size the allocator takes the one whose segment is the oldest, then the one with the lowest address
-(seen in torch 2.15). Segments from before the stream are taken to be as old as their addresses are low, and a new
-one to lie in the lowest gap that is large enough.
+The limit of a device holds for what is reserved. Blocks are cut out of segments, and a segment is returned only when it
+is free as a whole, so holes between blocks count too. The rules are those of the native allocators of CUDA and XPU
+(``CUDACachingAllocator.cpp``, read in torch 2.11), for one stream. Of free blocks of one size the allocator takes the
+one whose segment is the oldest, then the one with the lowest address (seen in torch 2.15). Segments from before the
+stream are taken to be as old as their addresses are low, and a new one to lie in the lowest gap that is large enough.
 """
 
 from bisect import bisect_left, insort

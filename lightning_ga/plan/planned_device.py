@@ -70,8 +70,7 @@ class DevicePlan:
         plan: How a full window would be cut.
         probe: The estimated limit and peak; its source is ``"estimate"``.
         device_bytes: Memory of the device.
-        reserved_bytes: What of it no tensor can use: context, workspaces, fragmentation, buckets of data
-            parallelism.
+        reserved_bytes: What of it no tensor can use: context, workspaces, fragmentation, buckets of data parallelism.
         unreliable: Operators, modules and data whose memory on the device an estimate cannot tell, each with the
             reason; empty where none was met.
     """

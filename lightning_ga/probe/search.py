@@ -5,9 +5,8 @@ steps predict the peak at every size (see ``prediction``), and one step at the p
 it. Where the prediction misses, or the streams do not align, measured peaks and halving close in on
 the limit from both sides. The limit was always tried, or, where nothing may be tried, predicted.
 
-Where sizes are exact to the byte, so is the limit. An allocator that rounds and cuts segments does not
-repeat itself so well: there the search ends when at most one sample in a hundred could be gained,
-or after ``MOST_TRIALS``.
+Where sizes are exact to the byte, so is the limit. An allocator that rounds and cuts segments does not repeat itself so
+well: there the search ends when at most one sample in a hundred could be gained, or after ``MOST_TRIALS``.
 """
 
 from collections.abc import Sequence
