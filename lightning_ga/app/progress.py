@@ -99,16 +99,8 @@ class EpochLog(Callback):
         else:
             keep_in_log(line)
         place, peak = memory_used(pl_module.device)
-        self._records.append(
-            {
-                "epoch": trainer.current_epoch + 1,
-                "steps": trainer.global_step,
-                "seconds": round(seconds, 3),
-                "samples": self._samples,
-                place: peak,
-                **metrics,
-            }
-        )
+        counts = {"epoch": trainer.current_epoch + 1, "steps": trainer.global_step, "seconds": round(seconds, 3)}
+        self._records.append({**counts, "samples": self._samples, place: peak, **metrics})
         write_json(self.folder / "epochs.json", self._records)
 
 

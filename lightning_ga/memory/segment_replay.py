@@ -12,11 +12,7 @@ def segments_of(rules: SegmentRules | None) -> Segments:
     return ExpandableSegments(rules) if rules is not None and rules.expandable else Segments(rules)
 
 
-def replay_segments(
-    sizes: Iterable[int],
-    trace: MemoryTrace,
-    rules: SegmentRules | None = None,
-) -> Peaks:
+def replay_segments(sizes: Iterable[int], trace: MemoryTrace, rules: SegmentRules | None = None) -> Peaks:
     """Return the peaks of a stream with storages of these sizes, from an empty cache.
 
     If the segments before it are not known, what was alive before has segments of its own without holes.
