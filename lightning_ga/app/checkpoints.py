@@ -113,12 +113,10 @@ def unsafe_part(error: Exception) -> str:
 
 def require_checkpoint(path: Path, content: Any) -> None:
     """Refuse what is no checkpoint of a Lightning run."""
-    if isinstance(content, Mapping) and "state_dict" in content and "global_step" in content:
+    found = content if isinstance(content, Mapping) else {}
+    if "state_dict" in found and "global_step" in found:
         return
-    tensors = content.values() if isinstance(content, Mapping) else ()
-    if any(isinstance(value, Tensor) for value in tensors) or (
-        isinstance(content, Mapping) and "state_dict" in content
-    ):
+    if "state_dict" in found or any(isinstance(value, Tensor) for value in found.values()):
         raise UserError(
             f"{str(path)!r} holds weights alone, and no state of a run: start from them with model.init_from={path}, "
             "without ckpt_path."
