@@ -37,7 +37,8 @@ class SegmentRules:
     # Share of ``budget`` above which blocks that have long been free are returned (``garbage_collection_threshold``).
     collection: float = 0.0
     budget: int | None = None  # bytes that all segments may take
-    # Whether a segment grows as far as there is memory; if not, only if a whole new one would fit, too.
+    # Whether a segment grows as far as there is memory. If the process may reserve a share of the device only, it does
+    # not: it grows only if a whole new one would fit, too.
     grows_freely: bool = False
 
     def rounded(self, size: int) -> int:
