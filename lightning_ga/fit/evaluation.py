@@ -10,6 +10,7 @@ from lightning_ga.batch.merge import merge_outputs
 from lightning_ga.compat import closures, dataloaders, loops, ranks
 from lightning_ga.fit.engine import Engine
 from lightning_ga.fit.parts import Part, Piece, Window
+from lightning_ga.fit.running import run_window
 from lightning_ga.loading.batch_source import BatchSource, CollatedBatches, ReadyMadeBatches, is_collated
 from lightning_ga.loading.reader import CollatedAgain
 from lightning_ga.loading.samples import collect_samples
@@ -90,7 +91,7 @@ def evaluate(engine: Engine, batches: EvaluationBatches, name: str, step: Callab
     window = EvaluatedBatch(engine, stage, batches, lambda batch: step(batch, *others))
     if policy.retries and batches.number == 0:
         window.savepoint.look_again()
-    done = engine.run(window)
+    done = run_window(engine, window)
     batches.batch = None
     if not done.sizes:
         return done.results[0]

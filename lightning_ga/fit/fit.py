@@ -11,7 +11,6 @@ from lightning_ga.compat import checkpoint as loop_state
 from lightning_ga.compat import dataloaders, intervals, loops
 from lightning_ga.errors import ExactnessWarning, UserError
 from lightning_ga.fit import checks
-from lightning_ga.fit.batch_norm import Momenta
 from lightning_ga.fit.epochs import optimizer_steps, plan_epoch
 from lightning_ga.fit.exactness.training import TrainingExactness
 from lightning_ga.fit.limit import TrainingLimit
@@ -25,13 +24,12 @@ from lightning_ga.loading.training_source import TrainingSource
 from lightning_ga.memory.device import enforced_budget, total_memory
 from lightning_ga.memory.oom import is_out_of_memory
 from lightning_ga.plan.accumulation import AccumulationPlan
-from lightning_ga.plan.budget import parse_budget
 from lightning_ga.plan.checkpoint import RunState
 from lightning_ga.plan.config import Options, Request
 from lightning_ga.plan.exactness import INEXACT
 from lightning_ga.plan.planned_device import current_device
 from lightning_ga.plan.records import ProbeResult
-from lightning_ga.plan.units import format_bytes
+from lightning_ga.plan.units import format_bytes, parse_budget
 from lightning_ga.probe.isolation import hooks_apart
 
 
@@ -60,7 +58,6 @@ class Fit:
         self.plan: AccumulationPlan | None = None  # of a full window; none before the data are set up
         self._fed_at_most = 1  # samples of a batch as the loader yields it
         self.exactness = TrainingExactness(trainer, options)
-        self._momenta: Momenta | None = None
         self._begun: tuple[TrainingSource, int] | None = None  # what the loops were told of last
         self._factor: int | None = None  # the factor that the trainer was given last
         self._frequencies: dict[int, int] = {}
@@ -122,9 +119,6 @@ class Fit:
         if current_device() is not None:
             loops.end_training(trainer)  # what fits on another device may not fit here
             return
-        if self.options.batch_norm == "rescale":
-            self._momenta = Momenta(trainer.lightning_module)
-            self._rescale_momenta()
         self._frequencies = self._frequencies_in_steps()
         cut_in_step, changing = self.source.cut_in_step, self.exactness.changing
         fills_up = self.source.keeps_groups and not cut_in_step
@@ -190,8 +184,6 @@ class Fit:
     def close(self) -> None:
         """Give model, schedules, loops and device back what they had."""
         self._held.close()
-        if self._momenta is not None:
-            self._momenta.restore()
         intervals.restore_frequencies(self.trainer, self._frequencies)
         loops.expect_nothing_of_positions()
         self.oom_handler.stop_training()
@@ -244,7 +236,6 @@ class Fit:
         # Ranks count their pieces together where one of them has a limit, so all have one.
         if source.cut_in_step and (source.may_grow or self._cuts(epoch) or source.world_size > 1):
             self.oom_handler.lower(limit)
-        self._rescale_momenta()
         dataloaders.resize_epoch(self.trainer, source.length, at_most=source.at_most)
 
     def _arrange(self, epoch: int) -> None:
@@ -253,10 +244,6 @@ class Fit:
         planned = plan_epoch(self.source, self.request, epoch, micro_batch=self._limit.micro_batch, samples_done=done)
         self._factor = self.trainer.accumulate_grad_batches = planned.fed.factor
         self._fed_at_most, self.plan = planned.fed.micro_batch_size, planned.plan
-
-    def _rescale_momenta(self) -> None:
-        if self._momenta is not None and self.plan is not None:
-            self._momenta.rescale(self.plan.factor)
 
     def _cuts(self, epoch: int) -> bool:
         """Return whether batches of the recipe have to be cut, or may have to be."""

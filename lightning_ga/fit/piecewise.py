@@ -2,13 +2,14 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning_ga.batch.layout import LayoutError
 from lightning_ga.batch.pytree import same_values
 from lightning_ga.compat import log_capture, transfer
 from lightning_ga.errors import UserError
 from lightning_ga.fit.batch_metrics import whole_batch_metrics
+from lightning_ga.fit.engine import Engine
 from lightning_ga.fit.log_buffer import LogBuffer
 from lightning_ga.fit.messages import HOOKS_APART, SAME_BUT_RANDOM, SKIPPED, OomEvent, part_of_a_batch
 from lightning_ga.fit.parts import BatchResult, Part, Piece, Window, even_pieces, written_versions
@@ -18,9 +19,6 @@ from lightning_ga.plan.accumulation import plan_accumulation, split_evenly
 from lightning_ga.plan.exactness import SAME_RESULT
 from lightning_ga.probe.fingerprint import describe_value
 from lightning_ga.snapshot.plain import PlainState
-
-if TYPE_CHECKING:
-    from lightning_ga.fit.engine import Engine
 
 
 class PiecewiseRun:
@@ -38,12 +36,12 @@ class PiecewiseRun:
 
     def __init__(
         self,
-        engine: "Engine",
+        engine: Engine,
         window: Window,
         tap: log_capture.LogTap,
         *,
         failure: Exception | None,
-        pieces: int | None,
+        pieces: int,
         takes: bool,
         all_parts: bool,
     ) -> None:
@@ -169,9 +167,9 @@ class PiecewiseRun:
     def _run_pieces(self, part: Part, slices: BatchSlices, logs: LogBuffer) -> BatchResult:
         """Run a batch in pieces of near-equal size."""
         engine, window, samples = self._engine, self._window, slices.samples
-        agreed = self._pieces if part is self._last and not self._refused else None
+        pieces = self._pieces if part is self._last and not self._refused else 0
         sizes: Sequence[int] = plan_accumulation(samples, micro_batch=self._most).chunks[0]
-        sizes = sizes if agreed is None else split_evenly(samples, agreed)
+        sizes = split_evenly(samples, pieces) if len(sizes) <= pieces <= samples else sizes
         exchanged = engine.collectives()
         results, weights = [], []
         with whole_batch_metrics(window.savepoint.metrics, lambda: self._running / samples):

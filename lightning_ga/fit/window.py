@@ -20,6 +20,7 @@ from lightning_ga.compat.reduction import GradientReducer, WindowReduction
 from lightning_ga.errors import ExactnessWarning
 from lightning_ga.fit.engine import Engine
 from lightning_ga.fit.parts import BatchResult, Part, Piece, Window
+from lightning_ga.fit.running import run_window
 from lightning_ga.fit.training_batches import TrainingBatches
 from lightning_ga.fit.window_gradients import WindowGradients
 from lightning_ga.loading.reader import CollatedAgain
@@ -157,7 +158,7 @@ class TrainingWindow(Window):
         self._engine.has_evaluated = False
         self.parts.append(part)
         self._begin_reduction(is_last=is_last)
-        result = self._engine.run(self, begins=begins)
+        result = run_window(self._engine, self, begins=begins)
         if part.number < WATCHED and self.savepoint.is_taken:
             self.savepoint.note_versions()
         self._finish(result)
@@ -168,7 +169,7 @@ class TrainingWindow(Window):
         counted = self._gradients.weights
         self.undo()
         self._begin_reduction(is_last=is_last)
-        result = self._engine.run(self, all_parts=True)
+        result = run_window(self._engine, self, all_parts=True)
         self._gradients.put_back(counted)  # what the window holds has been counted before
         self._finish(result)
         return result

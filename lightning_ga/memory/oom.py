@@ -1,8 +1,7 @@
 """Recognise an out-of-memory error, and free the memory that it keeps alive.
 
-A caught exception holds its traceback, the traceback the frames, and the frames the activations.
-Nothing is freed inside ``except ... as error``: ``attempt`` keeps the error, leaves the block, then
-releases it.
+A caught exception holds its traceback, the traceback the frames, and the frames the activations. Nothing is freed
+inside ``except ... as error``: ``attempt`` keeps the error, leaves the block, then releases it.
 """
 
 import gc
