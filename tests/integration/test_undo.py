@@ -1,0 +1,231 @@
+"""The user's own code: its errors stay where they are raised, its hooks run once, and events say what is left to it."""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from reference import FEATURES, Regression, Samples, fit, quiet_trainer
+from torch.utils.data import DataLoader
+
+from lightning_ga import AutoAccumulate
+
+MODES = ("loader", "step")
+
+
+def data(samples: int = 64, batch_size: int = 16) -> "DataLoader[Any]":
+    return DataLoader(Samples(samples), batch_size=batch_size)
+
+
+def ours(mode: str, micro_batch: int = 8, **settings: Any) -> AutoAccumulate:
+    return AutoAccumulate(micro_batch_size=micro_batch, micro_batching=mode, verify=False, **settings)
+
+
+def out_of_memory() -> torch.OutOfMemoryError:
+    return torch.OutOfMemoryError("CUDA out of memory")
+
+
+class RaisesOnce(Regression):
+    """An error of the user's own in one hook, once."""
+
+    def __init__(self, hook: str) -> None:
+        super().__init__()
+        self.hook, self.raised, self.steps = hook, 0, 0
+
+    def fail(self, hook: str) -> None:
+        if hook == self.hook and not self.raised:
+            self.raised += 1
+            raise RuntimeError("mine")
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.steps += 1
+        self.fail("training_step")
+        return super().training_step(batch, batch_idx)
+
+    def on_before_zero_grad(self, *_: Any) -> None:
+        self.fail("on_before_zero_grad")
+
+    def on_before_backward(self, *_: Any) -> None:
+        self.fail("on_before_backward")
+
+    def on_after_backward(self, *_: Any) -> None:
+        self.fail("on_after_backward")
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("hook", ["training_step", "on_before_zero_grad", "on_before_backward", "on_after_backward"])
+def test_an_error_of_the_users_own_ends_the_run_where_it_is_raised(hook: str, mode: str) -> None:
+    """As in stock Lightning: the same error, and nothing is run again in answer to it."""
+    module = RaisesOnce(hook)
+    with pytest.raises(RuntimeError, match="mine"):
+        fit(data(), ours(mode), module=module)
+    assert (module.raised, module.steps) == (1, 2 if (hook, mode) == ("on_after_backward", "step") else 1)
+
+
+class WithoutIndex(Regression):
+    """Steps that take the batch alone, of which each runs out of memory with more samples than it is told."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.most, self.seen = most, []
+
+    def look(self, batch: Any) -> torch.Tensor:
+        if len(batch[0]) > self.most:
+            raise out_of_memory()
+        self.seen.append(len(batch[0]))
+        return self.net(batch[0])
+
+    def validation_step(self, batch: Any) -> None:
+        self.log("validated", self.look(batch).mean())
+
+    def test_step(self, batch: Any) -> None:
+        self.log("tested", self.look(batch).mean())
+
+    def predict_step(self, batch: Any) -> torch.Tensor:
+        return self.look(batch)
+
+
+@pytest.mark.filterwarnings("ignore:Memory ran out in:UserWarning")
+@pytest.mark.parametrize("most", [16, 4])
+@pytest.mark.parametrize("mode", MODES)
+def test_steps_of_evaluation_need_not_take_the_number_of_their_batch(mode: str, most: int) -> None:
+    module, callback = WithoutIndex(most), ours(mode)
+    trainer = quiet_trainer(callback, max_epochs=1)
+    trainer.fit(module, data(), data(32))
+    stock = quiet_trainer()
+    whole = WithoutIndex(16)
+    whole.load_state_dict(module.state_dict())
+    for name in ("validate", "test"):
+        found = getattr(trainer, name)(module, data(32), verbose=False)
+        torch.testing.assert_close(found, getattr(stock, name)(whole, data(32), verbose=False))
+    torch.testing.assert_close(trainer.predict(module, data(32)), stock.predict(whole, data(32)))
+    assert set(module.seen) == {most}
+
+
+class FollowedFromAList(Regression):
+    """An average in a plain list that follows before gradients are zeroed; memory runs out in a backward pass, once."""
+
+    def __init__(self, at: int = 0) -> None:
+        super().__init__()
+        self.averages = [torch.nn.Linear(FEATURES, 1, dtype=torch.float64)]
+        self.at, self.attempts, self.followed = at, 0, 0
+
+    def on_before_zero_grad(self, *_: Any) -> None:
+        self.followed += 1
+        with torch.no_grad():
+            for average, weight in zip(self.averages[0].parameters(), self.net[2].parameters()):
+                average.mul_(0.5).add_(weight[:, :FEATURES] if weight.dim() > 1 else weight, alpha=0.5)
+
+    def on_before_backward(self, *_: Any) -> None:
+        self.attempts += 1
+        if self.attempts == self.at:
+            raise out_of_memory()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_network_in_a_list_follows_once_a_window(mode: str) -> None:
+    """Memory runs out after it has followed: it does not follow again, and the result is not called the same."""
+    torch.manual_seed(0)
+    right, found = FollowedFromAList(), FollowedFromAList(at=3)
+    found.averages[0].load_state_dict(right.averages[0].state_dict())
+    fit(data(), ours(mode, 16), module=right)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(data(), AutoAccumulate(micro_batch_size=16, micro_batching=mode), module=found)
+    (text,) = [str(each.message) for each in caught if "Memory ran out" in str(each.message)]
+    assert "had changed averages.0." in text
+    assert "with the same result" not in text
+    assert found.followed == right.followed
+    torch.testing.assert_close([*found.averages[0].parameters()], [*right.averages[0].parameters()])
+
+
+def test_a_mistake_after_a_fit_is_told_as_it_is(tmp_path: Any) -> None:
+    """What the fit has left does not get in its way."""
+    trainer = quiet_trainer(ours("loader"), max_epochs=1, default_root_dir=tmp_path)
+    trainer.fit(Regression(), data())
+    with pytest.raises(ValueError, match="best"):
+        trainer.test(Regression(), data(), ckpt_path="best")
+
+
+class Sharpness(torch.optim.SGD):
+    """Evaluates its closure twice, as SAM does, and runs out of memory in between, once."""
+
+    def __init__(self, *given: Any, fails: bool, **settings: Any) -> None:
+        super().__init__(*given, **settings)
+        self.fails = fails
+
+    def step(self, closure: Any = None) -> Any:
+        loss = closure()
+        if self.fails:
+            raise out_of_memory()
+        closure()
+        super().step()
+        return loss
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_memory_that_runs_out_between_two_evaluations_is_told_with_a_way_out(mode: str) -> None:
+    class Sharp(Regression):
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return Sharpness(self.parameters(), lr=0.1, fails=True)
+
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        fit(data(), ours(mode, 16), module=Sharp())
+    (note,) = caught.value.__notes__
+    assert "after the window's last backward pass" in note
+    assert "Resume from the last checkpoint" in note
+
+
+class FixedSize(Regression):
+    """Needs batches of sixteen samples, for which there is no memory after the second."""
+
+    attempts = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.attempts += 1
+        if self.attempts == 3:
+            raise out_of_memory()
+        predicted = self.net(batch[0]) + torch.zeros(16, 1, dtype=torch.float64)
+        return torch.nn.functional.mse_loss(predicted, batch[1])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_error_in_a_part_of_a_batch_keeps_its_type_and_says_which_part_ran(mode: str) -> None:
+    module = FixedSize()
+    with pytest.raises(RuntimeError, match="size of tensor a") as caught:
+        fit(data(), ours(mode, 16), module=module)
+    (note,) = caught.value.__notes__
+    assert "samples 0 to 7 of 16, because memory had run out with more" in note
+    assert "micro_batch_size=" in note
+    assert "split_batch" in note
+    assert "training_step" in {frame.name for frame in caught.traceback}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_event_names_what_counts_batches_from_the_next_epoch_on(mode: str) -> None:
+    """A schedule that follows a value of each batch meets more and smaller batches, where the loader cuts them."""
+
+    class Plateau(Regression):
+        attempts = 0
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            self.attempts += 1
+            if self.attempts == 2:
+                raise out_of_memory()
+            value = super().training_step(batch, batch_idx)
+            self.log("loss", value)
+            return value
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+            return {
+                "optimizer": optimizer,
+                "lr_scheduler": {"scheduler": schedule, "interval": "step", "monitor": "loss"},
+            }
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(data(), ours(mode, 16), module=Plateau())
+    (text,) = [str(each.message) for each in caught if "Memory ran out" in str(each.message)]
+    assert ("(ReduceLROnPlateau by step)" in text) == (mode == "loader")
