@@ -223,7 +223,7 @@ class TrainingWindow(Window):
 
     def _let_go(self, part: MicroBatch) -> None:
         """Keep no batch on the device: a GPU's batches stay on the host, a CPU's are fetched again if they can be."""
-        part.given = {**part.given, "batch": None}
+        part.given["batch"] = None  # the loop reads it no more
         if self._on_host:
             if not self._batches.can_fetch:
                 return
@@ -241,28 +241,28 @@ class TrainingWindow(Window):
         """Run forward and backward; return Lightning's result, of a piece what ``training_step`` returned."""
         gradients, is_current = self._gradients, part is self.parts[-1]
         closure, self._whole = self._whole, None
-        if closure is None or not is_current or batch is not part.given["batch"]:
+        is_first_run = closure is not None and piece is None
+        if closure is None or batch is not part.given["batch"]:
             closure = self._make({**part.given, "batch": batch}, part.optimizer, part.number)
         if closure._zero_grad_fn is not None:
             if self._zeroing == "after":
                 closure._zero_grad_fn = None
             else:
                 closures.zero_through(closure, partial(self._zero, piece is not None and not piece.is_last))
-        if piece is None or piece.start == 0:
-            gradients.put_back(part.weights)
-        if piece is not None:
-            gradients.weigh_a_part(weight)
-        completes = piece is None or piece.is_last
-        contexts = [*self._contexts(completes, is_current)]
-        if contexts:
-            with ExitStack() as stack:
-                for context in contexts:
-                    stack.enter_context(context)
-                result = closure.closure()
+        if is_first_run and self._reducer is None:
+            result = closures.run_closure(closure)
         else:
-            result = closure.closure()
-        if completes:
-            gradients.weigh_all()
+            if piece is None or piece.start == 0:
+                gradients.put_back(part.weights)
+            if piece is not None:
+                gradients.weigh_a_part(weight)
+            completes = piece is None or piece.is_last
+            with ExitStack() as stack:
+                for context in self._contexts(completes, is_current):
+                    stack.enter_context(context)
+                result = closures.run_closure(closure)
+            if completes:
+                gradients.weigh_all()
         if self._evaluates_again:
             loss = 0.0 if result.loss is None else float(result.loss)
             part.loss = loss if piece is None else weight * loss + (part.loss if piece.start else 0.0)

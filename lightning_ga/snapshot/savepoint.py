@@ -3,7 +3,7 @@
 A savepoint is taken once a window (in evaluation: once a batch), so it may cost some ten microseconds. It keeps random
 numbers, buffers up to a size, tensors that the exactness check saw change, states of metrics, and the tensors and
 containers that are attributes of the LightningModule itself. Larger buffers, weights, and networks that lie in plain
-lists are not copied: their versions tell whether they have changed.
+lists are not copied: the versions of some of them tell whether they have changed.
 """
 
 import copy
@@ -33,6 +33,7 @@ from lightning_ga.snapshot.random_numbers import (
 _CONTAINERS = (deque, dict, set)
 _FEW = 64  # entries of a container that is copied
 _DEEP = 1  # containers in containers that are copied
+_LOOKED_AT = 64  # tensors and parts, spread over the module, that are looked at once a window
 _TRAINS, _MODE = attrgetter("requires_grad"), attrgetter("training")
 
 
@@ -68,7 +69,9 @@ class Savepoint:
         }
         self._named = [*named.values()]
         self._watched = [pair for key, pair in named.items() if key not in copied]
-        self._uncopied = [tensor for _, tensor in self._watched]
+        self._uncopied = [tensor for _, tensor in _spread(self._watched)]
+        self._some_weights, self._some_parts = _spread(self._weights), _spread(self._parts)
+        self._read_flags()
         self._start = _Values(self._copied)
         self._marks: dict[int, _Values] = {}
         self.is_taken = False
@@ -161,13 +164,23 @@ class Savepoint:
         now = versions(self._uncopied)
         if now == self._versions:
             return None
-        return next(name for (name, _), was, is_now in zip(self._watched, self._versions, now) if was != is_now)
+        pairs = zip(_spread(self._watched), self._versions, now)
+        return next(str(name) for (name, _), was, is_now in pairs if was != is_now)
+
+    def _read_flags(self) -> None:
+        """Read what is trained, and in which mode parts are: all of it only if some has changed, as it takes long."""
+        self._trains, self._modes = [*map(_TRAINS, self._weights)], [*map(_MODE, self._parts)]
+        self._some_flags = self._flags_of_some()
+
+    def _flags_of_some(self) -> list[bool]:
+        return [*map(_TRAINS, self._some_weights), *map(_MODE, self._some_parts)]
 
     def _read(self, values: "_Values") -> None:
         values.random = RandomState()  # first: numbers drawn are told even if there is no memory for copies
         values.copies.take()
         self._versions = versions(self._uncopied)
-        values.trains, values.modes = [*map(_TRAINS, self._weights)], [*map(_MODE, self._parts)]
+        if self._some_flags != self._flags_of_some():
+            self._read_flags()
         values.generators = [(each, generator_state(each)) for each in self._generators]
         values.read_attributes(self._module)
         values.metrics = [(metric, _state(metric)) for metric in self.metrics]
@@ -182,10 +195,10 @@ class Savepoint:
         for table in self._empty:
             table.clear()
         values.copies.restore()
-        for weight, trains in zip(self._weights, values.trains):
+        for weight, trains in zip(self._weights, self._trains):
             if weight.requires_grad != trains:
                 weight.requires_grad_(trains)
-        for part, mode in zip(self._parts, values.modes):
+        for part, mode in zip(self._parts, self._modes):
             part.training = mode
         values.write_attributes(vars(self._module))
         for metric, state in values.metrics:
@@ -199,8 +212,6 @@ class _Values:
     def __init__(self, copied: Iterable[Tensor]) -> None:
         self.copies = SmallCopies(copied)
         self.random: RandomState
-        self.trains: list[bool]
-        self.modes: list[bool]
         self.generators: list[tuple[Any, Any]]
         self.metrics: list[tuple[Metric, MetricState]]
         self.attributes: dict[str, Any] = {}
@@ -257,6 +268,11 @@ class _Values:
         for tensor, version, value in self._tensors:
             if tensor._version != version:
                 tensor.copy_(value)
+
+
+def _spread(things: list[Any]) -> list[Any]:
+    """Return some of many things, at equal distances."""
+    return things[:: max(1, -(-len(things) // _LOOKED_AT))]
 
 
 def _hidden(module: Module) -> Iterator[tuple[str, Tensor]]:
