@@ -155,7 +155,5 @@ def stopping_only_unless(trainer: Any, holds: Callable[[], bool]) -> Iterator[No
 
 def plateaus_by_step(trainer: Any) -> list[str]:
     """Return the names of schedules by step that follow a monitored value."""
-    configs = [
-        config for config in trainer.lr_scheduler_configs if config.interval == "step" and config.reduce_on_plateau
-    ]
+    configs = [each for each in trainer.lr_scheduler_configs if each.interval == "step" and each.reduce_on_plateau]
     return [f"{type(config.scheduler).__name__} by step" for config in configs]
