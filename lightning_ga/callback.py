@@ -138,8 +138,7 @@ class AutoAccumulate(Callback):
         """Put the run between the user's loader and the fit loop, and between batches and the errors they may meet."""
         if stage != "fit":
             self._reporter = self._reporter or OomReporter(trainer)
-            self._evaluation = OomHandler(trainer, retries=self._options.on_oom == "split", report=self._reporter)
-            self._evaluation.watch_batches()
+            self._evaluation = OomHandler(trainer, retries=self._options.on_oom == "split", reporter=self._reporter)
             return
         self._is_fitting = True
         trainer_settings.take_factor_back(trainer)

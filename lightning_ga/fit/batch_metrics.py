@@ -23,9 +23,7 @@ from lightning_ga.snapshot.metrics import beside_states, give_metric_state, metr
 def whole_batch_metrics(metrics: Sequence[Metric], share: Callable[[], float]) -> Iterator[None]:
     """Return a context in which metrics treat the pieces that they are called with as one batch.
 
-    Args:
-        metrics: The metrics.
-        share: What the current piece weighs in its batch, of one: a mean of losses weighs it so.
+    A mean of losses weighs the current piece by its ``share`` of the batch, of one.
     """
     updates = [(metric, vars(metric)["update"]) for metric in metrics if isinstance(metric, MeanMetric)]
     for mean, update in updates:

@@ -12,18 +12,11 @@ from lightning_ga.plan.windows import Chunk
 
 
 class TrainingBatches:
-    """The batches of the loop while a fit runs.
-
-    Args:
-        trainer: The Trainer.
-        data: The training data.
-        exactness: What is known of the exactness of the training.
-    """
+    """The batches of the loop while a fit runs."""
 
     def __init__(self, trainer: Any, data: TrainingData, exactness: TrainingExactness) -> None:
         self._trainer, self._data, self._exactness = trainer, data, exactness
         self.reader: BatchReader | None = None  # counts samples, from the start of training on
-        self.begun = False  # whether an epoch has been cut for training
         self._expected: dict[int, int | None] = {}  # samples of the batches of this window, by the batch's number
 
     @property
@@ -50,10 +43,8 @@ class TrainingBatches:
         """Return what a batch of this window should hold, where that is known."""
         return self._expected.get(number)
 
-    def samples_of_next(self, batch: Any) -> int | None:
+    def samples_of_next(self, batch: Any) -> int:
         """Count the batch that training goes on with, before the loop counts it."""
-        if not self.begun:
-            return None
         chunk = self.training_source.chunk(loops.micro_batch_index(self._trainer) + 1)
         return self.count(batch, chunk, on_host=True)
 
