@@ -53,7 +53,7 @@ class AutoAccumulate(Callback):
         batch_norm: What is done about BatchNorm layers, whose gradients are those of the micro-batch:
             ``"warn"`` says so, with the measured difference; ``"ignore"`` does not. ``"rescale"``, which lets
             running statistics move per window as they would in one pass, is deprecated: it gained nothing.
-        verify: Whether exactness is measured once at the start, on four samples.
+        verify: Whether exactness is measured once at the start, on five samples.
         cache: Whether the limit is remembered between runs, for the same model, data shape, precision,
             optimizer, device and budget; one step verifies a remembered one.
 
@@ -117,7 +117,7 @@ class AutoAccumulate(Callback):
 
     @property
     def probe(self) -> ProbeResult | None:
-        """What the probe found; ``None`` before training and where none was needed."""
+        """What the probe found; ``None`` before training and if none was needed."""
         return self._fit.probe if self._fit else None
 
     @property
@@ -149,7 +149,7 @@ class AutoAccumulate(Callback):
         self._fit = Fit(trainer, self._request, self._options, self._reporter, active=lambda: self in trainer.callbacks)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Find the limit and begin the epoch with it, where a resumed run left off."""
+        """Find the limit and begin the epoch with it; a resumed run goes on at its sample."""
         self._started_fit.start()
         rank_zero_info(f"AutoAccumulate: {self._started_fit.summary()}")
         for message in self._started_fit.warnings():
@@ -198,7 +198,7 @@ class AutoAccumulate(Callback):
         self._started_fit.close()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Leave the trainer as it was found; where memory ran out, say what holds it."""
+        """Leave the trainer as it was found; if memory ran out, say what holds it."""
         if self._fit and self._is_fitting:
             self._fit.explain(exception)
             self._fit.abandon()
@@ -240,15 +240,9 @@ class AutoAccumulate(Callback):
             self._fit.load_loop(checkpoint, self.state_key)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What travels to other processes: what was asked for, not the fit that is running."""
-        return {
-            **self.__dict__,
-            "_fit": None,
-            "_evaluation": None,
-            "_reporter": None,
-            "_place": None,
-            "_is_fitting": False,
-        }
+        """Return what travels to other processes: what was asked for, not the fit that is running."""
+        running = dict.fromkeys(("_fit", "_evaluation", "_reporter", "_place"))
+        return {**self.__dict__, **running, "_is_fitting": False}
 
     @property
     def _started_fit(self) -> Fit:

@@ -62,7 +62,7 @@ def end(parameters: Iterable[Tensor]) -> None:
 
 
 def dtype_of_sum(parameter: Tensor) -> torch.dtype:
-    """Return the type of a parameter's gradient in the midst of a window."""
+    """Return the type of a parameter's gradient in the middle of a window."""
     return torch.float32 if _may_be_wide(parameter) else parameter.dtype
 
 

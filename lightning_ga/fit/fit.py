@@ -70,7 +70,7 @@ class Fit:
 
     @property
     def probe(self) -> ProbeResult | None:
-        """What the probe found; ``None`` where none was needed."""
+        """What the probe found; ``None`` if none was needed."""
         return self._limit.probe
 
     @property
@@ -109,7 +109,7 @@ class Fit:
     # --- epochs --------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Find the limit and begin the epoch with it, where a restored run left off."""
+        """Find the limit and begin the epoch with it; a restored run goes on at its sample."""
         trainer = self.trainer
         same_epoch = self._progress.take_over(self.source, self.recipe_factor)
         epoch = loops.training_epoch(trainer)
@@ -211,7 +211,7 @@ class Fit:
         """Find out how batches are cut, how large they may be, and whether cutting is exact."""
         self._batches.reader = self._reader
         self._read_streams()
-        if self.source.cut_in_step:  # what is learnt of cutting batches is of use to the probe
+        if self.source.cut_in_step:  # the probe needs to know how batches are cut
             self._verify(epoch, self.source.recipe_batch(epoch))
         limit = self._limit.find(self.source, epoch, self._progress.restored)
         if current_device() is not None:
@@ -237,7 +237,7 @@ class Fit:
         if self.oom_handler.window is not None:
             self.oom_handler.window.begin_epoch()
         self.gradients.begin_epoch(self._fed.micro_batch_size, known=not source.counted_later)
-        # Ranks count their pieces together where one of them has a limit, so all have one.
+        # If one rank has a limit, ranks count their pieces together: so all have one.
         if source.cut_in_step and (source.may_grow or self._cuts(epoch) or source.world_size > 1):
             self._engine.lower("training", limit)
         self._rescale_momenta()
@@ -287,7 +287,7 @@ class Fit:
                     self._reader.look(on_host=on_host)
 
     def _refuse_what_cannot_be_cut(self, epoch: int) -> None:
-        """Refuse batches that are too large and have no samples that could be told apart, before any work is lost."""
+        """Refuse batches that are too large and cannot be cut into samples, before any work is lost."""
         if not self.source.cut_in_step or not self._cuts(epoch):
             return
         self.source.check_cut()

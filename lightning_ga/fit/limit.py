@@ -1,4 +1,4 @@
-"""Find the largest micro-batch of a fit, and lower it where memory runs out."""
+"""Find the largest micro-batch of a fit, and lower it if memory runs out."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -43,8 +43,8 @@ class TrainingLimit:
     def __init__(self, trainer: Any, request: Request, options: Options, engine: Engine) -> None:
         self._trainer, self._request, self._options, self._engine = trainer, request, options, engine
         self.micro_batch: int | None = None  # most samples of one; none before that is known
-        self.probe: ProbeResult | None = None  # what was found; none where no probe was needed
-        self._kind: Mapping[str, Any] | None = None  # of training step, as the cache knows it; none without a cache
+        self.probe: ProbeResult | None = None  # what was found; none if no probe was needed
+        self._kind: Mapping[str, Any] | None = None  # of step, as the cache describes it; none without a cache
 
     def hardware(self) -> str:
         """Return what the limit is found on; on anything else it is looked for again."""
@@ -144,9 +144,9 @@ class TrainingLimit:
         )
 
     def _run_probe(self, source: TrainingSource, epoch: int, search: _Search) -> None:
-        """Look for the limit; there is none of data that are empty, or of steps that fail before training begins.
+        """Look for the limit; there is none if the data are empty, or if a trial step fails.
 
-        What a step needs may be made ready by hooks that run later, and must not cost the run.
+        A failed trial does not end the run: hooks that run later may prepare what the step needs.
         """
         try:
             found = probe(self._setup(source, epoch, search), self._options, high=search.high)
@@ -162,12 +162,12 @@ class TrainingLimit:
             self.probe, self._kind = found or (None, None)
 
     def _still_valid(self, kept: RunState | None, high: int) -> ProbeResult | None:
-        """Return what the run found that wrote the checkpoint, if it still holds and is high enough."""
+        """Return the probe's result from the checkpoint, if it still holds and is high enough."""
         if kept is None or kept.probe is None or not still_holds(kept.probe, kept.probe.budget_bytes, high):
             return None
         return replace(kept.probe, source="checkpoint", steps=0, seconds=0.0)
 
     def _is_on_hardware_of(self, kept: RunState) -> bool:
-        """Return whether all ranks run on what the first rank of a restored run had; ranks ask together."""
+        """Return whether all ranks run on the hardware of the checkpoint's first rank; ranks ask together."""
         same = kept.hardware == self.hardware()
         return agreement.smallest_over_ranks(self._trainer, int(same)) == 1

@@ -65,7 +65,7 @@ def _log(log: Callable[..., None], entries: Sequence[Entry], batch_samples: int 
 def _merged(entries: Sequence[Entry], batch_samples: int) -> Entry:
     """Merge the entries of pieces into one for the batch.
 
-    Sums are added up, and extremes are reduced likewise. Means are averaged by the pieces' weights, or by
+    Sums are added up, and of extremes the extreme is taken. Means are averaged by the pieces' weights, or by
     ``batch_size`` if that counts something else than samples, such as tokens.
     """
     first, samples = entries[0], [entry.samples for entry in entries]

@@ -34,13 +34,13 @@ class TrainingBatches:
         return self._exactness.splitting_sentence(())
 
     def note(self, number: int, samples: int | None) -> None:
-        """Keep what a batch should hold, where that is known; those of other windows are forgotten."""
+        """Keep the samples that a batch should hold, if they are known; forget those of the window before."""
         if loops.begins_window(self._trainer):
             self._expected.clear()
         self._expected[number] = samples
 
     def expected(self, number: int) -> int | None:
-        """Return what a batch of this window should hold, where that is known."""
+        """Return the samples that a batch of this window should hold, if they are known."""
         return self._expected.get(number)
 
     def samples_of_next(self, batch: Any) -> int:
@@ -49,7 +49,7 @@ class TrainingBatches:
         return self.count(batch, chunk, on_host=True)
 
     def count(self, batch: Any, chunk: Chunk, *, on_host: bool) -> int:
-        """Count the samples of a batch: those planned, but for what a collate function has dropped."""
+        """Count the samples of a batch: those planned, minus those that a collate function has dropped."""
         source = self.training_source
         if not chunk.count or not (source.streams or source.may_drop):
             return chunk.count
