@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 import torchmetrics
-from lightning_ga.snapshot.attempt import AttemptSnapshot
-from lightning_ga.snapshot.buffers import BufferSnapshot
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from lightning_ga.snapshot.attempt import AttemptSnapshot
+from lightning_ga.snapshot.buffers import BufferSnapshot
 from lightning_ga.snapshot.copies import SMALL
 from lightning_ga.snapshot.gradients import Accumulations, GradientSnapshot, WindowGradientMarks, left_alone
 

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 from faults import Faults
-from lightning_ga.snapshot.update import UpdateSnapshot, without_hooks
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from lightning_ga.snapshot.update import UpdateSnapshot, without_hooks
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": lambda weights: torch.optim.SGD(weights, lr=0.1, momentum=0.9),
