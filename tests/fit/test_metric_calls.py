@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 import torchmetrics
-from lightning_ga.fit.metric_calls import Call
-from lightning_ga.fit.piece_buffer import PieceBuffer
 from torchmetrics.wrappers import MinMaxMetric, Running
 
 from lightning_ga.errors import ExactnessWarning
 from lightning_ga.fit.batch_metrics import whole_batch_metrics
+from lightning_ga.fit.metric_calls import Call
+from lightning_ga.fit.piece_buffer import PieceBuffer
 
 
 class Noting(torchmetrics.MeanMetric):
