@@ -1,9 +1,10 @@
 """Does a rescaled momentum of BatchNorm help? ``python -m benchmarks.batch_norm``.
 
 scikit-learn's digits, two convolutions with BatchNorm, SGD: the effective batch of 64 in one pass, as 16×4
-and as 32×2, with BatchNorm's momentum as it is and rescaled for the factor (``batch_norm="rescale"``), with a
-constant learning rate and with one that falls to zero. Gradients do not read running statistics, so both
-end with the same weights, bit for bit: what differs is evaluation alone, seed by seed. Beside it stands
+and as 32×2, with BatchNorm's momentum m as it is and rescaled to 1 − (1 − m)^(1/factor), so that running
+statistics move in a window as far as in one pass, with a constant learning rate and with one that falls to zero.
+Gradients do not read running statistics, so both end with the same weights, bit for bit: what differs is
+evaluation alone, seed by seed. Beside it stands
 ``torch.optim.swa_utils.update_bn``, one pass over the training set once training is over. Exits with 1 if
 weights differ.
 """
@@ -87,16 +88,26 @@ class Digits(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": cosine, "interval": "step"}}
 
 
-def train(schedule: Schedule, micro: int, batch_norm: Literal["ignore", "rescale"], seed: int, epochs: int) -> Digits:
-    """Train from the seed's weights on the seed's order of samples."""
+def train(schedule: Schedule, micro: int, seed: int, epochs: int, *, rescaled: bool = False) -> Digits:
+    """Train from the seed's weights on the seed's order of samples, if ``rescaled`` with a momentum for the factor."""
     dataset, _, _ = digits(torch.float32)
     pl.seed_everything(seed, verbose=False)
     module = Digits(schedule)
+    if rescaled:
+        rescale_momentum(module.net, EFFECTIVE // micro)
     order = DistributedSampler(dataset, num_replicas=1, rank=0, seed=seed)
-    callback = AutoAccumulate(EFFECTIVE, micro_batch_size=micro, batch_norm=batch_norm, verify=False)
+    callback = AutoAccumulate(EFFECTIVE, micro_batch_size=micro, batch_norm="ignore", verify=False)
     trainer = quiet_trainer(max_epochs=epochs, callbacks=[callback])
     trainer.fit(module, DataLoader(dataset, batch_size=micro, sampler=order))
     return module
+
+
+def rescale_momentum(net: nn.Module, factor: int) -> None:
+    """Let ``factor`` micro-batches move running statistics as far as one pass with the momentum did."""
+    for layer in net.modules():
+        if isinstance(layer, nn.BatchNorm2d):
+            assert layer.momentum is not None
+            layer.momentum = 1 - (1 - layer.momentum) ** (1 / factor)
 
 
 def updated(module: Digits) -> nn.Module:
@@ -122,12 +133,13 @@ def _statistics(net: nn.Module) -> Tensor:
 
 def rows_of(schedule: Schedule, seed: int, epochs: int) -> tuple[dict[str, Evaluated], bool]:
     """All programs from one seed, and whether those with equal passes ended with equal weights."""
-    whole, same = train(schedule, EFFECTIVE, "ignore", seed, epochs), True
+    whole, same = train(schedule, EFFECTIVE, seed, epochs), True
     oracle = updated(whole)
     rows = {"64 whole": evaluated(whole.net, oracle), "64 whole, update_bn": evaluated(oracle, oracle)}
     for micro in MICRO_BATCHES:
         name = f"{EFFECTIVE // micro}×{micro}"
-        plain, rescaled = (train(schedule, micro, way, seed, epochs) for way in ("ignore", "rescale"))
+        plain = train(schedule, micro, seed, epochs)
+        rescaled = train(schedule, micro, seed, epochs, rescaled=True)
         oracle = updated(plain)
         rows[name] = evaluated(plain.net, oracle)
         rows[f"{name}, rescaled"] = evaluated(rescaled.net, oracle)

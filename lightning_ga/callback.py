@@ -11,15 +11,14 @@ from lightning_ga.compat import loops, trainer_settings
 from lightning_ga.compat.namespaces import Callback
 from lightning_ga.errors import ExactnessWarning, UserError
 from lightning_ga.fit import checks
-from lightning_ga.fit.batch_norm import RESCALE_IS_DEPRECATED
 from lightning_ga.fit.fit import Fit
 from lightning_ga.fit.oom_handler import OomHandler, OomReporter
 from lightning_ga.plan.accumulation import AccumulationPlan
-from lightning_ga.plan.budget import parse_budget
 from lightning_ga.plan.checkpoint import RunState
-from lightning_ga.plan.config import Options, read_request, require_choice
+from lightning_ga.plan.config import Options, read_request, refuse_rescaling, require_choice
 from lightning_ga.plan.exactness import Exactness
 from lightning_ga.plan.records import ProbeResult
+from lightning_ga.plan.units import parse_budget
 
 
 class AutoAccumulate(Callback):
@@ -51,9 +50,8 @@ class AutoAccumulate(Callback):
         on_oom: What an out-of-memory error in training, validation, test or prediction does: ``"split"``
             runs the batch again in parts, with the same result; ``"raise"`` ends the run.
         batch_norm: What is done about BatchNorm layers, whose gradients are those of the micro-batch:
-            ``"warn"`` says so, with the measured difference; ``"ignore"`` does not. ``"rescale"``, which lets
-            running statistics move per window as they would in one pass, is deprecated: it gained nothing.
-        verify: Whether exactness is measured once at the start, on five samples.
+            ``"warn"`` says so, with the measured difference; ``"ignore"`` does not.
+        verify: Whether exactness is measured once at the start, on up to five samples.
         cache: Whether the limit is remembered between runs, for the same model, data shape, precision,
             optimizer, device and budget; one step verifies a remembered one.
 
@@ -77,26 +75,25 @@ class AutoAccumulate(Callback):
         normalize: Literal["samples"] | Callable[[Any], Any] | None = "samples",
         micro_batching: Literal["loader", "step"] = "loader",
         on_oom: Literal["split", "raise"] = "split",
-        batch_norm: Literal["warn", "rescale", "ignore"] = "warn",
+        batch_norm: Literal["warn", "ignore"] = "warn",
         verify: bool = True,
         cache: bool = True,
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         super().__init__()
         self._given = given
+        refuse_rescaling(batch_norm)
         require_choice(
             objective=(objective, ("memory", "throughput")),
             micro_batching=(micro_batching, ("loader", "step")),
             on_oom=(on_oom, ("split", "raise")),
-            batch_norm=(batch_norm, ("warn", "rescale", "ignore")),
+            batch_norm=(batch_norm, ("warn", "ignore")),
             verify=(verify, (True, False)),
             cache=(cache, (True, False)),
         )
         if normalize not in ("samples", None) and not callable(normalize):
             raise UserError(f'{normalize=} must be "samples", None or a callable that counts the items of a batch.')
         parse_budget(memory_budget, total_bytes=1 << 40)  # refused here if it is one of no device
-        if batch_norm == "rescale":
-            rank_zero_warn(RESCALE_IS_DEPRECATED, category=FutureWarning)
         self._request = read_request(effective_batch_size, accumulate, micro_batch_size, max_micro_batch_size)
         self._options = Options(memory_budget, normalize, batch_norm, verify, objective, cache, on_oom, micro_batching)
         self._fit: Fit | None = None
@@ -207,7 +204,7 @@ class AutoAccumulate(Callback):
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Take the patches back. The factor stays until the next fit, as with Lightning's own scheduler."""
         if stage == "fit" and self._fit:
-            self._fit.close()  # again: StochasticWeightAveraging gives momenta back in on_train_end, ours among them
+            self._fit.close()  # a training that Lightning skips, such as with max_epochs=0, has no on_train_end
             trainer_settings.leave_factor(trainer, self._fit.recipe_factor)
         self._take_back(trainer)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_ga.memory.live_tensors import LiveTensorMeter
-from lightning_ga.plan.budget import parse_budget
+from lightning_ga.plan.units import parse_budget
 
 
 @contextmanager

@@ -86,6 +86,8 @@ def test_it_is_a_callback_of_both_namespaces() -> None:
         ({"cache": "yes"}, "cache='yes' must be one of True, False"),
         ({"verify": "no"}, "verify='no'"),
         ({"on_oom": "pray"}, "on_oom='pray' must be one of"),
+        ({"batch_norm": "freeze"}, "batch_norm='freeze' must be one of 'warn', 'ignore'"),
+        ({"batch_norm": "rescale"}, r'batch_norm="rescale" was removed .*update_bn after training.* or GroupNorm'),
     ],
 )
 def test_a_wrong_argument_is_refused_at_once(arguments: dict[str, object], message: str) -> None:

@@ -70,13 +70,7 @@ def check_targets(config: Any, allow: Sequence[str] = ()) -> None:
 
 
 def is_allowed(target: Any, allow: Sequence[str], where: str) -> bool:
-    """Whether a name is on the list and leads to what is defined there.
-
-    Args:
-        target: What ``_target_`` is.
-        allow: Further packages or modules, of which anything may be built.
-        where: The key of the target, for the message where there is nothing of its name.
-    """
+    """Whether a name is on the list and leads to what is defined there."""
     if not isinstance(target, str):
         return False
     if is_below(target, allow):

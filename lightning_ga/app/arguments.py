@@ -78,9 +78,6 @@ def typed_targets(arguments: Sequence[str]) -> tuple[str, ...]:
     """The packages that ``allow_targets=…`` names on the command line.
 
     A configuration cannot add to them: what may be built would then be decided by what is to be built.
-
-    Raises:
-        UserError: If the value is no list of names.
     """
     typed = [argument for argument in split_options(arguments)[1] if argument.startswith("allow_targets=")]
     if not typed:

@@ -1,10 +1,9 @@
 """Write checkpoints that are complete or absent: beside the file, flushed to the disk, then renamed.
 
-Lightning writes to the folder of temporary files and moves the result
-(``fabric/utilities/cloud_io.py``, ``_atomic_save``). Where that folder lies on another disk, moving
-is copying, and a process that is killed meanwhile leaves a torn file in place of the checkpoint
-before it. Even on one disk nothing is flushed: after a loss of power the new name may stand for old
-or missing bytes.
+Lightning writes to the folder of temporary files and moves the result (``fabric/utilities/cloud_io.py``,
+``_atomic_save``). Where that folder lies on another disk, moving is copying, and a process that is killed meanwhile
+leaves a torn file in place of the checkpoint before it. Even on one disk nothing is flushed: after a loss of power the
+new name may stand for old or missing bytes.
 """
 
 import os
@@ -22,10 +21,9 @@ PART = ".part"  # suffix of a file that is being written; a search for the last 
 class AtomicCheckpointIO(TorchCheckpointIO, LegacyTorchCheckpointIO):
     """Writes checkpoints that are never torn, in the format that Lightning loads with or without it.
 
-    The file under a checkpoint's name is always complete: the previous one, until the next is written.
-    A process killed meanwhile leaves ``NAME.ckpt.part``, which the next write replaces. Remote paths
-    (``s3://…``) are left to Lightning. The checkpoint is not copied in memory first, which Lightning
-    does twice.
+    The file under a checkpoint's name is always complete: the previous one, until the next is written. A process killed
+    meanwhile leaves ``NAME.ckpt.part``, which the next write replaces. Remote paths (``s3://…``) are left to Lightning.
+    The checkpoint is not copied in memory first, which Lightning does twice.
 
     Examples:
         >>> from lightning.pytorch import Trainer

@@ -24,9 +24,9 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lightning_ga.app.allowlist import check_targets
 from lightning_ga.app.atomic import AtomicCheckpointIO
+from lightning_ga.app.checkpoints import load_initial_weights
 from lightning_ga.app.plan_report import PlanReport
 from lightning_ga.app.progress import make_progress
-from lightning_ga.app.weights import load_initial_weights
 from lightning_ga.compat.planned_trainer import settings_on_this_host
 from lightning_ga.errors import UserError
 
@@ -45,11 +45,7 @@ class Fit(NamedTuple):
 
 
 def build(content: Mapping[str, Any], allow: Sequence[str] = ()) -> Fit:
-    """Check what may be built (packages in ``allow`` too), seed, and build data, model and Trainer.
-
-    Raises:
-        UserError: If something cannot work: found before anything is trained.
-    """
+    """Check what may be built (packages in ``allow`` too), seed, and build data, model and Trainer."""
     check_allowed(content["allow_targets"], allow)
     check_targets(content, allow)
     cfg = OmegaConf.create(dict(content))

@@ -1,9 +1,12 @@
 """Which checkpoint ``ckpt_path=last|best|FOLDER|PATH`` means, and whether this run can take it.
 
+Beside it: ``model.init_from=weights.pt``, which starts a model from bare weights.
+
 ``last`` and ``best`` belong to the latest run of the same model on the same classes: each run
 saves its resolved configuration beside its ``checkpoints`` folder, and that is what is compared.
 """
 
+import re
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -11,7 +14,7 @@ from typing import Any
 
 import torch
 from omegaconf import OmegaConf
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_ga.app.atomic import PART
 from lightning_ga.app.walk import settings
@@ -26,20 +29,11 @@ NOT_RECIPE = {  # keys of these sections that change no result
 }
 TRAINED_WITH = ("optimizer", "lr_scheduler", "accumulate")  # sections that a test does not use
 MOST_TOLD = 6
+WRAPPERS = re.compile(r"((module|model|net|_orig_mod)\.)*")  # what they put before the names of weights
 
 
 def find_checkpoint(wanted: str, model: Mapping[str, Any], roots: Sequence[Path], *, kind: str = "last") -> Path:
-    """The file that ``ckpt_path`` means.
-
-    Args:
-        wanted: ``last``, ``best``, the folder of a run, or a path.
-        model: The resolved section of the model, whose earlier runs ``last`` and ``best`` are looked for in.
-        roots: Folders below which these are.
-        kind: Which checkpoint of a run's folder is meant: ``last`` or ``best``.
-
-    Raises:
-        UserError: If there is no such file.
-    """
+    """The file that ``ckpt_path`` means."""
     path = latest(wanted, model, roots) if wanted in ("last", "best") else Path(wanted)
     if path.is_dir():
         path = of_run(path, kind)
@@ -97,11 +91,7 @@ def begins_as_archive(path: Path) -> bool:
 
 
 def read_safely(path: Path) -> Any:
-    """What a file of ``torch.save`` holds, if that is tensors and plain values only: nothing is built from it.
-
-    Raises:
-        UserError: If it holds anything else, or is no such file at all.
-    """
+    """What a file of ``torch.save`` holds, if that is tensors and plain values only: nothing is built from it."""
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=begins_as_archive(path))
     except Exception as error:  # on bytes that are no pickle the unpickler fails in any way
@@ -123,12 +113,10 @@ def unsafe_part(error: Exception) -> str:
 
 def require_checkpoint(path: Path, content: Any) -> None:
     """Refuse what is no checkpoint of a Lightning run."""
-    if isinstance(content, Mapping) and "state_dict" in content and "global_step" in content:
+    found = content if isinstance(content, Mapping) else {}
+    if "state_dict" in found and "global_step" in found:
         return
-    tensors = content.values() if isinstance(content, Mapping) else ()
-    if any(isinstance(value, Tensor) for value in tensors) or (
-        isinstance(content, Mapping) and "state_dict" in content
-    ):
+    if "state_dict" in found or any(isinstance(value, Tensor) for value in found.values()):
         raise UserError(
             f"{str(path)!r} holds weights alone, and no state of a run: start from them with model.init_from={path}, "
             "without ckpt_path."
@@ -166,13 +154,7 @@ def require_same_optimizer(path: Path, content: Mapping[str, Any], optimizer: to
 
 
 def differences(path: Path, config: Mapping[str, Any], *, fit: bool) -> str | None:
-    """What of data, model and recipe is not as in the run that wrote a checkpoint, in one sentence.
-
-    Args:
-        path: The checkpoint.
-        config: The resolved configuration of this run.
-        fit: Whether it trains: a test does not use the optimizer.
-    """
+    """What of data, model and recipe is not as in the run that wrote a checkpoint, in one sentence."""
     saved = saved_config(path)
     if not saved:
         return None
@@ -191,3 +173,47 @@ def recipe(config: Mapping[str, Any], *, fit: bool) -> dict[str, Any]:
     if isinstance(sections["model"], Mapping):
         sections["model"] = architecture(sections["model"])
     return {key: value for key, value in settings(sections).items() if not {*key.split(".")} & NOT_RECIPE}
+
+
+def load_initial_weights(model: nn.Module, name: str) -> str:
+    """Load the weights of a file (of ``torch.save`` or safetensors) that fit a model, or its ``net`` where it has one.
+
+    Return what was loaded, in one sentence. A classifier's last layer for other classes is left as it was drawn.
+    """
+    path = Path(name)
+    if not path.is_file():
+        raise UserError(f"model.init_from={name} is not a file: give the path of weights, such as weights.pt.")
+    net: nn.Module = getattr(model, "net", model)
+    wanted, found = net.state_dict(), read_weights(path)
+    named = (found, {WRAPPERS.sub("", key, count=1): value for key, value in found.items()})
+    fitting = max((matching(weights, wanted) for weights in named), key=len)
+    if not fitting:
+        raise UserError(
+            f"model.init_from={name}: none of its {len(found)} weights (such as {next(iter(found), 'none')}) is one of "
+            f"this model (such as {next(iter(wanted))}): choose the model that they belong to."
+        )
+    net.load_state_dict(fitting, strict=False)
+    left = sorted(wanted.keys() - fitting.keys())
+    rest = (
+        f"; {len(left)} keep their first values: {', '.join(left[:4])}{', …' if len(left) > 4 else ''}" if left else ""
+    )
+    return f"Weights: {len(fitting)} of {len(wanted)} from {path}{rest}"
+
+
+def matching(weights: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Those weights whose name and shape are wanted."""
+    return {key: value for key, value in weights.items() if key in wanted and wanted[key].shape == value.shape}
+
+
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """The weights in a file by their names."""
+    if path.suffix == ".safetensors":
+        from safetensors.torch import load_file
+
+        return dict(load_file(path))
+    content: Any = read_safely(path)
+    for key in ("state_dict", "model"):
+        if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
+            content = content[key]
+    pairs = content.items() if isinstance(content, Mapping) else ()
+    return {str(key): value for key, value in pairs if isinstance(value, Tensor)}

@@ -94,12 +94,9 @@ def check_hydra_section(section: Mapping[str, Any]) -> None:
 
 
 def check_logging(key: str, section: Any, *, may_be_placed: bool) -> None:
-    """Refuse log handlers and values that Python's logging would import.
+    """Refuse log handlers and values that Python's logging would import, in a section that is not resolved yet.
 
-    Args:
-        key: The section's name, for the message.
-        section: The section, not resolved: what it is resolved to may change.
-        may_be_placed: Whether a file in the run's folder may be named; that is known once the job begins.
+    A file in the run's folder may be named where that is known once the job begins.
     """
     for name in ("()", "class", "queue", "listener"):
         for factory in found_under(name, section):

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
-from jinja2 import Environment, PackageLoader
+from jinja2 import Environment, PackageLoader, Template
 
 from lightning_ga.app.plots import as_svg, loss_figure, probe_figure
 from lightning_ga.app.run_files import RunFiles, read_run
@@ -19,11 +19,7 @@ MOST_CLASSES = 40  # of a confusion matrix that can be read
 
 
 def write_page(folders: Sequence[Path], path: Path | None = None) -> Path:
-    """Write the page of one run, by default into its folder, or of several, by default into the current one.
-
-    Raises:
-        UserError: If a folder holds no run.
-    """
+    """Write the page of one run, by default into its folder, or of several, by default into the current one."""
     runs = [read_run(folder) for folder in folders]
     page = path or (folders[0] / PAGE if len(runs) == 1 else Path(PAGE))
     page.write_text(run_page(runs[0]) if len(runs) == 1 else comparison_page(runs), encoding="utf-8")
@@ -31,9 +27,9 @@ def write_page(folders: Sequence[Path], path: Path | None = None) -> Path:
 
 
 @cache
-def templates() -> Environment:
-    """The templates, which escape what they are given."""
-    return Environment(loader=PackageLoader(__package__), autoescape=True, trim_blocks=True)
+def template(name: str) -> Template:
+    """A template, which escapes what it is given."""
+    return Environment(loader=PackageLoader(__package__), autoescape=True, trim_blocks=True).get_template(name)
 
 
 def run_page(run: RunFiles) -> str:
@@ -41,34 +37,26 @@ def run_page(run: RunFiles) -> str:
     losses = loss_figure({run.name: run.curves})
     pictures = [as_svg(probe_figure(run.probe), "Memory by micro-batch")] if run.probe is not None else []
     pictures += [as_svg(losses, "Losses by optimizer step")] if losses is not None else []
-    return (
-        templates()
-        .get_template("run.html")
-        .render(
-            title=f"{described(run)}: {run.name}",
-            run=run,
-            facts=facts(run),
-            pictures=pictures,
-            epochs=epoch_rows(run.epochs),
-            scores=score_rows(run),
-            confusion=confusion(run),
-        )
+    return template("run.html").render(
+        title=f"{described(run)}: {run.name}",
+        run=run,
+        facts=facts(run),
+        pictures=pictures,
+        epochs=epoch_rows(run.epochs),
+        scores=score_rows(run),
+        confusion=confusion(run),
     )
 
 
 def comparison_page(runs: Sequence[RunFiles]) -> str:
     """Several runs side by side: a table of what differs and what came of it, and their curves."""
     figure = loss_figure({run.name: run.curves for run in runs})
-    return (
-        templates()
-        .get_template("comparison.html")
-        .render(
-            title=f"{len(runs)} runs side by side",
-            names=[run.name for run in runs],
-            results=beside_each_other([facts(run) for run in runs]),
-            differing=differing(runs),
-            picture=as_svg(figure, "Losses of the runs") if figure is not None else "",
-        )
+    return template("comparison.html").render(
+        title=f"{len(runs)} runs side by side",
+        names=[run.name for run in runs],
+        results=beside_each_other([facts(run) for run in runs]),
+        differing=differing(runs),
+        picture=as_svg(figure, "Losses of the runs") if figure is not None else "",
     )
 
 

@@ -99,16 +99,8 @@ class EpochLog(Callback):
         else:
             keep_in_log(line)
         place, peak = memory_used(pl_module.device)
-        self._records.append(
-            {
-                "epoch": trainer.current_epoch + 1,
-                "steps": trainer.global_step,
-                "seconds": round(seconds, 3),
-                "samples": self._samples,
-                place: peak,
-                **metrics,
-            }
-        )
+        counts = {"epoch": trainer.current_epoch + 1, "steps": trainer.global_step, "seconds": round(seconds, 3)}
+        self._records.append({**counts, "samples": self._samples, place: peak, **metrics})
         write_json(self.folder / "epochs.json", self._records)
 
 
@@ -129,12 +121,6 @@ def make_progress(kind: str, folder: Path) -> list[Callback]:
 
 def epoch_line(epoch: int, epochs: int | None, metrics: Mapping[str, float], seconds: float) -> str:
     """One epoch in words.
-
-    Args:
-        epoch: Its number, from 1.
-        epochs: How many there will be, if that is known.
-        metrics: Values by their names.
-        seconds: What it took.
 
     Examples:
         >>> epoch_line(1, 4, {"val/loss": 0.41234, "train/loss": 0.5, "train/acc": 0.75}, 3.21)

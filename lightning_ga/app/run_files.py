@@ -52,11 +52,7 @@ class RunFiles:
 
 
 def read_run(folder: Path) -> RunFiles:
-    """Read a run's folder.
-
-    Raises:
-        UserError: If no run has been there.
-    """
+    """Read a run's folder."""
     config = folder / "config.yaml"
     if not config.is_file():
         raise UserError(

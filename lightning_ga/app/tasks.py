@@ -21,10 +21,9 @@ from lightning_ga.app.interrupts import interruptions_told
 from lightning_ga.app.page import write_page
 from lightning_ga.app.plan_report import find_accumulate
 from lightning_ga.app.plots import loss_figure
-from lightning_ga.app.predictions import save_predictions
 from lightning_ga.app.progress import quiet_lightning
 from lightning_ga.app.run_files import read_run, write_json
-from lightning_ga.app.scores import class_report
+from lightning_ga.app.scores import class_report, save_predictions
 from lightning_ga.app.terminal import printed_to, warn
 from lightning_ga.app.values import Config
 from lightning_ga.errors import UserError
@@ -39,8 +38,7 @@ LOG = "train.log"
 def run_task(content: Config, allow: tuple[str, ...] = ()) -> float | None:
     """Build what a checked configuration names, with packages in ``allow`` too, and do what ``task`` says.
 
-    Returns:
-        The optimized metric, for sweepers; nothing if the task does not measure it.
+    Return the optimized metric, for sweepers; nothing if the task does not measure it.
     """
     folder = Path(content["paths"]["output_dir"])
     log = printed_to(folder / LOG) if HydraConfig.get().output_subdir is not None else nullcontext()

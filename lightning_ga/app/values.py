@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_ga.errors import UserError
-from lightning_ga.plan.budget import require_bytes
+from lightning_ga.plan.units import require_bytes
 
 KNOWN = ("lightning_ga.", "lightning.pytorch.", "torch.optim.")  # classes whose keys mean what the table says
 MODELS = "lightning_ga.models."
@@ -50,15 +50,7 @@ def number(
     whole: bool = False,
     besides: tuple[Any, ...] = (),
 ) -> Rule:
-    """A finite number in a range.
-
-    Args:
-        example: One that may be.
-        least: The smallest that may be.
-        most: The largest that may be.
-        whole: Whether it must be a whole number.
-        besides: What may be as well: null, or -1 for no limit.
-    """
+    """A finite number in a range."""
     words = "a whole number" if whole else "a number"
     if most < math.inf:
         words += f" from {least} to {most}"

@@ -14,11 +14,7 @@ def missing(name: str, root: str) -> UserError:
 
 
 def fetch(name: str, root: str, download: Callable[[], object]) -> None:
-    """Run a download.
-
-    Raises:
-        UserError: If it fails; the network's own message is in it.
-    """
+    """Run a download; if it fails, the network's own message is in the error."""
     try:
         download()
     except (OSError, RuntimeError) as error:  # no network, or no mirror that answers

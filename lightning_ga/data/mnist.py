@@ -68,11 +68,7 @@ def idx_path(folder: Path, file: str) -> Path:
 
 
 def read_idx(path: Path) -> Tensor:
-    """The tensor of an idx file, read by torchvision; a compressed one is unpacked for that.
-
-    Raises:
-        UserError: If it is not an idx file, or is cut short.
-    """
+    """The tensor of an idx file, read by torchvision; a compressed one is unpacked for that."""
     with TemporaryDirectory() as folder:
         try:
             plain = extract_archive(str(path), folder) if path.suffix == ".gz" else str(path)

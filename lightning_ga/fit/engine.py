@@ -7,7 +7,7 @@ from its first batch, in smaller pieces (``fit/piecewise.py``). Nothing is noted
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
@@ -16,13 +16,11 @@ from lightning_ga.compat import agreement, log_capture, loops, transfer
 from lightning_ga.compat.agreement import collectives_run
 from lightning_ga.errors import UserError
 from lightning_ga.fit.batch_readers import BatchReaders
-from lightning_ga.fit.log_buffer import LogBuffer
 from lightning_ga.fit.messages import OomEvent, OutOfMemory, fewer_samples_than_ranks, of_rank
-from lightning_ga.fit.parts import BatchResult, Move, Part, StageBatches, Window, written_versions
-from lightning_ga.fit.piecewise import PiecewiseRun
+from lightning_ga.fit.parts import Move, Part, StageBatches
 from lightning_ga.fit.retry_policy import RetryPolicy
 from lightning_ga.memory.device import describe_memory
-from lightning_ga.memory.oom import Outcome, is_ambiguous_out_of_memory, is_out_of_memory, release
+from lightning_ga.memory.oom import Outcome, attempt, is_ambiguous_out_of_memory, is_out_of_memory
 from lightning_ga.snapshot.random_numbers import RandomState
 from lightning_ga.snapshot.savepoint import Savepoint
 
@@ -59,11 +57,11 @@ class Engine:
         self.lockstep: set[str] = set()  # stages in which ranks wait for each other
         self.undecided: set[str] = set()  # stages of which the first batch has to show that
         self.move: Move | None = None  # of pieces, if the current batch stays on the host
-        self.host: tuple[Any, Move] | None = None  # the current batch on the host
-        self._not_moved: Exception | None = None  # the error of its transfer
+        self.mover: Move = _stays  # moves any batch of the current loader
+        self.host: Any = None  # the current batch on the host
+        self.not_moved: Exception | None = None  # the error of its transfer
         self._unmovable: set[str] = set()  # stages in which there was no memory for the hooks of a transfer
-        self._limits: dict[str, int] = {}
-        self._last_failures: dict[str, Exception] = {}
+        self.limits: dict[str, int] = {}
         self._taps: dict[str, log_capture.LogTap] = {}
         self._savepoints: dict[bool, Savepoint] = {}
         self._changing: frozenset[str] = frozenset()
@@ -76,22 +74,43 @@ class Engine:
 
     def limit(self, stage: str) -> int | None:
         """Return the most samples of a pass; ``None`` if whole batches are tried."""
-        return self._limits.get(stage)
+        return self.limits.get(stage)
 
     def lower(self, stage: str, samples: int) -> None:
         """Run no more samples at once from here on."""
-        self._limits[stage] = min(samples, self._limits.get(stage, samples))
+        self.limits[stage] = min(samples, self.limits.get(stage, samples))
+
+    def pieces(self, stage: str, part: Part) -> int:
+        """Return in how many pieces a batch runs: the same number on all ranks if they wait for each other."""
+        limit = self.limits.get(stage)
+        if limit is None:
+            return 1
+        samples = self.readers.count(part.batch, stage, part.expected, part.loader, on_host=part.move is not None)
+        pieces = max(1, -(-samples // limit))
+        if stage not in self.lockstep and stage not in self.undecided:
+            return pieces
+        agreed = agreement.largest_over_ranks(self.trainer, pieces)
+        if agreed <= max(1, samples):
+            return agreed
+        if stage not in self.lockstep:
+            return pieces
+        raise self.error(fewer_samples_than_ranks(agreed, samples))
+
+    def finish(self, stage: str) -> None:
+        """Forget a batch that has run."""
+        self.undecided.discard(stage)
+        self.host = self.move = self.not_moved = None
 
     # --- transfer ------------------------------------------------------------------------------
 
     def to_device(self, move: Move, batch: Any, loader: int = 0) -> Any:
         """Move a batch to the device; one that is too large stays on the host and is moved in pieces."""
-        self.move = self._not_moved = None
+        self.move = self.not_moved = None
         if not self.is_active:
             return move(batch)
-        self.host = batch, move
+        self.host, self.mover = batch, move
         stage = loops.stage(self.trainer)
-        if self._limits and self._stays_on_host(batch, stage, loader):
+        if self.limits and self._stays_on_host(batch, stage, loader):
             self.move = move
             return batch
         before = RandomState() if self.hooks_move_batches and self.policy.retries else None
@@ -101,8 +120,19 @@ class Engine:
         if before is not None:  # hooks of the transfer may draw numbers
             before.restore()
             self._unmovable.add(stage)
-        self.move, self._not_moved = move, outcome.failure
+        self.move, self.not_moved = move, outcome.failure
         return batch
+
+    def moves_whole(self, stage: str) -> bool:
+        """Return whether batches are moved before they are cut: hooks of the transfer see them whole, if that fits."""
+        return self.hooks_move_batches and stage not in self._unmovable
+
+    def move_whole(self, stage: str, move: Move, batch: Any) -> Any:
+        """Move a batch that is cut afterwards; the next time it is cut before, if memory runs out."""
+        self._unmovable.add(stage)
+        moved = move(batch)
+        self._unmovable.discard(stage)
+        return moved
 
     @cached_property
     def hooks_move_batches(self) -> bool:
@@ -110,105 +140,29 @@ class Engine:
         return transfer.hooks_move_batches(self.trainer)
 
     def _stays_on_host(self, batch: Any, stage: str, loader: int) -> bool:
-        limit = self._limits.get(stage)
-        if limit is None or (self.hooks_move_batches and stage not in self._unmovable):
+        limit = self.limits.get(stage)
+        if limit is None or self.moves_whole(stage):
             return False
         expected = self.batches(stage).samples_of_next(batch)
         return self.readers.count(batch, stage, expected, loader, on_host=True) > limit
 
-    # --- running -------------------------------------------------------------------------------
-
-    def run(self, window: Window, *, begins: bool = True, all_parts: bool = False) -> BatchResult:
-        """Run the last batch of a window; if memory runs out, all of the window again, in smaller pieces.
-
-        Args:
-            window: The window.
-            begins: Whether the window begins with this batch.
-            all_parts: Whether all batches are to run, though none has failed: an optimizer evaluates its closure again.
-
-        Raises:
-            UserError: If one sample alone does not fit, the batch cannot be cut, or something cannot be undone.
-        """
-        stage, part, failure = window.stage, window.parts[-1], self._not_moved
-        tap = self._tap(stage)
-        tap.begin()
-        takes = (begins or all_parts) and self.policy.retries
-        if takes:
-            window.savepoint.forget()
-        pieces = self._pieces(stage, part) if self._limits else 1
-        if pieces == 1 and part.move is None and not all_parts:
-            hook = log_capture.current_hook(self.trainer)
-            held = LogBuffer() if self.distributed else None
-            written = part.written = written_versions(part.batch)
-            outcome = self.catch(stage, self._run_whole, window, part, tap, held, takes)
-            if outcome.failure is None:
-                self._finish(stage)
-                if held is not None:
-                    held.replay(tap.log, partial(self.retry_once, stage))
-                return BatchResult((outcome.result,))
-            failure, takes = outcome.failure, False
-            if written != written_versions(part.batch):
-                raise self.error(self.out_of_memory(stage).changed_by_the_step("its batch in place")) from failure
-            log_capture.return_to_hook(self.trainer, hook)
-        result = PiecewiseRun(self, window, tap, failure=failure, pieces=pieces, takes=takes, all_parts=all_parts).run()
-        self._finish(stage)
-        self.move = self._not_moved = None
-        return result
-
-    def _finish(self, stage: str) -> None:
-        self.undecided.discard(stage)
-        self.host = None
-
-    @staticmethod
-    def _run_whole(window: Window, part: Part, tap: log_capture.LogTap, held: LogBuffer | None, takes: bool) -> Any:
-        if takes:
-            window.savepoint.take()
-        if held is None:
-            return window.run_pass(part, part.batch, None, 1.0)
-        # What ranks exchange in logs comes after all passes, as it does on a rank that runs pieces.
-        with tap.held(held.note):
-            result = window.run_pass(part, part.batch, None, 1.0)
-        held.keep(1.0)
-        return result
-
-    def _pieces(self, stage: str, part: Part) -> int | None:
-        """Return in how many pieces a batch runs; ``None`` if its samples are to be counted where it is cut."""
-        limit = self._limits.get(stage)
-        if limit is None:
-            return 1
-        samples = self.readers.count(part.batch, stage, part.expected, part.loader, on_host=part.move is not None)
-        pieces = -(-samples // limit)
-        if stage not in self.lockstep and stage not in self.undecided:
-            return pieces
-        agreed = agreement.largest_over_ranks(self.trainer, pieces)
-        if agreed <= samples:
-            return agreed
-        if stage not in self.lockstep:
-            return pieces
-        raise self.error(fewer_samples_than_ranks(agreed, samples))
-
     # --- errors --------------------------------------------------------------------------------
 
     def catch(self, stage: str, run: Callable[..., Any], *arguments: Any) -> Outcome:
-        """Run something; if memory runs out, free what that keeps alive. The only place that catches such an error.
+        """Run a part of a step; if memory runs out, free what that keeps alive.
 
         Raises:
             UserError: If memory runs out and other ranks would wait for a retry.
         """
-        before = self.collectives() if self.distributed else 0
+        before = self.collectives()
         try:
-            return Outcome(run(*arguments))
-        except Exception as error:
-            if not self._acts_upon(error):
-                raise
-            failure = error
+            outcome = attempt(run, self._acts_upon, *arguments)
         finally:
             if self.distributed and self.collectives() != before:
                 self.lockstep.add(stage)
-        release(failure)
-        self._last_failures[stage] = failure
-        self.raise_if_others_wait(stage, failure)
-        return Outcome(failure=failure)
+        if outcome.failure is not None:
+            self.raise_if_others_wait(stage, outcome.failure)
+        return outcome
 
     def raise_if_others_wait(self, stage: str, failure: Exception) -> None:
         """End here if other ranks would wait for what a retry does."""
@@ -219,15 +173,13 @@ class Engine:
             raise failure
         raise self.error(self.out_of_memory(stage).cannot_run_again(why)) from failure
 
-    def retry_once(self, stage: str, run: Callable[[], Any]) -> Any:
+    def retry_once(self, run: Callable[[], Any]) -> Any:
         """Run what undoes itself if it fails: with the step's memory freed, there is room for it.
 
         Not if it has exchanged values with other ranks, as they would not do that again.
         """
         before = self.collectives()
-        outcome = self.catch(stage, run)
-        if outcome.failure is not None and self.collectives() != before:
-            raise outcome.failure
+        outcome = attempt(run, lambda error: self._acts_upon(error) and self.collectives() == before)
         return outcome.result if outcome.failure is None else run()
 
     @contextmanager
@@ -271,7 +223,8 @@ class Engine:
         if self.reducer is not None:
             yield from self.reducer.memory()
 
-    def _tap(self, stage: str) -> log_capture.LogTap:
+    def tap(self, stage: str) -> log_capture.LogTap:
+        """Return what takes the values that a stage logs."""
         results = log_capture.results_of(self.trainer, stage)
         tap = self._taps.get(stage)
         if tap is None or tap.results is not results:
@@ -297,3 +250,7 @@ class Engine:
     def memory(self) -> str:
         """Describe the device's memory."""
         return describe_memory(self.trainer.strategy.root_device)
+
+
+def _stays(batch: Any) -> Any:
+    return batch

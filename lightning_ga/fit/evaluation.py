@@ -10,6 +10,7 @@ from lightning_ga.batch.merge import merge_outputs
 from lightning_ga.compat import closures, dataloaders, loops, ranks
 from lightning_ga.fit.engine import Engine
 from lightning_ga.fit.parts import Part, Piece, Window
+from lightning_ga.fit.running import run_window
 from lightning_ga.loading.batch_source import BatchSource, CollatedBatches, ReadyMadeBatches, is_collated
 from lightning_ga.loading.reader import CollatedAgain
 from lightning_ga.loading.samples import collect_samples
@@ -63,7 +64,9 @@ class EvaluatedBatch(Window):
     def __init__(self, engine: Engine, stage: str, batches: EvaluationBatches, step: Callable[[Any], Any]) -> None:
         self.stage, self.savepoint = stage, engine.savepoint("evaluation")
         self._batches, self._step = batches, step
-        self.parts = [Part(batches.batch, batches.number, engine.move, batches.loader)]
+        on_host = engine.trainer.strategy.root_device.type == "cpu"
+        host = None if on_host else engine.host
+        self.parts = [Part(batches.batch, batches.number, engine.move, batches.loader, host=host)]
 
     def run_pass(self, part: Part, batch: Any, piece: Piece | None, weight: float) -> Any:
         """Run the step."""
@@ -88,8 +91,8 @@ def evaluate(engine: Engine, batches: EvaluationBatches, name: str, step: Callab
     window = EvaluatedBatch(engine, stage, batches, lambda batch: step(batch, *others))
     if policy.retries and batches.number == 0:
         window.savepoint.look_again()
-    done = engine.run(window)
+    done = run_window(engine, window)
     batches.batch = None
     if not done.sizes:
         return done.results[0]
-    return engine.retry_once(stage, lambda: merge_outputs(done.results, done.sizes))
+    return engine.retry_once(lambda: merge_outputs(done.results, done.sizes))

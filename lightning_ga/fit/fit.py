@@ -11,9 +11,8 @@ from lightning_ga.compat import checkpoint as loop_state
 from lightning_ga.compat import dataloaders, intervals, loops
 from lightning_ga.errors import ExactnessWarning, UserError
 from lightning_ga.fit import checks
-from lightning_ga.fit.batch_norm import Momenta
 from lightning_ga.fit.epochs import PlannedEpoch, optimizer_steps, plan_epoch
-from lightning_ga.fit.exactness import TrainingExactness
+from lightning_ga.fit.exactness.training import TrainingExactness
 from lightning_ga.fit.limit import TrainingLimit
 from lightning_ga.fit.oom_handler import OomHandler, OomReporter
 from lightning_ga.fit.progress import Progress
@@ -26,13 +25,12 @@ from lightning_ga.loading.training_source import TrainingSource
 from lightning_ga.memory.device import enforced_budget, total_memory
 from lightning_ga.memory.oom import is_out_of_memory
 from lightning_ga.plan.accumulation import AccumulationPlan
-from lightning_ga.plan.budget import parse_budget
 from lightning_ga.plan.checkpoint import RunState
 from lightning_ga.plan.config import Options, Request
 from lightning_ga.plan.exactness import INEXACT
 from lightning_ga.plan.planned_device import current_device
 from lightning_ga.plan.records import ProbeResult
-from lightning_ga.plan.units import format_bytes
+from lightning_ga.plan.units import format_bytes, parse_budget
 from lightning_ga.probe.isolation import hooks_apart
 
 
@@ -54,7 +52,6 @@ class Fit:
         self._active = active
         self._planned: PlannedEpoch | None = None  # none before the data are set up
         self.exactness = TrainingExactness(trainer, options)
-        self._momenta: Momenta | None = None
         self._begun: tuple[TrainingSource, int] | None = None  # what the loops were told of last
         self._frequencies: dict[int, int] = {}  # of schedules by step, as the user wrote them
         self._progress = Progress(trainer)
@@ -124,9 +121,6 @@ class Fit:
         if current_device() is not None:
             loops.end_training(trainer)  # what fits on another device may not fit here
             return
-        if self.options.batch_norm == "rescale":
-            self._momenta = Momenta(trainer.lightning_module)
-            self._rescale_momenta()
         self._frequencies = self._frequencies_in_steps()
         self.oom_handler.watch_training(self.source, self.gradients, self.exactness.changing)
         self._held.enter_context(intervals.stopping_only_unless(trainer, lambda: self._progress.within_batch))
@@ -186,8 +180,6 @@ class Fit:
     def close(self) -> None:
         """Give model, schedules, loops and device back what they had."""
         self._held.close()
-        if self._momenta is not None:
-            self._momenta.restore()
         intervals.restore_frequencies(self.trainer, self._frequencies)
         loops.expect_nothing_of_positions()
         self.oom_handler.stop_training()
@@ -240,7 +232,6 @@ class Fit:
         # If one rank has a limit, ranks count their pieces together: so all have one.
         if source.cut_in_step and (source.may_grow or self._cuts(epoch) or source.world_size > 1):
             self._engine.lower("training", limit)
-        self._rescale_momenta()
         dataloaders.resize_epoch(self.trainer, source.length, at_most=source.at_most)
 
     def _arrange(self, epoch: int) -> None:
@@ -249,10 +240,6 @@ class Fit:
         limit = self._limit.micro_batch
         self._planned = plan_epoch(self.source, self.request, epoch, micro_batch=limit, samples_done=done)
         self.trainer.accumulate_grad_batches = self._fed.factor
-
-    def _rescale_momenta(self) -> None:
-        if self._momenta is not None and self.plan is not None:
-            self._momenta.rescale(self.plan.factor)
 
     def _cuts(self, epoch: int) -> bool:
         """Return whether batches of the recipe have to be cut, or may have to be."""

@@ -41,8 +41,8 @@ class OomEvent:
         more = ", …" if len(self.left) > MOST_NAMES else ""
         beside = " The result is the same as far as it does not depend on it." if self.result == SAME_RESULT else ""
         return (
-            f" What the step keeps in attributes ({', '.join(self.left[:MOST_NAMES])}{more}) is as the attempts left "
-            f"it.{beside}"
+            f" What the step had changed in attributes ({', '.join(self.left[:MOST_NAMES])}{more}) is as the failed "
+            f"attempt left it.{beside}"
         )
 
 

@@ -72,7 +72,10 @@ class OomHandler:
         trainer, engine = self._trainer, self.engine
         if engine.policy.by_hand:
             ranks.take_over(trainer)
-        engine.read_module(frozenset(changing))
+        groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+        updated = {id(parameter) for group in groups for parameter in group["params"]}
+        names = {name for name, parameter in trainer.lightning_module.named_parameters() if id(parameter) in updated}
+        engine.read_module(frozenset(changing) - names)
         if engine.policy.lockstep:
             engine.lockstep.add("training")
         engine.undecided = {"training"} if engine.policy.undecided else set()

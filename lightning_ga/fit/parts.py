@@ -1,7 +1,7 @@
 """What the engine runs: windows, their batches (parts), and pieces of these."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -56,6 +56,7 @@ class Part:
     move: Move | None = None  # moves pieces to the device; ``None`` if the batch is there
     loader: int = 0
     expected: int | None = None  # samples that it should hold, where that is known
+    host: Any = None  # the batch on the host, if it was moved from there
     written: Sequence[int] = ()  # how often its tensors had been written to before it ran
 
 
@@ -90,6 +91,10 @@ class Window(ABC):
     def undo(self) -> str | None:
         """Undo what the savepoint does not keep, before the window runs again; name what cannot be undone."""
         return None
+
+    def gradients_left(self) -> Iterable[tuple[str, Tensor]]:
+        """Return gradients that ``undo`` leaves, as no optimizer zeroes them, with their names."""
+        return ()
 
 
 class StageBatches(Protocol):

@@ -2,13 +2,14 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning_ga.batch.layout import LayoutError
 from lightning_ga.batch.pytree import same_values
 from lightning_ga.compat import log_capture, transfer
 from lightning_ga.errors import UserError
 from lightning_ga.fit.batch_metrics import whole_batch_metrics
+from lightning_ga.fit.engine import Engine
 from lightning_ga.fit.log_buffer import LogBuffer
 from lightning_ga.fit.messages import HOOKS_APART, SAME_BUT_RANDOM, SKIPPED, OomEvent, part_of_a_batch
 from lightning_ga.fit.parts import BatchResult, Part, Piece, Window, even_pieces, written_versions
@@ -18,9 +19,6 @@ from lightning_ga.plan.accumulation import plan_accumulation, split_evenly
 from lightning_ga.plan.exactness import SAME_RESULT
 from lightning_ga.probe.fingerprint import describe_value
 from lightning_ga.snapshot.plain import PlainState
-
-if TYPE_CHECKING:
-    from lightning_ga.fit.engine import Engine
 
 
 class PiecewiseRun:
@@ -38,12 +36,12 @@ class PiecewiseRun:
 
     def __init__(
         self,
-        engine: "Engine",
+        engine: Engine,
         window: Window,
         tap: log_capture.LogTap,
         *,
         failure: Exception | None,
-        pieces: int | None,
+        pieces: int,
         takes: bool,
         all_parts: bool,
     ) -> None:
@@ -60,12 +58,17 @@ class PiecewiseRun:
     def run(self) -> BatchResult:
         """Run until all goes through, and report the errors that were survived."""
         engine = self._engine
+        if self._last.batch is None:  # it was let go, as micro-batches without a sample followed
+            self._last.batch, self._last.move = self._fetched(self._last), engine.mover
+        if self._failure is not None:
+            self._check_batch(self._last)
         slices = self._slices(self._last)
         if self._failure is not None:
             self._refuse(slices.samples, self._last.batch)
         while True:
             if self._failure is not None:
                 self._undo()
+            self._running, self._cut = min(self._most, slices.samples), self._last.batch
             outcome = engine.catch(self._stage, self._run_parts, slices)
             if outcome.failure is None:
                 break
@@ -74,7 +77,7 @@ class PiecewiseRun:
             self._cut = None
         result: BatchResult = outcome.result[0]
         logs: LogBuffer = outcome.result[1]
-        logs.replay(self._tap.log, partial(engine.retry_once, self._stage))
+        logs.replay(self._tap.log, engine.retry_once)
         if self._refused:
             self._report(result)
         return result
@@ -91,7 +94,7 @@ class PiecewiseRun:
         if lost is not None:
             raise engine.error(engine.out_of_memory(self._stage).changed_by_the_step(lost)) from self._failure
         if window.savepoint.is_taken:
-            self._plain = window.savepoint.not_put_back()
+            self._plain = window.savepoint.not_put_back(window.gradients_left())
 
     def _run_parts(self, slices: BatchSlices) -> tuple[BatchResult, LogBuffer]:
         """Run the batches of the window: those before the last, if they are to run again, log nothing."""
@@ -104,40 +107,56 @@ class PiecewiseRun:
                     self._run_again(part)
                 window.savepoint.go_on(number + 1)
         with self._tap.held(logs.note):
-            return self._run_pieces(self._last, slices, logs), logs
+            result = self._run_pieces(self._last, slices, logs)
+        window.savepoint.go_on(len(window.parts))
+        return result, logs
 
     def _run_again(self, part: Part) -> None:
-        """Run a batch of the window once more; it is let go afterwards, if it was fetched again."""
-        kept, move = part.batch, part.move
+        """Run a batch of the window once more, from the host; afterwards no more of it is kept than before."""
+        engine, kept, move = self._engine, part.batch, part.move
         if kept is None:
-            self._fetch(part)
-        elif move is None and written_versions(kept) != part.written:
-            error = self._engine.out_of_memory(self._stage).changed_by_the_step("its batch in place")
-            raise self._engine.error(error) from self._failure
-        elif move is not None and self._engine.hooks_move_batches:
-            part.batch, part.move = move(kept), None  # hooks see the whole batch
+            part.batch, part.move = self._fetched(part), engine.mover
+        elif move is None:
+            self._check_batch(part)
         try:
-            slices = self._slices(part)
-            if part.move is None and slices.samples <= self._most:
-                self._running, self._cut = slices.samples, part.batch
-                self._window.run_pass(part, part.batch, None, 1.0)
-            else:
-                self._run_pieces(part, slices, LogBuffer())
+            if part.move is not None and engine.moves_whole(self._stage):
+                part.batch, part.move = engine.move_whole(self._stage, part.move, part.batch), None
+            self._run_pieces(part, self._slices(part), LogBuffer())
         finally:
             part.batch, part.move = kept, move
 
-    def _fetch(self, part: Part) -> None:
-        """Fetch the samples of a batch again, as none is kept on a CPU."""
+    def _check_batch(self, part: Part) -> None:
+        """Take a batch from the host again, as a step may overwrite the one on the device.
+
+        Raises:
+            UserError: If there is no other, and the step has overwritten it.
+        """
         engine = self._engine
-        again = self._window.fetch(part)
-        assert again is not None, "batches that cannot be fetched again are kept"
-        batch = again.collate(0, again.count)
-        if not self._draws:
-            other = self._window.fetch(part, seed=1)
-            self._draws = other is None or not same_values(batch, other.collate(0, other.count, seed=1))
-        mover = transfer.BatchTransfer(engine.trainer, part.loader)
-        with engine.suspended():
-            part.batch = mover.to_device(batch)
+        if part.move is not None:
+            return
+        if part.host is not None and not engine.moves_whole(self._stage):
+            part.batch, part.move = part.host, engine.mover
+            return
+        if written_versions(part.batch) != part.written or self._is_overwritten(part):
+            error = engine.out_of_memory(self._stage).changed_by_the_step("its batch in place")
+            raise engine.error(error) from self._failure
+
+    def _is_overwritten(self, part: Part) -> bool:
+        """Return whether a batch is not what its samples make, though they make the same each time."""
+        if self._engine.hooks_move_batches or self._window.fetch(part) is None:
+            return False
+        fetched = self._fetched(part)
+        return not self._draws and not same_values(part.batch, fetched)
+
+    def _fetched(self, part: Part) -> Any:
+        """Fetch the samples of a batch again, and notice if its dataset draws random numbers."""
+        batches = []
+        for seed in (0,) if self._draws else (0, 1):
+            again = self._window.fetch(part, seed)
+            assert again is not None, "batches that cannot be fetched again are kept"
+            batches.append(again.collate(0, again.count, seed=seed))
+        self._draws = self._draws or not same_values(*batches)
+        return transfer.BatchTransfer(self._engine.trainer, part.loader).on_host(batches[0])
 
     @property
     def _most(self) -> int:
@@ -148,9 +167,9 @@ class PiecewiseRun:
     def _run_pieces(self, part: Part, slices: BatchSlices, logs: LogBuffer) -> BatchResult:
         """Run a batch in pieces of near-equal size."""
         engine, window, samples = self._engine, self._window, slices.samples
-        agreed = self._pieces if part is self._last and not self._refused else None
+        pieces = self._pieces if part is self._last and not self._refused else 0
         sizes: Sequence[int] = plan_accumulation(samples, micro_batch=self._most).chunks[0]
-        sizes = sizes if agreed is None else split_evenly(samples, agreed)
+        sizes = split_evenly(samples, pieces) if len(sizes) <= pieces <= samples else sizes
         exchanged = engine.collectives()
         results, weights = [], []
         with whole_batch_metrics(window.savepoint.metrics, lambda: self._running / samples):

@@ -3,7 +3,7 @@
 from typing import Any
 
 from lightning_ga.compat import intervals, loops
-from lightning_ga.fit.exactness import TrainingExactness
+from lightning_ga.fit.exactness.training import TrainingExactness
 from lightning_ga.fit.training_data import TrainingData
 from lightning_ga.loading.batch_source import BatchSource
 from lightning_ga.loading.reader import BatchReader, CollatedAgain, length_of_first
@@ -17,6 +17,7 @@ class TrainingBatches:
     def __init__(self, trainer: Any, data: TrainingData, exactness: TrainingExactness) -> None:
         self._trainer, self._data, self._exactness = trainer, data, exactness
         self.reader: BatchReader | None = None  # counts samples, from the start of training on
+        self._changing: tuple[str, ...] = ()  # names of what changes between the pieces of a batch
         self._expected: dict[int, int | None] = {}  # samples of the batches of this window, by the batch's number
 
     @property
@@ -31,7 +32,12 @@ class TrainingBatches:
 
     def verdict(self) -> str:
         """Say whether a batch in pieces has the gradient of the whole."""
-        return self._exactness.splitting_sentence(())
+        return self._exactness.splitting_sentence(self._changing)
+
+    def found_changing(self, names: tuple[str, ...]) -> None:
+        """Note what changes between the pieces of a batch, which is told."""
+        self._changing = names
+        self._exactness.found_changed(names, accumulates=True)
 
     def note(self, number: int, samples: int | None) -> None:
         """Keep the samples that a batch should hold, if they are known; forget those of the window before."""

@@ -19,14 +19,15 @@ from lightning_ga.compat import closures, loops, ranks
 from lightning_ga.compat.reduction import GradientReducer, WindowReduction
 from lightning_ga.errors import ExactnessWarning
 from lightning_ga.fit.engine import Engine
-from lightning_ga.fit.parts import BatchResult, Move, Part, Piece, Window
+from lightning_ga.fit.parts import BatchResult, Part, Piece, Window
+from lightning_ga.fit.running import run_window
 from lightning_ga.fit.training_batches import TrainingBatches
 from lightning_ga.fit.window_gradients import WindowGradients
 from lightning_ga.loading.reader import CollatedAgain
 from lightning_ga.plan.window_weights import WindowWeights
 
 LOOKS = 3  # batches of an epoch before which parts are looked for that hooks may have added
-WATCHED = 8  # batches of an epoch after which callbacks are watched for changes to the module
+WATCHED = 8  # batches of an epoch in which hooks are watched for changes to the module
 KEPT_ON_HOST = 2**26  # numbers (256 MiB of float32) of a window's batches; larger ones are fetched again
 
 
@@ -42,7 +43,6 @@ class MicroBatch(Part):
     given: dict[str, Any]  # what the step gets, the batch among it
     optimizer: Any
     weights: WindowWeights  # before it has run
-    host: tuple[Any, Move] | None  # the batch on the host, and what moves it
     loss: float = 0.0  # if the optimizer needs that of the whole window
 
 
@@ -83,6 +83,8 @@ class TrainingWindow(Window):
         self._warned = False
         self._whole: Any = None  # Lightning's closure of the current micro-batch, for its first pass
         self._make: Callable[..., Any] = lambda *_: None
+        self._looks = WATCHED  # windows in which it is looked at what hooks around the zeroing of gradients change
+        self._changed_at_zeroing = set[str]()
         self._zeroing = "before"  # "before" the window's gradients are zeroed, "within" that, or "after" it
         self._withheld: torch.Tensor | None = None  # loss of a piece after which no hooks were called, as more follow
         self._reduction: WindowReduction | None = None
@@ -156,7 +158,7 @@ class TrainingWindow(Window):
         self._engine.has_evaluated = False
         self.parts.append(part)
         self._begin_reduction(is_last=is_last)
-        result = self._engine.run(self, begins=begins)
+        result = run_window(self._engine, self, begins=begins)
         if part.number < WATCHED and self.savepoint.is_taken:
             self.savepoint.note_versions()
         self._finish(result)
@@ -167,7 +169,7 @@ class TrainingWindow(Window):
         counted = self._gradients.weights
         self.undo()
         self._begin_reduction(is_last=is_last)
-        result = self._engine.run(self, all_parts=True)
+        result = run_window(self._engine, self, all_parts=True)
         self._gradients.put_back(counted)  # what the window holds has been counted before
         self._finish(result)
         return result
@@ -190,7 +192,7 @@ class TrainingWindow(Window):
 
     def _output(self, result: BatchResult) -> Any:
         """Return Lightning's result, or one made of those of the pieces."""
-        output = self._engine.retry_once("training", lambda: _merged(result)) if result.sizes else result.results[0]
+        output = self._engine.retry_once(lambda: _merged(result)) if result.sizes else result.results[0]
         if self._fills_up and output.loss is not None:
             self._last_loss = output.loss.detach()
         return output
@@ -221,17 +223,17 @@ class TrainingWindow(Window):
 
     def _let_go(self, part: MicroBatch) -> None:
         """Keep no batch on the device: a GPU's batches stay on the host, a CPU's are fetched again if they can be."""
+        part.given = {**part.given, "batch": None}
         if self._on_host:
-            part.move = None
             if not self._batches.can_fetch:
                 return
             part.batch = None
         elif part.host is not None:
-            part.batch, part.move = part.host
+            part.batch = part.host
             self._kept = elements(part.batch) + (self._kept if len(self.parts) > 1 else 0)
             if self._batches.can_fetch and self._kept > KEPT_ON_HOST:
                 part.batch = None
-        part.given = {**part.given, "batch": None}
+            part.move = self._engine.mover
 
     # --- what the engine calls -----------------------------------------------------------------
 
@@ -245,7 +247,7 @@ class TrainingWindow(Window):
             if self._zeroing == "after":
                 closure._zero_grad_fn = None
             else:
-                closures.zero_through(closure, self._zero)
+                closures.zero_through(closure, partial(self._zero, piece is not None and not piece.is_last))
         if piece is None or piece.start == 0:
             gradients.put_back(part.weights)
         if piece is not None:
@@ -294,14 +296,24 @@ class TrainingWindow(Window):
             return "gradients, in a way of its own to zero them"
         return None
 
-    def _zero(self, zero: Callable[[], None]) -> None:
-        """Zero gradients, once a window: hooks around that do not run again."""
+    def gradients_left(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield gradients that no optimizer zeroes, with their names."""
+        zeroed = {id(parameter) for group in self.parts[0].optimizer.param_groups for parameter in group["params"]}
+        for name, parameter in self._trainer.lightning_module.named_parameters():
+            if parameter.grad is not None and id(parameter) not in zeroed:
+                yield f"{name}.grad", parameter.grad
+
+    def _zero(self, in_pieces: bool, zero: Callable[[], None]) -> None:
+        """Zero gradients, once a window: hooks around that do not run again, and later pieces meet what they change."""
         self._zeroing = "within"
         if self._has_zeroing_hooks and self.savepoint.is_taken:
-            self.savepoint.around_zeroing(zero)
+            self._looks -= 1
+            self._changed_at_zeroing.update(self.savepoint.around_zeroing(zero, look=self._looks >= 0))
         else:
             zero()
         self._zeroing = "after"
+        if in_pieces and self._changed_at_zeroing:
+            self._batches.found_changing(tuple(sorted(self._changed_at_zeroing)))
 
     def _contexts(self, completes: bool, is_current: bool) -> Iterator[AbstractContextManager[Any]]:
         """Yield contexts in which the backward pass reduces, or calls hooks, only if it should."""

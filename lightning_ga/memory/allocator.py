@@ -1,8 +1,7 @@
 """Measure a step in the caching allocator of an accelerator: its statistics, and its own history of events.
 
-The allocator also counts memory that no tensor holds (workspaces of cuBLAS and cuDNN), so its numbers
-decide. Its private history is read in torch 2.11 and 2.15 (``torch/cuda/memory.py``); without it, only
-live tensors are recorded.
+The allocator also counts memory that no tensor holds (workspaces of cuBLAS and cuDNN), so its numbers decide. Its
+private history is read in torch 2.11 and 2.15 (``torch/cuda/memory.py``); without it, only live tensors are recorded.
 """
 
 import os
@@ -13,7 +12,7 @@ from typing import Any, Literal
 import torch
 
 from lightning_ga.memory.device import is_bounded, keeps_statistics, require_statistics
-from lightning_ga.memory.segment_rules import ROUNDING, SMALL_SEGMENT, SegmentRules
+from lightning_ga.memory.segments import ROUNDING, SMALL_SEGMENT, SegmentRules
 from lightning_ga.memory.trace import MemoryTrace, Segment, canonical, rounded_up
 
 _MOST_EVENTS = 2_000_000
@@ -52,12 +51,9 @@ class AllocatorMeter:
         stats: dict[str, Any] = torch.cuda.memory_stats_as_nested_dict(self.device) if self._history else {}
         return int(stats["allocation"]["all"]["allocated"]) if stats else 0
 
+    # ``residents`` here and below: places of the tensors that are alive before a step, by address.
     def layout(self, residents: Mapping[int, int]) -> tuple[Segment, ...]:
-        """Empty the cache, and return the segments that the next step finds; none where that is not known.
-
-        Args:
-            residents: Places of the tensors that are alive, by address.
-        """
+        """Return the segments that the next step finds in an empty cache; none where that is not known."""
         if self._history is None:
             return ()
         self._empty_cache()
@@ -198,9 +194,6 @@ def _settings(device: torch.device) -> dict[str, Any]:
 def rules_of(settings: Mapping[str, Any]) -> SegmentRules | None:
     """Read the rules of segments off an allocator's settings; ``None`` if segments have another size.
 
-    Args:
-        settings: As a snapshot of the allocator has them.
-
     Examples:
         >>> rules_of({"expandable_segments": False, "max_split_size": 2**26}).max_split_size
         67108864
@@ -223,21 +216,14 @@ def rules_of(settings: Mapping[str, Any]) -> SegmentRules | None:
 def events_as_trace(
     events: Iterable[Mapping[str, Any]],
     samples: int,
-    alive: int,
-    segments: Iterable[Mapping[str, Any]] = (),
+    alive: int,  # bytes at the first event
+    segments: Iterable[Mapping[str, Any]] = (),  # of ``torch.cuda.memory_snapshot``, before the first event
     residents: Mapping[int, int] | None = None,
 ) -> MemoryTrace:
     """Convert an allocator's events into the stream of one step.
 
     A block is released when its release is requested: that is when the allocator's count of bytes
     falls. A block that is released without an allocation was alive before the step.
-
-    Args:
-        events: Each with ``action``, ``addr`` and ``size`` in bytes, in order.
-        samples: Micro-batch size of the step.
-        alive: Bytes alive at the first event.
-        segments: As ``torch.cuda.memory_snapshot`` describes them, before the first event.
-        residents: Places of the tensors that were alive then, by address.
 
     Examples:
         >>> step = [{"action": "alloc", "addr": 1, "size": 8}, {"action": "free_requested", "addr": 1, "size": 8}]

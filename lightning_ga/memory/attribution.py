@@ -43,13 +43,7 @@ class StepOrigins:
 
 
 def attribute(trace: MemoryTrace, origins: StepOrigins, *, rounding: int = 1, peak: int = 0) -> Attribution:
-    """Say what holds the memory at the peak of a recorded step.
-
-    Args:
-        trace: The step.
-        origins: Where its storages come from.
-        rounding: Bytes that every storage is rounded up to.
-        peak: Bytes that an allocator handed out at its peak, if these are more than all that tensors held.
+    """Say what holds the memory at the peak of a step; ``peak`` is that of an allocator, which may be higher.
 
     Examples:
         >>> trace = MemoryTrace(2, sizes=(100, 8, 16, 4), events=(0, 1, 2, 3, ~3, ~2, ~1))

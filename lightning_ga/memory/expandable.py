@@ -9,8 +9,7 @@ from bisect import insort
 from collections.abc import Iterable
 from itertools import repeat
 
-from lightning_ga.memory.segment_rules import LARGE_SEGMENT, SMALL_SEGMENT, SegmentRules, segment_size
-from lightning_ga.memory.segments import Block, Segments
+from lightning_ga.memory.segments import LARGE_SEGMENT, SMALL_SEGMENT, Block, SegmentRules, Segments, segment_size
 from lightning_ga.memory.trace import Segment, rounded_up
 
 _ENDLESS = 1 << 90  # addresses of a segment: sizes that are only predicted may be any

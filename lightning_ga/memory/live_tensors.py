@@ -60,16 +60,6 @@ class LiveTensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     The same object may be entered many times: storages that survive one step are known in the
     next. A dispatch mode belongs to one thread; autograd carries it to its own.
-
-    Args:
-        budget: Bytes above which an operation raises ``torch.OutOfMemoryError``; ``None`` for no bound.
-        device: Count tensors on this device only; ``None`` for every device. Meta tensors never count.
-        rounding: Bytes that every storage is rounded up to: 1 on a CPU, 512 for CUDA's allocator.
-
-    Attributes:
-        live_bytes: Bytes alive now.
-        peak_bytes: Most bytes alive at once within the budget since the start.
-        wanted_bytes: Bytes that would have been alive at the last operation that was refused, else 0.
     """
 
     supports_higher_order_operators = True
@@ -79,10 +69,11 @@ class LiveTensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, *, budget: int | None = None, device: torch.device | str | None = None, rounding: int = 1
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.budget = budget
-        self.device = None if device is None else torch.device(device)
-        self.rounding = rounding
-        self.live_bytes = self.peak_bytes = self.wanted_bytes = 0
+        self.budget = budget  # bytes; ``None`` is no bound
+        self.device = None if device is None else torch.device(device)  # ``None`` counts on every device
+        self.rounding = rounding  # bytes that every storage is rounded up to: 1 on a CPU, 512 for CUDA's allocator
+        self.live_bytes = self.peak_bytes = 0  # now, and most at once within the budget since the start
+        self.wanted_bytes = 0  # that would have been alive at the last operation that was refused
         self._held: dict[int, HeldStorage] = {}
         self._recording = 0
         self._events: list[int] | None = None

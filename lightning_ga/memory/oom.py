@@ -1,8 +1,7 @@
 """Recognise an out-of-memory error, and free the memory that it keeps alive.
 
-A caught exception holds its traceback, the traceback the frames, and the frames the activations.
-Nothing is freed inside ``except ... as error``: ``attempt`` keeps the error, leaves the block, then
-releases it.
+A caught exception holds its traceback, the traceback the frames, and the frames the activations. Nothing is freed
+inside ``except ... as error``: ``attempt`` keeps the error, leaves the block, then releases it.
 """
 
 import gc
@@ -60,10 +59,12 @@ class Outcome:
     failure: Exception | None = None  # the error that ended it; ``None`` if it went through
 
 
-def attempt(run: Callable[[], Any], catches: Callable[[Exception], bool] = is_out_of_memory) -> Outcome:
+def attempt(
+    run: Callable[..., Any], catches: Callable[[Exception], bool] = is_out_of_memory, *arguments: Any
+) -> Outcome:
     """Run something, and free the memory that its failure keeps alive; errors that it does not catch are raised."""
     try:
-        return Outcome(run())
+        return Outcome(run(*arguments))
     except Exception as error:
         if not catches(error):
             raise

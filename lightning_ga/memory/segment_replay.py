@@ -3,8 +3,7 @@
 from collections.abc import Iterable
 
 from lightning_ga.memory.expandable import ExpandableSegments
-from lightning_ga.memory.segment_rules import SegmentRules
-from lightning_ga.memory.segments import Block, Peaks, Segments
+from lightning_ga.memory.segments import Block, Peaks, SegmentRules, Segments
 from lightning_ga.memory.trace import MemoryTrace
 
 
@@ -13,21 +12,13 @@ def segments_of(rules: SegmentRules | None) -> Segments:
     return ExpandableSegments(rules) if rules is not None and rules.expandable else Segments(rules)
 
 
-def replay_segments(
-    sizes: Iterable[int],
-    trace: MemoryTrace,
-    rules: SegmentRules | None = None,
-) -> Peaks:
+def replay_segments(sizes: Iterable[int], trace: MemoryTrace, rules: SegmentRules | None = None) -> Peaks:
     """Return the peaks of a stream with storages of these sizes, from an empty cache.
 
-    Args:
-        sizes: Bytes of each storage.
-        trace: The stream, and the segments before it. Where these are not known, what was alive before
-            has segments of its own without holes.
-        rules: The allocator's settings, if not the default.
+    If the segments before it are not known, what was alive before has segments of its own without holes.
 
     Examples:
-        >>> from lightning_ga.memory.segment_rules import MIB
+        >>> from lightning_ga.memory.segments import MIB
         >>> replay_segments([0, 3 * MIB, 3 * MIB], MemoryTrace(1, (0, 1, 1), (0, 1, 2, ~1, ~2)))
         Peaks(allocated=6291456, reserved=20971520, needed=20971520)
     """

@@ -22,33 +22,20 @@ class Segment(NamedTuple):
 class MemoryTrace:
     """The stream of allocations and releases of one training step.
 
-    Attributes:
-        samples: Micro-batch size of the step.
-        sizes: Bytes of each storage, before rounding. Storage 0 stands for all that was alive
-            before the step and outlived it.
-        events: ``n`` where storage ``n`` is allocated and ``~n`` where it is released. Releases
-            that follow one another are sorted: their order changes no peak.
-        marks: Positions in ``events`` where a phase of the step ends, such as before the optimizer's step.
-        layout: The segments of a caching allocator before the step, where they are known.
-        addresses: Where storages lie in the device's memory, 0 or nothing where that is not known.
-        sums: Pairs of storages: a gradient, and what its sum with another one was written to.
-        handed_out: By storage of a tensor, how many blocks an allocator had handed out in the step when it was there.
-        residents: By storage, its place among the tensors that were named as resident before the step, 0 for none.
-
     Examples:
         >>> MemoryTrace(samples=2, sizes=(100, 8, 16), events=(0, 1, 2, ~1, ~2)).peak()
         124
     """
 
-    samples: int
-    sizes: tuple[int, ...]
-    events: tuple[int, ...]
-    marks: tuple[int, ...] = ()
-    layout: tuple[Segment, ...] = ()
-    addresses: tuple[int, ...] = ()
-    sums: tuple[tuple[int, int], ...] = ()
-    handed_out: tuple[int, ...] = ()
-    residents: tuple[int, ...] = ()
+    samples: int  # of the micro-batch
+    sizes: tuple[int, ...]  # bytes of each storage, before rounding; the first is all that outlived the step
+    events: tuple[int, ...]  # ``n`` allocates, ``~n`` releases; releases in a row are sorted: that changes no peak
+    marks: tuple[int, ...] = ()  # places in ``events`` at which a phase ends, such as before the optimizer's step
+    layout: tuple[Segment, ...] = ()  # a caching allocator's segments before the step, where they are known
+    addresses: tuple[int, ...] = ()  # of storages, 0 or nothing where that is not known
+    sums: tuple[tuple[int, int], ...] = ()  # storages of a gradient, and of its sum with another one
+    handed_out: tuple[int, ...] = ()  # blocks that an allocator had handed out in the step when each tensor was there
+    residents: tuple[int, ...] = ()  # place of a storage among the tensors known before the step, 0 for none
 
     def begun_at(self, layout: tuple[Segment, ...], *, small: int) -> "MemoryTrace":
         """Return the step as it is from other segments on, in which resident tensors have their places.
@@ -133,13 +120,7 @@ def replay(sizes: Iterable[int], events: Iterable[int], rounding: int = 1) -> in
 
 
 def bytes_alive(sizes: Iterable[int], events: Iterable[int], rounding: int = 1) -> list[int]:
-    """Return the bytes alive after each event.
-
-    Args:
-        sizes: Bytes of each storage.
-        events: As in ``MemoryTrace``.
-        rounding: Bytes that every storage is rounded up to.
-    """
+    """Return the bytes alive after each event."""
     changes = [rounded_up(size, rounding) for size in sizes]
     changes += [-size for size in reversed(changes)]  # so that index ~n holds the release of storage n
     return list(accumulate(map(changes.__getitem__, events)))

@@ -7,8 +7,7 @@ import torch.nn.functional as F  # noqa: N812 (the name PyTorch users know)
 from torch import Tensor, nn
 
 from lightning_ga.errors import UserError
-from lightning_ga.models.reference import MakeOptimizer, MakeScheduler, ReferenceModule
-from lightning_ga.models.sample_mean import SampleMean
+from lightning_ga.models.reference import MakeOptimizer, MakeScheduler, ReferenceModule, SampleMean
 
 Batch = Mapping[str, Tensor]
 IGNORED = -100  # a label that is padding, as in torch.nn.CrossEntropyLoss

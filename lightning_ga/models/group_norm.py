@@ -10,10 +10,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 def to_group_norm(module: nn.Module, groups: int = 32) -> nn.Module:
     """Replace every BatchNorm layer by a GroupNorm layer, in place, and return the module.
 
-    GroupNorm normalizes each sample by itself, so that micro-batches give exactly the gradient of the
-    whole batch. Scale and shift parameters are kept; running statistics have no counterpart, so weights
-    that were trained with BatchNorm need training again. Activations and dropout that timm fuses into
-    its BatchNorm layers stay.
+    GroupNorm normalizes each sample by itself, so that micro-batches give exactly the gradient of the whole batch.
+    Scale and shift parameters are kept; running statistics have no counterpart, so weights that were trained with
+    BatchNorm need training again. Activations and dropout that timm fuses into its BatchNorm layers stay.
 
     Args:
         module: A module, before its optimizer is made.

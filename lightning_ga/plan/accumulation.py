@@ -95,10 +95,6 @@ def in_groups(windows: Sequence[Sequence[int]], *, pieces: int) -> AccumulationP
     The plan is that of the window with the most samples; where another window holds more batches, empty
     chunks are added.
 
-    Args:
-        windows: Sizes of the batches of each window.
-        pieces: Chunks of a batch.
-
     Examples:
         >>> in_groups([[8, 8], [3]], pieces=2).chunks
         ((4, 4, 4, 4),)
@@ -112,11 +108,6 @@ def in_groups(windows: Sequence[Sequence[int]], *, pieces: int) -> AccumulationP
 
 def cut_window(samples: int, *, micro_batch: int, world_size: int) -> tuple[tuple[int, ...], ...]:
     """Cut a window of any size into chunks, one tuple per rank and all of the same length.
-
-    Args:
-        samples: Samples of the window, over all ranks.
-        micro_batch: Most samples of a chunk.
-        world_size: Data-parallel ranks.
 
     Examples:
         >>> cut_window(7, micro_batch=2, world_size=2)  # a ragged window on two ranks

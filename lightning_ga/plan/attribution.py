@@ -102,11 +102,7 @@ def kind_of(name: str) -> str:
 
 
 def read_attribution(record: Mapping[str, Any] | None) -> Attribution | None:
-    """Return the record that ``asdict`` was called on, also after it went through JSON; ``None`` of ``None``.
-
-    Raises:
-        KeyError, TypeError, ValueError: If it is not one.
-    """
+    """Return the record that ``asdict`` was called on, also after JSON; ``None`` of ``None``. Raise if it is none."""
     if record is None:
         return None
     parts = tuple((str(name), int(size)) for name, size in record["parts"])

@@ -53,11 +53,7 @@ def probe_or_none(record: Any) -> ProbeResult | None:
 
 
 def read_probe(record: Mapping[str, Any]) -> ProbeResult:
-    """Return the record that ``asdict`` was called on, also after it went through JSON.
-
-    Raises:
-        KeyError, TypeError, ValueError: If it is not one.
-    """
+    """Return the record that ``asdict`` was called on, also after it went through JSON; raise if it is none."""
     result = ProbeResult(
         **{
             **record,

@@ -22,13 +22,7 @@ class Request:
     most: int | None  # upper bound of the micro-batch
 
     def effective_batch(self, epoch: int, micro_batch: int, world_size: int) -> int | None:
-        """Return the effective batch size of an epoch; ``None`` keeps the recipe's windows.
-
-        Args:
-            epoch: The epoch.
-            micro_batch: Samples of a micro-batch.
-            world_size: Data-parallel ranks.
-        """
+        """Return the effective batch size of an epoch; ``None`` keeps the recipe's windows."""
         factor = self.factor(epoch)
         return self.effective(epoch) if factor is None else factor * micro_batch * world_size
 
@@ -42,12 +36,6 @@ class Request:
 
         With a fixed factor it leaves one full window per epoch; otherwise it is a rank's share of the
         largest effective batch.
-
-        Args:
-            epochs: The epochs.
-            recipe: Effective batch size of the recipe.
-            total: Samples of an epoch; ``None`` for a stream of unknown length.
-            world_size: Data-parallel ranks.
         """
         factor = max(self.factor(epoch) or 0 for epoch in epochs)
         share = -(-max(self.effective(epoch) or recipe for epoch in epochs) // world_size)
@@ -78,17 +66,7 @@ def read_request(
     micro_batch_size: int | Literal["auto"],
     max_micro_batch_size: int | None,
 ) -> Request:
-    """Check the arguments for sizes, and turn them into a ``Request``.
-
-    Args:
-        effective_batch_size: Effective batch size, or a schedule of it.
-        accumulate: Accumulation factor, or a schedule of it; excludes ``effective_batch_size``.
-        micro_batch_size: Samples of a micro-batch, or ``"auto"`` to probe for them.
-        max_micro_batch_size: Upper bound of the micro-batch.
-
-    Raises:
-        UserError: If two of them contradict each other or one is not a count of at least one.
-    """
+    """Check the arguments for sizes, and turn them into a ``Request``."""
     if effective_batch_size is not None and accumulate is not None:
         raise UserError(
             f"{effective_batch_size=} and {accumulate=} exclude each other: the first lets the factor follow, the "
@@ -102,12 +80,19 @@ def read_request(
     )
 
 
-def require_choice(**given: tuple[Any, tuple[Any, ...]]) -> None:
-    """Refuse a value that is none of the choices.
+def refuse_rescaling(batch_norm: str) -> None:
+    """Refuse a choice that earlier versions had, and say what to do instead."""
+    if batch_norm == "rescale":
+        raise UserError(
+            'batch_norm="rescale" was removed because it gained nothing: measured, evaluation was worse with a '
+            'constant learning rate and hardly better with one that falls to 0; use batch_norm="ignore" with '
+            "torch.optim.swa_utils.update_bn after training, which had the best mean in every case, or larger "
+            "micro-batches, or GroupNorm (lightning_ga.models.to_group_norm)."
+        )
 
-    Raises:
-        UserError: Naming the argument, the value and the choices.
-    """
+
+def require_choice(**given: tuple[Any, tuple[Any, ...]]) -> None:
+    """Refuse a value that is none of the choices."""
     for name, (value, choices) in given.items():
         if value not in choices:
             raise UserError(f"{name}={value!r} must be one of {', '.join(map(repr, choices))}.")

@@ -104,22 +104,22 @@ def both(verdict: Exactness) -> Verdicts:
     return Verdicts(verdict, verdict)
 
 
-def found_to_change(found: Exactness | None, tensors: tuple[str, ...]) -> Exactness | None:
+def found_to_change(verdict: Exactness | None, tensors: tuple[str, ...]) -> Exactness | None:
     """Return the verdict after training has shown that these tensors change between two passes of a window."""
-    if found is None or not tensors or found.cause in INEXACT:
-        return found
-    return replace(found, relative_error=None, cause="stateful", tensors=tensors)
+    if verdict is None or not tensors or verdict.cause in INEXACT:
+        return verdict
+    return replace(verdict, relative_error=None, cause="stateful", tensors=tensors)
 
 
-def splitting_sentence(found: Exactness | None) -> str:
+def splitting_sentence(verdict: Exactness | None) -> str:
     """Return a sentence on whether a batch that is cut in the step has the same gradient, by the verdict on such."""
-    if found is None:
+    if verdict is None:
         return "Whether its gradient is that of the batch in one pass was not measured (verify=False)."
-    if found.cause == "exact":
+    if verdict.cause == "exact":
         return SAME_RESULT
-    if found.cause in INEXACT:
-        return f"Its gradient is not that of the batch in one pass, {found}."
-    return f"Whether its gradient is that of the batch in one pass is not known: {found}."
+    if verdict.cause in INEXACT:
+        return f"Its gradient is not that of the batch in one pass, {verdict}."
+    return f"Whether its gradient is that of the batch in one pass is not known: {verdict}."
 
 
 def _some(names: Sequence[str]) -> str:

@@ -12,8 +12,8 @@ from math import ceil
 
 from lightning_ga.errors import UserError
 from lightning_ga.plan.accumulation import AccumulationPlan
-from lightning_ga.plan.budget import parse_budget, require_bytes
 from lightning_ga.plan.records import ProbeResult
+from lightning_ga.plan.units import parse_budget, require_bytes
 
 CONTEXT = 512 * 2**20  # bytes of the CUDA context and of kernels' code, which no tensor can use
 WORKSPACE = 32 * 2**20  # bytes that cuBLAS takes at the first product: the most of all generations
@@ -36,15 +36,7 @@ class PlannedDevice:
         return ALLOCATION if self.like_cuda else 1
 
     def budget(self, memory_budget: int | float | str | None, *, buckets: int = 0) -> int:
-        """Bytes that a training step may take.
-
-        Args:
-            memory_budget: What the user gave to ``AutoAccumulate``; a share is one of this device.
-            buckets: Bytes that data parallelism keeps besides the gradients.
-
-        Raises:
-            UserError: If nothing is left.
-        """
+        """Return the bytes that a training step may take; data parallelism keeps ``buckets`` besides the gradients."""
         self.reserved_bytes = buckets
         if self.like_cuda:
             self.reserved_bytes += CONTEXT + WORKSPACE + int(MARGIN * self.total_bytes)
@@ -78,8 +70,7 @@ class DevicePlan:
         plan: How a full window would be cut.
         probe: The estimated limit and peak; its source is ``"estimate"``.
         device_bytes: Memory of the device.
-        reserved_bytes: What of it no tensor can use: context, workspaces, fragmentation, buckets of data
-            parallelism.
+        reserved_bytes: What of it no tensor can use: context, workspaces, fragmentation, buckets of data parallelism.
         unreliable: Operators, modules and data whose memory on the device an estimate cannot tell, each with the
             reason; empty where none was met.
     """
@@ -102,15 +93,6 @@ def current_device() -> PlannedDevice | None:
 @contextmanager
 def planned_device(memory: int | str, *, like_cuda: bool = True) -> Iterator[PlannedDevice]:
     """Let probes estimate for a device that is not here, as a context, and run no step on this one.
-
-    Args:
-        memory: Memory of the device: bytes, or text such as ``"16GiB"``.
-        like_cuda: Whether it behaves as a CUDA device: an allocator that rounds to 512 bytes, optimizers over many
-            tensors at once, CUDA's autocast and dropout, and a part of its memory that no tensor can use.
-            Without, it is a CPU of that size.
-
-    Raises:
-        UserError: If the memory cannot be read.
 
     Examples:
         >>> with planned_device("16GiB") as device:

@@ -57,9 +57,8 @@ class ProbeResult:
         method: How the limit was found: ``"replay"`` by a verified prediction, ``"prediction"`` by one that was not
             verified, ``"below"`` by approaching it from below, ``"phases"`` from the peaks of the step's phases,
             ``"bracket"`` otherwise.
-        curve: Bytes that a budget must leave by micro-batch size, as predicted: ``(samples, bytes)`` in
-            rising order; empty where nothing was predicted. The peak, or on a GPU what its allocator
-            reserves for that peak.
+        curve: Bytes that a budget must leave by micro-batch size, as predicted: ``(samples, bytes)`` in rising order;
+            empty where nothing was predicted. The peak, or on a GPU what its allocator reserves for that peak.
         timings: Windows timed at several sizes, in rising order; empty with ``objective="memory"``.
         fastest: The smallest size whose window takes at most 3 % longer than the best; ``None`` if not timed.
         source: Where it comes from: a probe of this run, the cache of earlier ones (verified by one step), the
@@ -86,11 +85,6 @@ def still_holds(known: ProbeResult, budget: int, high: int) -> bool:
 
     It is not where its peak is above the budget, where nothing larger was asked for then, and where more memory is
     free. That is never twice the same to the byte: up to two percent more counts as the same.
-
-    Args:
-        known: The earlier result.
-        budget: Bytes that a step may take now.
-        high: Largest micro-batch that is of use now.
 
     Examples:
         >>> found = ProbeResult(8, 1000, 900, (), 4, 0.1, "replay", curve=((8, 900), (9, 1010)))

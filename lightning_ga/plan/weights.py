@@ -1,10 +1,9 @@
 """Weights of micro-batches, so that a window's gradient is that of its samples in one pass.
 
-A loss is a mean over the samples of one micro-batch. Lightning divides it by the accumulation
-factor A (``loops/optimization/automatic.py`` of 2.6.6, ``ClosureResult``) and data parallelism
-averages gradients over W ranks, so the optimizer sees Σ gᵢ / (A·W). The mean over the whole window
-of N samples is Σ nᵢ gᵢ / N: the micro-batch of nᵢ samples must weigh A·W·nᵢ / N. The same holds
-for a mean over tokens, with nᵢ tokens of N.
+A loss is a mean over the samples of one micro-batch. Lightning divides it by the accumulation factor A
+(``loops/optimization/automatic.py`` of 2.6.6, ``ClosureResult``) and data parallelism averages gradients over W ranks,
+so the optimizer sees Σ gᵢ / (A·W). The mean over the whole window of N samples is Σ nᵢ gᵢ / N: the micro-batch of nᵢ
+samples must weigh A·W·nᵢ / N. The same holds for a mean over tokens, with nᵢ tokens of N.
 """
 
 from collections.abc import Callable, Iterator, Mapping

@@ -23,14 +23,9 @@ class WindowWeights:
     reached: float = 0.0  # what has reached its backward passes in this window
 
     def weigh(self, count: float, *, window: float, factor: int, first: bool, planned: float | None = None) -> Self:
-        """Weigh the next micro-batch of this rank.
+        """Weigh the next micro-batch of this rank, of a window of so many samples as planned over all ranks.
 
-        Args:
-            count: Its samples or tokens.
-            window: Samples of the window as planned, over all ranks.
-            factor: The accumulation factor.
-            first: Whether it begins the window.
-            planned: Its samples as planned, where a collate_fn has dropped some.
+        Its samples as planned are given if a collate_fn has dropped some.
         """
         raise NotImplementedError
 
@@ -124,11 +119,7 @@ class LateWindow(WindowWeights):
     any_reached: bool = False  # whether a backward pass of the window has been reached
 
     def weigh(self, count: float, *, window: float, factor: int, first: bool, planned: float | None = None) -> Self:
-        """Weigh the next micro-batch by its count; the window's samples are not needed.
-
-        Raises:
-            UserError: If the count is no finite number of at least 0.
-        """
+        """Weigh the next micro-batch by its count; the window's samples are not needed."""
         if not 0 <= count < float("inf"):
             raise UserError(f"normalize counted {count} in a micro-batch: a count is a finite number of at least 0.")
         reference = self._reference_for(count, factor=factor, first=first)
@@ -141,11 +132,7 @@ class LateWindow(WindowWeights):
         return replace(self, reached=self.reached + self.pending, pending=0.0, any_reached=True)
 
     def close(self, factor: int) -> tuple[float, Self]:
-        """Return the scale that makes the weighted sum of all ranks the mean over what was counted.
-
-        Raises:
-            UserError: If the whole window counts nothing.
-        """
+        """Return the scale that makes the weighted sum of all ranks the mean over what was counted."""
         if not self.any_reached and self.world_size == 1:
             return 1.0, self
         total = self.sum_over_ranks(self.reached)

@@ -55,11 +55,6 @@ class GivenWindows:
 
         Windows start anew at ``samples_done``, where windows of another size may have ended.
 
-        Args:
-            sizes: Samples of each batch of the epoch.
-            per_window: Batches of a window.
-            samples_done: Samples that an earlier run has already trained on.
-
         Examples:
             >>> GivenWindows.of([3, 5, 2], per_window=2).starts
             (0, 8, 10)
@@ -219,11 +214,6 @@ class EpochPlan:
 
 def part(total: int, parts: int, index: int) -> tuple[int, int]:
     """Return start and size of one of ``parts`` near-equal parts, the larger ones first.
-
-    Args:
-        total: Samples to cut.
-        parts: Number of parts.
-        index: Which part.
 
     Examples:
         >>> [part(10, 4, index) for index in range(4)]

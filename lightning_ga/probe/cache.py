@@ -1,8 +1,7 @@
 """Remember what probes found between runs: one small JSON file for each kind of training step.
 
-The files lie in the user's cache folder (``$XDG_CACHE_HOME/lightning_ga``, else
-``~/.cache/lightning_ga``) and may be deleted at any time. A file that cannot be read or written
-costs a probe and a warning, never the run.
+The files lie in the user's cache folder (``$XDG_CACHE_HOME/lightning_ga``, else ``~/.cache/lightning_ga``) and may be
+deleted at any time. A file that cannot be read or written costs a probe and a warning, never the run.
 """
 
 import json

@@ -20,8 +20,8 @@ from torch import Tensor
 from lightning_ga.memory.device import total_memory
 from lightning_ga.memory.vendors import WITH_STATISTICS
 from lightning_ga.plan.accumulation import require_count
-from lightning_ga.plan.budget import parse_budget
 from lightning_ga.plan.records import ProbeResult
+from lightning_ga.plan.units import parse_budget
 from lightning_ga.probe.meters import meter_of
 from lightning_ga.probe.optimizers import SteppingOptimizers
 from lightning_ga.probe.prober import Prober

@@ -37,18 +37,10 @@ def hardware(trainer: Any, budget: int | float | str | None) -> str:
 def describe_step(
     trainer: Any, collate: Any, samples: Iterable[Any], options: Options, rank_samples: int, batch_samples: int | None
 ) -> dict[str, Any]:
-    """Describe all that a remembered limit depends on, in plain values that can be written down and compared.
-
-    Args:
-        trainer: A Trainer at ``on_train_start``.
-        collate: What makes a batch of samples.
-        samples: The samples that trials are made of.
-        options: What the user said about the budget and the objective.
-        rank_samples: Samples of a window on one rank: rows of sparse gradients and timings depend on it.
-        batch_samples: Samples of the batches that micro-batches are cut from; on a CPU they lie in the same memory.
-    """
+    """Describe all that a remembered limit depends on, in plain values that can be written down and compared."""
     module, objective = trainer.lightning_module, options.objective
     on_cpu = trainer.strategy.root_device.type == "cpu"
+    # Timings and the rows of sparse gradients depend on the window. On a CPU parts lie in the memory of their batch.
     windows = rank_samples if objective != "memory" or sparse_parameters(module) else None
     return {
         "model": _digest(_module(module)),

@@ -11,28 +11,20 @@ from lightning_ga.memory.live_tensors import uncounted
 from lightning_ga.snapshot.contents import ObjectState
 from lightning_ga.snapshot.random_numbers import RandomState
 from lightning_ga.snapshot.savepoint import Savepoint
-from lightning_ga.snapshot.state import (
-    Attributes,
-    Gradients,
-    OptimizerState,
-    PlainState,
-    TensorValues,
-)
+from lightning_ga.snapshot.state import Gradients, OptimizerState, PlainState, TensorValues
 
 
 @contextmanager
 def isolated(trainer: Any, stand_ins: Mapping[int, Any] | None = None) -> Iterator[Callable[[], None]]:
     """Let trial steps run as a context; the yielded function puts back all they changed, and so does the end.
 
-    Args:
-        trainer: The Trainer.
-        stand_ins: By the id of an object, what attributes of modules refer to in its place meanwhile.
+    By the id of an object, ``stand_ins`` say what attributes of modules refer to in its place meanwhile.
     """
     module = trainer.lightning_module
     modules = list(module.modules())
     modules += [other for other in trainer.strategy.model.modules() if all(other is not known for known in modules)]
     random_state = RandomState()
-    attributes = trial_steps.remember_progress(trainer, Attributes())
+    attributes = trial_steps.remember_progress(trainer)
     with uncounted():
         values = TensorValues(iter({id(t): t for m in modules for t in _own_tensors(m)}.values()))
         plain = PlainState(modules, [trainer, trainer.strategy, trainer.datamodule], stand_ins)

@@ -5,8 +5,10 @@ alive, then forward, backward, clipping and the optimizer step, through the stra
 precision plugin (``trials``). Afterwards everything that a step changes is put back (``isolation``).
 """
 
+import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import chain, count
@@ -20,10 +22,9 @@ from lightning_ga.loading.largest_samples import largest_samples
 from lightning_ga.loading.samples import collate_samples
 from lightning_ga.memory.device import total_memory
 from lightning_ga.memory.live_tensors import uncounted
-from lightning_ga.plan.budget import parse_budget
 from lightning_ga.plan.config import Options
 from lightning_ga.plan.records import ProbeResult
-from lightning_ga.probe.announce import announcing
+from lightning_ga.plan.units import parse_budget
 from lightning_ga.probe.cache import remember, remembered
 from lightning_ga.probe.finder import numbered
 from lightning_ga.probe.fingerprint import describe_step
@@ -42,19 +43,9 @@ from lightning_ga.probe.trials import (
 
 
 def probe(setup: TrainingSetup, options: Options, *, high: int) -> tuple[ProbeResult, Mapping[str, Any] | None] | None:
-    """Find the largest micro-batch of a training step of a Trainer, or remember it.
+    """Find the largest micro-batch of a training step of a Trainer, or remember it; ``None`` if there is no sample.
 
-    Args:
-        setup: The training.
-        options: What the user said about the budget, the objective and the cache.
-        high: Largest micro-batch that is of use, in samples.
-
-    Returns:
-        What was found, and the description of the step that it is remembered for (``None`` without a cache); ``None``
-        if there is no sample.
-
-    Raises:
-        UserError: If not even the smallest micro-batch fits.
+    Beside it is the description of the step that it is remembered for; ``None`` without a cache.
     """
     trainer, loader, rank_samples = setup.trainer, setup.loader, setup.rank_samples
     started = time.perf_counter()
@@ -122,3 +113,20 @@ def _warn_of_unseen(seen: int, total: int | None) -> None:
         "limit found. Sort the dataset by size (its first and its last sample are always looked at), or give "
         "max_micro_batch_size=…"
     )
+
+
+@contextmanager
+def announcing(trainer: Any) -> Iterator[Callable[[str], None]]:
+    """Yield what writes a line over the last one, on rank 0 in a terminal: the progress bar is not there yet."""
+    bar = trainer.progress_bar_callback
+    wanted = bar is not None and not getattr(bar, "is_disabled", False)
+    visible = wanted and trainer.is_global_zero and sys.stderr.isatty()
+
+    def write(text: str) -> None:
+        if visible:
+            print(f"\r{text:<79}", end="" if text else "\r", file=sys.stderr, flush=True)
+
+    try:
+        yield write
+    finally:
+        write("")

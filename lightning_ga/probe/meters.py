@@ -15,7 +15,7 @@ from lightning_ga.memory.attribution import StepOrigins
 from lightning_ga.memory.device import available_memory, is_emulated, may_reserve
 from lightning_ga.memory.live_tensors import plain_tensors
 from lightning_ga.memory.origin_meter import OriginMeter, Owners
-from lightning_ga.memory.segment_rules import ROUNDING, SegmentRules
+from lightning_ga.memory.segments import ROUNDING, SegmentRules
 from lightning_ga.memory.trace import MemoryTrace, Segment
 from lightning_ga.memory.vendors import WITH_STATISTICS
 
@@ -39,34 +39,22 @@ class Measurement:
 
 
 class TensorMeter:
-    """Counts live tensors; a step is stopped at the operation that goes beyond its budget.
+    """Counts live tensors; a step is stopped at the operation that goes beyond its budget."""
 
-    Args:
-        device: Where the step's memory lies.
-        rounding: Bytes that every storage is rounded up to.
-        room: Bytes that the device can still give, where it is not this machine's.
-        module: The module whose parts are named in what holds the memory.
-        owners: Returns the tensors of the training's state by what they are.
-        handed_out: Returns how many blocks an allocator ever gave.
-
-    Attributes:
-        sees_kernels: Whether temporaries that kernels choose by size are measured, too.
-        deadly: Whether running out of memory ends the process instead of raising an error.
-    """
-
-    sees_kernels = False
+    sees_kernels = False  # whether temporaries that kernels choose by size are measured, too
 
     def __init__(
         self,
         device: torch.device,
         *,
         rounding: int = 1,
-        room: int | None = None,
+        room: int | None = None,  # bytes that a device that is not this machine's can still give
         module: nn.Module | None = None,
         owners: Owners = dict,
         handed_out: Callable[[], int] = int,
     ) -> None:
         self.device, self.rounding = device, rounding
+        # Whether running out of memory ends the process instead of raising an error.
         self.deadly = room is None and device.type == "cpu" and not is_emulated(device)
         self._given = room
         self._tensors = OriginMeter(module, owners, handed_out, device=device, rounding=rounding)

@@ -20,14 +20,9 @@ def paired(
 ) -> tuple[MemoryTrace, MemoryTrace, frozenset[int]] | None:
     """Return the smaller step as if it had the blocks of the larger one, the larger one, and which are temporaries.
 
-    Their streams are equal then.
-    Gradients are added as they are where no dispatch mode watches. ``None`` where the tensors do not align.
-
-    Args:
-        small: The smaller step: its blocks, then its tensors.
-        large: The larger one.
-        begin_alike: Whether it is enough that they begin alike: what comes after is constant then. A first step goes
-            on to make the optimizer's state.
+    A step is given by its blocks and its tensors. The streams are equal then, and gradients are added as they are if
+    no dispatch mode watches. ``None`` if the tensors do not align. With ``begin_alike`` it is enough that they begin
+    alike, and what comes after is constant: a first step goes on to make the optimizer's state.
     """
     if len(small) != 2 or len(large) != 2:
         return None

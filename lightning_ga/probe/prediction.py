@@ -2,13 +2,16 @@
 
 A step allocates and releases the same storages in the same order whatever the number of samples; only their
 sizes change. The peak moves from one operation to another as the batch grows, so every storage is extrapolated
-by itself, the stream is replayed with those sizes, and the maximum is taken.
+by itself, the stream is replayed with those sizes, and the maximum is taken. The same tells what holds the peak.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
+from lightning_ga.memory.attribution import StepOrigins, attribute
 from lightning_ga.memory.trace import MemoryTrace, replay
+from lightning_ga.plan.attribution import Attribution
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +70,6 @@ def extrapolate(
 ) -> PeakPredictor | None:
     """Read the whole memory curve off two traces; ``None`` where the streams do not align.
 
-    Args:
-        first: Trace at one micro-batch size.
-        second: Trace at another.
-        temporaries: Storages that are kernels' own.
-        rounding: Bytes that the allocator rounds up to: 1 on a CPU, 512 on CUDA.
-
     Examples:
         >>> small = MemoryTrace(2, (100, 8, 16), (0, 1, 2, ~1, ~2))
         >>> large = MemoryTrace(4, (100, 16, 16), (0, 1, 2, ~1, ~2))
@@ -109,3 +106,34 @@ def largest_fitting(predict: Callable[[int], int], low: int, high: int, budget: 
         else:
             high = middle - 1
     return low
+
+
+class PeakHolders:
+    """Says what holds the peak of a step of any size, from the last recorded step of each size."""
+
+    def __init__(self, rounding: int) -> None:
+        self._rounding = rounding
+        self._steps: dict[int, tuple[MemoryTrace, StepOrigins]] = {}
+
+    def record(self, trace: MemoryTrace, origins: StepOrigins) -> None:
+        """Keep a step."""
+        self._steps[trace.samples] = trace, origins
+
+    def at(self, samples: int, peak: int) -> Attribution | None:
+        """Say what holds the peak of a step as measured or predicted, else that of the largest that ran."""
+        recorded = self._steps.get(samples) or self._predicted(samples)
+        if recorded is not None:
+            return attribute(*recorded, rounding=self._rounding, peak=peak)
+        ran = [size for size, (_, origins) in self._steps.items() if origins.complete]
+        return attribute(*self._steps[max(ran)], rounding=self._rounding) if ran else None
+
+    def _predicted(self, samples: int) -> tuple[MemoryTrace, StepOrigins] | None:
+        """Return a step as two smaller ones foretell it; ``None`` where their streams do not align."""
+        ran = sorted(size for size, (_, origins) in self._steps.items() if origins.complete)
+        for small, large in pairwise(ran):
+            (first, _), (second, origins) = self._steps[small], self._steps[large]
+            predictor = extrapolate(first, second, rounding=self._rounding)
+            if predictor is not None:
+                sizes = tuple(predictor.sizes(samples))
+                return replace(second, samples=samples, sizes=sizes), origins
+        return None

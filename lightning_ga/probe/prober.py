@@ -20,7 +20,7 @@ from lightning_ga.plan.records import ProbeResult, Trial, still_holds
 from lightning_ga.probe.curve import Step
 from lightning_ga.probe.meters import Measurement, TensorMeter
 from lightning_ga.probe.optimizers import SteppingOptimizers
-from lightning_ga.probe.peak_holders import PeakHolders
+from lightning_ga.probe.prediction import PeakHolders
 from lightning_ga.probe.search import MARGIN, Search, affordable_samples, trace_sizes
 from lightning_ga.probe.shortage import Shortage
 
@@ -29,31 +29,19 @@ CLOSEST = 0.25  # share of the budget that a trial may take where nothing can be
 
 
 class Prober:
-    """Runs trial steps and puts the training's state back after each.
-
-    Args:
-        step: Runs a training step on that many samples.
-        meter: Measures it.
-        budget: Bytes that the training may take; ``None`` is what the device has.
-        resident: Returns the tensors that are alive before a step.
-        shortage: How a step that does not fit is explained.
-        reset: Puts the training's state back.
-        agree: True only if its argument is true on every rank.
-        on_step: Told the size of each step before it runs.
-        optimizers: Those that step, as far as they are seen to.
-    """
+    """Runs trial steps and puts the training's state back after each."""
 
     def __init__(
         self,
         step: Callable[[int], object],
         meter: TensorMeter,
         *,
-        budget: int | None,
+        budget: int | None,  # bytes; ``None`` is what the device has
         resident: Callable[[], Iterable[Tensor | None]],
         shortage: Shortage,
         reset: Callable[[], object] | None = None,
-        agree: Callable[[bool], bool] | None = None,
-        on_step: Callable[[int], object] | None = None,
+        agree: Callable[[bool], bool] | None = None,  # whether something is so on every rank
+        on_step: Callable[[int], object] | None = None,  # told the size of each step before it runs
         optimizers: SteppingOptimizers | None = None,
     ) -> None:
         self._step, self._meter, self._asked, self._resident, self._shortage = step, meter, budget, resident, shortage
@@ -76,9 +64,6 @@ class Prober:
         """Verify a limit that is known from before, else search; the arguments are those of ``find_micro_batch``.
 
         With several ranks, one may know something from before and another nothing.
-
-        Raises:
-            UserError: If not even the smallest step fits.
         """
         with self._running():
             high = smallest_over_ranks(high, self._agree)

@@ -5,16 +5,15 @@ steps predict the peak at every size (see ``prediction``), and one step at the p
 it. Where the prediction misses, or the streams do not align, measured peaks and halving close in on
 the limit from both sides. The limit was always tried, or, where nothing may be tried, predicted.
 
-Where sizes are exact to the byte, so is the limit. An allocator that rounds and cuts segments does not
-repeat itself so well: there the search ends when at most one sample in a hundred could be gained,
-or after ``MOST_TRIALS``.
+Where sizes are exact to the byte, so is the limit. An allocator that rounds and cuts segments does not repeat itself so
+well: there the search ends when at most one sample in a hundred could be gained, or after ``MOST_TRIALS``.
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
 from math import isqrt, sqrt
 
-from lightning_ga.memory.segment_rules import SegmentRules
+from lightning_ga.memory.segments import SegmentRules
 from lightning_ga.memory.trace import MemoryTrace, Segment
 from lightning_ga.plan.records import Method, Trial
 from lightning_ga.probe.curve import Curve, Step, early_curve, fit_curve
@@ -41,11 +40,6 @@ def trace_sizes(high: int, affordable: int, *, kernels_vary: bool = False) -> tu
     They start at two samples, as BatchNorm refuses one. Kernels of an accelerator take other
     temporaries for larger inputs, so there the traces are as large as a quarter of the memory allows.
 
-    Args:
-        high: Largest micro-batch that is of use.
-        affordable: Samples that fit if all that a step takes grows in proportion.
-        kernels_vary: Whether kernels choose their temporaries by size.
-
     Examples:
         >>> trace_sizes(100, 30), trace_sizes(100, 5), trace_sizes(1000, 300, kernels_vary=True)
         ((4, 8), (2, 4), (37, 75))
@@ -62,13 +56,8 @@ def affordable_samples(traces: Sequence[MemoryTrace], room: int, *, taken: int =
     """Samples that fit if all that grows does so in proportion, as the recorded warm-up step bounds it.
 
     What is allocated and released before the first mark (forward and backward passes) may grow; the rest
-    is added once.
-
-    Args:
-        traces: The warm-up step; marks are in the last one, if in any.
-        room: Bytes that the budget leaves besides what is alive after it.
-        taken: Bytes that it took besides these, as an allocator measured them.
-        rounding: Bytes that the allocator rounds up to.
+    is added once. ``room`` are bytes that the budget leaves besides what is alive after the step, and ``taken`` those
+    that it took besides these, as an allocator measured them.
 
     Examples:
         >>> step = MemoryTrace(2, (100, 8, 16), (0, 1, ~1, 2, ~2), marks=(3,))
@@ -87,35 +76,20 @@ class Search:
 
     A proposal equal to ``limit`` means that nothing is worth a trial any more. With several ranks,
     each keeps a search of its own and all run the smallest proposal: it ends at the limit of all.
-
-    Args:
-        high: Largest micro-batch that is of use.
-        budget: Bytes that a step may take.
-        sizes: First sizes to trace, in rising order.
-        rounding: Bytes that the allocator rounds up to: 1 on a CPU, 512 on CUDA.
-        rules: How the allocator cuts blocks out of segments: the budget bounds these; ``None`` if it does not.
-        predict_only: Try nothing near the budget: the result is ``predicted`` then.
-        closest: Share of the budget that a trial may come to where only that leads on.
-        has_margin: Whether one percent more than the budget is there, for the holes of an allocator.
-        warm_up: The first step, of few samples, if it was recorded as the traces are.
-
-    Attributes:
-        limit: Largest size that was tried and fits; 0 before one did.
-        ceiling: Smallest size known not to fit, by trial; ``high + 1`` before one failed.
     """
 
     def __init__(
         self,
         *,
         high: int,
-        budget: int,
-        sizes: tuple[int, ...] = (4, 8),
-        rounding: int = 1,
-        rules: SegmentRules | None = None,
-        predict_only: bool = False,
-        closest: float = 1.0,
-        has_margin: bool = False,
-        warm_up: Step | None = None,
+        budget: int,  # bytes that a step may take
+        sizes: tuple[int, ...] = (4, 8),  # to trace first, in rising order
+        rounding: int = 1,  # of the allocator, in bytes: 512 on CUDA
+        rules: SegmentRules | None = None,  # of the segments that the budget bounds, if there are any
+        predict_only: bool = False,  # nothing near the budget is tried: the result is ``predicted``
+        closest: float = 1.0,  # share of the budget that a trial may come to where only that leads on
+        has_margin: bool = False,  # whether there is one percent more than the budget, for an allocator's holes
+        warm_up: Step | None = None,  # the first step, if it was recorded as the traces are
     ) -> None:
         self.budget = budget
         self.rounding = rounding
@@ -124,8 +98,8 @@ class Search:
         self.predict_only = predict_only
         self._closest = int(closest * budget)
         self._holes = 0 if has_margin or rounding == 1 else budget // HOLES
-        self.limit = 0
-        self.ceiling = high + 1
+        self.limit = 0  # largest size that was tried and fits
+        self.ceiling = high + 1  # smallest size known not to fit, by trial
         self._high = high
         self._sizes = sizes
         self._fitting: list[Step] = []  # by size
@@ -138,11 +112,7 @@ class Search:
         self._stride = 1
 
     def propose(self, layout: tuple[Segment, ...] = ()) -> int:
-        """The next size to try, below ``ceiling``; ``limit`` itself at the end.
-
-        Args:
-            layout: The segments that it will find: what the last step has left lies in those that this one had.
-        """
+        """Return the next size to try, below ``ceiling``, which will find these segments; ``limit`` at the end."""
         self._curve = None if self._curve is None else self._curve.begun_at(layout)
         if self.limit + 1 >= self.ceiling:
             return self.limit

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from lightning_ga.errors import UserError
 from lightning_ga.plan.attribution import Attribution
-from lightning_ga.plan.budget import sufficient, written_like
+from lightning_ga.plan.units import sufficient, written_like
 
 ADVICE = "train in a lower precision, use activation checkpointing or a smaller model, or shard it over more devices"
 
@@ -34,15 +34,7 @@ class Shortage:
     def error(
         self, what: str, needed: int, budget: int, *, measured: bool = False, holders: Attribution | None = None
     ) -> UserError:
-        """Return the error.
-
-        Args:
-            what: What takes too much, with its verb.
-            needed: Bytes that it takes.
-            budget: Bytes that there are.
-            measured: Whether it ran to its end, so that as many bytes are enough.
-            holders: What holds them.
-        """
+        """Return the error that something takes so many bytes; if ``measured``, as many are enough."""
         enough = self.enough(needed) if measured else None
         way_out = f"{enough}, or {self.advice}" if enough else f"more memory is needed; {self.advice}"
         told = f" As it was recorded: {holders.sentence(self.amount)}" if holders else ""

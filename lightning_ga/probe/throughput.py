@@ -21,12 +21,6 @@ def time_windows(
     Halves the micro-batch from the limit on until windows take half as long again as the best, then
     looks between the smallest that is as fast as the best and the next smaller one.
 
-    Args:
-        pass_seconds: Seconds of one forward and backward pass of so many samples.
-        step_seconds: Seconds of the optimizer step.
-        rank_samples: Samples of a window on one rank.
-        limit: Largest micro-batch that fits.
-
     Examples:
         >>> timings = time_windows(lambda samples: 1 + 0.1 * samples, 0, rank_samples=64, limit=64)
         >>> [timing.micro_batch_size for timing in timings]

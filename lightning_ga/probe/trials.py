@@ -1,9 +1,8 @@
 """Trial steps in a Trainer: real ones, on samples of the real data, and what is alive when they begin."""
 
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,9 +12,10 @@ from torch.utils.data import DataLoader
 
 from lightning_ga.batch.layout import LayoutError
 from lightning_ga.batch.pytree import open_container
-from lightning_ga.compat import agreement, patching, trial_steps
+from lightning_ga.compat import agreement
 from lightning_ga.compat.gradient_dtype import dtype_of_sum
 from lightning_ga.compat.transfer import BatchTransfer
+from lightning_ga.compat.trial_steps import FIRST_OF_WINDOW, LAST_OF_WINDOW, run_pass
 from lightning_ga.loading.largest_samples import LargestSamples, ScanOrder
 from lightning_ga.loading.reader import BatchReader
 from lightning_ga.memory.device import synchronize
@@ -24,7 +24,6 @@ from lightning_ga.memory.origin_meter import state_of
 from lightning_ga.plan.attribution import RETRIES
 from lightning_ga.plan.records import Timing
 from lightning_ga.probe.throughput import time_windows
-from lightning_ga.snapshot.gradients import coalesce_gradients
 
 TIMED = 3  # passes of a size, after one to warm up
 
@@ -49,13 +48,7 @@ class TrainingSetup:
 
 
 class TrialStep:
-    """One training step on a batch of a given size.
-
-    Args:
-        setup: The training.
-        samples: Samples to fill batches with.
-        note_batch: Told the tensors of every batch.
-    """
+    """One training step on a batch of a given size, made of the largest samples."""
 
     def __init__(
         self, setup: TrainingSetup, samples: LargestSamples, note_batch: Callable[[Iterator[torch.Tensor]], object]
@@ -73,11 +66,10 @@ class TrialStep:
 
     def batch(self, micro_batch_size: int) -> Any:
         """Make a batch of so many samples on the device, with the rest of their batch if they are cut from one."""
-        rest = max(0, self._batch_samples - micro_batch_size)
-        batch = self._on_host(micro_batch_size + rest)
-        if not rest or self._reader is None:
+        batch = self._on_host(max(micro_batch_size, self._batch_samples))
+        if self._batch_samples <= micro_batch_size or self._reader is None:
             return self._transfer.moved(batch)
-        self._held, moved = batch, None  # on a CPU the rest lies in the same memory: a part is a view of the whole
+        self._held, moved = batch, None  # on a CPU, a part is a view of its batch, in the same memory
         if self._transfer.has_hooks:
             moved = attempt(partial(self._transfer.moved, batch)).result
         if moved is None:
@@ -100,45 +92,34 @@ class TrialStep:
 
     def run(self, batch: Any) -> None:
         """Run the step on a batch."""
-        trainer = self._trainer
-        epoch_loop = trainer.fit_loop.epoch_loop
-        trainer._logger_connector.on_batch_start(batch)
-        kwargs = epoch_loop._build_kwargs(OrderedDict(), batch, 1)
-        with trial_steps.muted(trainer), trial_steps.without_collectives(trainer), _coalescing(trainer):
-            trial_steps.call_module_hook(trainer, "on_train_batch_start", batch, 1)
-            outputs = epoch_loop.automatic_optimization.run(trainer.optimizers[0], 1, kwargs)
-            trial_steps.call_module_hook(trainer, "on_train_batch_end", outputs, batch, 1)
-        trainer._logger_connector.on_batch_end()
+        run_pass(self._trainer, batch, LAST_OF_WINDOW)
 
 
 class WindowGradientsAlive:
     """Gradients of the window's earlier micro-batches, alive as they are in its last.
 
-    Which parameters have one, and whether it is sparse, is seen in a backward pass. The rows of sparse ones are
-    counted in more passes: samples share rows, so a window has at most as many for each sample as these have.
-
-    Args:
-        trainer: The Trainer, its state swapped for a trial.
-        batches: Small batches of different samples; only the first is used if no gradient is sparse.
-        batch_samples: Different samples in each.
-        rank_samples: Samples of a window on one rank.
+    Which parameters have one, and whether it is sparse, is seen in a backward pass on the first of some small batches.
+    The rows of sparse gradients are counted in passes on the others: samples share rows, so a window has at most as
+    many for each sample as these have.
     """
 
     def __init__(self, trainer: Any, batches: Iterable[Any], *, batch_samples: int, rank_samples: int) -> None:
+        def runs(batch: Any) -> bool:
+            return attempt(lambda: run_pass(trainer, batch, FIRST_OF_WINDOW)).failure is None
+
         parameters, remaining = list(trainer.lightning_module.parameters()), iter(batches)
-        run = partial(trial_steps.backward_only, trainer)
-        ran = attempt(partial(run, next(remaining))).failure is None  # if not, the prober will say that nothing fits
-        having = [p for p in parameters if (p.grad is not None if ran else p.requires_grad)]
+        first_runs = runs(next(remaining))  # if not, the prober will say that nothing fits
+        having = [p for p in parameters if (p.grad is not None if first_runs else p.requires_grad)]
         self._rows: dict[torch.Tensor, int | None] = dict.fromkeys(having)  # of sparse gradients
-        seen, sums = batch_samples, _sparse_gradients(parameters) if ran else {}
+        samples, sums = batch_samples, _sparse_gradients(parameters) if first_runs else {}
         for batch in remaining if sums else ():
-            if attempt(partial(run, batch)).failure is not None:
+            if not runs(batch):
                 break
-            seen += batch_samples
+            samples += batch_samples
             for parameter, gradient in _sparse_gradients(parameters).items():
                 sums[parameter] = (sums[parameter] + gradient).coalesce() if parameter in sums else gradient
         for parameter, gradient in sums.items():
-            self._rows[parameter] = min(len(parameter), -(-gradient.indices().shape[1] * rank_samples // seen))
+            self._rows[parameter] = min(len(parameter), -(-gradient.indices().shape[1] * rank_samples // samples))
 
     def fill(self) -> None:
         """Give every parameter its gradient, of zeros."""
@@ -148,20 +129,6 @@ class WindowGradientsAlive:
 
 def _sparse_gradients(parameters: Iterable[torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
     return {p: p.grad.coalesce() for p in parameters if p.grad is not None and p.grad.is_sparse}
-
-
-@contextmanager
-def _coalescing(trainer: Any) -> Iterator[None]:
-    """Return a context in which sparse gradients are coalesced after a backward pass, as they are in training."""
-    strategy, module = trainer.strategy, trainer.lightning_module
-    after = strategy.post_backward
-
-    def post_backward(loss: torch.Tensor) -> None:
-        after(loss)
-        coalesce_gradients(module.parameters())
-
-    with patching.shadowed(strategy, "post_backward", post_backward):
-        yield
 
 
 def _tensors(batch: Any) -> Iterator[torch.Tensor]:
@@ -191,16 +158,9 @@ def make_optimizer_state(trainer: Any) -> None:
 def timed_windows(
     trainer: Any, step: TrialStep, reset: Callable[[], None], *, rank_samples: int, limit: int
 ) -> tuple[Timing, ...]:
-    """Time windows at several micro-batches, from passes and steps of a Trainer.
+    """Time windows at several micro-batches up to the limit, from passes and steps of a Trainer.
 
-    Each is run once to warm up; the best of some counts, and the slowest rank's, as they wait for each other.
-
-    Args:
-        trainer: The Trainer, its state swapped for a trial.
-        step: A training step on a batch of a given size.
-        reset: Puts the training's state back.
-        rank_samples: Samples of a window on one rank.
-        limit: Most samples of a micro-batch.
+    Each is run once to warm up. The best of some counts, and the slowest rank's, because ranks wait for each other.
     """
 
     def best_seconds(run: Callable[[Any], object], size: int) -> float:
@@ -216,7 +176,7 @@ def timed_windows(
         reset()
         return agreement.largest_over_ranks(trainer, int(1e6 * min(seconds[1:]))) / 1e6
 
-    pass_seconds = partial(best_seconds, partial(trial_steps.backward_only, trainer))
+    pass_seconds = partial(best_seconds, lambda batch: run_pass(trainer, batch, FIRST_OF_WINDOW))
     size = min(2, limit)
     optimizer = max(0.0, best_seconds(step.run, size) - pass_seconds(size))
     return time_windows(pass_seconds, optimizer, rank_samples=rank_samples, limit=limit)

@@ -21,7 +21,7 @@ from torchmetrics import Metric
 from lightning_ga.snapshot.contents import refill
 from lightning_ga.snapshot.copies import SmallCopies, is_small, is_writable, versions
 from lightning_ga.snapshot.metrics import FIXED, MetricState, copy_deeply
-from lightning_ga.snapshot.plain import LIGHTNINGS_OWN, PlainState, hidden_modules
+from lightning_ga.snapshot.plain import LIGHTNINGS_OWN, Key, PlainState, hidden_modules
 from lightning_ga.snapshot.random_numbers import (
     RandomState,
     generator_state,
@@ -32,6 +32,7 @@ from lightning_ga.snapshot.random_numbers import (
 
 _CONTAINERS = (deque, dict, set)
 _FEW = 64  # entries of a container that is copied
+_DEEP = 1  # containers in containers that are copied
 _TRAINS, _MODE = attrgetter("requires_grad"), attrgetter("training")
 
 
@@ -59,11 +60,13 @@ class Savepoint:
         buffers, weights = dict(self._module.named_buffers()), dict(self._module.named_parameters())
         self._weights = [*weights.values()]
         self._copied = [b for n, b in buffers.items() if is_writable(b) and (is_small(b) or n in self._changing)]
-        self._copied += [w for n, w in weights.items() if n in self._changing and not w.requires_grad]
+        # Not those that an optimizer within the backward pass updates: its states do not come back.
+        self._copied += [w for n, w in weights.items() if n in self._changing and not w._post_accumulate_grad_hooks]
         copied = set(map(id, self._copied))
         named = {
             id(tensor): (name, tensor) for name, tensor in [*_hidden(self._module), *buffers.items(), *weights.items()]
         }
+        self._named = [*named.values()]
         self._watched = [pair for key, pair in named.items() if key not in copied]
         self._uncopied = [tensor for _, tensor in self._watched]
         self._start = _Values(self._copied)
@@ -100,6 +103,7 @@ class Savepoint:
         """Remember everything before a later batch too: hooks have run since the last one, and do not run again."""
         self._marks[number] = _Values(self._copied)
         self._read(self._marks[number])
+        self._marks[number].keep_tails(self._start)
 
     def note_versions(self) -> None:
         """Note what tensors and containers are like after a batch."""
@@ -113,11 +117,13 @@ class Savepoint:
         lengths = [len(value) for value in self._start.attributes.values() if isinstance(value, (list, *_CONTAINERS))]
         return versions(self._copied), versions(self._uncopied), lengths
 
-    def around_zeroing(self, zero: Callable[[], None]) -> None:
+    def around_zeroing(self, zero: Callable[[], None], *, look: bool) -> tuple[str, ...]:
         """Zero gradients, with hooks of the user's that do not run again: what they change is changed for good.
 
-        The first batch of the window has met the values before: it meets them again where the window is run again.
+        The first batch of the window has met the values before: it meets them again if the window is run again.
+        Return the names of what has changed, if it is to be looked at.
         """
+        state = PlainState(self._module, self._named, ()) if look else None
         before = versions(self._copied)
         zero()
         changed = [each for each, was, now in zip(self._copied, before, versions(self._copied)) if was != now]
@@ -126,6 +132,7 @@ class Savepoint:
         if changed:
             self._zeroed = SmallCopies(changed)
             self._zeroed.take()
+        return () if state is None else state.changed()
 
     def restore(self) -> str | None:
         """Put everything back as the window began; name what cannot be. Do nothing if not all of it was taken."""
@@ -136,8 +143,8 @@ class Savepoint:
         return None if changed is None else f"weights or buffers of which no copies are made ({changed})"
 
     def go_on(self, number: int) -> None:
-        """Put back what hooks had changed before a later batch of the window."""
-        if self.is_taken and self._zeroed is not None:
+        """Put back what hooks had changed since the batch before the one of this number."""
+        if self.is_taken and number == 1 and self._zeroed is not None:
             self._zeroed.restore()
         if self.is_taken and number in self._marks:
             self._write(self._marks[number])
@@ -146,9 +153,9 @@ class Savepoint:
         """Return whether random numbers were drawn since the window began."""
         return self.is_taken and (not self._start.random.is_current() or have_moved(self._start.generators))
 
-    def not_put_back(self) -> "PlainState":
-        """Return the state, as it is now, that ``restore`` leaves alone."""
-        return PlainState(self._module, self._watched, apart=self._start.attributes)
+    def not_put_back(self, gradients: Iterable[tuple[str, Tensor]]) -> PlainState:
+        """Return the state, as it is now, that ``restore`` leaves alone, and gradients that are left."""
+        return PlainState(self._module, [*self._watched, *gradients], self._start.put_back)
 
     def _first_changed(self) -> str | None:
         now = versions(self._uncopied)
@@ -162,7 +169,7 @@ class Savepoint:
         self._versions = versions(self._uncopied)
         values.trains, values.modes = [*map(_TRAINS, self._weights)], [*map(_MODE, self._parts)]
         values.generators = [(each, generator_state(each)) for each in self._generators]
-        values.read_attributes(vars(self._module))
+        values.read_attributes(self._module)
         values.metrics = [(metric, _state(metric)) for metric in self.metrics]
 
     def _write(self, values: "_Values") -> None:
@@ -198,20 +205,42 @@ class _Values:
         self.metrics: list[tuple[Metric, MetricState]]
         self.attributes: dict[str, Any] = {}
 
-    def read_attributes(self, own: dict[str, Any]) -> None:
-        """Remember plain attributes: tensors, and containers of anything but numbers; of lists how long they are."""
+    def read_attributes(self, module: Module) -> None:
+        """Remember plain attributes: tensors, and containers of anything but numbers."""
+        own = vars(module)
         self._names = set(own)
         self._numbers = {name: value for name, value in own.items() if value is None or isinstance(value, (int, float))}
         self.attributes = {n: value for n, value in own.items() if n not in LIGHTNINGS_OWN and _is_gathered(value)}
         self._contents: list[tuple[Any, Any]] = []
-        for value in self.attributes.values():
-            if type(value) is list:
-                self._contents.append((value, len(value)))
-            elif isinstance(value, Tensor):
-                if is_writable(value) and is_small(value):
-                    self._contents.append((value, (value._version, value.detach().clone())))
-            elif len(value) <= _FEW:
-                self._contents.append((value, copy.copy(value)))
+        self._lists: dict[int, tuple[list[Any], int, list[Any]]] = {}  # with lengths, and entries beyond these
+        self._tensors: list[tuple[Tensor, int, Tensor]] = []
+        self.put_back: set[Key] = set()
+        for name, value in self.attributes.items():
+            self._keep(value, (id(module), name), depth=0)
+
+    def _keep(self, value: Any, key: Key, *, depth: int) -> None:
+        """Remember what a tensor holds, or a container and the tensors and containers in it; of a list its length."""
+        if isinstance(value, Tensor):
+            if not is_writable(value) or not is_small(value) or value.is_inference():
+                return
+            self._tensors.append((value, value._version, value.detach().clone()))
+        elif type(value) is list:
+            self._lists[id(value)] = value, len(value), []
+        elif len(value) <= _FEW:
+            self._contents.append((value, copy.copy(value)))
+            for name, inner in value.items() if isinstance(value, dict) else enumerate(value):
+                self.put_back.add((id(value), str(name)))
+                if isinstance(inner, (Tensor, list, *_CONTAINERS)) and depth < _DEEP:
+                    self._keep(inner, (id(value), str(name)), depth=depth + 1)
+        else:
+            return
+        self.put_back.add(key)
+
+    def keep_tails(self, start: "_Values") -> None:
+        """Keep what lists have gathered since the window began: restoring its start drops that."""
+        for key, (listed, length, _) in self._lists.items():
+            begin = start._lists[key][1] if key in start._lists else length
+            self._lists[key] = listed, begin, listed[begin:]
 
     @torch.no_grad()
     def write_attributes(self, own: dict[str, Any]) -> None:
@@ -220,15 +249,14 @@ class _Values:
             del own[name]
         own.update(self.attributes)
         own.update({name: number for name, number in self._numbers.items() if isinstance(own.get(name), Tensor)})
-        for value, content in self._contents:
-            if type(value) is list:
-                if _is_gathered(value[content:]):
-                    del value[content:]
-            elif isinstance(value, Tensor):
-                if value._version != content[0]:
-                    value.copy_(content[1])
-            else:
-                refill(value, content)
+        for container, content in self._contents:
+            refill(container, content)
+        for listed, length, tail in self._lists.values():
+            if _is_gathered(listed[length:]):
+                listed[length:] = tail
+        for tensor, version, value in self._tensors:
+            if tensor._version != version:
+                tensor.copy_(value)
 
 
 def _hidden(module: Module) -> Iterator[tuple[str, Tensor]]:

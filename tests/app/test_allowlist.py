@@ -43,7 +43,7 @@ from lightning_ga.app.build import check_allowed
         "torchvision.transforms.functional.to_tensor",
         "torchvision.transforms.v2._utils._check_sequence_input",
         "lightning_ga.app.checkpoints.read_safely",
-        "lightning_ga.data.pictures.open",
+        "lightning_ga.data.image_folder.open",
         None,
         3,
     ],

@@ -117,7 +117,6 @@ def test_training_compares_with_the_whole_batch(
     assert ours["weights"][0] < 1e-4 < stock["weights"][0]
 
 
-@pytest.mark.filterwarnings("ignore:batch_norm=.rescale. is deprecated:FutureWarning")
 def test_rescaling_is_compared_under_the_same_weights(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

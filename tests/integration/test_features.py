@@ -127,17 +127,6 @@ def test_stochastic_weight_averaging(mode: str, oom: bool, kind: Any) -> None:
         torch.testing.assert_close(ours.norm.running_mean, stock.norm.running_mean, rtol=1e-10, atol=1e-10)
 
 
-@MODES
-@pytest.mark.filterwarnings("ignore:batch_norm=.rescale. is deprecated:FutureWarning")
-def test_momenta_are_the_users_again_after_weight_averaging(mode: str) -> None:
-    """Which keeps those of the moment for its last pass, and gives them back after ours were."""
-    module = Normalized()
-    ours = AutoAccumulate(micro_batch_size=MICRO_BATCH, micro_batching=mode, verify=False, batch_norm="rescale")
-    averaging = StochasticWeightAveraging(0.05, swa_epoch_start=2)
-    fit(DataLoader(Samples(SIZE), batch_size=BATCH), ours, averaging, module=module, max_epochs=4)
-    assert module.norm.momentum == 0.1
-
-
 @row("`EMAWeightAveraging`, `WeightAveraging`")
 @MODES
 @OOM

@@ -19,7 +19,7 @@ STEP = {**LOADER, "micro_batching": "step"}
 def run(folder: Path, scenarios: dict[str, Any], ranks: int) -> dict[str, list[dict[str, Any]]]:
     """What every rank recorded of every scenario."""
     done = start(folder, scenarios, ranks)
-    assert done.code == 0, done.output[-6000:]
+    assert done.code == 0, done.output[-16000:]
     return {name: [torch.load(folder / f"{name}-{rank}.pt") for rank in range(ranks)] for name in scenarios}
 
 

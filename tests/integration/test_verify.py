@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from everything import difference, run
@@ -74,20 +73,9 @@ def test_the_cause_of_a_difference_is_named(net: Any, loss: Any, cause: str, say
     assert callback.exactness.layers == (("net.1",) if cause == "batch_norm" else ())
 
 
-RESCALE_IS_DEPRECATED = "ignore:batch_norm=.rescale. is deprecated:FutureWarning"
-
-
-def test_rescaling_is_deprecated_with_what_to_do_instead() -> None:
-    """The sentence says what was measured."""
-    with pytest.warns(FutureWarning, match=r"evaluation is worse .*update_bn after training.* or GroupNorm"):
-        AutoAccumulate(batch_norm="rescale")
-
-
-@pytest.mark.filterwarnings(RESCALE_IS_DEPRECATED)
-@pytest.mark.parametrize("batch_norm", ["ignore", "rescale"])
-def test_batch_norm_may_be_known_about(batch_norm: str) -> None:
+def test_batch_norm_may_be_known_about() -> None:
     """Without a warning then, but measured all the same."""
-    assert verify(normalized(), torch.nn.functional.mse_loss, batch_norm=batch_norm).exactness.cause == "batch_norm"
+    assert verify(normalized(), torch.nn.functional.mse_loss, batch_norm="ignore").exactness.cause == "batch_norm"
 
 
 def test_verification_can_be_turned_off() -> None:
@@ -132,32 +120,6 @@ def test_the_check_leaves_no_trace(tmp_path: Path) -> None:
     with_check = run(tmp_path / "with", AutoAccumulate(micro_batch_size=5))
     without = run(tmp_path / "without", AutoAccumulate(micro_batch_size=5, verify=False))
     assert difference(with_check, without) is None
-
-
-class Momenta(pl.Callback):
-    """Notes the momentum of a layer while training."""
-
-    def on_train_batch_start(self, trainer: Any, module: Any, *_: Any) -> None:
-        self.momentum = module.net[1].momentum
-
-
-@pytest.mark.filterwarnings(RESCALE_IS_DEPRECATED)
-def test_momentum_is_rescaled_during_training_and_put_back() -> None:
-    """1 − (1 − m)^(1/factor); the user's own afterwards, after an error too."""
-    net, seen = normalized(), Momenta()
-    callback = AutoAccumulate(micro_batch_size=4, batch_norm="rescale")
-    module = Model(net, torch.nn.functional.mse_loss)
-    fit(DataLoader(Samples(24), batch_size=12), callback, seen, module=module, max_epochs=1)
-    assert seen.momentum == pytest.approx(1 - 0.9 ** (1 / 3), abs=1e-12)
-    assert net[1].momentum == 0.1
-    module.loss = lambda prediction, target: 1 / 0
-    with pytest.raises(ZeroDivisionError):
-        fit(
-            DataLoader(Samples(24), batch_size=12),
-            AutoAccumulate(micro_batch_size=4, batch_norm="rescale"),
-            module=module,
-        )
-    assert net[1].momentum == 0.1
 
 
 def test_sparse_gradients_are_compared_as_they_are() -> None:

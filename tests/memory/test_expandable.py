@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from lightning_ga.memory.expandable import ExpandableSegments
-from lightning_ga.memory.segment_rules import MIB, SegmentRules
+from lightning_ga.memory.segments import MIB, SegmentRules
 from lightning_ga.memory.trace import Segment
 
 RULES = SegmentRules(expandable=True)

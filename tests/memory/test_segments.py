@@ -13,8 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lightning_ga.memory.segment_replay import replay_segments
-from lightning_ga.memory.segment_rules import KIB, MIB, SegmentRules
-from lightning_ga.memory.segments import Segments
+from lightning_ga.memory.segments import KIB, MIB, SegmentRules, Segments
 from lightning_ga.memory.trace import MemoryTrace, Segment
 from lightning_ga.plan.records import ProbeResult, Trial, still_holds
 from lightning_ga.probe.search import MARGIN, Search, trace_sizes

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from streams import CONSTANT_OR_GROWING, SQUARES, UNFORESEEN, FakeDevice, Size, linear, streams
 
-from lightning_ga.memory.segment_rules import MIB, SegmentRules
+from lightning_ga.memory.segments import MIB, SegmentRules
 from lightning_ga.memory.trace import MemoryTrace, canonical
 from lightning_ga.plan.records import ProbeResult, Trial, lowered, still_holds
 from lightning_ga.probe.curve import Step, fit_curve

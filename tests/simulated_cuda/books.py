@@ -11,8 +11,7 @@ import torch
 from benchmarks.allocator import take_as_others
 from lightning_ga.memory.allocator import AllocatorMeter
 from lightning_ga.memory.segment_replay import replay_segments, segments_of
-from lightning_ga.memory.segment_rules import MIB, SEGMENT_ROUNDING, SegmentRules
-from lightning_ga.memory.segments import Segments
+from lightning_ga.memory.segments import MIB, SEGMENT_ROUNDING, SegmentRules, Segments
 
 Sizes = Callable[[random.Random], int]
 SIZES: dict[str, Sizes] = {

@@ -20,10 +20,9 @@ from lightning_ga.compat import agreement, transfer
 from lightning_ga.errors import UserError
 from lightning_ga.loading.largest_samples import largest_samples
 from lightning_ga.memory.oom import is_out_of_memory
-from lightning_ga.plan.budget import written_like
 from lightning_ga.plan.planned_device import PlannedDevice
 from lightning_ga.plan.records import ProbeResult
-from lightning_ga.plan.units import format_bytes
+from lightning_ga.plan.units import format_bytes, written_like
 from lightning_ga.probe.isolation import isolated
 from lightning_ga.probe.meters import TensorMeter
 from lightning_ga.probe.planned.fakes import Answers, PlainCopies
@@ -41,17 +40,7 @@ def estimate(
 ) -> ProbeResult:
     """Estimate the largest micro-batch of a training step of a Trainer on another device.
 
-    Args:
-        setup: The training, on the CPU.
-        device: What is planned for; what makes the estimate less certain is noted in it.
-        high: Largest micro-batch that is of use, in samples.
-        budget: ``memory_budget`` as the user wrote it.
-
-    Returns:
-        What was found. Seconds are those of working the step out, not of running it.
-
-    Raises:
-        UserError: If the step needs values that are not there, or if not even the smallest micro-batch fits.
+    Seconds are those of working the step out, not of running it.
     """
     trainer, samples = setup.trainer, largest_samples(setup.loader, setup.order)
     allowed = device.budget(budget, buckets=_bucket_bytes(trainer))

@@ -1,10 +1,9 @@
 """CPU operators that keep as much memory for the backward pass as those of CUDA.
 
-Two things differ by device. Under mixed precision, CUDA computes normalizations, losses and
-softmax in 32 bits and so keeps larger activations (``aten/src/ATen/autocast_mode.h``,
-``AT_FORALL_FP32`` and ``AT_FORALL_FP32_SET_OPT_DTYPE``). And dropout keeps one byte for an element of
-its mask, where the CPU keeps a float (``aten/src/ATen/native/Dropout.cpp``); with dropout, attention
-on the CPU has no fused kernel.
+Two things differ by device. Under mixed precision, CUDA computes normalizations, losses and softmax in 32 bits and so
+keeps larger activations (``aten/src/ATen/autocast_mode.h``, ``AT_FORALL_FP32`` and ``AT_FORALL_FP32_SET_OPT_DTYPE``).
+And dropout keeps one byte for an element of its mask, where the CPU keeps a float
+(``aten/src/ATen/native/Dropout.cpp``); with dropout, attention on the CPU has no fused kernel.
 """
 
 from collections.abc import Callable

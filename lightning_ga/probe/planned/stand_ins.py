@@ -21,13 +21,8 @@ def without_values(
 ) -> Iterator[tuple[FakeTensorMode, dict[int, Any]]]:
     """Give a module and its optimizers tensors without values, as a context; afterwards they are as they were.
 
-    Args:
-        module: The module.
-        optimizers: Those that hold its parameters.
-        foreach: Whether optimizers that leave it open work on many tensors at once, as they do on CUDA.
-
-    Yields:
-        The mode that the tensors belong to, and for the id of each original tensor the one that stands for it.
+    Yields the mode that the tensors belong to, and for the id of each original tensor the one that stands for it.
+    With ``foreach``, optimizers that leave it open work on many tensors at once, as they do on CUDA.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     tables: list[dict[str, Any]] = [t for m in module.modules() for t in (m._parameters, m._buffers)]
@@ -87,15 +82,7 @@ def _faked(value: Any, mode: FakeTensorMode) -> Any:
 
 
 def grown(small: Any, large: Any, periods: int) -> Any:
-    """Extrapolate a batch without values from two that differ by one period of samples.
-
-    Args:
-        small: A batch.
-        large: The same with one more period.
-        periods: How many periods more than ``small`` the result has.
-
-    Returns:
-        The same structure: tensors of extrapolated shape, longer lists, extrapolated integers.
+    """Extrapolate a batch without values from two that differ by one period, to so many more than ``small`` has.
 
     Examples:
         >>> small, large = torch.zeros(2, 3), torch.zeros(4, 3)

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_ga.errors import UserError
-from lightning_ga.plan.budget import parse_budget, require_bytes, sufficient, written_like
+from lightning_ga.plan.units import parse_budget, require_bytes, sufficient, written_like
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,244 @@
+"""Run one batch whole and in parts, compare gradients and state, and judge what differs."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from lightning_ga.batch.counters import fitting_counter
+from lightning_ga.batch.layout import LayoutError
+from lightning_ga.batch.pytree import same_values
+from lightning_ga.compat import trial_steps
+from lightning_ga.fit.batch_norm import batch_norm_layers
+from lightning_ga.fit.exactness.differences import Differences, compare, distance, judge, norm
+from lightning_ga.fit.exactness.passes import Passes, PassRunner
+from lightning_ga.loading.reader import BatchReader, CollatedAgain
+from lightning_ga.loading.samples import collate_samples
+from lightning_ga.memory.oom import is_out_of_memory
+from lightning_ga.plan.exactness import ACCUMULATED, COUNTED, HOOKED, Exactness, Verdicts, both, uncuttable, unmeasured
+from lightning_ga.plan.weights import count_items
+
+Count = Callable[[Any], float]  # counts the items of a batch that the loss is a mean over
+
+_SEEDS = 8  # further passes with other random numbers, if some are drawn
+
+
+@dataclass(frozen=True, slots=True)
+class Halves:
+    """A batch in two parts, as the loader makes them or as the step cuts them."""
+
+    parts: list[Any]
+    sizes: tuple[int, int]  # in samples
+    batch: Callable[[int], Any]  # makes the whole batch once more, with random numbers of a seed
+    one_sample: Callable[[], Any]  # makes a batch of one of its samples
+    cut: bool = False  # whether the step cuts them
+    on_device: bool = False
+
+
+class SampleBatch:
+    """A batch of samples, and its halves."""
+
+    def __init__(self, samples: list[Any], loader: "DataLoader[Any]", reader: BatchReader, passes: PassRunner) -> None:
+        self._samples, self._loader, self._reader, self._passes = samples, loader, reader, passes
+        self._cut_on_device = passes.transfer.has_hooks  # these get the whole batch, before it is cut
+        self.collated = self._collate(0, len(samples))
+        self.fetched = len(samples)
+        self.size = reader.count(
+            self.collated, expected=len(samples), on_host=True
+        )  # the collate function may drop some
+
+    def loaded(self) -> Halves:
+        """Return the halves as the loader makes them."""
+        return _halves(self._collate, self.fetched, partial(self._collate, 0, self.fetched))
+
+    def cut(self, take: Callable[[int, int], Any]) -> Halves:
+        """Return the halves as the step gets them by ``take``, from ``slices`` or ``slices_anew``."""
+        return replace(_halves(take, self.size, lambda _: self.collated), cut=True, on_device=self._cut_on_device)
+
+    def slices(self) -> Callable[[int, int], Any]:
+        """Return the function by which the step cuts the batch."""
+        batch, on_host = self._as_cut(), not self._cut_on_device
+        return self._reader.slices(batch, expected=self.size, on_host=on_host, samples=self._samples_again).take
+
+    def slices_anew(self) -> Callable[[int, int], Any]:
+        """Return the function that makes parts of the batch out of its samples."""
+        again = self._samples_again()
+        if again is None:
+            raise LayoutError("There are no samples at hand to make parts of anew.")
+        return self._reader.collated_anew(self._as_cut(), again, on_host=not self._cut_on_device).take
+
+    def _samples_again(self) -> CollatedAgain | None:
+        return self._reader.samples_again(self._loader, self._samples)
+
+    def _as_cut(self) -> Any:
+        """Return the batch in the form in which the step cuts it."""
+        return self._passes.on_device(self.collated) if self._cut_on_device else self.collated
+
+    def _collate(self, start: int, stop: int, seed: int = 0) -> Any:
+        batch = collate_samples(self._loader, self._samples[start:stop], stop - start, seed=seed)
+        return self._passes.transfer.on_host(batch)
+
+
+def _halves(take: Callable[[int, int], Any], size: int, batch: Callable[[int], Any]) -> Halves:
+    middle = (size + 1) // 2
+    parts = [take(0, middle), take(middle, size)]
+    return Halves(parts, (middle, size - middle), batch, one_sample=partial(take, size - 1, size))
+
+
+class ExactnessCheck:
+    """Compares batches with their parts, and gathers which state passes change."""
+
+    def __init__(self, reader: BatchReader, passes: PassRunner, count: Count | None, tolerance: float) -> None:
+        self._reader, self._passes, self._count, self._tolerance = reader, passes, count, tolerance
+        self._module = passes.trainer.lightning_module
+        is_precise = passes.trainer.strategy.root_device.type == "cpu" and tolerance <= 1e-4
+        self._repeated = tolerance / (100 if is_precise else 1)  # largest difference of a repeated step
+        self._keeps_something: bool | None = None  # that the next step's gradients depend on; None until measured
+        self._alike: set[str] = set()  # names of changed state that some passes left the same, whatever their samples
+        self._unlike: set[str] = set()  # and of state that some did not
+        self.changing: set[str] = set()  # names of all that changed, averages that nobody froze among them
+
+    @property
+    def tables(self) -> set[str]:
+        """Names of state that every pass leaves the same: nothing depends on how batches are cut."""
+        return self._alike - self._unlike
+
+    def run(self, batch: SampleBatch, *, in_step: bool) -> Verdicts:
+        """Compare the whole batch with its parts, as the loader makes them and as the step cuts them."""
+        if batch.size < 2:
+            reason = f"the collate function kept {batch.size} of {batch.fetched} samples"
+            return both(unmeasured(self._tolerance, reason))
+        batch_pass = self._passes.run([batch.collated], seed=0)
+        if in_step:
+            return both(self._judge_cut(batch_pass, batch))
+        loaded = batch.loaded()
+        training = self.judge(batch_pass, loaded)
+        hooks_matter = batch_pass.changed != batch_pass.changed_in_step or training.reason
+        if hooks_matter or batch.size < batch.fetched:
+            return Verdicts(training, self._judge_cut(batch_pass, batch))
+        return Verdicts(training, self._judge_cut(batch_pass, batch, (loaded, training)))
+
+    def _judge_cut(
+        self, batch_pass: Passes, batch: SampleBatch, known: tuple[Halves, Exactness] | None = None
+    ) -> Exactness:
+        """Judge a batch in the parts that the step cuts, unless the verdict on the same parts is known.
+
+        They are slices. If one of them alone ends in an error of the user's code, parts are collated anew.
+        """
+        failed = ""
+        try:
+            slices = batch.slices()
+            try:
+                halves = batch.cut(slices)
+                if known is not None and all(map(same_values, known[0].parts, halves.parts)):
+                    return known[1]
+                return self.judge(batch_pass, halves)
+            except Exception as error:
+                if is_out_of_memory(error) or isinstance(error, LayoutError):
+                    raise
+                failed = f" A part alone ended in {type(error).__name__}: {error}"
+            return self.judge(batch_pass, batch.cut(batch.slices_anew()))
+        except LayoutError as why:
+            return uncuttable(self._tolerance, f"{why}{failed}")
+
+    def judge(self, batch_pass: Passes, halves: Halves) -> Exactness:
+        """Compare the parts of a batch with a pass over the batch_pass."""
+        counts = [self._items(part, size, halves) for part, size in zip(halves.parts, halves.sizes)]
+        if not all(number > 0 for number in counts):
+            return unmeasured(self._tolerance, f"normalize counts {counts} in the parts of a batch")
+        weight = counts[0] / sum(counts)
+        changed, alone = self._changed(batch_pass, halves), None
+        accumulated = self._run(halves, weights=(weight, 1 - weight))
+        error = distance(batch_pass.gradients[0], accumulated.gradients[-1])
+        if error <= self._tolerance:
+            changed = self._without_tables(changed, halves, batch_pass, accumulated)
+        self._unlike |= set(changed)
+        if not error <= self._tolerance:  # the cause shows in gradients that are not accumulated
+            alone = compare(batch_pass.gradients[0], *self._run(halves).gradients, weight=weight)
+            changed = changed or (ACCUMULATED if alone.error <= self._tolerance else ())
+        size = norm(batch_pass.gradients[0])
+        if not 0 < size < math.inf:
+            return unmeasured(self._tolerance, f"the norm of the gradient is {size}")
+        noise, layers = self._noise(batch_pass, halves), tuple(batch_norm_layers(self._module))
+        measured = Exactness(error, self._tolerance, "exact", layers, micro_steps=self._passes.steps, tensors=changed)
+        verdict = judge(measured, alone, noise=noise)
+        return verdict if alone is None else self._explained(verdict, alone, batch_pass, halves, weight)
+
+    def _explained(
+        self, verdict: Exactness, alone: Differences, batch_pass: Passes, halves: Halves, weight: float
+    ) -> Exactness:
+        """Look for what else may cause a difference that looks like one of the loss; propose a counter if it is not."""
+        if verdict.cause not in ("coupled", "weighted", "sum"):
+            return verdict
+        with trial_steps.without_gradient_hooks(self._passes.trainer) as has_hooks:
+            if has_hooks and self._is_same(self._passes.run([halves.batch(0)], seed=0), self._run(halves), weight):
+                return replace(verdict, cause="stateful", reason=HOOKED)
+        if not halves.cut and self._is_same(batch_pass, self._run(replace(halves, cut=True)), weight):
+            return replace(verdict, cause="stateful", reason=COUNTED)
+        if verdict.cause != "weighted":
+            return verdict
+        return replace(verdict, counter=fitting_counter(halves.batch(0), halves.parts, alone.best_weight))
+
+    def _run(self, halves: Halves, weights: Sequence[float] = ()) -> Passes:
+        return self._passes.run(halves.parts, seed=1, as_pieces=halves.cut, on_device=halves.on_device, weights=weights)
+
+    def _is_same(self, batch_pass: Passes, parts: Passes, weight: float) -> bool:
+        return compare(batch_pass.gradients[0], *parts.gradients, weight=weight).error <= self._tolerance
+
+    def _changed(self, batch_pass: Passes, halves: Halves) -> tuple[str, ...]:
+        """Name the state that a pass changes, or that the next one depends on.
+
+        State that no gradient depends on yet may come to matter later: a queue that is filled, a count, a teacher
+        whose part in the loss grows.
+        """
+        names = batch_pass.changed_in_step if halves.cut else batch_pass.changed
+        self.changing |= set(names)
+        trained = {name for name, weight in self._module.named_parameters() if weight.requires_grad}
+        changed = tuple(name for name in names if name not in trained)
+        if changed or batch_pass.draws or not self._depends_on_last(halves):
+            return changed
+        return ("what the module keeps from one step to the next",)
+
+    def _depends_on_last(self, halves: Halves) -> bool:
+        """Return whether the same batch gets another gradient in the next step, as the module keeps something."""
+        if self._keeps_something is None:
+            twice = self._passes.run([halves.batch(0), halves.batch(0)], seed=0, as_pieces=True)
+            self._keeps_something = distance(*twice.gradients) > self._repeated
+        return self._keeps_something
+
+    def _without_tables(self, changed: tuple[str, ...], halves: Halves, *passes: Passes) -> tuple[str, ...]:
+        """Leave out what all micro-batches leave the same, one of a single sample too, as a table that is filled once.
+
+        A single sample shows which of the state that changes depends on the samples.
+        """
+        if not changed:
+            return ()
+        try:
+            single = self._passes.run([halves.one_sample()], seed=2, on_device=halves.on_device)
+        except Exception as error:  # there may be no step on one sample
+            if is_out_of_memory(error):
+                raise
+            return changed
+        states = [state for each in (*passes, single) for state in each.states]
+        sums = {name: {state.get(name) for state in states} for name in changed}
+        alike = {name for name, values in sums.items() if len(values) == 1 and None not in values}
+        self._alike |= alike
+        return tuple(name for name in changed if name not in alike)
+
+    def _noise(self, batch_pass: Passes, halves: Halves) -> float:
+        """Measure how far passes over the whole batch with other random numbers differ; several if some are drawn."""
+        noise = 0.0
+        for seed in range(1, 2 + _SEEDS):
+            passes = self._passes.run([halves.batch(seed)], seed=seed)
+            noise = max(noise, distance(*batch_pass.gradients, *passes.gradients))
+            if noise > self._tolerance or not passes.draws:
+                break
+        return noise
+
+    def _items(self, part: Any, samples: int, halves: Halves) -> float:
+        if self._count is not None:
+            return count_items(self._count, part)
+        return self._reader.count(part, expected=samples, on_host=not halves.on_device)

@@ -1,0 +1,111 @@
+"""Measure exactness in a Trainer: on which samples, how precisely, and on how many of them if memory is short."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from lightning_ga.batch.pytree import open_container
+from lightning_ga.batch.sizes import elements
+from lightning_ga.fit.batch_norm import batch_norm_layers
+from lightning_ga.fit.exactness.arithmetic import rounding
+from lightning_ga.fit.exactness.check import Count, ExactnessCheck, SampleBatch
+from lightning_ga.fit.exactness.passes import traceless_passes
+from lightning_ga.loading.reader import BatchReader
+from lightning_ga.loading.training_source import TrainingSource
+from lightning_ga.memory.oom import attempt, is_out_of_memory
+from lightning_ga.plan.exactness import Exactness, Verdicts, both, unmeasured
+
+SAMPLES = 5  # parts of three and two: BatchNorm refuses one sample, and unequal parts show wrong weights
+CONSIDERED = 24  # samples to choose from
+_MOMENT = 0.3  # seconds to read them
+_SMALL = 2**28  # bytes of parameters
+
+
+def measure_exactness(
+    trainer: Any, source: TrainingSource, reader: BatchReader, count: Count | None, *, epoch: int, limit: int
+) -> Verdicts:
+    """Run the check in passes of at most ``limit`` samples, for a small model of more, and restore all state."""
+    loader, available = source.user_loader, source.looks(epoch).some
+    considered = SAMPLES if source.keeps_groups else CONSIDERED
+
+    def check(size: int, plain: bool, tolerance: float) -> Verdicts:
+        with traceless_passes(trainer, plain=plain) as passes:
+            samples = telling_samples(available.read(size, most=considered, seconds=_MOMENT), size)
+            if len(samples) < 2:
+                return both(unmeasured(tolerance, f"the training data hold {len(samples)} samples"))
+            batch, in_step = SampleBatch(samples, loader, reader, passes), source.cut_in_step
+            checking = ExactnessCheck(reader, passes, count, tolerance)
+            verdicts = checking.run(batch, in_step=in_step)
+            if size >= 4 and verdicts.training.cause == "exact":  # one cut is no proof: other samples, in equal parts
+                other = SampleBatch(samples[-4:], loader, reader, passes)
+                verdicts = verdicts.unless(checking.run(other, in_step=in_step))
+            return replace(verdicts, changing=tuple(checking.changing), tables=tuple(checking.tables))
+
+    is_small = _is_small(trainer.lightning_module)
+    most = min(SAMPLES, len(available))
+    sizes = dict.fromkeys([most, min(most, limit)] if is_small else [min(most, limit)])
+    for size in sizes:
+        verdicts = _measured(trainer, check, size, plain=is_small or size <= limit // 2)
+        if verdicts is not None:
+            return verdicts
+    return both(unmeasured(rounding(trainer), f"memory ran out in the check, on {min(sizes)} samples"))
+
+
+def _measured(
+    trainer: Any, check: Callable[[int, bool, float], Verdicts], size: int, *, plain: bool
+) -> Verdicts | None:
+    """Run the check on so many samples, if these have parts; ``None`` if memory runs out."""
+    tolerance = rounding(trainer, plain=plain)
+    if size < 2:
+        return both(unmeasured(tolerance, "a micro-batch of one sample has no parts"))
+    layers = tuple(batch_norm_layers(trainer.lightning_module))
+    if layers and size < 4:  # BatchNorm refuses one sample
+        return both(Exactness(None, tolerance, "batch_norm", layers=layers))
+    outcome = attempt(lambda: check(size, plain, tolerance), lambda _: True)  # the check must never cost a run
+    verdicts: Verdicts | None = outcome.result
+    failure = outcome.failure
+    if failure is None or is_out_of_memory(failure):
+        return verdicts
+    reason = f"in the check, a step on part of {size} samples ended in {type(failure).__name__}: {failure}"
+    return both(unmeasured(tolerance, reason))
+
+
+def telling_samples(samples: list[Any], size: int) -> list[Any]:
+    """Choose samples that differ in labels, shapes and missing values.
+
+    The largest come first, so that padding, if any, gives the two parts of a batch different lengths.
+    """
+    traits = [set(_traits("", sample)) for sample in samples]
+    sizes = [elements(sample) for sample in samples]
+    chosen = [sizes.index(max(sizes)), sizes.index(min(sizes))] if sizes and min(sizes) < max(sizes) else []
+    while len(chosen) < min(size, len(samples)):
+        known = set().union(*(traits[number] for number in chosen))
+        rest = [number for number in range(len(samples)) if number not in chosen]
+        chosen.append(max(rest, key=lambda number: (len(traits[number] - known), -number)))
+    return [samples[number] for number in sorted(chosen, key=lambda number: -sizes[number])]
+
+
+def _traits(path: str, node: Any) -> Iterator[tuple[str, str]]:
+    """Yield the traits by which samples differ: small values, shapes, ignored targets, missing numbers."""
+    if isinstance(node, float):
+        yield path, str(node > 0) if node == node else "nan"
+    elif isinstance(node, (bool, int, str, np.generic)) or node is None:
+        yield path, str(node)[:40]
+    elif isinstance(node, torch.Tensor) and not node.is_nested and node.layout is torch.strided:
+        yield path, str(tuple(node.shape))
+        if node.is_floating_point():
+            yield path, str(bool(node.isnan().any()))
+        elif node.numel() and not node.is_complex():
+            yield path, f"{int(node.min())} {int(node.max())}"
+            yield path, f"{bool((node == -100).any())}"
+    else:
+        for name, child in open_container(node) or ():
+            yield from _traits(path + name, child)
+
+
+def _is_small(module: torch.nn.Module) -> bool:
+    """Return whether the check may use a few samples above the limit, and the precision of the weights."""
+    return sum(p.numel() * p.element_size() for p in module.parameters()) <= _SMALL

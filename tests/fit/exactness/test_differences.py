@@ -1,0 +1,58 @@
+"""The cause of a difference follows from the numbers alone."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_ga.fit.exactness.differences import Differences, compare, distance, judge, norm
+from lightning_ga.plan.exactness import Exactness
+
+SUMMED = Differences(error=0.5, summed=0.0, best_weight=2.0, best_error=0.3)
+WEIGHTED = Differences(error=0.5, summed=0.7, best_weight=0.3, best_error=0.0)
+COUPLED = Differences(error=0.5, summed=0.7, best_weight=0.3, best_error=0.4)
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("error", "alone", "noise", "besides", "cause", "measured"),
+    [
+        (1e-9, None, 0.0, {}, "exact", True),
+        (1e-9, None, 0.0, {"layers": ("norm",)}, "exact", True),
+        (1e-9, None, 0.0, {"tensors": ("queue",)}, "stateful", True),
+        (1e-9, None, 1.0, {"tensors": ("queue",)}, "stateful", False),
+        (1e-9, None, 1.0, {}, "random", False),
+        (0.5, COUPLED, 1.0, {"layers": ("norm",)}, "batch_norm", False),
+        (NAN, COUPLED, 0.0, {"layers": ("norm",)}, "batch_norm", False),
+        (NAN, COUPLED, 0.0, {}, "coupled", False),
+        (0.5, SUMMED, 0.0, {"layers": ("norm",)}, "sum", True),
+        (0.5, COUPLED, 0.0, {"layers": ("norm",)}, "batch_norm", True),
+        (0.5, WEIGHTED, 0.0, {}, "weighted", True),
+        (0.5, COUPLED, 0.0, {}, "coupled", True),
+    ],
+)
+def test_the_cause_is_named(
+    error: float, alone: Any, noise: float, besides: dict[str, Any], cause: str, measured: bool
+) -> None:
+    """State comes before noise, noise before the loss; a number is given unless noise hides it."""
+    verdict = judge(Exactness(error, 1e-6, "exact", **besides), alone, noise=noise)
+    assert verdict.cause == cause
+    assert verdict.relative_error == (error if measured else None)
+
+
+def test_the_best_weight_of_two_parts_is_found() -> None:
+    """The whole is a quarter of the first and three quarters of the second."""
+    first, second = [torch.tensor([1.0, 0.0])], [torch.tensor([0.0, 1.0])]
+    differences = compare([torch.tensor([0.25, 0.75])], first, second, weight=0.5)
+    assert differences.best_weight == pytest.approx(0.25)
+    assert differences.best_error == pytest.approx(0.0)
+    assert differences.error == pytest.approx((2 * 0.25**2) ** 0.5 / (0.25**2 + 0.75**2) ** 0.5)
+
+
+def test_sparse_gradients_are_compared_by_their_rows() -> None:
+    """With dense ones too."""
+    dense = torch.tensor([[0.0], [3.0], [4.0]])
+    assert norm([dense.to_sparse()]) == norm([dense]) == 5.0
+    assert distance([dense.to_sparse()], [dense]) == 0.0
+    assert distance([dense.to_sparse()], [2 * dense]) == 1.0
+    assert distance([torch.zeros(2)], [torch.ones(2)]) == 0.0
