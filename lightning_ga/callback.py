@@ -114,7 +114,7 @@ class AutoAccumulate(Callback):
 
     @property
     def probe(self) -> ProbeResult | None:
-        """What the probe found; ``None`` before training and where none was needed."""
+        """What the probe found; ``None`` before training and if none was needed."""
         return self._fit.probe if self._fit else None
 
     @property
@@ -135,8 +135,7 @@ class AutoAccumulate(Callback):
         """Put the run between the user's loader and the fit loop, and between batches and the errors they may meet."""
         if stage != "fit":
             self._reporter = self._reporter or OomReporter(trainer)
-            self._evaluation = OomHandler(trainer, retries=self._options.on_oom == "split", report=self._reporter)
-            self._evaluation.watch_batches()
+            self._evaluation = OomHandler(trainer, retries=self._options.on_oom == "split", reporter=self._reporter)
             return
         self._is_fitting = True
         trainer_settings.take_factor_back(trainer)
@@ -147,7 +146,7 @@ class AutoAccumulate(Callback):
         self._fit = Fit(trainer, self._request, self._options, self._reporter, active=lambda: self in trainer.callbacks)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Find the limit and begin the epoch with it, where a resumed run left off."""
+        """Find the limit and begin the epoch with it; a resumed run goes on at its sample."""
         self._started_fit.start()
         rank_zero_info(f"AutoAccumulate: {self._started_fit.summary()}")
         for message in self._started_fit.warnings():
@@ -196,7 +195,7 @@ class AutoAccumulate(Callback):
         self._started_fit.close()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Leave the trainer as it was found; where memory ran out, say what holds it."""
+        """Leave the trainer as it was found; if memory ran out, say what holds it."""
         if self._fit and self._is_fitting:
             self._fit.explain(exception)
             self._fit.abandon()
@@ -238,15 +237,9 @@ class AutoAccumulate(Callback):
             self._fit.load_loop(checkpoint, self.state_key)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What travels to other processes: what was asked for, not the fit that is running."""
-        return {
-            **self.__dict__,
-            "_fit": None,
-            "_evaluation": None,
-            "_reporter": None,
-            "_place": None,
-            "_is_fitting": False,
-        }
+        """Return what travels to other processes: what was asked for, not the fit that is running."""
+        running = dict.fromkeys(("_fit", "_evaluation", "_reporter", "_place"))
+        return {**self.__dict__, **running, "_is_fitting": False}
 
     @property
     def _started_fit(self) -> Fit:

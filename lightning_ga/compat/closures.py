@@ -20,7 +20,7 @@ def intercepted_closures(trainer: Any, wrap: Callable[..., Callable[..., Any]]) 
     """Return a context in which the loop's closures are those of ``wrap``.
 
     It is called as ``wrap(whole, make, kwargs, optimizer, batch_idx)``: ``whole`` is Lightning's own closure
-    (``automatic.py:163``), and ``make`` makes others of the last three. What comes of it runs the
+    (``automatic.py:163``), and ``make`` makes others of the last three. The function that it returns runs the
     micro-batch, and returns a result with the ``loss`` for the optimizer and the output as ``asdict()``.
     """
     loop = trainer.fit_loop.epoch_loop.automatic_optimization
@@ -63,11 +63,8 @@ def accumulating(trainer: Any) -> AbstractContextManager[None] | None:
 def before_the_last(trainer: Any, withheld: Callable[[torch.Tensor], None]) -> Iterator[None]:
     """Return a context in which more pieces of the batch follow: its gradients are not complete after a backward pass.
 
-    The loop says that it goes on to accumulate, as hooks of gradients may ask, and ``on_after_backward`` is not called.
-
-    Args:
-        trainer: The Trainer.
-        withheld: Called instead, with the loss without its graph (``plugins/precision/precision.py``).
+    The loop says that it goes on to accumulate, as hooks of gradients may ask. In place of ``on_after_backward``,
+    ``withheld`` is called with the loss without its graph (``plugins/precision/precision.py``).
     """
     loop, plugin = trainer.fit_loop.epoch_loop, trainer.precision_plugin  # ``fit_loop._should_accumulate`` asks it
 
@@ -106,20 +103,6 @@ def undo_half_made_scale(trainer: Any) -> None:
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     if isinstance(scaler, torch.amp.GradScaler) and scaler._growth_tracker is None:
         scaler._scale = None
-
-
-@contextmanager
-def after_backward(trainer: Any, finish: Callable[[], None]) -> Iterator[None]:
-    """Return a context in which a call follows every backward pass, before the hooks ``on_after_backward``."""
-    plugin = trainer.precision_plugin
-    backward = plugin.backward
-
-    def and_then(*arguments: Any, **settings: Any) -> None:
-        backward(*arguments, **settings)
-        finish()
-
-    with patching.shadowed(plugin, "backward", and_then):
-        yield
 
 
 BETWEEN_BATCHES = (

@@ -83,7 +83,7 @@ def micro_batch_units(trainer: Any) -> Iterator[None]:
     """
     connector = trainer._accelerator_connector
     kept = connector.use_distributed_sampler, trainer.limit_train_batches
-    interval = getattr(trainer, "val_check_interval", None)  # not set where it is a time
+    interval = getattr(trainer, "val_check_interval", None)  # not set if it is a time
     connector.use_distributed_sampler = False
     if trainer.limit_train_batches != 0:
         trainer.limit_train_batches = 1.0
@@ -105,7 +105,7 @@ def shards_data(trainer: Any) -> bool:
 def resize_epoch(trainer: Any, length: int | None, *, at_most: int | None = None) -> None:
     """Set the number of micro-batches of the epoch, of which the loops hold four copies.
 
-    It is ``None`` for a stream, which ends where it pleases, and is not read any further after ``at_most``.
+    It is ``None`` for a stream of unknown length, which is not read any further after ``at_most``.
     """
     loop = trainer.fit_loop
     loop._combined_loader.limits = [inf if length is None else length]

@@ -1,4 +1,4 @@
-"""Decide when learning-rate schedules and validation are due, and where training may stop; count optimizer steps.
+"""Decide when learning-rate schedules and validation are due, and when training may stop; count optimizer steps.
 
 Lightning's ``loops/training_epoch_loop.py``.
 """
@@ -24,9 +24,9 @@ def optimizer_steps(trainer: Any) -> int | float:
         trainer: The Trainer of the fit that is running, with or without ``AutoAccumulate``.
 
     Returns:
-        The count; infinite where neither epochs nor steps are limited.
+        The count; infinite if neither epochs nor steps are limited.
     """
-    estimate: int | float = trainer.estimated_stepping_batches  # sets the training data up where that has not been done
+    estimate: int | float = trainer.estimated_stepping_batches  # sets the training data up if need be
     for callback in trainer.callbacks:
         count = getattr(callback, "optimizer_steps", None)
         if callable(count):
@@ -111,7 +111,7 @@ def _has_time_interval(trainer: Any) -> bool:
 
 
 def _validation_interval(trainer: Any, epoch_batches: int | None) -> int | float:
-    """Return ``val_check_interval`` in batches of the recipe; infinite where that is not known."""
+    """Return ``val_check_interval`` in batches of the recipe; infinite if their number is not known."""
     interval: int | float = trainer.val_check_interval
     if not isinstance(interval, float):
         return interval
@@ -155,7 +155,5 @@ def stopping_only_unless(trainer: Any, holds: Callable[[], bool]) -> Iterator[No
 
 def plateaus_by_step(trainer: Any) -> list[str]:
     """Return the names of schedules by step that follow a monitored value."""
-    configs = [
-        config for config in trainer.lr_scheduler_configs if config.interval == "step" and config.reduce_on_plateau
-    ]
+    configs = [each for each in trainer.lr_scheduler_configs if each.interval == "step" and each.reduce_on_plateau]
     return [f"{type(config.scheduler).__name__} by step" for config in configs]

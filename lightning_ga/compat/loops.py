@@ -133,7 +133,7 @@ def end_training(trainer: Any) -> None:
 
 
 def all_epochs(trainer: Any) -> range | None:
-    """Return every epoch of the training, those before a resume too; ``None`` where there is no end."""
+    """Return every epoch of the training, those before a resume too; ``None`` if there is no end."""
     last = trainer.max_epochs
     return None if last is None or last < 0 else range(max(1, last))
 

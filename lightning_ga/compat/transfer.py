@@ -1,9 +1,13 @@
-"""Move batches from the host to the step.
+"""Move batches from the host to the step, and intercept that and the steps of evaluation.
 
-Lightning's ``loops/training_epoch_loop.py``, ``trainer/call.py`` and ``core/module.py``.
+Lightning's ``loops/training_epoch_loop.py``, ``trainer/call.py`` (``_call_strategy_hook``, by which the loops call both
+on the strategy) and ``core/module.py``.
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from lightning_ga.compat import patching
@@ -55,3 +59,24 @@ def _overrides(trainer: Any, *hooks: str) -> bool:
     owners = [owner for owner in (trainer.lightning_module, trainer.datamodule) if owner is not None]
     found = [getattr(owner, hook) for owner in owners for hook in hooks]
     return not all(hook.__module__.startswith(("lightning.", "pytorch_lightning.")) for hook in found)
+
+
+@contextmanager
+def intercepted_evaluation(trainer: Any, around: Callable[..., Any], move: Callable[..., Any]) -> Iterator[None]:
+    """Return a context in which steps of evaluation go through ``around``, and transfers of batches through ``move``.
+
+    They are called as ``around(name, step, *arguments)`` and ``move(to_device, batch, dataloader_idx)``.
+    """
+    strategy = trainer.strategy
+    to_device = type(strategy).batch_to_device
+
+    def batch_to_device(batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
+        moved = partial(to_device, strategy, device=device, dataloader_idx=dataloader_idx)
+        return move(moved, batch, dataloader_idx)
+
+    with ExitStack() as held:
+        held.enter_context(patching.shadowed(strategy, "batch_to_device", batch_to_device))
+        for name in ("validation_step", "test_step", "predict_step"):
+            step = partial(getattr(type(strategy), name), strategy)
+            held.enter_context(patching.shadowed(strategy, name, partial(around, name, step)))
+        yield

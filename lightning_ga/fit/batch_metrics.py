@@ -23,9 +23,7 @@ from lightning_ga.snapshot.metrics import beside_states, give_metric_state, metr
 def whole_batch_metrics(metrics: Sequence[Metric], share: Callable[[], float]) -> Iterator[None]:
     """Return a context in which metrics treat the pieces that they are called with as one batch.
 
-    Args:
-        metrics: The metrics.
-        share: What the current piece weighs in its batch, of one: a mean of losses weighs it so.
+    A mean of losses weighs the current piece by its ``share`` of the batch, of one.
     """
     updates = [(metric, vars(metric)["update"]) for metric in metrics if isinstance(metric, MeanMetric)]
     for mean, update in updates:
@@ -60,49 +58,48 @@ def _within_wrappers(metrics: Sequence[Metric]) -> set[int]:
 
 
 class _BatchOf:
-    """Replaces a metric's ``forward`` while one batch runs.
-
-    The states of the batch are kept by the metric's number of updates.
-    """
+    """Replaces a metric's ``forward`` while one batch runs."""
 
     def __init__(self, metric: Metric) -> None:
         self._metric = metric
         self._forward: Callable[..., Any] = metric.forward
         self._before = metric_state(metric)
         self._first: int = metric._update_count
-        self._states: dict[int, dict[str, Any]] = {}
+        self._state: dict[str, Any] = {}  # of the batch so far
+        self._count = -1  # the metric's updates after the last piece, which tell whether the user's code has reset it
         vars(metric)["forward"] = self
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         """Run ``forward`` on a piece and return the piece's value to the user's code."""
         metric, seen, count = self._metric, metric_state(self._metric), self._metric._update_count
-        if count in self._states:
-            set_metric_state(metric, self._states[count])
+        if count < self._first:  # the user's code has reset the metric
+            self._before, self._first = seen, count
+        if count == self._count:
+            set_metric_state(metric, self._state)
         else:
             metric.reset()
         value = self._forward(*arguments, **named)
         # Without the graphs of a forward pass that computes states with gradients enabled.
-        self._states[count + 1] = apply_to_collection(metric_state(metric), torch.Tensor, torch.Tensor.detach)
+        self._state = apply_to_collection(metric_state(metric), torch.Tensor, torch.Tensor.detach)
         if metric.full_state_update is False:  # its states can be added
-            before = self._before if count >= self._first else seen  # the user's code has reset the metric
-            set_metric_state(metric, self._states[count + 1])
+            set_metric_state(metric, self._state)
             metric._update_count = self._first + 1
             with torch.no_grad():
-                metric._reduce_states({name: before[name] for name in metric._defaults})
+                metric._reduce_states({name: self._before[name] for name in metric._defaults})
         else:
             beside = beside_states(metric)
             set_metric_state(metric, seen)
             metric.update(*arguments, **named)
             vars(metric).update(beside)  # as ``forward`` left them
         metric._update_count, metric._computed, metric._forward_cache = count + 1, None, value
+        self._count = count + 1
         return value
 
     def close(self) -> None:
         """End the batch: the metric counts one update, and shows the batch's value."""
         metric = self._metric
-        batch = self._states.get(metric._update_count)
-        if batch is not None:
-            metric._forward_cache = self._value(batch)
+        if metric._update_count == self._count:
+            metric._forward_cache = self._value()
         if metric._update_count > self._first:
             metric._update_count = self._first + 1
 
@@ -111,12 +108,12 @@ class _BatchOf:
         vars(self._metric).pop("forward", None)
 
     @torch.no_grad()
-    def _value(self, batch: dict[str, Any]) -> Any:
-        """Compute the metric from these states alone."""
+    def _value(self) -> Any:
+        """Compute the metric from the state of the batch alone."""
         metric, seen = self._metric, metric_state(self._metric)
         to_sync, metric._to_sync = metric._to_sync, metric.dist_sync_on_step
         try:
-            set_metric_state(metric, {**batch, "_computed": None})
+            set_metric_state(metric, {**self._state, "_computed": None})
             return metric.compute()
         finally:
             metric._to_sync = to_sync

@@ -19,17 +19,7 @@ _RIVALS = ("GradientAccumulationScheduler", "BatchSizeFinder")
 
 
 def check_trainer(trainer: Any, module: Any, request: Request) -> None:
-    """Refuse a Trainer or module under which accumulation would go wrong.
-
-    Args:
-        trainer: The Trainer.
-        module: The LightningModule.
-        request: The user's arguments.
-
-    Raises:
-        UserError: For manual optimization, strategies that accumulate on their own, ``dataloader_iter`` steps,
-            callbacks that set the same things, and contradicting factors.
-    """
+    """Refuse a Trainer or module under which accumulation would go wrong."""
     require_count("accumulate_grad_batches", trainer.accumulate_grad_batches)
     if not module.automatic_optimization:
         raise UserError(
@@ -59,18 +49,10 @@ def check_trainer(trainer: Any, module: Any, request: Request) -> None:
         )
 
 
-def check_factor(trainer: Any, planned: int | None) -> None:
-    """Refuse a factor that a hook has set in the middle of training: windows are weighted for the planned one.
-
-    Args:
-        trainer: The Trainer.
-        planned: The factor that it was given; ``None`` before it was given one.
-
-    Raises:
-        UserError: If it has another.
-    """
+def check_factor(trainer: Any, planned: int) -> None:
+    """Refuse a factor that a hook has set in the middle of training: windows are weighted for the planned one."""
     found = trainer.accumulate_grad_batches
-    if planned is not None and found != planned and not loops.skips_backward(trainer):
+    if found != planned and not loops.skips_backward(trainer):
         raise UserError(
             f"A callback or hook set trainer.accumulate_grad_batches={found} during training, and AutoAccumulate had "
             f"set {planned}: let AutoAccumulate set it, by effective_batch_size= or accumulate=, which take a mapping "
@@ -79,16 +61,7 @@ def check_factor(trainer: Any, planned: int | None) -> None:
 
 
 def check_schedule(request: Request, epochs: range, world_size: int) -> None:
-    """Refuse a schedule that would fail in a later epoch.
-
-    Args:
-        request: The user's arguments.
-        epochs: The epochs of the training.
-        world_size: Data-parallel ranks.
-
-    Raises:
-        UserError: If an effective batch is below the number of ranks.
-    """
+    """Refuse a schedule that would fail in a later epoch: an effective batch holds a sample for each rank."""
     for epoch in epochs:
         effective = request.effective(epoch)
         if effective is not None:

@@ -50,7 +50,7 @@ class Engine:
         self.trainer, self.policy, self.report = trainer, policy, report
         self._training, self._evaluation = training, evaluation
         self.is_active = True  # whether errors are acted upon
-        self.readers = BatchReaders(trainer, self, lambda stage, loader: self.batches(stage).source(loader))
+        self.readers = BatchReaders(self)
         self.distributed = agreement.is_distributed(trainer)
         self.reducer: Any = None  # of the gradients of a window, whose collectives a retry does not run again
         self.has_evaluated = False  # since the last batch of training
@@ -220,6 +220,8 @@ class Engine:
         """Yield what is kept on the device while batches run."""
         if self.policy.retries:
             yield from self.savepoint("training").tensors()
+        if self.reducer is not None:
+            yield from self.reducer.memory()
 
     def tap(self, stage: str) -> log_capture.LogTap:
         """Return what takes the values that a stage logs."""

@@ -9,10 +9,10 @@ from lightning_ga.plan.config import Request
 
 @dataclass(frozen=True, slots=True)
 class PlannedEpoch:
-    """How one epoch is cut."""
+    """How the full windows of one epoch are cut."""
 
-    fed: AccumulationPlan  # how the loader cuts its full windows
-    plan: AccumulationPlan  # how full windows are cut in the end: further than that where batches are cut in the step
+    fed: AccumulationPlan  # by the loader
+    plan: AccumulationPlan  # in the end: further than that if batches are cut in the step
 
 
 def plan_epoch(
@@ -20,12 +20,8 @@ def plan_epoch(
 ) -> PlannedEpoch:
     """Cut an epoch; in whole windows while the limit is unknown, so that optimizer steps are counted rightly.
 
-    Args:
-        source: The training data; it is arranged for the epoch.
-        request: What the user asked for.
-        epoch: The epoch.
-        micro_batch: Most samples of a micro-batch; ``None`` while that is unknown: the loader yields nothing then.
-        samples_done: Samples of the epoch that an earlier run has trained on, over all ranks.
+    While the limit is unknown, ``micro_batch`` is ``None`` and the loader yields nothing. ``samples_done`` are those of
+    the epoch that an earlier run has trained on, over all ranks.
     """
     effective = effective_batch(source, request, epoch, micro_batch=micro_batch)
     if source.cut_in_step:
@@ -38,19 +34,13 @@ def plan_epoch(
         largest = recipe_micro_batch(source, request, epoch)
     done = samples_done // source.sharded_ranks
     fed = source.arrange(epoch, effective, largest, samples_done=done, enabled=micro_batch is not None)
-    cut = source.cut_in_step and micro_batch is not None
-    return PlannedEpoch(fed, cut_further(fed, micro_batch=micro_batch) if cut and micro_batch else fed)
+    if micro_batch is None or not source.cut_in_step:
+        return PlannedEpoch(fed, fed)
+    return PlannedEpoch(fed, cut_further(fed, micro_batch=micro_batch))
 
 
 def effective_batch(source: TrainingSource, request: Request, epoch: int, *, micro_batch: int | None) -> int | None:
-    """Return the effective batch size of an epoch; ``None`` keeps the recipe's windows.
-
-    Args:
-        source: The training data.
-        request: What the user asked for.
-        epoch: The epoch.
-        micro_batch: Most samples of a micro-batch; ``None`` while that is unknown.
-    """
+    """Return the effective batch size of an epoch; ``None`` keeps the recipe's windows."""
     asked = request.effective(epoch)
     if asked is not None:
         source.check_effective(asked)
@@ -71,14 +61,9 @@ def recipe_micro_batch(source: TrainingSource, request: Request, epoch: int) -> 
 def optimizer_steps(
     source: TrainingSource, request: Request, epochs: range, *, micro_batch: int | None, max_steps: int
 ) -> int | None:
-    """Count the optimizer steps of a training; ``None`` where the data have no known end.
+    """Count the optimizer steps of a training; ``None`` if the data have no known end.
 
-    Args:
-        source: The training data.
-        request: What the user asked for.
-        epochs: All epochs.
-        micro_batch: Most samples of a micro-batch; ``None`` while that is unknown.
-        max_steps: ``Trainer(max_steps=…)``; -1 for no limit.
+    A ``max_steps`` of -1 is no limit, as in ``Trainer(max_steps=…)``.
     """
     total = 0
     for epoch in epochs:

@@ -11,7 +11,7 @@ from lightning_ga.compat import checkpoint as loop_state
 from lightning_ga.compat import dataloaders, intervals, loops
 from lightning_ga.errors import ExactnessWarning, UserError
 from lightning_ga.fit import checks
-from lightning_ga.fit.epochs import optimizer_steps, plan_epoch
+from lightning_ga.fit.epochs import PlannedEpoch, optimizer_steps, plan_epoch
 from lightning_ga.fit.exactness.training import TrainingExactness
 from lightning_ga.fit.limit import TrainingLimit
 from lightning_ga.fit.oom_handler import OomHandler, OomReporter
@@ -20,6 +20,7 @@ from lightning_ga.fit.training_batches import TrainingBatches
 from lightning_ga.fit.training_data import TrainingData
 from lightning_ga.fit.window_gradients import WindowGradients
 from lightning_ga.loading.prebatched import PrebatchedSource
+from lightning_ga.loading.reader import BatchReader
 from lightning_ga.loading.training_source import TrainingSource
 from lightning_ga.memory.device import enforced_budget, total_memory
 from lightning_ga.memory.oom import is_out_of_memory
@@ -34,15 +35,10 @@ from lightning_ga.probe.isolation import hooks_apart
 
 
 class Fit:
-    """One fit, from ``setup`` to ``teardown``.
+    """One fit, from ``setup`` to ``teardown``; the Trainer's strategy has its environment set up.
 
-    Args:
-        trainer: The Trainer, with its strategy's environment set up.
-        request: What the user asked for.
-        options: How it is to be done.
-        reporter: Told of every out-of-memory error that was survived.
-        active: Whether the callback takes part. Lightning's tuners take all callbacks out while they
-            run steps of their own: they get the recipe as the user wrote it.
+    If the callback is not ``active``, the loop gets the recipe as the user wrote it: Lightning's tuners take all
+    callbacks out while they run steps of their own.
     """
 
     def __init__(
@@ -51,38 +47,44 @@ class Fit:
         self.trainer = trainer
         self.request = request
         self.options = options
-        self.reporter = reporter
         self.recipe_factor: int = trainer.accumulate_grad_batches
         self.gradients = WindowGradients(trainer, options.normalize)
         self._active = active
-        self.plan: AccumulationPlan | None = None  # of a full window; none before the data are set up
-        self._fed_at_most = 1  # samples of a batch as the loader yields it
+        self._planned: PlannedEpoch | None = None  # none before the data are set up
         self.exactness = TrainingExactness(trainer, options)
         self._begun: tuple[TrainingSource, int] | None = None  # what the loops were told of last
-        self._factor: int | None = None  # the factor that the trainer was given last
-        self._frequencies: dict[int, int] = {}
+        self._frequencies: dict[int, int] = {}  # of schedules by step, as the user wrote them
         self._progress = Progress(trainer)
         cut_in_step = options.micro_batching == "step"
         self._data = TrainingData(trainer, cut_in_step=cut_in_step, recipe_factor=self.recipe_factor)
         self._held = ExitStack()
         self._batches = TrainingBatches(trainer, self._data, self.exactness)
-        self.oom_handler = OomHandler(
-            trainer, retries=options.on_oom == "split", report=reporter, batches=self._batches
-        )
-        self.oom_handler.watch_batches()
-        self._limit = TrainingLimit(trainer, request, options, self.oom_handler)
+        retries = options.on_oom == "split"
+        self.oom_handler = OomHandler(trainer, retries=retries, reporter=reporter, batches=self._batches)
+        self._engine = self.oom_handler.engine
+        self._limit = TrainingLimit(trainer, request, options, self._engine)
         self._held.enter_context(dataloaders.intercepted_loaders(trainer, cut=self.cut, around=self.set_up_data))
 
     @property
     def probe(self) -> ProbeResult | None:
-        """What the probe found; ``None`` where none was needed."""
+        """What the probe found; ``None`` if none was needed."""
         return self._limit.probe
+
+    @property
+    def plan(self) -> AccumulationPlan | None:
+        """How a full window is cut; ``None`` before the data are set up."""
+        return None if self._planned is None else self._planned.plan
 
     @property
     def source(self) -> TrainingSource:
         """The training data as they are cut."""
-        assert self._data.source is not None, "the training data are not set up yet"
-        return self._data.source
+        return self._batches.training_source
+
+    @property
+    def _fed(self) -> AccumulationPlan:
+        """How the loader cuts a full window."""
+        assert self._planned is not None, "the training data are not set up yet"
+        return self._planned.fed
 
     # --- data ----------------------------------------------------------------------------------
 
@@ -104,7 +106,7 @@ class Fit:
     # --- epochs --------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Find the limit and begin the epoch with it, where a restored run left off."""
+        """Find the limit and begin the epoch with it; a restored run goes on at its sample."""
         trainer = self.trainer
         same_epoch = self._progress.take_over(self.source, self.recipe_factor)
         epoch = loops.training_epoch(trainer)
@@ -112,17 +114,15 @@ class Fit:
         self._hold_to_budget()
         self.gradients.sum_in_float32()
         self._held.callback(self.gradients.release)
-        self.oom_handler.read_module(cut_in_step=self.source.cut_in_step)
-        with self.oom_handler.engine.suspended():
+        self.oom_handler.read_module(self.source)
+        with self._engine.suspended():
             self._prepare_training(epoch)
         self._begin(epoch)
         if current_device() is not None:
             loops.end_training(trainer)  # what fits on another device may not fit here
             return
         self._frequencies = self._frequencies_in_steps()
-        cut_in_step, changing = self.source.cut_in_step, self.exactness.changing
-        fills_up = self.source.keeps_groups and not cut_in_step
-        self.oom_handler.watch_training(self.gradients, cut_in_step=cut_in_step, fills_up=fills_up, changing=changing)
+        self.oom_handler.watch_training(self.source, self.gradients, self.exactness.changing)
         self._held.enter_context(intervals.stopping_only_unless(trainer, lambda: self._progress.within_batch))
         self._progress.resume(self.source, same_epoch=same_epoch)
         with self.source.seeded_as_before():
@@ -131,11 +131,11 @@ class Fit:
     def start_epoch(self) -> None:
         """Cut the next epoch as its schedule says; the loop iterates it anew."""
         epoch = loops.training_epoch(self.trainer)
-        checks.check_factor(self.trainer, self._factor)
+        checks.check_factor(self.trainer, self._fed.factor)
         if self._begun != (self.source, epoch):
             self._limit.lower()
             self._begin(epoch)
-            inexact = self.exactness.untold(accumulates=self.plan is not None and self.plan.factor > 1)
+            inexact = self._untold()
             if inexact is not None:
                 rank_zero_warn(inexact, category=ExactnessWarning)
 
@@ -143,12 +143,12 @@ class Fit:
         """Weigh the next micro-batch, and say whether schedules of the learning rate are due after it."""
         if self.exactness.is_looking:
             self.exactness.look(accumulates=self._accumulates)
-        checks.check_factor(self.trainer, self._factor)
+        checks.check_factor(self.trainer, self._fed.factor)
         source, index = self.source, loops.micro_batch_index(self.trainer)
         chunk = source.chunk(index)
         expected = source.expected(chunk)
         if self.gradients.counts_samples:
-            on_host = self.oom_handler.engine.move is not None
+            on_host = self._engine.move is not None
             expected = samples = self._batches.count(batch, chunk, on_host=on_host)
             self.gradients.weigh(batch, chunk, index, sharded_ranks=source.sharded_ranks, samples=samples)
         self._batches.note(index, expected)
@@ -156,18 +156,14 @@ class Fit:
             intervals.step_schedulers_when_due(self.trainer, self._frequencies, chunk.window)
 
     def advance(self) -> None:
-        """Keep the place after a micro-batch, and lower the limit where the allocator struggles."""
+        """Keep the place after a micro-batch, and lower the limit if the allocator struggles."""
         over = loops.window_is_over(self.trainer)
         self._progress.advance(self.source, window_is_over=over)
         self.oom_handler.after_batch(self._limit.micro_batch or 1, window_is_over=over)
 
     def check_epoch(self) -> None:
-        """Refuse a loader whose own ``__iter__`` has ended the epoch before its last micro-batch.
-
-        Raises:
-            UserError: If that is so, or the factor is another; windows were not trained on as planned.
-        """
-        checks.check_factor(self.trainer, self._factor)
+        """Refuse a loader whose own ``__iter__`` has ended the epoch early: its windows are not those planned."""
+        checks.check_factor(self.trainer, self._fed.factor)
         done, planned = loops.batches_processed(self.trainer), self.source.length
         if planned is None or done >= planned or not dataloaders.ran_out(self.trainer):
             return
@@ -205,9 +201,9 @@ class Fit:
 
     def _prepare_training(self, epoch: int) -> None:
         """Find out how batches are cut, how large they may be, and whether cutting is exact."""
-        self._batches.reader = self.oom_handler.reader()
+        self._batches.reader = self._reader
         self._read_streams()
-        if self.source.cut_in_step:  # what is learnt of cutting batches is of use to the probe
+        if self.source.cut_in_step:  # the probe needs to know how batches are cut
             self._verify(epoch, self.source.recipe_batch(epoch))
         limit = self._limit.find(self.source, epoch, self._progress.restored)
         if current_device() is not None:
@@ -229,21 +225,21 @@ class Fit:
         self._progress.enter(source, epoch)
         self._arrange(epoch)
         self._begun = source, epoch
-        self._batches.begun = True
         self._progress.begin_epoch()
-        self.oom_handler.begin_epoch()
-        self.gradients.begin_epoch(self._fed_at_most, known=not source.counted_later)
-        # Ranks count their pieces together where one of them has a limit, so all have one.
+        if self.oom_handler.window is not None:
+            self.oom_handler.window.begin_epoch()
+        self.gradients.begin_epoch(self._fed.micro_batch_size, known=not source.counted_later)
+        # If one rank has a limit, ranks count their pieces together: so all have one.
         if source.cut_in_step and (source.may_grow or self._cuts(epoch) or source.world_size > 1):
-            self.oom_handler.lower(limit)
+            self._engine.lower("training", limit)
         dataloaders.resize_epoch(self.trainer, source.length, at_most=source.at_most)
 
     def _arrange(self, epoch: int) -> None:
         """Cut an epoch; the loader yields nothing while the limit is unknown."""
         done = self._progress.samples_done(epoch)
-        planned = plan_epoch(self.source, self.request, epoch, micro_batch=self._limit.micro_batch, samples_done=done)
-        self._factor = self.trainer.accumulate_grad_batches = planned.fed.factor
-        self._fed_at_most, self.plan = planned.fed.micro_batch_size, planned.plan
+        limit = self._limit.micro_batch
+        self._planned = plan_epoch(self.source, self.request, epoch, micro_batch=limit, samples_done=done)
+        self.trainer.accumulate_grad_batches = self._fed.factor
 
     def _cuts(self, epoch: int) -> bool:
         """Return whether batches of the recipe have to be cut, or may have to be."""
@@ -251,10 +247,10 @@ class Fit:
         return self._limit.micro_batch < self.source.largest_extent(self.source.recipe_batch(epoch))
 
     def _frequencies_in_steps(self) -> dict[int, int]:
-        """Return frequencies of schedules by step, where the loop counts other batches than the recipe's."""
+        """Return frequencies of schedules by step, if the loop counts other batches than the recipe's."""
         found = intervals.frequencies_by_step(self.trainer)
         as_recipe = self.trainer.accumulate_grad_batches == self.recipe_factor
-        as_recipe &= self._fed_at_most == self.source.recipe_batch(self._progress.position.epoch)
+        as_recipe &= self._fed.micro_batch_size == self.source.recipe_batch(self._progress.position.epoch)
         if not found or self.source.cut_in_step or as_recipe:
             return {}
         rank_zero_info(
@@ -265,21 +261,25 @@ class Fit:
 
     # --- samples -------------------------------------------------------------------------------
 
+    @property
+    def _reader(self) -> BatchReader:
+        """Counts and cuts the batches of training."""
+        return self._engine.readers.reader("training")
+
     def _read_streams(self) -> None:
-        """Look at what comes as it comes before training reads it: later there is nothing to look at."""
+        """Look at the batches of a stream before training reads them: later they are gone."""
         if self.source.streams and (self.source.cut_in_step or self.options.on_oom == "split"):
-            reader = self.oom_handler.reader()
             with hooks_apart(self.trainer):
                 for on_host in (True, False):
-                    reader.look(on_host=on_host)
+                    self._reader.look(on_host=on_host)
 
     def _refuse_what_cannot_be_cut(self, epoch: int) -> None:
-        """Refuse batches that are too large and have no samples that could be told apart, before any work is lost."""
+        """Refuse batches that are too large and cannot be cut into samples, before any work is lost."""
         if not self.source.cut_in_step or not self._cuts(epoch):
             return
         self.source.check_cut()
         with hooks_apart(self.trainer):
-            self.oom_handler.reader().check(lambda: self.source.samples_at(0), on_host=True)
+            self._reader.check(lambda: self.source.samples_at(0), on_host=True)
         if self._data.why_in_step:
             rank_zero_info(
                 f"AutoAccumulate cuts batches in the training step, where they are too large. {self._data.why_in_step}"
@@ -288,27 +288,34 @@ class Fit:
     def _verify(self, epoch: int, limit: int) -> None:
         """Measure exactness on no more samples than the limit, if that is wanted."""
         if self.options.verify and current_device() is None:
-            self.exactness.measure(self.source, self.oom_handler.reader(), epoch=epoch, limit=limit)
+            self.exactness.measure(self.source, self._reader, epoch=epoch, limit=limit)
 
     @property
     def _accumulates(self) -> bool:
-        """Whether a window takes several passes."""
-        if self.plan is None:
-            return False
-        return self.plan.factor > 1 or (self.oom_handler.limit or self._fed_at_most) < self._fed_at_most
+        """Whether a window takes several passes, be it after an error."""
+        samples = self._fed.micro_batch_size
+        return self._plans_several_passes or (self._engine.limit("training") or samples) < samples
+
+    @property
+    def _plans_several_passes(self) -> bool:
+        return self.plan is not None and self.plan.factor > 1
+
+    def _untold(self) -> str | None:
+        """Return the sentence on windows that are not exact, if the user does not know it yet."""
+        return self.exactness.untold(accumulates=self._plans_several_passes)
 
     # --- records -------------------------------------------------------------------------------
 
     def state(self) -> RunState:
         """Return what a checkpoint keeps."""
-        events = self.reporter.events
-        lowest = self.oom_handler.limit if events else None
+        events = self.oom_handler.reporter.events
+        lowest = self._engine.limit("training") if events else None
         return RunState(self._progress.position, self._limit.hardware(), self.probe, lowest, events)
 
     def restore(self, state: RunState) -> None:
         """Go on where a checkpoint was written."""
         self._progress.restore(state)
-        self.reporter.count_on(state.oom_events)
+        self.oom_handler.reporter.count_on(state.oom_events)
 
     def save_loop(self, checkpoint: dict[str, Any], key: str) -> None:
         """Let a checkpoint count the recipe's batches, and keep the place of data that have one."""
@@ -322,7 +329,7 @@ class Fit:
         self._data.load_place(checkpoint)
 
     def optimizer_steps(self) -> int | None:
-        """Count the optimizer steps of the whole training; ``None`` where the data or the epochs have no end."""
+        """Count the optimizer steps of the whole training; ``None`` if the data or the epochs have no end."""
         epochs = loops.all_epochs(self.trainer)
         if epochs is None or self._data.source is None:
             return None
@@ -331,10 +338,9 @@ class Fit:
 
     def warnings(self) -> list[str]:
         """Return what the user should know before training: inexact gradients, wrong horizons of schedules."""
-        accumulates, steps = self.plan is not None and self.plan.factor > 1, self.optimizer_steps()
-        inexact = self.exactness.untold(accumulates=accumulates)
+        inexact, steps = self._untold(), self.optimizer_steps()
         found = [] if inexact is None else [inexact]
-        if accumulates and self.source.streams and self.source.workers > 1:
+        if self._plans_several_passes and self.source.streams and self.source.workers > 1:
             found.append(
                 "Several data workers read an iterable dataset in turn, a micro-batch each, so windows hold other "
                 "samples than batches of the whole size would: use num_workers=1 for the same windows."

@@ -1,4 +1,4 @@
-"""Find the largest micro-batch of a fit, and lower it where memory runs out."""
+"""Find the largest micro-batch of a fit, and lower it if memory runs out."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -9,8 +9,8 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from lightning_ga.batch.layout import LayoutError
 from lightning_ga.compat import agreement, loops
 from lightning_ga.errors import UserError
+from lightning_ga.fit.engine import Engine
 from lightning_ga.fit.epochs import effective_batch, recipe_micro_batch
-from lightning_ga.fit.oom_handler import OomHandler
 from lightning_ga.fit.window import evaluates_again
 from lightning_ga.loading.training_source import TrainingSource
 from lightning_ga.memory.oom import is_ambiguous_out_of_memory, is_out_of_memory
@@ -38,36 +38,20 @@ class _Search:
 
 
 class TrainingLimit:
-    """The largest micro-batch of one fit; once found, it only falls.
+    """The largest micro-batch of one fit; once found, it only falls."""
 
-    Args:
-        trainer: The Trainer.
-        request: What the user asked for.
-        options: How it is to be done.
-        handler: Keeps state while training runs, which takes memory too.
-    """
-
-    def __init__(self, trainer: Any, request: Request, options: Options, handler: OomHandler) -> None:
-        self._trainer, self._request, self._options, self._handler = trainer, request, options, handler
+    def __init__(self, trainer: Any, request: Request, options: Options, engine: Engine) -> None:
+        self._trainer, self._request, self._options, self._engine = trainer, request, options, engine
         self.micro_batch: int | None = None  # most samples of one; none before that is known
-        self.probe: ProbeResult | None = None  # what was found; none where no probe was needed
-        self._kind: Mapping[str, Any] | None = None  # of training step, as the cache knows it; none without a cache
+        self.probe: ProbeResult | None = None  # what was found; none if no probe was needed
+        self._kind: Mapping[str, Any] | None = None  # of step, as the cache describes it; none without a cache
 
     def hardware(self) -> str:
         """Return what the limit is found on; on anything else it is looked for again."""
         return hardware(self._trainer, self._options.budget)
 
     def find(self, source: TrainingSource, epoch: int, restored: RunState | None) -> int:
-        """Find the limit: given by the user, kept by a checkpoint, remembered, estimated or probed for.
-
-        Args:
-            source: The training data.
-            epoch: The epoch that begins.
-            restored: What was read from a checkpoint.
-
-        Raises:
-            UserError: If not even the smallest micro-batch fits, or no trial can tell.
-        """
+        """Find the limit: given by the user, kept by a checkpoint, remembered, estimated or probed for."""
         kept = restored if restored is not None and self._is_on_hardware_of(restored) else None
         found = self._find(source, epoch, kept)
         if kept is not None and kept.limit is not None:  # memory ran out in that run
@@ -77,11 +61,11 @@ class TrainingLimit:
 
     def lower(self) -> None:
         """Plan no more samples than proved too much on any rank; ranks call this together."""
-        limit = agreement.smallest_over_ranks(self._trainer, self._handler.limit or NO_LIMIT)
+        limit = agreement.smallest_over_ranks(self._trainer, self._engine.limit("training") or NO_LIMIT)
         if self.micro_batch is None or limit >= self.micro_batch:
             return
         self.micro_batch = limit
-        self._handler.lower(limit)
+        self._engine.lower("training", limit)
         if self.probe is not None:
             self.probe = lowered(self.probe, limit)
             if self._kind is not None:
@@ -136,10 +120,9 @@ class TrainingLimit:
             )
 
     def _cannot_cut(self, source: TrainingSource) -> bool:
-        """Return whether batches come ready-made and cannot be cut, so that none of another size can be tried.
+        """Return whether batches come ready-made and cannot be cut: none of another size can be tried.
 
-        Raises:
-            LayoutError: If they have to be cut all the same.
+        If they have to be cut all the same, that is an error.
         """
         try:
             source.check_cut()
@@ -155,15 +138,15 @@ class TrainingLimit:
             source.user_loader,
             source.looks(epoch),
             search.rank_samples,
-            self._handler.memory,
+            self._engine.memory_kept,
             batch_samples=search.recipe_batch if source.cut_in_step else None,
-            reader=self._handler.reader(),
+            reader=self._engine.readers.reader("training"),
         )
 
     def _run_probe(self, source: TrainingSource, epoch: int, search: _Search) -> None:
-        """Look for the limit; there is none of data that are empty, or of steps that fail before training begins.
+        """Look for the limit; there is none if the data are empty, or if a trial step fails.
 
-        What a step needs may be made ready by hooks that run later, and must not cost the run.
+        A failed trial does not end the run: hooks that run later may prepare what the step needs.
         """
         try:
             found = probe(self._setup(source, epoch, search), self._options, high=search.high)
@@ -179,12 +162,12 @@ class TrainingLimit:
             self.probe, self._kind = found or (None, None)
 
     def _still_valid(self, kept: RunState | None, high: int) -> ProbeResult | None:
-        """Return what the run found that wrote the checkpoint, if it still holds and is high enough."""
+        """Return the probe's result from the checkpoint, if it still holds and is high enough."""
         if kept is None or kept.probe is None or not still_holds(kept.probe, kept.probe.budget_bytes, high):
             return None
         return replace(kept.probe, source="checkpoint", steps=0, seconds=0.0)
 
     def _is_on_hardware_of(self, kept: RunState) -> bool:
-        """Return whether all ranks run on what the first rank of a restored run had; ranks ask together."""
+        """Return whether all ranks run on the hardware of the checkpoint's first rank; ranks ask together."""
         same = kept.hardware == self.hardware()
         return agreement.smallest_over_ranks(self._trainer, int(same)) == 1

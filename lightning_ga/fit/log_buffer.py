@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -15,28 +15,21 @@ from lightning_ga.batch.merge import mean_of_numbers
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One call of ``log``."""
+    """One call of ``log`` in one piece."""
 
     fx: str  # the hook that it was called in
     name: str
     value: Any  # without a graph
     settings: dict[str, Any]  # all other arguments
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """An entry of one piece, and what the piece weighs in means and holds in samples."""
-
-    entry: Entry
-    weight: float
-    samples: int
+    weight: float = 1.0  # of the piece in means
+    samples: int = 0  # of the piece
 
 
 class LogBuffer:
     """The entries of one batch, piece by piece."""
 
     def __init__(self) -> None:
-        self._pieces: list[list[_Part]] = []
+        self._pieces: list[list[Entry]] = []
         self._open: list[Entry] = []
         self._samples = 0
 
@@ -46,48 +39,48 @@ class LogBuffer:
 
     def keep(self, weight: float, samples: int = 0) -> None:
         """Keep the entries of a piece that has run."""
-        self._pieces.append([_Part(entry, weight, samples) for entry in self._open])
+        self._pieces.append([replace(entry, weight=weight, samples=samples) for entry in self._open])
         self._samples += samples
         self._open = []
 
     def replay(self, log: Callable[..., None], run: Callable[[Callable[[], None]], None] = lambda log: log()) -> None:
         """Log each entry once, merged over the pieces: ``run`` calls what logs one entry."""
-        whole = self._samples if len(self._pieces) > 1 else None
-        groups: dict[tuple[str, str, int], list[_Part]] = {}  # the first of a name in each piece, the second, …
+        batch_samples = self._samples if len(self._pieces) > 1 else None
+        groups: dict[tuple[str, str, int], list[Entry]] = {}  # the first of a name in each piece, the second, …
         for piece in self._pieces:
             times: Counter[tuple[str, str]] = Counter()
-            for part in piece:
-                name = part.entry.fx, part.entry.name
+            for entry in piece:
+                name = entry.fx, entry.name
                 times[name] += 1
-                groups.setdefault((*name, times[name]), []).append(part)
-        for parts in groups.values():
-            run(partial(_log, log, parts, whole))
+                groups.setdefault((*name, times[name]), []).append(entry)
+        for entries in groups.values():
+            run(partial(_log, log, entries, batch_samples))
 
 
-def _log(log: Callable[..., None], parts: Sequence[_Part], whole: int | None) -> None:
-    entry = parts[0].entry if whole is None else _merged(parts, whole)
+def _log(log: Callable[..., None], entries: Sequence[Entry], batch_samples: int | None) -> None:
+    entry = entries[0] if batch_samples is None else _merged(entries, batch_samples)
     log(entry.fx, entry.name, entry.value, **entry.settings)
 
 
-def _merged(parts: Sequence[_Part], whole: int) -> Entry:
-    """Merge entries into one for the batch.
+def _merged(entries: Sequence[Entry], batch_samples: int) -> Entry:
+    """Merge the entries of pieces into one for the batch.
 
-    Sums are added up, and extremes are reduced likewise. Means are averaged by the pieces' weights, or by
-    ``batch_size`` where that counts something else than samples, such as tokens.
+    Sums are added up, and of extremes the extreme is taken. Means are averaged by the pieces' weights, or by
+    ``batch_size`` if that counts something else than samples, such as tokens.
     """
-    first, samples = parts[0].entry, [part.samples for part in parts]
-    settings, weights = dict(first.settings), [part.weight for part in parts]
-    sizes = [size for part in parts if (size := part.entry.settings.get("batch_size")) is not None]
-    if len(sizes) == len(parts) and not _is_constant(sizes, samples, weights, whole):
+    first, samples = entries[0], [entry.samples for entry in entries]
+    settings, weights = dict(first.settings), [entry.weight for entry in entries]
+    sizes = [size for entry in entries if (size := entry.settings.get("batch_size")) is not None]
+    if len(sizes) == len(entries) and not _is_constant(sizes, samples, weights, batch_samples):
         settings["batch_size"] = sum(sizes)
         weights = weights if sizes == samples else sizes
     if isinstance(first.value, Metric):
-        return Entry(first.fx, first.name, first.value, settings)
-    values = [torch.as_tensor(part.entry.value) for part in parts]
+        return replace(first, settings=settings)
+    values = [torch.as_tensor(entry.value) for entry in entries]
     reduce_fx = settings.get("reduce_fx")
     reduce = _EXTENSIVE.get(reduce_fx.lower() if isinstance(reduce_fx, str) else reduce_fx)
     value = mean_of_numbers(values, weights) if reduce is None else reduce(torch.stack(values))
-    return Entry(first.fx, first.name, value, settings)
+    return replace(first, value=value, settings=settings)
 
 
 # What ``reduce_fx`` may be besides a mean (``_Metadata`` of ``logger_connector/result.py``).
@@ -98,13 +91,13 @@ _EXTENSIVE: dict[Any, Callable[[Tensor], Tensor]] = {
 }
 
 
-def _is_constant(sizes: Sequence[float], samples: Sequence[int], weights: Sequence[float], whole: int) -> bool:
+def _is_constant(sizes: Sequence[float], samples: Sequence[int], weights: Sequence[float], batch: int) -> bool:
     """Return whether ``batch_size`` is a number that the user wrote, rather than counted in each piece."""
     if len(set(sizes)) > 1:
         return False
     if len(set(samples)) > 1:
         return len(set(weights)) > 1  # what ``normalize`` counts may be as much in pieces of other sizes
-    return sizes[0] in (1, whole) and sizes[0] != samples[0]
+    return sizes[0] in (1, batch) and sizes[0] != samples[0]
 
 
 def _detached(value: Any) -> Any:

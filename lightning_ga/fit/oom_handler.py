@@ -1,22 +1,19 @@
 """Install survival of out-of-memory errors in a Trainer, and take it out again."""
 
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from typing import Any
 
-import torch
-
-from lightning_ga.compat import agreement, closures, evaluation, ranks
-from lightning_ga.compat.reduction import GradientReducer
+from lightning_ga.compat import closures, ranks, transfer
 from lightning_ga.fit.engine import Engine
 from lightning_ga.fit.evaluation import EvaluationBatches, evaluate
 from lightning_ga.fit.messages import OomEvent, in_the_update
-from lightning_ga.fit.retry_policy import RankFacts, RetryPolicy, evaluation_policy, training_policy
+from lightning_ga.fit.retry_policy import Ranks
 from lightning_ga.fit.training_batches import TrainingBatches
 from lightning_ga.fit.window import TrainingWindow
 from lightning_ga.fit.window_gradients import WindowGradients
-from lightning_ga.loading.reader import BatchReader
+from lightning_ga.loading.training_source import TrainingSource
 from lightning_ga.memory.allocator import RetryWatch
 from lightning_ga.memory.oom import is_out_of_memory
 
@@ -44,102 +41,50 @@ class OomReporter:
 class OomHandler:
     """Installs what lets batches of all stages run in pieces if they do not fit.
 
-    Args:
-        trainer: The Trainer.
-        retries: Whether the user wants an out-of-memory error to lead to a retry.
-        report: Told of every error that was survived.
-        batches: What is known of the batches of training; ``None`` without training.
+    Without ``retries`` an out-of-memory error ends the run: only batches that are known to be too large run in pieces.
+    ``batches`` are those of training, if there is any.
     """
 
     def __init__(
-        self,
-        trainer: Any,
-        *,
-        retries: bool,
-        report: Callable[[OomEvent], None],
-        batches: TrainingBatches | None = None,
+        self, trainer: Any, *, retries: bool, reporter: OomReporter, batches: TrainingBatches | None = None
     ) -> None:
-        self._trainer, self._wanted, self._told, self._batches = trainer, retries, report, batches
+        self._trainer, self._wanted, self.reporter, self._batches = trainer, retries, reporter, batches
         self.evaluation = EvaluationBatches(trainer)
-        policy = evaluation_policy(rank_facts(trainer), wanted=retries)
+        policy = Ranks.of(trainer).in_evaluation(wanted=retries)
         self.engine = Engine(trainer, policy, report=self._report, training=batches, evaluation=self.evaluation)
-        self._reducer: GradientReducer | None = None  # if gradients are averaged over ranks by hand
         self.window: TrainingWindow | None = None
         self._retries = RetryWatch(trainer.strategy.root_device)
         self._held, self._training_held = ExitStack(), ExitStack()  # what is to be given back, and what after training
+        self._held.enter_context(transfer.intercepted_evaluation(trainer, self._evaluate, self.engine.to_device))
 
-    @property
-    def limit(self) -> int | None:
-        """Most samples of a pass in training, if that is less than a batch."""
-        return self.engine.limit("training")
-
-    def lower(self, samples: int) -> None:
-        """Run no more samples of training at once from here on."""
-        self.engine.lower("training", samples)
-
-    def reader(self) -> BatchReader:
-        """Return what counts and cuts the batches of training."""
-        return self.engine.readers.reader("training")
-
-    def memory(self) -> Iterator[torch.Tensor]:
-        """Yield what is kept on the device while training runs."""
-        yield from self.engine.memory_kept()
-        if self._reducer is not None:
-            yield from self._reducer.memory()
-
-    def read_module(self, *, cut_in_step: bool) -> None:
-        """Look at the module anew, as it has been moved, and make what training keeps if batches are cut so."""
-        self.engine.read_module()
-        self._reducer = ranks.gradient_reducer(self._trainer) if self._policy(cut_in_step).by_hand else None
-
-    def watch_batches(self) -> None:
-        """Guard evaluation, and the way of every batch to the device."""
-        self._held.enter_context(
-            evaluation.intercepted_evaluation(self._trainer, self._evaluate, self.engine.to_device)
-        )
-
-    def watch_training(
-        self, gradients: WindowGradients, *, cut_in_step: bool, fills_up: bool, changing: Collection[str]
-    ) -> None:
-        """Guard training from here on.
-
-        Args:
-            gradients: The weights of the window.
-            cut_in_step: Whether batches are cut in the step even if nothing fails.
-            fills_up: Whether windows may hold micro-batches without a sample that are not to be run.
-            changing: Names of what the step is known to change.
-        """
+    def read_module(self, source: TrainingSource) -> None:
+        """Look at the module anew, as it has been moved, and make what training keeps on the device."""
         trainer, engine = self._trainer, self.engine
-        policy = self._policy(cut_in_step)
-        if policy.by_hand:
+        must_average = ranks.needs_averaging_by_hand(trainer)
+        engine.read_module()
+        engine.policy = Ranks.of(trainer).in_training(
+            wanted=self._wanted, cut_in_step=source.cut_in_step, must_average=must_average
+        )
+        engine.reducer = ranks.gradient_reducer(trainer) if engine.policy.by_hand else None
+
+    def watch_training(self, source: TrainingSource, gradients: WindowGradients, changing: Collection[str]) -> None:
+        """Guard training from here on; its step is known to change the tensors with the names ``changing``."""
+        trainer, engine = self._trainer, self.engine
+        if engine.policy.by_hand:
             ranks.take_over(trainer)
-            self._reducer = self._reducer or ranks.gradient_reducer(trainer)
-        reducer = self._reducer if policy.by_hand else None
-        engine.reducer, engine.policy = reducer, policy
-        updated = {
-            id(parameter)
-            for optimizer in trainer.optimizers
-            for g in optimizer.param_groups
-            for parameter in g["params"]
-        }
+        groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+        updated = {id(parameter) for group in groups for parameter in group["params"]}
         names = {name for name, parameter in trainer.lightning_module.named_parameters() if id(parameter) in updated}
         engine.read_module(frozenset(changing) - names)
-        engine.lockstep |= {"training"} if policy.lockstep else set()
-        engine.undecided = {"training"} if policy.undecided else set()
-        if self._batches is not None and (self._wanted or cut_in_step or fills_up or reducer is not None):
-            self.window = TrainingWindow(trainer, engine, gradients, self._batches, reducer, fills_up=fills_up)
+        if engine.policy.lockstep:
+            engine.lockstep.add("training")
+        engine.undecided = {"training"} if engine.policy.undecided else set()
+        # Windows may hold micro-batches without a sample, which are not to be run.
+        fills_up = source.keeps_groups and not source.cut_in_step
+        cuts = self._wanted or source.cut_in_step
+        if self._batches is not None and (cuts or fills_up or engine.reducer is not None):
+            self.window = TrainingWindow(trainer, engine, gradients, self._batches, engine.reducer, fills_up=fills_up)
             self._training_held.enter_context(closures.intercepted_closures(trainer, self.window.closure))
-
-    def _policy(self, cut_in_step: bool) -> RetryPolicy:
-        must_average = ranks.needs_averaging_by_hand(self._trainer)
-        return training_policy(
-            rank_facts(self._trainer), wanted=self._wanted, cut_in_step=cut_in_step, must_average=must_average
-        )
-
-    def begin_epoch(self) -> None:
-        """Look through the module again: parts may have been added."""
-        if self.window is not None:
-            self.window.begin_epoch()
 
     def after_batch(self, micro_batch: int, *, window_is_over: bool) -> None:
         """Plan smaller passes between two windows if the allocator struggles with passes of this size."""
@@ -147,10 +92,10 @@ class OomHandler:
             self.window.is_updating = False
         if not window_is_over or not self.engine.policy.retries or micro_batch == 1 or not self._retries.struggles():
             return
-        self.lower(min(self.limit or micro_batch, max(1, micro_batch * 15 // 16)))
+        self.engine.lower("training", max(1, micro_batch * 15 // 16))
         warnings.warn(
             f"The allocator had to free its cache to go on with {micro_batch} samples, which is slow and may end in an "
-            f"out-of-memory error: from now on no pass has more than {self.limit}.",
+            f"out-of-memory error: from now on no pass has more than {self.engine.limit('training')}.",
             stacklevel=2,
         )
 
@@ -172,21 +117,9 @@ class OomHandler:
     def _report(self, event: OomEvent) -> None:
         """Note that memory ran out, which the allocator's counts show too: that was no struggle."""
         self._retries.begin_again()
-        self._told(event)
+        self.reporter(event)
 
     def _evaluate(self, name: str, step: Callable[..., Any], *arguments: Any) -> Any:
         """Run a step of an evaluation loop."""
         self._retries.begin_again()  # evaluation has a limit of its own
         return evaluate(self.engine, self.evaluation, name, step, *arguments)
-
-
-def rank_facts(trainer: Any) -> RankFacts:
-    """Read off a Trainer how its ranks depend on each other."""
-    distributed, sharded = agreement.is_distributed(trainer), agreement.is_sharded(trainer)
-    return RankFacts(
-        strategy=type(trainer.strategy).__name__,
-        distributed=distributed,
-        sharded=sharded,
-        reduces_itself=distributed and not sharded and ranks.distributed_module(trainer) is None,
-        waits_in_forward=None if sharded else ranks.waits_in_forward(trainer),
-    )

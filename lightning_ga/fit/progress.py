@@ -43,7 +43,7 @@ class Progress:
         return within and self.position.epoch == epoch
 
     def enter(self, source: TrainingSource, epoch: int) -> None:
-        """Count the recipe's batches on where one epoch follows another."""
+        """Count the recipe's batches of the epochs that are over, if another epoch begins."""
         if epoch == self.position.epoch:
             return
         passed = source.epoch_batches

@@ -1,6 +1,9 @@
-"""Decide from plain facts whether a rank may run a batch again after an out-of-memory error. Pure."""
+"""Decide whether a rank may run a batch again after an out-of-memory error, from how ranks depend on each other."""
 
 from dataclasses import dataclass
+from typing import Any
+
+from lightning_ga.compat import agreement, ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,52 +18,43 @@ class RetryPolicy:
 
 
 @dataclass(frozen=True, slots=True)
-class RankFacts:
-    """How the ranks of a training depend on each other."""
-
-    strategy: str
-    distributed: bool = False  # whether there are several ranks
-    sharded: bool = False  # whether ranks hold parts of the model
-    reduces_itself: bool = False  # whether gradients are exchanged otherwise than by ``DistributedDataParallel``
-    waits_in_forward: str | None = None  # why ranks wait for each other in forward passes; ``None`` if they do not
-
-    def why_no_retries(self) -> str | None:
-        """Say why a rank cannot run a training batch again by itself; ``None`` if it can."""
-        if self.sharded:
-            return f"{self.strategy} shards the model over ranks"
-        if self.distributed and self.reduces_itself:
-            return f"{self.strategy} exchanges gradients in a way of its own"
-        return self.waits_in_forward
-
-
-def evaluation_policy(facts: RankFacts, *, wanted: bool) -> RetryPolicy:
-    """Decide for evaluation, and for training before it begins."""
-    sharded = facts.why_no_retries() if facts.sharded else None
-    return RetryPolicy(wanted and not facts.sharded, sharded if wanted else None)
-
-
-def training_policy(facts: RankFacts, *, wanted: bool, cut_in_step: bool, must_average: bool) -> RetryPolicy:
-    """Decide for training.
-
-    Args:
-        facts: How the ranks depend on each other.
-        wanted: Whether the user asked for retries.
-        cut_in_step: Whether batches are cut in the step even if nothing fails.
-        must_average: Whether gradients have to be averaged by hand even if nothing is retried or cut.
+class Ranks:
+    """How the ranks of a Trainer depend on each other.
 
     Examples:
-        >>> ranks = RankFacts("DDPStrategy", distributed=True)
-        >>> training_policy(ranks, wanted=True, cut_in_step=False, must_average=False)
+        >>> Ranks(distributed=True).in_training(wanted=True, cut_in_step=False, must_average=False)
         RetryPolicy(retries=True, refusal=None, by_hand=True, lockstep=False, undecided=False)
     """
-    why = facts.why_no_retries()
-    runs_pieces = wanted or cut_in_step or must_average
-    by_hand = runs_pieces and facts.distributed and why is None
-    waits = facts.sharded or facts.waits_in_forward is not None
-    return RetryPolicy(
-        retries=wanted and why is None,
-        refusal=why if wanted else None,
-        by_hand=by_hand,
-        lockstep=runs_pieces and facts.distributed and not by_hand and waits,
-        undecided=runs_pieces and cut_in_step and facts.distributed,
-    )
+
+    distributed: bool = False  # whether there are several
+    obstacle: str | None = None  # why a rank cannot run a training batch again by itself
+    wait_in_step: bool = False  # whether ranks wait for each other in forward passes
+    sharded: bool = False  # whether each holds a part of the model, so that none can evaluate by itself either
+
+    @classmethod
+    def of(cls, trainer: Any) -> "Ranks":
+        """Read off a Trainer how its ranks depend on each other."""
+        distributed, strategy = agreement.is_distributed(trainer), type(trainer.strategy).__name__
+        if agreement.is_sharded(trainer):
+            return cls(distributed, f"{strategy} shards the model over ranks", wait_in_step=True, sharded=True)
+        why = ranks.waits_in_forward(trainer)
+        if distributed and ranks.distributed_module(trainer) is None:
+            own = f"{strategy} exchanges gradients in a way of its own"
+            return cls(distributed, own, wait_in_step=why is not None)
+        return cls(distributed, why, wait_in_step=why is not None)
+
+    def in_evaluation(self, *, wanted: bool) -> RetryPolicy:
+        """Decide for evaluation, and for training before it begins, if the user ``wanted`` retries."""
+        return RetryPolicy(wanted and not self.sharded, self.obstacle if wanted and self.sharded else None)
+
+    def in_training(self, *, wanted: bool, cut_in_step: bool, must_average: bool) -> RetryPolicy:
+        """Decide for training; batches may be cut in the step, or averaged by hand, even if nothing fails."""
+        runs_pieces = wanted or cut_in_step or must_average
+        by_hand = runs_pieces and self.distributed and self.obstacle is None
+        return RetryPolicy(
+            retries=wanted and self.obstacle is None,
+            refusal=self.obstacle if wanted else None,
+            by_hand=by_hand,
+            lockstep=runs_pieces and self.distributed and not by_hand and self.wait_in_step,
+            undecided=runs_pieces and cut_in_step and self.distributed,
+        )

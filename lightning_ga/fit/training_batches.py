@@ -12,18 +12,11 @@ from lightning_ga.plan.windows import Chunk
 
 
 class TrainingBatches:
-    """The batches of the loop while a fit runs.
-
-    Args:
-        trainer: The Trainer.
-        data: The training data.
-        exactness: What is known of the exactness of the training.
-    """
+    """The batches of the loop while a fit runs."""
 
     def __init__(self, trainer: Any, data: TrainingData, exactness: TrainingExactness) -> None:
         self._trainer, self._data, self._exactness = trainer, data, exactness
         self.reader: BatchReader | None = None  # counts samples, from the start of training on
-        self.begun = False  # whether an epoch has been cut for training
         self._changing: tuple[str, ...] = ()  # names of what changes between the pieces of a batch
         self._expected: dict[int, int | None] = {}  # samples of the batches of this window, by the batch's number
 
@@ -47,24 +40,22 @@ class TrainingBatches:
         self._exactness.found_changed(names, accumulates=True)
 
     def note(self, number: int, samples: int | None) -> None:
-        """Keep what a batch should hold, where that is known; those of other windows are forgotten."""
+        """Keep the samples that a batch should hold, if they are known; forget those of the window before."""
         if loops.begins_window(self._trainer):
             self._expected.clear()
         self._expected[number] = samples
 
     def expected(self, number: int) -> int | None:
-        """Return what a batch of this window should hold, where that is known."""
+        """Return the samples that a batch of this window should hold, if they are known."""
         return self._expected.get(number)
 
-    def samples_of_next(self, batch: Any) -> int | None:
+    def samples_of_next(self, batch: Any) -> int:
         """Count the batch that training goes on with, before the loop counts it."""
-        if not self.begun:
-            return None
         chunk = self.training_source.chunk(loops.micro_batch_index(self._trainer) + 1)
         return self.count(batch, chunk, on_host=True)
 
     def count(self, batch: Any, chunk: Chunk, *, on_host: bool) -> int:
-        """Count the samples of a batch: those planned, but for what a collate function has dropped."""
+        """Count the samples of a batch: those planned, minus those that a collate function has dropped."""
         source = self.training_source
         if not chunk.count or not (source.streams or source.may_drop):
             return chunk.count

@@ -18,13 +18,7 @@ from lightning_ga.loading.training_source import TrainingSource
 
 
 class TrainingData:
-    """Sets the data of the fit loop up with a loader that is cut.
-
-    Args:
-        trainer: The Trainer.
-        cut_in_step: Whether batches are cut in the step.
-        recipe_factor: The accumulation factor that the user gave the Trainer.
-    """
+    """Sets the data of the fit loop up with a loader that is cut."""
 
     def __init__(self, trainer: Any, *, cut_in_step: bool, recipe_factor: int) -> None:
         self._trainer, self._cut_in_step, self._recipe_factor = trainer, cut_in_step, recipe_factor

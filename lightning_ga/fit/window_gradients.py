@@ -5,8 +5,10 @@ from functools import partial
 from typing import Any
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_ga.compat import agreement, gradient_dtype, ranks
+from lightning_ga.errors import ExactnessWarning
 from lightning_ga.plan.config import Normalize
 from lightning_ga.plan.weights import count_items
 from lightning_ga.plan.window_weights import KnownWindow, LateWindow, StockWindow, WindowWeights
@@ -17,10 +19,8 @@ from lightning_ga.snapshot.gradients import AccumulationHooks, coalesce_gradient
 class WindowGradients:
     """Weighs backward passes so that a window's gradient is that of its samples in one pass.
 
-    Args:
-        trainer: The Trainer.
-        normalize: What micro-batches are weighted by: ``"samples"``, a callable that counts the items
-            of a batch, or ``None`` for Lightning's division by the nominal factor.
+    Micro-batches are weighted by their samples (``normalize="samples"``), by what a callable counts in them, or, with
+    ``None``, by Lightning's division by the nominal factor.
     """
 
     def __init__(self, trainer: Any, normalize: Normalize) -> None:
@@ -32,20 +32,21 @@ class WindowGradients:
         self._zeroing: AccumulationHooks | None = None
         self._sparse: list[torch.nn.Parameter] | None = None
         self._half: list[torch.Tensor] = []  # parameters whose gradients are summed in float32
+        self._is_rounded = False  # whether torch cannot do that, and the user does not know it
         self._handles: list[Any] = []
 
     def sum_in_float32(self) -> None:
         """Let the gradients of half-precision parameters be summed in float32, and be rounded before each step."""
         if not ranks.gradients_are_ours(self._trainer):
             return
-        self._half = gradient_dtype.half_parameters(self._trainer.lightning_module)
-        gradient_dtype.begin(self._half)
-        optimizers = self._trainer.optimizers if self._half else ()
-        self._handles = [gradient_dtype.narrow_before_steps(each, self._half) for each in optimizers]
-
-    def round_sums(self) -> None:
-        """Round sums in float32 to the types of their parameters: what follows is the step."""
-        gradient_dtype.narrow(self._half)
+        half = gradient_dtype.half_parameters(self._trainer.lightning_module)
+        if not gradient_dtype.has_grad_dtype():
+            self._is_rounded = bool(half)
+            return
+        self._half = half
+        gradient_dtype.begin(half)
+        optimizers = self._trainer.optimizers if half else ()
+        self._handles = [gradient_dtype.narrow_before_steps(each, half) for each in optimizers]
 
     def release(self) -> None:
         """Let gradients be of the types of their parameters again."""
@@ -67,15 +68,7 @@ class WindowGradients:
         self.counts_samples = not isinstance(self.weights, StockWindow)
 
     def weigh(self, batch: Any, chunk: Chunk, index: int, *, sharded_ranks: int, samples: int) -> None:
-        """Weigh the next micro-batch, where samples are counted.
-
-        Args:
-            batch: The micro-batch.
-            chunk: What was planned for it.
-            index: Its place in the epoch.
-            sharded_ranks: Ranks with an order of their own.
-            samples: Samples that it holds.
-        """
+        """Weigh the next micro-batch, the ``index``-th of its epoch, of which ``chunk`` was planned."""
         factor = self._trainer.accumulate_grad_batches
         count = samples if self._counts is None else count_items(self._counts, batch)
         self.weights = self.weights.weigh(
@@ -87,14 +80,7 @@ class WindowGradients:
         )
 
     def share_of(self, part: Any, batch: Any, *, samples: int, whole: int) -> float:
-        """Return what a part of a batch weighs in it: its samples, or what ``normalize`` counts.
-
-        Args:
-            part: The part.
-            batch: The batch.
-            samples: Samples of the part.
-            whole: Samples of the batch.
-        """
+        """Return what a part of a batch weighs in it: its samples of the ``whole``, or what ``normalize`` counts."""
         if self._counts is None:
             return samples / whole
         total = count_items(self._counts, batch)
@@ -129,8 +115,12 @@ class WindowGradients:
         if self._sparse is None:
             self._sparse = sparse_parameters(self._trainer.lightning_module)
         coalesce_gradients(self._sparse)
-        if self._half and (self._trainer.accumulate_grad_batches > 1 or self.weights.share != 1.0):
+        is_sum = self._trainer.accumulate_grad_batches > 1 or self.weights.share != 1.0
+        if is_sum and self._half:
             gradient_dtype.widen(self._half)
+        if is_sum and self._is_rounded:
+            self._is_rounded = False
+            rank_zero_warn(gradient_dtype.SUMS_ARE_ROUNDED, category=ExactnessWarning)
 
     def close_window(self, optimizer: torch.optim.Optimizer) -> None:
         """Bring the window to its mean: before the optimizer step, after unscaling and before clipping."""

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from lightning_ga.batch.layout import LayoutError
 from lightning_ga.batch.pytree import open_container
 from lightning_ga.compat import agreement
-from lightning_ga.compat.gradient_dtype import dtype_of_sum, zero_sum
+from lightning_ga.compat.gradient_dtype import dtype_of_sum
 from lightning_ga.compat.transfer import BatchTransfer
 from lightning_ga.compat.trial_steps import FIRST_OF_WINDOW, LAST_OF_WINDOW, run_pass
 from lightning_ga.loading.largest_samples import LargestSamples, ScanOrder
@@ -124,7 +124,7 @@ class WindowGradientsAlive:
     def fill(self) -> None:
         """Give every parameter its gradient, of zeros."""
         for parameter, rows in self._rows.items():
-            parameter.grad = zero_sum(parameter) if rows is None else _sparse_zeros(parameter, rows)
+            parameter.grad = _zeros(parameter) if rows is None else _sparse_zeros(parameter, rows)
 
 
 def _sparse_gradients(parameters: Iterable[torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
@@ -137,6 +137,10 @@ def _tensors(batch: Any) -> Iterator[torch.Tensor]:
         yield batch
     for _, part in open_container(batch) or ():
         yield from _tensors(part)
+
+
+def _zeros(parameter: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(parameter, dtype=dtype_of_sum(parameter))
 
 
 def _sparse_zeros(parameter: torch.Tensor, rows: int) -> torch.Tensor:

@@ -7,7 +7,6 @@ import torch
 import torchmetrics
 
 from lightning_ga.fit.batch_metrics import whole_batch_metrics
-from lightning_ga.snapshot.metrics import metric_state, set_metric_state
 
 
 class Custom(torchmetrics.Metric):
@@ -46,7 +45,7 @@ def test_a_metric_sees_one_batch(kind: Any, sizes: int) -> None:
     ours, theirs = kind(), kind()
     for batch in batches():
         theirs(batch)
-        with whole_batch_metrics([ours]):
+        with whole_batch_metrics([ours], lambda: 1.0):
             for piece in batch.split(sizes):
                 assert ours(piece) == kind()(piece)
         torch.testing.assert_close(ours._forward_cache, theirs._forward_cache)
@@ -56,21 +55,18 @@ def test_a_metric_sees_one_batch(kind: Any, sizes: int) -> None:
 
 
 @pytest.mark.parametrize("kind", [Custom, Added, Full])
-def test_a_piece_that_failed_is_forgotten(kind: Any) -> None:
-    """The metric is put back as it was before the attempt, whatever the attempt has gathered."""
+def test_a_metric_that_is_reset_between_pieces_begins_anew(kind: Any) -> None:
+    """Its value is that of the pieces since then, as it is without pieces."""
     ours, theirs = kind(), kind()
-    for batch in batches():
-        theirs(batch)
-        with whole_batch_metrics([ours]):
-            for piece in batch.split(3):
-                before = metric_state(ours)
-                ours(piece * 100)
-                ours(piece * 10)
-                set_metric_state(ours, before)
-                ours(piece)
-        torch.testing.assert_close(ours._forward_cache, theirs._forward_cache)
-        torch.testing.assert_close(ours.compute(), theirs.compute())
-        assert ours._update_count == theirs._update_count
+    first, second, third = batches()[0].split(3)
+    ours(torch.ones(4))
+    with whole_batch_metrics([ours], lambda: 1.0):
+        ours(first)
+        ours.reset()
+        assert ours(second) == kind()(second)
+        ours(third)
+    theirs(torch.cat([second, third]))
+    torch.testing.assert_close(ours.compute(), theirs.compute())
 
 
 @pytest.mark.parametrize("kind", [Custom, Added, Full])
@@ -79,7 +75,7 @@ def test_a_metric_that_is_only_updated(kind: Any) -> None:
     ours, theirs = kind(), kind()
     for batch in batches():
         theirs.update(batch)
-        with whole_batch_metrics([ours]):
+        with whole_batch_metrics([ours], lambda: 1.0):
             for piece in batch.split(3):
                 ours.update(piece)
         torch.testing.assert_close(ours.compute(), theirs.compute())
@@ -91,7 +87,7 @@ def test_what_is_computed_between_pieces_is_the_value_of_all_so_far() -> None:
     """Of the batches before too, as it is without pieces."""
     ours = Added()
     ours(torch.ones(4))
-    with whole_batch_metrics([ours]):
+    with whole_batch_metrics([ours], lambda: 1.0):
         ours(torch.ones(2))
         assert ours.compute() == 4 + 2 + 1
         ours(torch.ones(3))
@@ -101,7 +97,7 @@ def test_what_is_computed_between_pieces_is_the_value_of_all_so_far() -> None:
 def test_states_keep_no_graph() -> None:
     """Activations of a piece are released when its backward pass is over."""
     ours = Added()
-    with whole_batch_metrics([ours]):
+    with whole_batch_metrics([ours], lambda: 1.0):
         for _ in range(2):
             ours(torch.ones(3, requires_grad=True) * 2)
     assert not ours._forward_cache.requires_grad
@@ -111,6 +107,6 @@ def test_states_keep_no_graph() -> None:
 def test_an_error_gives_the_metric_its_forward_back() -> None:
     """Whatever goes wrong within."""
     ours = Added()
-    with pytest.raises(ValueError, match="on purpose"), whole_batch_metrics([ours]):
+    with pytest.raises(ValueError, match="on purpose"), whole_batch_metrics([ours], lambda: 1.0):
         raise ValueError("on purpose")
     assert "forward" not in vars(ours)

@@ -78,14 +78,3 @@ def test_names_stay_apart_and_in_order() -> None:
     first = [("a", 1.0, {}), ("a", 3.0, {}), ("b", 5.0, {})]
     calls = logged((1.0, 1, first), (1.0, 1, [*first[:2], ("c", 7.0, {})]))
     assert [(name, value) for name, value, _ in calls] == [("a", 1.0), ("a", 3.0), ("b", 5.0), ("c", 7.0)]
-
-
-def test_a_piece_that_failed_has_logged_nothing() -> None:
-    """What it noted is dropped."""
-    ledger, calls = LogBuffer(), []
-    ledger.note("training_step", "a", torch.tensor(1.0))
-    ledger.drop()
-    ledger.note("training_step", "a", torch.tensor(2.0))
-    ledger.keep(1.0)
-    ledger.replay(lambda fx, name, value, **_: calls.append(float(value)))
-    assert calls == [2.0]

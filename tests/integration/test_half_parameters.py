@@ -1,6 +1,7 @@
 """Parameters in half precision: their gradients are summed in float32 and rounded once."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -11,16 +12,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ga import AutoAccumulate
 from lightning_ga.compat import gradient_dtype
+from lightning_ga.errors import ExactnessWarning
 from lightning_ga.testing import limit_memory
 
-
-@pytest.fixture(params=["grad_dtype", "beside"])
-def way(request, monkeypatch):
-    """Both ways of summing: torch's own gradients of another type, and sums that are kept beside the gradients."""
-    if request.param == "grad_dtype" and not gradient_dtype.has_grad_dtype():
-        pytest.skip("torch without grad_dtype")
-    monkeypatch.setattr(gradient_dtype, "has_grad_dtype", lambda: request.param == "grad_dtype")
-    return request.param
+sums_in_float32 = pytest.mark.skipif(not gradient_dtype.has_grad_dtype(), reason="torch without grad_dtype")
 
 
 class Regressor(LightningModule):
@@ -70,8 +65,9 @@ def error(gradients, wanted):
     return (apart / sum(float(w.square().sum()) for w in wanted)) ** 0.5
 
 
+@sums_in_float32
 @pytest.mark.parametrize("factor", [4, 64, 512])
-def test_sums_of_many_micro_batches_lose_nothing(way, factor):
+def test_sums_of_many_micro_batches_lose_nothing(factor):
     """The error of the sum stays that of one micro-batch in bf16, however many there are."""
     module = Regressor()
     wanted = in_double(module, 2 * factor)
@@ -91,9 +87,10 @@ def test_a_sum_in_bf16_would_lose_it():
     assert error([p.grad for p in twin.parameters()], wanted) > 2e-2
 
 
+@sums_in_float32
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW, torch.optim.LBFGS])
 @pytest.mark.parametrize("micro_batching", ["loader", "step"])
-def test_optimizers_get_gradients_of_the_type_of_their_weights(way, optimizer, micro_batching):
+def test_optimizers_get_gradients_of_the_type_of_their_weights(optimizer, micro_batching):
     """Fused, listed and evaluating optimizers alike; after the fit gradients have that type again."""
     module = Regressor(optimizer)
     fit(module, 24, batch_size=12, effective_batch_size=12, micro_batch_size=4, micro_batching=micro_batching)
@@ -101,15 +98,12 @@ def test_optimizers_get_gradients_of_the_type_of_their_weights(way, optimizer, m
     assert all(gradient.dtype == torch.bfloat16 for seen in module.seen for gradient in seen)
     for parameter in module.parameters():
         assert parameter.grad is None or parameter.grad.dtype == parameter.dtype
-        assert getattr(parameter, "grad_dtype", parameter.dtype) == parameter.dtype
-        assert not parameter._backward_hooks
-        assert not parameter._post_accumulate_grad_hooks
+        assert parameter.grad_dtype == parameter.dtype
 
 
+@sums_in_float32
 def test_clipping_sees_the_sum_in_float32():
     """Hooks before the step and clipping work on what has not been rounded."""
-    if not gradient_dtype.has_grad_dtype():
-        pytest.skip("torch without grad_dtype")
 
     class Watched(Regressor):
         def configure_gradient_clipping(self, optimizer, *_, **__):
@@ -123,6 +117,26 @@ def test_clipping_sees_the_sum_in_float32():
     assert module.types == {torch.bfloat16}  # nothing is summed
 
 
+def test_an_older_torch_rounds_sums_and_says_so_once(monkeypatch):
+    """Without ``Tensor.grad_dtype`` training goes on as without the callback, and one sentence says what is lost."""
+    monkeypatch.setattr(gradient_dtype, "has_grad_dtype", lambda: False)
+    module = Regressor()
+    wanted = in_double(module, 1024)
+    with pytest.warns(ExactnessWarning, match="newer torch .* sums them in float32") as warned:
+        fit(module, 1024, micro_batch_size=2)
+    assert len([each for each in warned if "float32" in str(each.message)]) == 1
+    assert error(module.seen[0], wanted) > 2e-2
+
+
+def test_an_older_torch_says_nothing_if_nothing_is_summed(monkeypatch):
+    """With one micro-batch a window, or weights in float32, there is nothing to lose."""
+    monkeypatch.setattr(gradient_dtype, "has_grad_dtype", lambda: False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ExactnessWarning)
+        fit(Regressor(), 24, batch_size=8)
+        fit(Regressor(), 24, micro_batch_size=4, precision="32-true")
+
+
 def test_without_accumulation_nothing_changes():
     """At a factor of one the run is the stock run, to the bit."""
     ours, stock = Regressor(torch.optim.AdamW), Regressor(torch.optim.AdamW)
@@ -132,7 +146,8 @@ def test_without_accumulation_nothing_changes():
     assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), stock.parameters()))
 
 
-def test_pieces_after_an_error_are_summed_in_float32(way):
+@sums_in_float32
+def test_pieces_after_an_error_are_summed_in_float32():
     """A batch that runs out of memory is run in pieces, and the sum of these is rounded once."""
     wide = 2048
     module = Regressor(width=wide)
@@ -151,14 +166,15 @@ class Assigning(Regressor):
             parameter.grad = parameter.grad.to(parameter.dtype).clone()
 
 
-def test_modules_may_assign_gradients_of_their_own_type(way):
+def test_modules_may_assign_gradients_of_their_own_type():
     """What a module assigns is taken as it is."""
     module = Assigning()
     fit(module, 32, micro_batch_size=4)
     assert module.seen[0][0].dtype == torch.bfloat16
 
 
-def test_the_probe_counts_sums_in_float32(way):
+@sums_in_float32
+def test_the_probe_counts_sums_in_float32():
     """The limit leaves room for them: at it a window of many micro-batches fits, to the byte."""
     module = Regressor(torch.optim.AdamW, width=4096)
     budget = 2 * 1024 * 1024
