@@ -157,7 +157,8 @@ class Fit:
 
     def advance(self) -> None:
         """Keep the place after a micro-batch, and lower the limit if the allocator struggles."""
-        over = loops.window_is_over(self.trainer)
+        window = self.oom_handler.window  # it has asked already whether this was its last micro-batch
+        over = loops.window_is_over(self.trainer) if window is None else window.is_updating
         self._progress.advance(self.source, window_is_over=over)
         self.oom_handler.after_batch(self._limit.micro_batch or 1, window_is_over=over)
 

@@ -17,6 +17,7 @@ class Progress:
         self.restored: RunState | None = None  # what was read from a checkpoint
         self._passed = 0, 0  # batches of the recipe after the last micro-batch: of its epoch, and before that
         self.within_batch = False  # whether the last micro-batch ended within a batch of the recipe
+        self._validates = True  # whether the loop validates at all
 
     def restore(self, state: RunState) -> None:
         """Go on where a checkpoint was written."""
@@ -54,7 +55,7 @@ class Progress:
 
     def begin_epoch(self) -> None:
         """Begin an epoch with a whole batch."""
-        self.within_batch = False
+        self.within_batch, self._validates = False, bool(self._trainer.enable_validation)
 
     def resume(self, source: TrainingSource, *, same_epoch: bool) -> None:
         """Let a restored loop go on at its sample, in this run's micro-batches."""
@@ -81,7 +82,8 @@ class Progress:
         before, after = self._passed[0] if index else 0, source.batches_after(index)
         self._passed = after, self.position.batches_before
         self.within_batch = after == before
-        self._schedule_validation(source, before, after)
+        if self._validates:
+            self._schedule_validation(source, before, after)
 
     def recipe_counts(self) -> tuple[int, int]:
         """Return the batches of the recipe that were trained on: in the loop's epoch, and before it."""
