@@ -57,6 +57,8 @@ class Savepoint:
         tables = [part._buffers for part in self._parts]
         self._tables, self._empty = [table for table in tables if table], [table for table in tables if not table]
         self._had = [dict(table) for table in self._tables]
+        # Layers with a table of their own making may keep its length beside it, as rotary embeddings do.
+        self._layers = [part for part in self._parts if part._buffers and not _is_stock(part)]
         self._buffers = [*chain.from_iterable(map(dict.values, self._tables))]
         buffers, weights = dict(self._module.named_buffers()), dict(self._module.named_parameters())
         self._weights = [*weights.values()]
@@ -182,6 +184,7 @@ class Savepoint:
         if self._some_flags != self._flags_of_some():
             self._read_flags()
         values.generators = [(each, generator_state(each)) for each in self._generators]
+        values.numbers = [(part, _numbers(vars(part))) for part in self._layers]
         values.read_attributes(self._module)
         values.metrics = [(metric, _state(metric)) for metric in self.metrics]
 
@@ -189,9 +192,14 @@ class Savepoint:
         values.random.restore()
         for generator, state in values.generators:
             restore_generator(generator, state)
+        replaced = set()
         for table, had in zip(self._tables, self._had):
             if table.keys() != had.keys() or not all(map(is_, table.values(), had.values())):
                 refill(table, had)
+                replaced.add(id(table))
+        for part, numbers in values.numbers:
+            if id(part._buffers) in replaced:
+                vars(part).update(numbers)
         for table in self._empty:
             table.clear()
         values.copies.restore()
@@ -213,6 +221,7 @@ class _Values:
         self.copies = SmallCopies(copied)
         self.random: RandomState
         self.generators: list[tuple[Any, Any]]
+        self.numbers: list[tuple[Module, dict[str, Any]]]
         self.metrics: list[tuple[Metric, MetricState]]
         self.attributes: dict[str, Any] = {}
 
@@ -220,7 +229,7 @@ class _Values:
         """Remember plain attributes: tensors, and containers of anything but numbers."""
         own = vars(module)
         self._names = set(own)
-        self._numbers = {name: value for name, value in own.items() if value is None or isinstance(value, (int, float))}
+        self._numbers = _numbers(own)
         self.attributes = {n: value for n, value in own.items() if n not in LIGHTNINGS_OWN and _is_gathered(value)}
         self._contents: list[tuple[Any, Any]] = []
         self._lists: dict[int, tuple[list[Any], int, list[Any]]] = {}  # with lengths, and entries beyond these
@@ -268,6 +277,14 @@ class _Values:
         for tensor, version, value in self._tensors:
             if tensor._version != version:
                 tensor.copy_(value)
+
+
+def _is_stock(part: Module) -> bool:
+    return isinstance(part, Metric) or type(part).__module__.startswith("torch.")
+
+
+def _numbers(own: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in own.items() if value is None or isinstance(value, (int, float))}
 
 
 def _spread(things: list[Any]) -> list[Any]:

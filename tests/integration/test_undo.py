@@ -229,3 +229,42 @@ def test_the_event_names_what_counts_batches_from_the_next_epoch_on(mode: str) -
         fit(data(), ours(mode, 16), module=Plateau())
     (text,) = [str(each.message) for each in caught if "Memory ran out" in str(each.message)]
     assert ("(ReduceLROnPlateau by step)" in text) == (mode == "loader")
+
+
+class Rotary(torch.nn.Module):
+    """A table in a buffer that grows with its inputs, and its length beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.length = 0
+        self.register_buffer("table", torch.zeros(0, dtype=torch.float64), persistent=False)
+
+    def forward(self, count: int) -> torch.Tensor:
+        if count > self.length:
+            self.length = count
+            self.table = torch.linspace(0.5, 1.0, 16, dtype=torch.float64)[:count]
+        return self.table[:count]
+
+
+class Rotated(Regression):
+    """Each batch is longer than the one before; memory runs out after the table has grown, once."""
+
+    def __init__(self, at: int = 0) -> None:
+        super().__init__()
+        self.rotary, self.at, self.attempts = Rotary(), at, 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        factor = self.rotary(min(16, 4 + self.global_step)).sum()
+        self.attempts += 1
+        if self.attempts == self.at:
+            raise out_of_memory()
+        return torch.nn.functional.mse_loss(self.net(batch[0]) * factor, batch[1])
+
+
+@pytest.mark.filterwarnings("ignore:Memory ran out in:UserWarning")
+@pytest.mark.parametrize("mode", MODES)
+def test_a_table_and_the_length_beside_it_stay_together(mode: str) -> None:
+    right, found = Rotated(), Rotated(at=3)
+    fit(data(), ours(mode, 16), module=right)
+    fit(data(), ours(mode, 16), module=found)
+    torch.testing.assert_close([*found.net.parameters()], [*right.net.parameters()], rtol=1e-12, atol=1e-14)
