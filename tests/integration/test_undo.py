@@ -1,6 +1,7 @@
 """The user's own code: its errors stay where they are raised, its hooks run once, and events say what is left to it."""
 
 import warnings
+import weakref
 from typing import Any
 
 import pytest
@@ -268,3 +269,23 @@ def test_a_table_and_the_length_beside_it_stay_together(mode: str) -> None:
     fit(data(), ours(mode, 16), module=right)
     fit(data(), ours(mode, 16), module=found)
     torch.testing.assert_close([*found.net.parameters()], [*right.net.parameters()], rtol=1e-12, atol=1e-14)
+
+
+class Remembers(Regression):
+    """Looks whether batches of before are still alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.earlier, self.alive = list[Any](), list[int]()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.alive.append(sum(reference() is not None for reference in self.earlier))
+        self.earlier.append(weakref.ref(batch[0]))
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_window_keeps_no_batch_on_the_device_but_the_current_one() -> None:
+    """Those before are kept on the host, or read again."""
+    module = Remembers()
+    fit(data(64, 4), AutoAccumulate(16, micro_batch_size=4, verify=False), module=module, max_epochs=1)
+    assert module.alive == [0] * 16
