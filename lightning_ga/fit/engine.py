@@ -58,7 +58,8 @@ class Engine:
         self.undecided: set[str] = set()  # stages of which the first batch has to show that
         self.move: Move | None = None  # of pieces, if the current batch stays on the host
         self.mover: Move = _stays  # moves any batch of the current loader
-        self.host: Any = None  # the current batch on the host
+        self._has_host = trainer.strategy.root_device.type != "cpu"
+        self.host: Any = None  # the current batch on the host, if that is another than on the device
         self.not_moved: Exception | None = None  # the error of its transfer
         self._unmovable: set[str] = set()  # stages in which there was no memory for the hooks of a transfer
         self.limits: dict[str, int] = {}
@@ -108,7 +109,7 @@ class Engine:
         self.move = self.not_moved = None
         if not self.is_active:
             return move(batch)
-        self.host, self.mover = batch, move
+        self.host, self.mover = batch if self._has_host else None, move
         stage = loops.stage(self.trainer)
         if self.limits and self._stays_on_host(batch, stage, loader):
             self.move = move
@@ -116,6 +117,8 @@ class Engine:
         before = RandomState() if self.hooks_move_batches and self.policy.retries else None
         outcome = self.catch(stage, move, batch)
         if outcome.failure is None:
+            if outcome.result is batch:  # some batches move by changing themselves (``Data.to`` of PyG)
+                self.host = None
             return outcome.result
         if before is not None:  # hooks of the transfer may draw numbers
             before.restore()

@@ -64,9 +64,7 @@ class EvaluatedBatch(Window):
     def __init__(self, engine: Engine, stage: str, batches: EvaluationBatches, step: Callable[[Any], Any]) -> None:
         self.stage, self.savepoint = stage, engine.savepoint("evaluation")
         self._batches, self._step = batches, step
-        on_host = engine.trainer.strategy.root_device.type == "cpu"
-        host = None if on_host else engine.host
-        self.parts = [Part(batches.batch, batches.number, engine.move, batches.loader, host=host)]
+        self.parts = [Part(batches.batch, batches.number, engine.move, batches.loader, host=engine.host)]
 
     def run_pass(self, part: Part, batch: Any, piece: Piece | None, weight: float) -> Any:
         """Run the step."""

@@ -143,8 +143,8 @@ class PiecewiseRun:
 
     def _is_overwritten(self, part: Part) -> bool:
         """Return whether a batch is not what its samples make, though they make the same each time."""
-        if self._engine.hooks_move_batches or self._window.fetch(part) is None:
-            return False
+        if self._stage != "training" or self._engine.hooks_move_batches or self._window.fetch(part) is None:
+            return False  # an evaluation's sampler may draw another order each time
         fetched = self._fetched(part)
         return not self._draws and not same_values(part.batch, fetched)
 

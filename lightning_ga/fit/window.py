@@ -75,7 +75,6 @@ class TrainingWindow(Window):
         self.parts: list[MicroBatch] = []
         self.savepoint = engine.savepoint("training")
         self._evaluates_again = evaluates_again(trainer.optimizers[0])
-        self._on_host = trainer.strategy.root_device.type == "cpu"
         owners = [trainer.lightning_module, *trainer.callbacks]
         self._has_zeroing_hooks = closures.has_hook(owners, "on_before_zero_grad", "optimizer_zero_grad")
         # Whether hooks between two batches may change the module: those of callbacks are watched for that.
@@ -116,7 +115,7 @@ class TrainingWindow(Window):
             given=given,
             optimizer=optimizer,
             weights=self._gradients.weights,
-            host=None if self._on_host else engine.host,
+            host=engine.host,
         )
         return partial(self._run, part, [])
 
@@ -224,16 +223,11 @@ class TrainingWindow(Window):
     def _let_go(self, part: MicroBatch) -> None:
         """Keep no batch on the device: a GPU's batches stay on the host, a CPU's are fetched again if they can be."""
         part.given["batch"] = None  # the loop reads it no more
-        if self._on_host:
-            if not self._batches.can_fetch:
-                return
-            part.batch = None
-        elif part.host is not None:
-            part.batch = part.host
+        if part.host is not None:
+            part.batch, part.move = part.host, self._engine.mover
             self._kept = elements(part.batch) + (self._kept if len(self.parts) > 1 else 0)
-            if self._batches.can_fetch and self._kept > KEPT_ON_HOST:
-                part.batch = None
-            part.move = self._engine.mover
+        if self._batches.can_fetch and (part.host is None or self._kept > KEPT_ON_HOST):
+            part.batch = part.host = None
 
     # --- what the engine calls -----------------------------------------------------------------
 
