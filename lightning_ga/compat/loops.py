@@ -4,6 +4,8 @@ Lightning's ``loops/fit_loop.py``, ``loops/training_epoch_loop.py`` and ``loops/
 """
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -34,6 +36,22 @@ def window_is_over(trainer: Any) -> bool:
     if ready % trainer.accumulate_grad_batches and ready != loop.max_batches and not progress.is_last_batch:
         return False
     return not loop._should_accumulate()
+
+
+@contextmanager
+def at_earlier_batch(trainer: Any, back: int) -> Iterator[None]:
+    """Return a context in which the loop counts so many batches less: one of before is run again."""
+    progress = trainer.fit_loop.epoch_loop.batch_progress
+    counts = [(vars(each), dict(vars(each))) for each in (progress.current, progress.total)]
+    is_last, progress.is_last_batch = progress.is_last_batch, False
+    for now, before in counts:
+        now.update({name: number - back for name, number in before.items()})
+    try:
+        yield
+    finally:
+        progress.is_last_batch = is_last
+        for now, before in counts:
+            now.update(before)
 
 
 def skips_backward(trainer: Any) -> bool:

@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from lightning_ga.compat import agreement, log_capture, loops, transfer
 from lightning_ga.compat.agreement import collectives_run
@@ -61,6 +62,8 @@ class Engine:
         self._has_host = trainer.strategy.root_device.type != "cpu"
         self.host: Any = None  # the current batch on the host, if that is another than on the device
         self.not_moved: Exception | None = None  # the error of its transfer
+        self.watches_batches = False  # whether hooks may change a batch after its transfer
+        self._moved: list[tuple[int, int]] = []  # the tensors of the current batch after its transfer
         self._unmovable: set[str] = set()  # stages in which there was no memory for the hooks of a transfer
         self.limits: dict[str, int] = {}
         self._taps: dict[str, log_capture.LogTap] = {}
@@ -117,6 +120,8 @@ class Engine:
         before = RandomState() if self.hooks_move_batches and self.policy.retries else None
         outcome = self.catch(stage, move, batch)
         if outcome.failure is None:
+            if self.watches_batches:
+                self._moved = _tensors_of(outcome.result)
             if outcome.result is batch:  # some batches move by changing themselves (``Data.to`` of PyG)
                 self.host = None
             return outcome.result
@@ -125,6 +130,10 @@ class Engine:
             self._unmovable.add(stage)
         self.move, self.not_moved = move, outcome.failure
         return batch
+
+    def is_changed(self, batch: Any) -> bool:
+        """Return whether hooks have changed the current batch since it was moved."""
+        return self.watches_batches and self.move is None and _tensors_of(batch) != self._moved
 
     def moves_whole(self, stage: str) -> bool:
         """Return whether batches are moved before they are cut: hooks of the transfer see them whole, if that fits."""
@@ -253,6 +262,12 @@ class Engine:
     def memory(self) -> str:
         """Describe the device's memory."""
         return describe_memory(self.trainer.strategy.root_device)
+
+
+def _tensors_of(batch: Any) -> list[tuple[int, int]]:
+    """Return which tensors a batch holds, and how often each was written to."""
+    tensors = (leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
+    return [(id(tensor), -1 if tensor.is_inference() else tensor._version) for tensor in tensors]
 
 
 def _stays(batch: Any) -> Any:

@@ -57,6 +57,7 @@ class Part:
     loader: int = 0
     expected: int | None = None  # samples that it should hold, where that is known
     host: Any = None  # the batch on the host, if it was moved from there
+    is_changed: bool = False  # whether hooks have changed the batch: no other is like it
     written: Sequence[int] = ()  # how often its tensors had been written to before it ran
 
 

@@ -134,7 +134,7 @@ class PiecewiseRun:
         engine = self._engine
         if part.move is not None:
             return
-        if part.host is not None and not engine.moves_whole(self._stage):
+        if part.host is not None and not part.is_changed and not engine.moves_whole(self._stage):
             part.batch, part.move = part.host, engine.mover
             return
         if written_versions(part.batch) != part.written or self._is_overwritten(part):
@@ -143,8 +143,10 @@ class PiecewiseRun:
 
     def _is_overwritten(self, part: Part) -> bool:
         """Return whether a batch is not what its samples make, though they make the same each time."""
-        if self._stage != "training" or self._engine.hooks_move_batches or self._window.fetch(part) is None:
-            return False  # an evaluation's sampler may draw another order each time
+        if part.is_changed or self._stage != "training":  # an evaluation's sampler may draw another order each time
+            return False
+        if self._engine.hooks_move_batches or self._window.fetch(part) is None:
+            return False
         fetched = self._fetched(part)
         return not self._draws and not same_values(part.batch, fetched)
 
@@ -155,6 +157,7 @@ class PiecewiseRun:
             again = self._window.fetch(part, seed)
             assert again is not None, "batches that cannot be fetched again are kept"
             batches.append(again.collate(0, again.count, seed=seed))
+            self._draws |= again.draws
         self._draws = self._draws or not same_values(*batches)
         return transfer.BatchTransfer(self._engine.trainer, part.loader).on_host(batches[0])
 

@@ -27,7 +27,7 @@ from lightning_ga.loading.reader import CollatedAgain
 from lightning_ga.plan.window_weights import WindowWeights
 
 LOOKS = 3  # batches of an epoch before which parts are looked for that hooks may have added
-WATCHED = 8  # batches of an epoch in which hooks are watched for changes to the module
+WATCHED = 8  # windows in which it is looked at what hooks around the zeroing of gradients change
 KEPT_ON_HOST = 2**26  # numbers (256 MiB of float32) of a window's batches; larger ones are fetched again
 
 
@@ -77,12 +77,14 @@ class TrainingWindow(Window):
         self._evaluates_again = evaluates_again(trainer.optimizers[0])
         owners = [trainer.lightning_module, *trainer.callbacks]
         self._has_zeroing_hooks = closures.has_hook(owners, "on_before_zero_grad", "optimizer_zero_grad")
-        # Whether hooks between two batches may change the module: those of callbacks are watched for that.
-        self._hooks_change_module = closures.has_hook(owners[:1], *closures.BETWEEN_BATCHES)
+        # Hooks between two batches may change the module: those of callbacks, which rarely do, are watched for that.
+        self._module_has_hooks_between = closures.has_hook(owners[:1], *closures.BETWEEN_BATCHES)
+        self._watches_callbacks = closures.has_hook(owners[1:], *closures.BETWEEN_BATCHES)
+        engine.watches_batches = closures.has_hook(owners, "on_train_batch_start")
         self._warned = False
         self._whole: Any = None  # Lightning's closure of the current micro-batch, for its first pass
         self._make: Callable[..., Any] = lambda *_: None
-        self._looks = WATCHED  # windows in which it is looked at what hooks around the zeroing of gradients change
+        self._looks = WATCHED
         self._changed_at_zeroing = set[str]()
         self._zeroing = "before"  # "before" the window's gradients are zeroed, "within" that, or "after" it
         self._withheld: torch.Tensor | None = None  # loss of a piece after which no hooks were called, as more follow
@@ -116,6 +118,7 @@ class TrainingWindow(Window):
             optimizer=optimizer,
             weights=self._gradients.weights,
             host=engine.host,
+            is_changed=engine.is_changed(given["batch"]),
         )
         return partial(self._run, part, [])
 
@@ -149,17 +152,18 @@ class TrainingWindow(Window):
             self._gradients.put_back(part.weights)
             if part.number < LOOKS and self._engine.policy.retries:
                 self.savepoint.look_again()  # metrics may come where an epoch begins, as trackers of them do
-        elif self.savepoint.is_taken:
-            if part.number < WATCHED:
-                self._hooks_change_module |= self.savepoint.has_changed()
-            if self._hooks_change_module or self._engine.has_evaluated:
-                self.savepoint.mark(len(self.parts))
+        elif self.savepoint.is_taken and (
+            self._module_has_hooks_between
+            or self._engine.has_evaluated
+            or (self._watches_callbacks and self.savepoint.has_changed())
+        ):
+            self.savepoint.mark(len(self.parts))
         self._engine.has_evaluated = False
         self.parts.append(part)
         self._begin_reduction(is_last=is_last)
         result = run_window(self._engine, self, begins=begins)
-        if part.number < WATCHED and self.savepoint.is_taken:
-            self.savepoint.note_versions()
+        if self._watches_callbacks and self.savepoint.is_taken:
+            self.savepoint.note_batch()
         self._finish(result)
         return result
 
@@ -223,6 +227,8 @@ class TrainingWindow(Window):
     def _let_go(self, part: MicroBatch) -> None:
         """Keep no batch on the device: a GPU's batches stay on the host, a CPU's are fetched again if they can be."""
         part.given["batch"] = None  # the loop reads it no more
+        if part.is_changed:
+            return
         if part.host is not None:
             part.batch, part.move = part.host, self._engine.mover
             self._kept = elements(part.batch) + (self._kept if len(self.parts) > 1 else 0)
@@ -233,7 +239,7 @@ class TrainingWindow(Window):
 
     def run_pass(self, part: MicroBatch, batch: Any, piece: Piece | None, weight: float) -> Any:
         """Run forward and backward; return Lightning's result, of a piece what ``training_step`` returned."""
-        gradients, is_current = self._gradients, part is self.parts[-1]
+        gradients = self._gradients
         closure, self._whole = self._whole, None
         is_first_run = closure is not None and piece is None
         if closure is None or batch is not part.given["batch"]:
@@ -252,7 +258,7 @@ class TrainingWindow(Window):
                 gradients.weigh_a_part(weight)
             completes = piece is None or piece.is_last
             with ExitStack() as stack:
-                for context in self._contexts(completes, is_current):
+                for context in self._contexts(part, completes=completes):
                     stack.enter_context(context)
                 result = closures.run_closure(closure)
             if completes:
@@ -309,9 +315,11 @@ class TrainingWindow(Window):
         if in_pieces and self._changed_at_zeroing:
             self._batches.found_changing(tuple(sorted(self._changed_at_zeroing)))
 
-    def _contexts(self, completes: bool, is_current: bool) -> Iterator[AbstractContextManager[Any]]:
+    def _contexts(self, part: MicroBatch, *, completes: bool) -> Iterator[AbstractContextManager[Any]]:
         """Yield contexts in which the backward pass reduces, or calls hooks, only if it should."""
-        trainer = self._trainer
+        trainer, is_current = self._trainer, part is self.parts[-1]
+        if not is_current:
+            yield loops.at_earlier_batch(trainer, len(self.parts) - 1 - self.parts.index(part))
         if not completes:
             yield closures.before_the_last(trainer, self._withhold)
         if self._reducer is not None or not completes or not is_current:

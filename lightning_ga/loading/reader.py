@@ -183,6 +183,7 @@ class CollatedAgain:
 
     loader: "DataLoader[Any]"
     samples: list[Any]
+    draws: bool = False  # whether reading them drew random numbers
 
     @property
     def count(self) -> int:

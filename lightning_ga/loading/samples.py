@@ -17,14 +17,22 @@ from lightning_ga.loading.sampler import seeded
 from lightning_ga.loading.stateful import keeps_place
 from lightning_ga.memory.live_tensors import uncounted
 from lightning_ga.snapshot.contents import ObjectState, contained, reachable
+from lightning_ga.snapshot.random_numbers import RandomState
 
 GOLDEN = (5**0.5 - 1) / 2  # multiples of it, less their whole part, are spread irregularly and evenly
 
 
 def collect_samples(loader: "DataLoader[Any]", indices: list[Any], *, seed: int = 0) -> list[Any]:
     """Return the samples of some indices, not collated; random numbers are drawn from a seed."""
-    with closing(fetch(loader, [indices], list, seed=seed)) as found:
-        return list(next(found, []))
+    return read_samples(loader, indices, seed=seed)[0]
+
+
+def read_samples(loader: "DataLoader[Any]", indices: list[Any], *, seed: int = 0) -> tuple[list[Any], bool]:
+    """Return the samples of some indices, not collated, and whether reading them drew random numbers here."""
+    before: list[RandomState] = []
+    with closing(fetch(loader, [indices], list, seed=seed, began=lambda: before.append(RandomState()))) as found:
+        samples = list(next(found, []))
+        return samples, any(not state.is_current() for state in before)
 
 
 class FirstSamples:
@@ -67,6 +75,7 @@ def fetch(
     *,
     workers: int = 1,
     seed: int = 0,
+    began: Callable[[], None] = lambda: None,
 ) -> Generator[Any, None, None]:
     """Read samples and yield ``read(samples)`` for each list of indices; training goes on as if none had been read.
 
@@ -79,6 +88,7 @@ def fetch(
     elif isinstance(dataset, IterableDataset):
         dataset = _fresh_stream(dataset)
     with untouched(dataset, seed=seed):
+        began()
         yield from DataLoader.__iter__(_reading_copy(loader, batches, dataset=dataset, **settings))
 
 

@@ -10,7 +10,7 @@ from lightning_ga.loading.largest_samples import ScanOrder
 from lightning_ga.loading.reader import CollatedAgain
 from lightning_ga.loading.recipe_batches import SourceSettings
 from lightning_ga.loading.sampler import FromBatches, FromSampler, Sequential, Shuffled, Stream
-from lightning_ga.loading.samples import collect_samples, peekable
+from lightning_ga.loading.samples import peekable, read_samples
 from lightning_ga.loading.training_source import TrainingSource
 
 _TOGETHER = 64  # samples of the first batches, where a batch sampler decides which are together
@@ -33,7 +33,7 @@ class MicroBatchSource(TrainingSource):
         """Return the samples of the ``index``-th micro-batch, fetched again; ``None`` of a stream."""
         if self.streams:
             return None
-        return CollatedAgain(self._items, collect_samples(self._items, self.sampler.indices(index), seed=seed))
+        return CollatedAgain(self._items, *read_samples(self._items, self.sampler.indices(index), seed=seed))
 
     def _scan_order(self, epoch: int) -> ScanOrder:
         order, total = self._recipe.order, self.total(epoch)

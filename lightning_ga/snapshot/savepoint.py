@@ -110,17 +110,17 @@ class Savepoint:
         self._read(self._marks[number])
         self._marks[number].keep_tails(self._start)
 
-    def note_versions(self) -> None:
+    def note_batch(self) -> None:
         """Note what tensors and containers are like after a batch."""
         self._noted = self._summary()
 
     def has_changed(self) -> bool:
-        """Return whether hooks have changed something since ``note_versions``."""
-        return self._summary() != self._noted
+        """Return whether hooks have changed something since ``note_batch``."""
+        return self._summary() != self._noted or versions(self._uncopied) != self._versions
 
     def _summary(self) -> tuple[Any, ...]:
         lengths = [len(value) for value in self._start.attributes.values() if isinstance(value, (list, *_CONTAINERS))]
-        return versions(self._copied), versions(self._uncopied), lengths
+        return versions(self._copied), lengths
 
     def around_zeroing(self, zero: Callable[[], None], *, look: bool) -> tuple[str, ...]:
         """Zero gradients, with hooks of the user's that do not run again: what they change is changed for good.

@@ -4,6 +4,7 @@ import warnings
 import weakref
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from reference import FEATURES, Regression, Samples, fit, quiet_trainer
@@ -289,3 +290,79 @@ def test_a_window_keeps_no_batch_on_the_device_but_the_current_one() -> None:
     module = Remembers()
     fit(data(64, 4), AutoAccumulate(16, micro_batch_size=4, verify=False), module=module, max_epochs=1)
     assert module.alive == [0] * 16
+
+
+class Anneals(pl.Callback):
+    """Changes a buffer between two micro-batches, once, late in the training."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        if trainer.fit_loop.total_batch_idx == 12:
+            pl_module.scale *= 0.5
+
+
+class Mixes(pl.Callback):
+    """Changes some batches after their transfer, before the step."""
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx % 3 == 0:
+            batch[0].lerp_(batch[0].flip(0), 0.4)
+
+
+class Scaled(Regression):
+    """Reads a buffer, and the number of its batch where the loop keeps it; runs out of memory once."""
+
+    def __init__(self, at: int = 0) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones((), dtype=torch.float64))
+        self.at, self.attempts = at, 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.attempts += 1
+        if self.attempts == self.at:
+            raise out_of_memory()
+        weight = self.scale * (1 + 0.1 * (self.trainer.fit_loop.total_batch_idx % 3))
+        return weight * super().training_step(batch, batch_idx)
+
+
+@pytest.mark.filterwarnings("ignore:Memory ran out in:UserWarning")
+@pytest.mark.parametrize("callback", [Anneals, Mixes])
+@pytest.mark.parametrize("at", [12, 14, 15, 16])
+def test_what_hooks_changed_between_two_micro_batches_is_met_again(callback: Any, at: int) -> None:
+    """A buffer, the batch itself, and the number of the batch in the loop."""
+
+    def weights(at: int) -> list[torch.Tensor]:
+        module, accumulate = Scaled(at), AutoAccumulate(16, micro_batch_size=4, verify=False)
+        fit(data(96, 4), accumulate, callback(), module=module, max_epochs=1)
+        assert accumulate.oom_events == (at > 0)
+        return [parameter.detach() for parameter in module.parameters()]
+
+    torch.testing.assert_close(weights(at), weights(0), rtol=1e-12, atol=1e-14)
+
+
+class RunsOutOnce(Regression):
+    """Runs out of memory in its second window, after the passes of the check."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self.at, self.failed = at, False
+
+    def on_before_backward(self, *_: Any) -> None:
+        if self.trainer.fit_loop.total_batch_idx == self.at and not self.failed:
+            self.failed = True
+            raise out_of_memory()
+
+
+class Augmented(Samples):
+    """Changes few of its samples at random."""
+
+    def __getitem__(self, index: int) -> Any:
+        inputs, targets, index = super().__getitem__(index)
+        return (-inputs if torch.rand(()) < 0.01 else inputs), targets, index
+
+
+def test_samples_that_are_drawn_anew_are_told_however_rarely_they_differ() -> None:
+    """On a CPU they are read again."""
+    ours_on_few = AutoAccumulate(16, micro_batch_size=4)
+    module = RunsOutOnce(at=12)
+    with pytest.warns(UserWarning, match="Its parts draw random numbers of their own"):
+        fit(DataLoader(Augmented(64), batch_size=4), ours_on_few, module=module, max_epochs=1)
