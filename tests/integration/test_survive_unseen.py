@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from faults import CountAttempts
 from reference import FEATURES, Regression, Samples, fit, loss
 from torch.utils.data import DataLoader
 
@@ -29,9 +30,6 @@ class OutOfMemory(Regression):
     def __init__(self, at: int = 0, forward: bool = False) -> None:
         super().__init__()
         self.at, self.forward_fails, self.attempts = at, forward, iter(())
-
-    def on_train_epoch_start(self) -> None:
-        self.attempts = count(1)  # which is no state that a warning would name
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         hidden = self.net[1](self.net[0](batch[0]))
@@ -95,7 +93,7 @@ def train(module: OutOfMemory, mode: str = "loader", verify: bool = False) -> st
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         batch_size = 8 if mode == "loader" else 16
-        fit(DataLoader(Samples(192), batch_size=batch_size), callback, module=module, max_epochs=1)
+        fit(DataLoader(Samples(192), batch_size=batch_size), callback, CountAttempts(), module=module, max_epochs=1)
     assert callback.oom_events == 1
     (text,) = [str(each.message) for each in caught if "Memory ran out in" in str(each.message)]
     return text
@@ -129,30 +127,31 @@ def test_a_window_that_fails_before_it_updates_weights_is_run_again(name: str) -
 
 
 class Following(OutOfMemory):
-    """A teacher that follows before the backward pass, as those of MoCo and BYOL; it ends in the loss.
+    """A teacher that follows before the backward pass, as those of MoCo and BYOL; it is in the loss.
 
     Args:
         by_data: Whether no version tells.
         every: In which of so many batches it follows.
     """
 
-    seen: ClassVar[list[float]] = []  # of the teacher, by each attempt
+    seen: ClassVar[list[float]] = []  # of the teacher, by each attempt in training
 
     def __init__(self, by_data: bool, every: int, **trouble: Any) -> None:
         super().__init__(**trouble)
         self.teacher = torch.nn.Linear(FEATURES, 1, dtype=torch.float64).requires_grad_(False)
         torch.nn.init.ones_(self.teacher.weight)
         self.by_data, self.every = by_data, every
-
-    def on_train_epoch_start(self) -> None:
-        super().on_train_epoch_start()
         self.seen.clear()
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        self.seen.append(float(self.teacher.weight.sum()))
+        if isinstance(self.attempts, count):
+            self.seen.append(float(self.teacher.weight.sum()))
         if batch_idx % self.every == self.every - 1:
-            (self.teacher.weight.data if self.by_data else self.teacher.weight).mul_(0.9)
-        return super().training_step(batch, batch_idx) + loss(self.teacher, batch[0], batch[1])
+            self.follow()
+        return super().training_step(batch, batch_idx) + loss(self.net, batch[0], self.teacher(batch[0]))
+
+    def follow(self) -> None:
+        (self.teacher.weight.data if self.by_data else self.teacher.weight).mul_(0.9)
 
 
 @pytest.mark.parametrize("by_data", [False, True])
@@ -179,3 +178,18 @@ def test_a_teacher_that_nobody_saw_change_is_told(by_data: bool, at: int, every:
     else:
         with pytest.raises(UserError, match=r"weights or buffers of which no copies are made \(teacher.weight\)"):
             train(module)
+
+
+class FollowingBetween(Following):
+    """It follows after each batch instead."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.follow()
+
+
+def test_a_teacher_that_a_hook_changes_within_a_window_is_told() -> None:
+    """The first batch would meet another one if it ran again: the hook does not run twice."""
+    assert "as the failed attempt left it" not in train(FollowingBetween(False, every=999, at=3))
+    assert Following.seen[3] == Following.seen[2]
+    with pytest.raises(UserError, match=r"weights or buffers of which no copies are made \(teacher.weight\)"):
+        train(FollowingBetween(False, every=999, at=4))

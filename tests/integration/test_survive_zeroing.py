@@ -8,6 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from faults import CountAttempts
 from reference import Regression, Samples, fit
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader
@@ -31,9 +32,6 @@ class RunsOut(Regression):
     def __init__(self, at: int, before: bool = False) -> None:
         super().__init__()
         self.at, self.before, self.attempts = at, before, iter(())
-
-    def on_train_epoch_start(self) -> None:
-        self.attempts = count(1)  # which is no state that a warning would name
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         fails = next(self.attempts, 0) == self.at and self.at > 0
@@ -105,7 +103,7 @@ class UnfrozenLate(BodyAlone):
 
 def weights(module: RunsOut, *callbacks: Any) -> torch.Tensor:
     data = DataLoader(Samples(BATCH * FACTOR * WINDOWS), batch_size=BATCH)
-    fit(data, *callbacks, module=module, accumulate_grad_batches=FACTOR, max_epochs=1)
+    fit(data, *callbacks, CountAttempts(), module=module, accumulate_grad_batches=FACTOR, max_epochs=1)
     return torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
 
 
