@@ -149,7 +149,12 @@ class Numbers(Holds):
         self.record.count += len(values)
 
     def read(self) -> dict[str, Any]:
-        kept = {"same": self.same, "names": len(self.names), "by_name.a": self.by_name["a"], "by_name.b": self.by_name["b"]}
+        kept = {
+            "same": self.same,
+            "names": len(self.names),
+            "by_name.a": self.by_name["a"],
+            "by_name.b": self.by_name["b"],
+        }
         counted = {"seen": len(self.seen), "losses": len(self.losses), "record.count": self.record.count}
         return {"place": self.place, **counted, **kept}
 
