@@ -129,30 +129,24 @@ def test_weights_that_reentrant_checkpoints_share(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("method", ["take", "restore"])
+@pytest.mark.parametrize("window", [1, 2, 3])
 def test_memory_runs_out_where_the_state_of_a_window_is_copied(
-    method: str, mode: str, monkeypatch: pytest.MonkeyPatch
+    window: int, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Copies take memory, too: a window that leaves no room for them runs in pieces; where they go back, it ends."""
+    """Copies take memory, too: a window that leaves no room for them runs in pieces."""
     whole, _, _, _ = train(mode=mode, epochs=1)
-    for call in range(1, 4):
-        run, calls = getattr(Savepoint, method), []
+    take, calls = Savepoint.take, []
 
-        def fails_once(savepoint: Savepoint, run: Any = run, calls: Any = calls, call: int = call) -> Any:
-            calls.append(None)
-            if len(calls) == call:
-                raise torch.OutOfMemoryError("CUDA out of memory, in a copy.")
-            return run(savepoint)
+    def fails_once(savepoint: Savepoint) -> None:
+        calls.append(None)
+        if len(calls) == window:
+            raise torch.OutOfMemoryError("CUDA out of memory, in a copy.")
+        take(savepoint)
 
-        with monkeypatch.context() as patch:
-            patch.setattr(Savepoint, method, fails_once)
-            if method == "restore":
-                with pytest.raises(torch.OutOfMemoryError, match="in a copy"):
-                    train(*range(30, 2000, 60), mode=mode, epochs=1)
-                continue
-            module, callback, _, _ = train(mode=mode, epochs=1)
-        assert callback.oom_events == 1, call
-        assert worst_error(module.gradients, whole.gradients) <= 1e-12, call
+    monkeypatch.setattr(Savepoint, "take", fails_once)
+    module, callback, _, _ = train(mode=mode, epochs=1)
+    assert callback.oom_events == 1
+    assert worst_error(module.gradients, whole.gradients) <= 1e-12
 
 
 def test_memory_runs_out_again_and_again() -> None:
