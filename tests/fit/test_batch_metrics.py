@@ -46,7 +46,7 @@ def test_a_metric_sees_one_batch(kind: Any, sizes: int) -> None:
     ours, theirs = kind(), kind()
     for batch in batches():
         theirs(batch)
-        with whole_batch_metrics([ours]):
+        with whole_batch_metrics([ours], lambda: 1.0):
             for piece in batch.split(sizes):
                 assert ours(piece) == kind()(piece)
         torch.testing.assert_close(ours._forward_cache, theirs._forward_cache)
@@ -61,7 +61,7 @@ def test_a_piece_that_failed_is_forgotten(kind: Any) -> None:
     ours, theirs = kind(), kind()
     for batch in batches():
         theirs(batch)
-        with whole_batch_metrics([ours]):
+        with whole_batch_metrics([ours], lambda: 1.0):
             for piece in batch.split(3):
                 before = metric_state(ours)
                 ours(piece * 100)
@@ -79,7 +79,7 @@ def test_a_metric_that_is_only_updated(kind: Any) -> None:
     ours, theirs = kind(), kind()
     for batch in batches():
         theirs.update(batch)
-        with whole_batch_metrics([ours]):
+        with whole_batch_metrics([ours], lambda: 1.0):
             for piece in batch.split(3):
                 ours.update(piece)
         torch.testing.assert_close(ours.compute(), theirs.compute())
@@ -91,7 +91,7 @@ def test_what_is_computed_between_pieces_is_the_value_of_all_so_far() -> None:
     """Of the batches before too, as it is without pieces."""
     ours = Added()
     ours(torch.ones(4))
-    with whole_batch_metrics([ours]):
+    with whole_batch_metrics([ours], lambda: 1.0):
         ours(torch.ones(2))
         assert ours.compute() == 4 + 2 + 1
         ours(torch.ones(3))
@@ -101,7 +101,7 @@ def test_what_is_computed_between_pieces_is_the_value_of_all_so_far() -> None:
 def test_states_keep_no_graph() -> None:
     """Activations of a piece are released when its backward pass is over."""
     ours = Added()
-    with whole_batch_metrics([ours]):
+    with whole_batch_metrics([ours], lambda: 1.0):
         for _ in range(2):
             ours(torch.ones(3, requires_grad=True) * 2)
     assert not ours._forward_cache.requires_grad
@@ -111,6 +111,24 @@ def test_states_keep_no_graph() -> None:
 def test_an_error_gives_the_metric_its_forward_back() -> None:
     """Whatever goes wrong within."""
     ours = Added()
-    with pytest.raises(ValueError, match="on purpose"), whole_batch_metrics([ours]):
+    with pytest.raises(ValueError, match="on purpose"), whole_batch_metrics([ours], lambda: 1.0):
         raise ValueError("on purpose")
     assert "forward" not in vars(ours)
+
+
+def test_a_mean_of_losses_weighs_a_piece_by_its_share() -> None:
+    """If it is one number without a weight of its own; so do the pieces of a wrapped mean."""
+    for mean in (torchmetrics.MeanMetric(), torchmetrics.MinMaxMetric(torchmetrics.MeanMetric())):
+        shares = iter([0.75, 0.25])
+        metrics = [part for part in mean.modules() if isinstance(part, torchmetrics.Metric)]
+        with whole_batch_metrics(metrics, lambda shares=shares: next(shares)):
+            mean.update(torch.tensor(1.0))
+            mean.update(torch.tensor(5.0))
+        value = mean.compute()
+        assert (value["raw"] if isinstance(value, dict) else value) == 2
+    mean = torchmetrics.MeanMetric()
+    with whole_batch_metrics([mean], lambda: 0.5):
+        mean.update(torch.tensor([1.0, 2.0]))
+        mean.update(torch.tensor(3.0), 7.0)
+    assert mean.compute() == (1 + 2 + 3 * 7) / 9
+    assert "update" in vars(mean)  # torchmetrics' own

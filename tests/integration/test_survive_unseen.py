@@ -193,3 +193,20 @@ def test_a_teacher_that_a_hook_changes_within_a_window_is_told() -> None:
     assert Following.seen[3] == Following.seen[2]
     with pytest.raises(UserError, match=r"weights or buffers of which no copies are made \(teacher.weight\)"):
         train(FollowingBetween(False, every=999, at=4))
+
+
+class FollowingAtZeroing(Following):
+    """It follows before gradients are zeroed, as the forward pass of the window's first batch is over."""
+
+    def on_before_zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
+        self.follow()
+
+
+@pytest.mark.parametrize("verify", [False, True])
+@pytest.mark.filterwarnings("ignore::lightning_ga.ExactnessWarning")
+def test_a_teacher_that_a_hook_around_zeroing_changes_comes_back_or_is_told(verify: bool) -> None:
+    """The first batch meets it as the hook left it, if no copy is made."""
+    text = train(FollowingAtZeroing(False, every=999, at=3), verify=verify)
+    if Following.seen[3] != Following.seen[2]:
+        assert "teacher.weight" in text
+        assert "with the same result" not in text
