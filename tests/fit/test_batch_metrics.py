@@ -110,3 +110,21 @@ def test_an_error_gives_the_metric_its_forward_back() -> None:
     with pytest.raises(ValueError, match="on purpose"), whole_batch_metrics([ours], lambda: 1.0):
         raise ValueError("on purpose")
     assert "forward" not in vars(ours)
+
+
+def test_a_mean_of_losses_weighs_a_piece_by_its_share() -> None:
+    """If it is one number without a weight of its own; so do the pieces of a wrapped mean."""
+    for mean in (torchmetrics.MeanMetric(), torchmetrics.MinMaxMetric(torchmetrics.MeanMetric())):
+        shares = iter([0.75, 0.25])
+        metrics = [part for part in mean.modules() if isinstance(part, torchmetrics.Metric)]
+        with whole_batch_metrics(metrics, lambda shares=shares: next(shares)):
+            mean.update(torch.tensor(1.0))
+            mean.update(torch.tensor(5.0))
+        value = mean.compute()
+        assert (value["raw"] if isinstance(value, dict) else value) == 2
+    mean = torchmetrics.MeanMetric()
+    with whole_batch_metrics([mean], lambda: 0.5):
+        mean.update(torch.tensor([1.0, 2.0]))
+        mean.update(torch.tensor(3.0), 7.0)
+    assert mean.compute() == (1 + 2 + 3 * 7) / 9
+    assert "update" in vars(mean)  # torchmetrics' own

@@ -1,4 +1,4 @@
-"""Memory runs out in a step that has updated metrics: they end as in the same training without the error."""
+"""Memory runs out in a step that has updated metrics: wrappers see pieces, others one batch, and none sees it twice."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,9 +9,9 @@ import torchmetrics
 from reference import Regression, Samples, fit, quiet_trainer
 from torch.utils.data import DataLoader
 from torchmetrics.regression import MeanAbsoluteError, MeanSquaredError
-from torchmetrics.wrappers import ClasswiseWrapper, MinMaxMetric, MultioutputWrapper, Running
+from torchmetrics.wrappers import ClasswiseWrapper, MinMaxMetric, Running
 
-from lightning_ga import AutoAccumulate, UserError
+from lightning_ga import AutoAccumulate
 from lightning_ga.testing import out_of_memory_at
 
 pytestmark = pytest.mark.filterwarnings("ignore:Memory ran out in:UserWarning")
@@ -53,61 +53,47 @@ class PlainFull(Plain):
     full_state_update = True
 
 
-class Two(torch.nn.Module):
-    """Predictions and targets of two outputs, for a metric of one."""
+class OfTheLoss(torch.nn.Module):
+    """A metric of the loss of a batch."""
 
-    def __init__(self) -> None:
+    def __init__(self, metric: Any) -> None:
         super().__init__()
-        self.metric = MultioutputWrapper(MeanSquaredError(), 2)
+        self.metric = metric
 
     def forward(self, predicted: torch.Tensor, targets: torch.Tensor) -> Any:
-        return self.metric(torch.cat([predicted, 2 * predicted], 1), torch.cat([targets, targets], 1))
+        return self.metric(torch.nn.functional.mse_loss(predicted, targets))
 
     def compute(self) -> Any:
         return self.metric.compute()
 
 
-class Classes(Two):
+class Classes(OfTheLoss):
     """A metric by class."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        kind = torchmetrics.classification.MulticlassAccuracy(3, average=None)
-        self.metric = ClasswiseWrapper(kind)
 
     def forward(self, predicted: torch.Tensor, targets: torch.Tensor) -> Any:
         scores = torch.cat([predicted, -predicted, predicted * 0.5], 1)
         return self.metric(scores, (targets.flatten() > 0).long())
 
 
-class OfTheLoss(Two):
-    """Metrics of the loss of a batch."""
-
-    def __init__(self, kind: Callable[[], Any]) -> None:
-        super().__init__()
-        self.metric = kind()
-
-    def forward(self, predicted: torch.Tensor, targets: torch.Tensor) -> Any:
-        return self.metric(torch.nn.functional.mse_loss(predicted, targets))
-
-
 METRICS: dict[str, Callable[[], Any]] = {
-    "running": lambda: Running(MeanSquaredError(), window=2),
-    "running collection": lambda: torchmetrics.MetricCollection(
-        {"squares": Running(MeanSquaredError(), window=2), "all": MeanSquaredError()}
-    ),
-    "extremes": lambda: MinMaxMetric(MeanSquaredError()),
-    "several outputs": Two,
-    "classes": Classes,
+    "classes": lambda: Classes(ClasswiseWrapper(torchmetrics.classification.MulticlassAccuracy(3, average=None))),
     "tracker": lambda: torchmetrics.MetricTracker(MeanSquaredError(), maximize=False),
     "groups": lambda: torchmetrics.MetricCollection(
         {"a": MeanSquaredError(), "b": MeanSquaredError(squared=False), "c": MeanAbsoluteError()}
     ),
     "plain": Plain,
     "plain, full": PlainFull,
-    "mean": lambda: OfTheLoss(torchmetrics.MeanMetric),
-    "running mean": lambda: OfTheLoss(lambda: torchmetrics.RunningMean(window=2)),
+    "mean": lambda: OfTheLoss(torchmetrics.MeanMetric()),
 }
+OF_PIECES: dict[str, Callable[[], Any]] = {
+    "running": lambda: Running(MeanSquaredError(), window=2),
+    "collection": lambda: torchmetrics.MetricCollection(
+        {"squares": Running(MeanSquaredError(), window=2), "all": MeanSquaredError()}
+    ),
+    "extremes": lambda: MinMaxMetric(MeanSquaredError()),
+    "cat": lambda: OfTheLoss(torchmetrics.CatMetric()),
+}
+ALL = {**METRICS, **OF_PIECES}
 
 
 class Measured(Regression):
@@ -118,14 +104,20 @@ class Measured(Regression):
         at: The attempt that runs out of memory, from 1; 0 for none.
         updates: Whether the step updates it, and asks for no value.
         operation: The operation of the metric in which it does so; ``None`` for after it.
+        pieces: The batch from which on the metric gets pieces, and their size.
     """
 
     def __init__(
-        self, metric: Callable[[], Any], at: int = 0, updates: bool = False, operation: int | None = None
+        self,
+        metric: Callable[[], Any],
+        at: int = 0,
+        updates: bool = False,
+        operation: int | None = None,
+        pieces: tuple[int, int] = (BATCHES, 0),
     ) -> None:
         super().__init__()
         self.metric, self.updates, self.operation = metric(), updates, operation
-        self.at, self.attempts = at, 0
+        self.at, self.attempts, self.pieces = at, 0, pieces
         self.values: list[Any] = []
         if isinstance(self.metric, torchmetrics.MetricTracker):
             self.metric.increment()
@@ -133,8 +125,10 @@ class Measured(Regression):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         self.attempts += 1
         predicted = self.net(batch[0])
+        size = len(predicted) if batch_idx < self.pieces[0] else self.pieces[1]
         with out_of_memory_at(self.operation or 0 if self.attempts == self.at else 0):
-            (self.metric.update if self.updates else self.metric)(predicted.detach(), batch[1])
+            for piece in zip(predicted.detach().split(size), batch[1].split(size)):
+                (self.metric.update if self.updates else self.metric)(*piece)
         if self.attempts == self.at and self.operation is None:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return torch.nn.functional.mse_loss(predicted, batch[1])
@@ -152,40 +146,44 @@ def close(ours: Any, stock: Any) -> None:
     torch.testing.assert_close(ours, stock, rtol=1e-6, atol=1e-9)
 
 
-ONLY_CALLED = ("several outputs", "classes", "mean", "running mean")
-ROWS = [(kind, updates) for kind in METRICS for updates in (False, True) if not (updates and kind in ONLY_CALLED)]
+def expected(kind: str, *, since: int, size: int, updates: bool = False) -> list[Any]:
+    """Return the values without an error: where wrappers see pieces since a batch, of pieces of this size."""
+    pieces = (since, size) if kind in OF_PIECES else (BATCHES, 0)
+    return train(Measured(ALL[kind], updates=updates, pieces=pieces)).values
+
+
+ONLY_CALLED = ("classes", "mean", "cat")
+ROWS = [(kind, updates) for kind in ALL for updates in (False, True) if not (updates and kind in ONLY_CALLED)]
 
 
 @pytest.mark.parametrize(("kind", "updates"), ROWS)
 def test_a_metric_counts_each_batch_once(kind: str, updates: bool) -> None:
-    """In the failed attempt, and in the pieces that follow: wrappers, and attributes beside the states, too."""
-    stock = train(Measured(METRICS[kind], updates=updates))
+    """Whatever the failed attempt had counted: attributes beside the states, too."""
     ours = AutoAccumulate(micro_batch_size=BATCH, verify=False)
-    module = train(Measured(METRICS[kind], FAILS, updates), ours)
+    module = train(Measured(ALL[kind], FAILS, updates), ours)
     assert ours.oom_events == 1
-    close(module.values, stock.values)
+    close(module.values, expected(kind, since=FAILS - 1, size=BATCH // 2, updates=updates))
 
 
-@pytest.mark.parametrize("kind", METRICS)
+@pytest.mark.parametrize("kind", ALL)
 def test_a_metric_sees_pieces_as_one_batch(kind: str) -> None:
-    """Of unequal sizes, without an error."""
-    stock = train(Measured(METRICS[kind]))
+    """Of unequal sizes, without an error; wrappers see pieces."""
     ours = AutoAccumulate(micro_batch_size=3, micro_batching="step", verify=False)
-    close(train(Measured(METRICS[kind]), ours).values, stock.values)
+    close(train(Measured(ALL[kind]), ours).values, expected(kind, since=0, size=3))
 
 
 @pytest.mark.parametrize("kind", ["groups", "plain", "plain, full", "extremes", "running"])
 def test_memory_runs_out_at_any_operation_of_a_metric(kind: str) -> None:
     """What ``forward`` sets while it runs, whether ranks are asked and graphs are kept, is as before too."""
-    stock = train(Measured(METRICS[kind]))
+    survived = expected(kind, since=FAILS - 1, size=BATCH // 2)
     for operation in range(1, 80):
         ours = AutoAccumulate(micro_batch_size=BATCH, verify=False)
-        module = train(Measured(METRICS[kind], FAILS, operation=operation), ours)
-        close(module.values, stock.values)
-        for metric in (part for part in module.metric.modules() if isinstance(part, torchmetrics.Metric)):
-            assert (metric._enable_grad, metric._should_unsync, metric._to_sync) == (False, True, True)
+        module = train(Measured(ALL[kind], FAILS, operation=operation), ours)
         if not ours.oom_events:
             break
+        close(module.values, survived)
+        for metric in (part for part in module.metric.modules() if isinstance(part, torchmetrics.Metric)):
+            assert (metric._enable_grad, metric._should_unsync, metric._to_sync) == (False, True, True)
     assert 5 < operation < 79
 
 
@@ -193,7 +191,7 @@ class Tracked(Measured):
     """Metrics are added where epochs begin, and where validation does."""
 
     def __init__(self, at: int = 0) -> None:
-        super().__init__(lambda: torchmetrics.MetricTracker(Running(MeanSquaredError(), 2), maximize=False), at)
+        super().__init__(lambda: torchmetrics.MetricTracker(MeanSquaredError(), maximize=False), at)
         self.validated = torchmetrics.MetricTracker(MeanSquaredError(), maximize=False)
         self.evaluations, self.fails_in_validation = 0, at > 0
 
@@ -227,28 +225,31 @@ def test_metrics_that_come_where_an_epoch_begins_count_each_batch_once() -> None
     assert ours.oom_events == 2
 
 
-class AddsWithin(Measured):
-    """A metric comes within an epoch."""
+class Adds(Measured):
+    """A metric comes with a batch.
 
-    comes = 4
+    Args:
+        comes: The batch.
+    """
+
+    def __init__(self, comes: int, at: int = 0) -> None:
+        super().__init__(Plain, at)
+        self.comes, self.late = comes, None
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if batch_idx == self.comes:
             self.late = MeanSquaredError()
 
-
-class AddsEarly(AddsWithin):
-    """A metric comes with one of the first batches."""
-
-    comes = 1
-
-
-def test_a_metric_that_came_within_an_epoch_is_told() -> None:
-    """What it held before is not known."""
-    with pytest.raises(UserError, match=r"\(late\)"):
-        train(AddsWithin(Plain, 5), AutoAccumulate(micro_batch_size=BATCH, verify=False))
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if self.late is not None:
+            self.late.update(self.net(batch[0]).detach(), batch[1])
+        return super().training_step(batch, batch_idx)
 
 
-def test_a_metric_that_came_with_one_of_the_first_batches_is_kept() -> None:
-    train(AddsEarly(Plain, FAILS), ours := AutoAccumulate(micro_batch_size=BATCH, verify=False))
-    assert ours.oom_events == 1
+@pytest.mark.parametrize("comes", [1, 4])
+def test_a_metric_that_came_within_an_epoch_counts_each_batch_once_or_is_named(comes: int) -> None:
+    stock, ours = train(Adds(comes)), AutoAccumulate(micro_batch_size=BATCH, verify=False)
+    with pytest.warns(UserWarning, match="Memory ran out") as caught:
+        module = train(Adds(comes, at=6), ours)
+    if not any("late" in str(each.message) for each in caught):
+        close(module.late.compute(), stock.late.compute())

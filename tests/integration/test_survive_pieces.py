@@ -197,11 +197,10 @@ class Masked(pl.LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        self.net, self.sizes = nn.Linear(5, 1), list[int]()
+        self.net = nn.Linear(5, 1)
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         inputs, lengths = batch
-        self.sizes.append(len(inputs))
         if len(inputs) > SAMPLES // 2:
             raise torch.OutOfMemoryError("CUDA out of memory")
         mask = torch.arange(int(lengths.max())) < lengths[:, None]
@@ -215,13 +214,16 @@ def padded(sequences: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tenso
     return pad_sequence(list(sequences), batch_first=True), torch.tensor([*map(len, sequences)])
 
 
-def test_a_piece_that_failed_for_another_reason_keeps_its_size() -> None:
-    """It is collated anew, and no smaller: it had memory."""
+def test_an_error_of_the_step_in_a_piece_is_its_own_with_a_note() -> None:
+    """It is no smaller size that helps; the note says which samples ran."""
     lengths = [4, 3, 5, 4, 8, 3, *6 * [5]] * BATCHES  # the second half of a batch is padded for the first
-    module, ours = Masked(), AutoAccumulate(micro_batch_size=SAMPLES, micro_batching="loader", verify=False)
+    ours = AutoAccumulate(micro_batch_size=SAMPLES, micro_batching="loader", verify=False)
     data: Any = [torch.randn(length, 5) for length in lengths]
-    trainer(ours).fit(module, DataLoader(data, batch_size=SAMPLES, collate_fn=padded))
-    assert set(module.sizes[1:]) == {SAMPLES // 2}
+    with pytest.raises(RuntimeError, match="The size of tensor a") as caught:
+        trainer(ours).fit(Masked(), DataLoader(data, batch_size=SAMPLES, collate_fn=padded))
+    (note,) = caught.value.__notes__
+    assert "ran a part of a batch of training here, samples 6 to 11 of 12, because memory had run out" in note
+    assert "define split_batch" in note
 
 
 class Outputs(Stateful):

@@ -1,4 +1,4 @@
-"""Memory runs out at every operation of an optimizer's update: the same weights, or an error that says so."""
+"""Memory runs out in an optimizer's step: it is never run twice, and the error says what to do."""
 
 import weakref
 from collections.abc import Callable
@@ -8,229 +8,137 @@ import lightning.pytorch as pl
 import pytest
 import timm.optim
 import torch
-from faults import ArmUpdate, Faults
+from faults import Faults
 from reference import Regression, Samples, fit
 from torch.utils.data import DataLoader
 
-from lightning_ga import AutoAccumulate, UserError
+from lightning_ga import AutoAccumulate
 
 pytestmark = pytest.mark.filterwarnings("ignore:Memory ran out in:UserWarning")
 
 Factory = Callable[[Any], torch.optim.Optimizer]
+SGD, AdamW = torch.optim.SGD, torch.optim.AdamW
+NOTE = "Memory ran out after the window's last backward pass"
 
 
-class OldStyle(torch.optim.Optimizer):
-    """Writes by ``.data``, which raises no version."""
+class Updated(Regression):
+    """Its own optimizer, the steps of which are counted, and faults within.
+
+    Args:
+        factory: Makes the optimizer.
+        faults: Armed within its steps.
+        closures: Whether also where it evaluates its closure.
+    """
+
+    def __init__(self, factory: Factory, faults: Faults, closures: bool) -> None:
+        super().__init__()
+        self.factory, self.faults, self.closures = factory, faults, closures
+        self.steps, self.history = 0, [self.weights()]
+
+    def weights(self) -> list[torch.Tensor]:
+        return [parameter.detach().clone() for parameter in self.net.parameters()]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        optimizer = self.factory(self.net.parameters())
+        step = optimizer.step
+
+        def counted(*arguments: Any, **named: Any) -> Any:
+            self.steps += 1
+            return step(*arguments, **named)
+
+        vars(optimizer)["step"] = counted
+        return optimizer
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        self.faults.armed = self.closures
+        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+        self.faults.armed = False
+        self.history.append(self.weights())
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.faults.armed = True  # clipping comes next
+
+
+def train(factory: Factory, at: int = 0, closures: bool = False, **settings: Any) -> tuple[Updated, AutoAccumulate]:
+    """Train with an error at this operation."""
+    faults = Faults(*([at] if at else []))
+    module = Updated(factory, faults, closures)
+    callback = AutoAccumulate(micro_batch_size=8, **{"effective_batch_size": 16, "verify": False, **settings})
+    with faults:
+        data = DataLoader(Samples(37), batch_size=8)
+        error = _error_of(lambda: fit(data, callback, module=module, gradient_clip_val=0.1))
+    steps = len(module.history) - 1
+    if error is None:
+        assert module.steps == steps
+    else:
+        assert [note for note in error.__notes__ if note.startswith(NOTE) and "last checkpoint" in note]
+        assert (callback.oom_events, module.steps) == (0, steps + 1)  # begun once, not ended
+    return module, callback
+
+
+def _error_of(run: Callable[[], Any]) -> torch.OutOfMemoryError | None:
+    try:
+        run()
+    except torch.OutOfMemoryError as error:
+        return error
+    return None
+
+
+OPTIMIZERS: dict[str, Factory] = {
+    "SGD": lambda weights: SGD(weights, lr=0.1, momentum=0.9, foreach=False),
+    "Adam": lambda weights: torch.optim.Adam(weights, lr=0.05, foreach=False),
+    "foreach AdamW": lambda weights: AdamW(weights, lr=0.05, foreach=True),
+    "fused AdamW": lambda weights: AdamW([{"params": [weight]} for weight in weights], lr=0.05, fused=True),
+    "LAMB": lambda weights: timm.optim.create_optimizer_v2(weights, "lamb", lr=0.05),
+    "Lookahead": lambda weights: timm.optim.Lookahead(SGD(weights, lr=0.1, foreach=False), k=2),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_update_is_never_run_twice(name: str) -> None:
+    """In clipping, and at each operation of the update: of SGD and Adam each weight is as before it, or after."""
+    whole, _ = train(OPTIMIZERS[name])
+    operations = whole.faults.count
+    assert operations > 20
+    for at in range(1, operations + 1, 1 + operations // 15):
+        failed, _ = train(OPTIMIZERS[name], at)
+        assert failed.steps == failed.trainer.global_step + 1
+        if name in ("SGD", "Adam"):
+            before, after = whole.history[failed.steps - 1 : failed.steps + 1]
+            for now, *either in zip(failed.weights(), before, after):
+                assert any(torch.equal(now, each) for each in either), at
+
+
+class Sharpness(torch.optim.Optimizer):
+    """SAM: the gradient is that of weights a little further up."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 0.1})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        value = None
-        if closure is not None:
-            with torch.enable_grad():
-                value = closure()
-        for group in self.param_groups:
-            self.update(group)
-        return value
-
-    def update(self, group: dict[str, Any]) -> None:
-        for parameter in group["params"]:
-            gradient = parameter.grad.data
-            gradient.add_(parameter.data, alpha=0.1)
-            parameter.data.add_(gradient, alpha=-group["lr"])
-
-
-class Counting(OldStyle):
-    """Counts in Python before it allocates, and decays the gradient in place."""
-
-    def update(self, group: dict[str, Any]) -> None:
-        group["steps"] = group.get("steps", 0) + 1
-        for parameter in group["params"]:
-            state = self.state[parameter]
-            state["steps"] = state.get("steps", 0) + 1
-            moved = parameter * (0.1 / state["steps"] / group["steps"])
-            parameter.grad.add_(moved)
-            parameter.sub_(parameter.grad, alpha=group["lr"])
-
-
-def hooked(weights: Any) -> torch.optim.Optimizer:
-    """Decays matrices by a hook before each step."""
-    optimizer = torch.optim.SGD(weights, lr=0.1, momentum=0.9, foreach=False)
-
-    @torch.no_grad()
-    def decay(*_: Any) -> None:
-        for weight in optimizer.param_groups[0]["params"]:
-            if weight.dim() > 1:
-                weight.mul_(0.9)
-
-    optimizer.register_step_pre_hook(decay)
-    return optimizer
-
-
-class Chosen(Regression):
-    """Its own optimizer, a warm-up after each step, and a teacher that follows after it."""
-
-    def __init__(self, factory: Factory, faults: Faults) -> None:
-        super().__init__()
-        self.factory, self.faults = factory, faults
-        self.register_buffer("follower", torch.zeros(()).double())
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return self.factory(self.net.parameters())
-
-    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Gradients are not looked at: faults are armed."""
-
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
-        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
-        self.faults.armed = False
-        self.follower.lerp_(next(self.net.parameters()).detach().sum(), 0.1)
-        for group in optimizer.param_groups:
-            group["lr"] *= 0.9
-
-
-def train(factory: Factory, at: int = 0) -> tuple[Any, Any, int]:
-    faults = Faults(*([at] if at else []))
-    module = Chosen(factory, faults)
-    callback = AutoAccumulate(16, micro_batch_size=8, verify=False)
-    with faults:
-        fit(DataLoader(Samples(37), batch_size=8), callback, ArmUpdate(faults), module=module)
-    return module, callback, faults.count
-
-
-def ended(factory: Factory, at: int) -> tuple[Any, Any] | None:
-    """What came of a run; ``None`` if it ended with the error that says why."""
-    try:
-        return train(factory, at)[:2]
-    except UserError as error:
-        if "inside the optimizer's step" not in str(error):
-            raise
-        return None
-
-
-@pytest.mark.parametrize(
-    ("factory", "survives"),
-    [
-        (lambda weights: torch.optim.SGD(weights, lr=0.1, momentum=0.9, foreach=False), True),
-        (lambda weights: torch.optim.Adam(weights, lr=0.05, foreach=False), True),
-        (lambda weights: torch.optim.AdamW(weights, lr=0.05, foreach=True), False),  # a mode hides its changes here
-        (hooked, True),
-        (Counting, True),
-        (OldStyle, False),
-        (lambda weights: timm.optim.create_optimizer_v2(weights, "lamb", lr=0.05, weight_decay=0.1), None),
-        (lambda weights: timm.optim.create_optimizer_v2(weights, "madgrad", lr=0.05, weight_decay=0.1), None),
-        (lambda weights: timm.optim.create_optimizer_v2(weights, "lars", lr=0.05, weight_decay=0.1), None),
-    ],
-    ids=["SGD", "Adam", "AdamW", "hooked", "counting", "old style", "LAMB", "MADGRAD", "LARS"],
-)
-def test_an_update_is_whole_or_said_to_be_broken(factory: Factory, survives: bool | None) -> None:
-    whole, _, operations = train(factory)
-    runs = [ended(factory, at) for at in range(1, operations, 1 + operations // 12)]
-    for again, callback in [run for run in runs if run is not None]:
-        assert callback.oom_events == 1
-        assert again.trainer.global_step == whole.trainer.global_step == 6
-        assert again.trainer.optimizers[0].param_groups[0]["lr"] == whole.trainer.optimizers[0].param_groups[0]["lr"]
-        for name, value in whole.state_dict().items():
-            torch.testing.assert_close(again.state_dict()[name], value, rtol=1e-12, atol=1e-14)
-    if survives is not None:
-        assert any(run is not None for run in runs) == survives
-
-
-def test_a_fused_update_that_has_begun_is_not_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It raises no version of what it writes: memory runs out before the second group's first update."""
-
-    def fused(weights: Any) -> torch.optim.Optimizer:
-        return torch.optim.AdamW([{"params": [weight]} for weight in weights], lr=0.05, fused=True)
-
-    faults = Faults()
-    made: list[int] = []
-    make = torch.zeros_like
-
-    def failing(tensor: torch.Tensor, **settings: Any) -> torch.Tensor:
-        made.extend([tensor.numel()] * faults.armed)
-        if len(made) == 3 and faults.armed:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
-        return make(tensor, **settings)
-
-    module, callback = Chosen(fused, faults), AutoAccumulate(16, micro_batch_size=8, verify=False)
-    monkeypatch.setattr(torch, "zeros_like", failing)
-    with pytest.raises(UserError, match="after it had changed some parameters"):
-        fit(DataLoader(Samples(37), batch_size=8), callback, ArmUpdate(faults), module=module)
-
-
-def test_a_fused_update_that_a_scaler_unscales_is_run_again_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The scaler leaves it the scale in attributes of the optimizer, after what precedes an update is done."""
-
-    def fused(weights: Any) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(weights, lr=0.05, fused=True)
-
-    def ran(fails: bool) -> Regression:
-        faults, make = Faults(), torch.zeros_like
-        left = [fails]
-
-        def failing(tensor: torch.Tensor, **settings: Any) -> torch.Tensor:
-            if faults.armed and left[0]:
-                left[0] = False
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
-            return make(tensor, **settings)
-
-        module, callback = Chosen(fused, faults), AutoAccumulate(16, micro_batch_size=8, verify=False)
-        module.float()
-        plugin = pl.plugins.MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**10))
-        loader = DataLoader(Samples(37, torch.float32), batch_size=8)
-        with monkeypatch.context() as patch:
-            patch.setattr(torch, "zeros_like", failing)
-            fit(loader, callback, ArmUpdate(faults), module=module, plugins=plugin)
-        assert callback.oom_events == fails
-        return module
-
-    whole, again = ran(False).state_dict(), ran(True).state_dict()
-    assert all(torch.equal(value, again[name]) for name, value in whole.items())
-
-
-def test_an_update_that_runs_out_twice_ends_with_a_sentence() -> None:
-    """Where nothing is left that could be freed."""
-
-    def short(weights: Any) -> torch.optim.Optimizer:
-        return Short(weights, lr=0.1, foreach=False)
-
-    with pytest.raises(UserError, match="inside the optimizer's step .* and again when all that can be freed was free"):
-        train(short)
-
-
-class Short(torch.optim.SGD):
-    """Never has the memory for its second update."""
-
-    updates = 0
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        value = None
-        if closure is not None:
-            with torch.enable_grad():
-                value = closure()
-        self.updates += 1
-        if self.updates > 1:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
-        super().step()
+    def step(self, closure: Any) -> Any:  # type: ignore[override]
+        evaluate: Callable[[], Any] = torch.enable_grad()(closure)
+        value = evaluate()
+        weights = [weight for group in self.param_groups for weight in group["params"]]
+        moves = [0.5 * weight.grad for weight in weights]
+        torch._foreach_add_(weights, moves)
+        evaluate()
+        torch._foreach_sub_(weights, moves)
+        torch._foreach_add_(weights, [weight.grad for weight in weights], alpha=-0.1)
         return value
 
 
-def test_the_step_of_an_optimizer_is_its_own_again_after_training() -> None:
-    """Where a schedule has wrapped it, the wrap stays."""
-    for name in ("plain", "scheduled"):
-        made: list[torch.optim.Optimizer] = []
-
-        def factory(weights: Any, name: str = name, made: list[Any] = made) -> torch.optim.Optimizer:
-            made.append(torch.optim.SGD(weights, lr=0.1))
-            if name == "scheduled":
-                torch.optim.lr_scheduler.StepLR(made[0], 1)
-            return made[0]
-
-        train(factory)
-        assert ("step" in vars(made[0])) == (name == "scheduled")
+def test_a_step_that_evaluates_its_closure_again_is_never_run_twice() -> None:
+    """Memory that runs out in one of the evaluations is survived, between them it ends the run."""
+    settings = {"effective_batch_size": None, "micro_batching": "step", "closures": True}
+    whole, _ = train(Sharpness, **settings)
+    survived = []
+    for at in range(2, whole.faults.count // whole.steps, 3):  # the first one marks the step for a profiler
+        module, callback = train(Sharpness, at, **settings)
+        survived.append(callback.oom_events)
+        if callback.oom_events:
+            torch.testing.assert_close(module.weights(), whole.weights(), rtol=1e-12, atol=1e-14)
+    assert set(survived) == {0, 1}
 
 
 class Skipped(pl.Callback):

@@ -1,10 +1,14 @@
-"""Memory runs out where a window begins, and gradients are not zeroed there as PyTorch does it."""
+"""Memory runs out, and gradients are not zeroed as PyTorch does it: the same weights, or the program says why not."""
 
+import warnings
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
+from faults import CountAttempts
 from reference import Regression, Samples, fit
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader
@@ -14,33 +18,37 @@ from lightning_ga.errors import UserError
 
 pytestmark = pytest.mark.filterwarnings("ignore:Memory ran out in:UserWarning")
 BATCH, FACTOR, WINDOWS = 8, 2, 4
+MODES = pytest.mark.parametrize(("mode", "micro_batch"), [("loader", BATCH), ("step", BATCH), ("step", BATCH // 2)])
 
 
 class RunsOut(Regression):
     """Memory runs out in a backward pass, when the gradients of the last layer are there, or before it.
 
     Args:
-        at: The attempt, from 1; 0 for none.
+        at: The attempt in training, from 1; 0 for none.
         before: Whether that is before the backward pass, when gradients have been zeroed.
     """
 
     def __init__(self, at: int, before: bool = False) -> None:
         super().__init__()
-        self.at, self.before, self.attempts = at, before, 0
+        self.at, self.before, self.attempts = at, before, iter(())
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        self.attempts += 1
+        fails = next(self.attempts, 0) == self.at and self.at > 0
         hidden = self.net[1](self.net[0](batch[0]))
-        if self.attempts == self.at and not self.before:
-            hidden.register_hook(self.fail)
-        return torch.nn.functional.mse_loss(self.net[2](hidden), batch[1])
-
-    def on_before_backward(self, loss: torch.Tensor) -> None:
-        if self.attempts == self.at and self.before:
-            self.fail(loss)
+        value = torch.nn.functional.mse_loss(self.net[2](hidden), batch[1])
+        if fails:
+            (value if self.before else hidden).register_hook(self.fail)
+        return value
 
     def fail(self, _: torch.Tensor) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def decay(parameters: Any, factor: float = 0.5) -> None:
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad.mul_(factor)
 
 
 class ZeroedElsewhere(RunsOut):
@@ -58,9 +66,7 @@ class Decaying(RunsOut):
     """Half of each gradient goes on to the next window."""
 
     def optimizer_zero_grad(self, *_: Any) -> None:
-        for parameter in self.parameters():
-            if parameter.grad is not None:
-                parameter.grad.mul_(0.5)
+        decay(self.parameters())
 
 
 class ByTheOptimizer(RunsOut):
@@ -70,20 +76,9 @@ class ByTheOptimizer(RunsOut):
         class Keeping(torch.optim.SGD):
             def zero_grad(self, set_to_none: bool = True) -> None:
                 for group in self.param_groups:
-                    for parameter in group["params"]:
-                        if parameter.grad is not None:
-                            parameter.grad.mul_(0.1)
+                    decay(group["params"], 0.1)
 
         return Keeping(self.parameters(), lr=0.1)
-
-
-class ByOneOptimizer(RunsOut):
-    """One optimizer alone has a way of its own."""
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-        vars(optimizer)["zero_grad"] = lambda set_to_none=True: Decaying.optimizer_zero_grad(self)
-        return optimizer
 
 
 class BodyAlone(RunsOut):
@@ -96,58 +91,6 @@ class BodyAlone(RunsOut):
         clip_grad_norm_(self.parameters(), 0.05)
 
 
-def weights(module: RunsOut, *callbacks: Any) -> torch.Tensor:
-    data = DataLoader(Samples(BATCH * FACTOR * WINDOWS), batch_size=BATCH)
-    fit(data, *callbacks, module=module, accumulate_grad_batches=FACTOR)
-    return torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
-
-
-@pytest.mark.parametrize("program", [ZeroedElsewhere, Decaying, ByTheOptimizer, ByOneOptimizer, BodyAlone])
-@pytest.mark.parametrize(("mode", "micro_batch"), [("loader", BATCH), ("step", BATCH), ("step", BATCH // 2)])
-@pytest.mark.parametrize("window", [0, 2])
-@pytest.mark.parametrize("before", [False, True])
-def test_a_retry_begins_with_the_gradients_that_were_left(
-    program: Callable[..., RunsOut], mode: Any, micro_batch: int, window: int, before: bool
-) -> None:
-    """Gradients are zeroed once, also if memory runs out between that and the backward pass."""
-    passes = window * FACTOR * BATCH // micro_batch
-    ours = AutoAccumulate(micro_batch_size=micro_batch, micro_batching=mode, verify=False)
-    torch.testing.assert_close(weights(program(passes + 1, before), ours), weights(program(0)), rtol=1e-12, atol=1e-14)
-    assert ours.oom_events == 1
-
-
-class HalfZeroed(Decaying):
-    """Memory runs out while gradients are zeroed.
-
-    Args:
-        at: The attempt, from 1; 0 for none.
-        layer: The layer whose gradients are next.
-    """
-
-    def __init__(self, at: int, layer: int) -> None:
-        super().__init__(0)
-        self.fails_at, self.layer = at, layer
-
-    def optimizer_zero_grad(self, *_: Any) -> None:
-        for place in (0, 2):
-            if self.attempts == self.fails_at and place == self.layer:
-                raise torch.OutOfMemoryError("CUDA out of memory")
-            for parameter in self.net[place].parameters():
-                parameter.grad = None if parameter.grad is None else parameter.grad * 0.5
-
-
-def test_memory_runs_out_while_gradients_are_zeroed() -> None:
-    """Before any has changed, it is done again; after, nobody can tell what they were."""
-    attempt = 2 * FACTOR + 1
-    ours = AutoAccumulate(micro_batch_size=BATCH, micro_batching="loader", verify=False)
-    found = weights(HalfZeroed(attempt, 0), ours)
-    torch.testing.assert_close(found, weights(Decaying(0)), rtol=1e-12, atol=1e-14)
-    assert ours.oom_events == 1
-    ours = AutoAccumulate(micro_batch_size=BATCH, micro_batching="loader", verify=False)
-    with pytest.raises(UserError, match="gradients in part"):
-        weights(HalfZeroed(attempt, 2), ours)
-
-
 class UnfrozenLate(BodyAlone):
     """The last layer is trained from the second window on."""
 
@@ -155,11 +98,115 @@ class UnfrozenLate(BodyAlone):
         self.net[2].requires_grad_(False)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.net[2].requires_grad_(batch_idx >= FACTOR)
+        self.net[2].requires_grad_(batch_idx >= self.trainer.accumulate_grad_batches)
 
 
-def test_gradients_that_came_within_an_epoch_are_told() -> None:
-    """Nothing zeroes them, and what they were is not known any more."""
-    ours = AutoAccumulate(micro_batch_size=BATCH, micro_batching="loader", verify=False)
-    with pytest.raises(UserError, match="no optimizer zeroes"):
-        weights(UnfrozenLate(2 * FACTOR + 1), ours)
+def weights(module: RunsOut, *callbacks: Any) -> torch.Tensor:
+    data = DataLoader(Samples(BATCH * FACTOR * WINDOWS), batch_size=BATCH)
+    fit(data, *callbacks, CountAttempts(), module=module, accumulate_grad_batches=FACTOR, max_epochs=1)
+    return torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
+
+
+def ours(mode: str, micro_batch: int, verify: bool = False) -> AutoAccumulate:
+    return AutoAccumulate(micro_batch_size=micro_batch, micro_batching=mode, verify=verify)
+
+
+def close(found: torch.Tensor, program: Callable[..., RunsOut]) -> None:
+    torch.testing.assert_close(found, weights(program(0)), rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("program", [ZeroedElsewhere, Decaying, ByTheOptimizer])
+@MODES
+@pytest.mark.parametrize(("window", "later", "before"), [(0, 0, True), (0, 0, False), (0, 1, True), (2, 0, True)])
+def test_gradients_that_zeroing_leaves_are_told(
+    program: Callable[..., RunsOut], mode: str, micro_batch: int, window: int, later: int, before: bool
+) -> None:
+    """If there are none to leave, the window runs again with the same result."""
+    callback = ours(mode, micro_batch)
+    module = program(window * FACTOR * BATCH // micro_batch + later + 1, before)
+    if before and not later and (window == 0 or program is ZeroedElsewhere):
+        close(weights(module, callback), program)
+        assert callback.oom_events == 1
+    else:
+        with pytest.raises(UserError, match="had changed gradients, in a way of its own to zero them, so it cannot"):
+            weights(module, callback)
+
+
+@pytest.mark.parametrize("program", [BodyAlone, UnfrozenLate])
+@MODES
+@pytest.mark.parametrize("verify", [False, True])
+def test_gradients_that_no_optimizer_zeroes_are_named(
+    program: Callable[..., RunsOut], mode: str, micro_batch: int, verify: bool
+) -> None:
+    """And never is the result called the same; it is if they had not come yet."""
+    passes = FACTOR * BATCH // micro_batch
+    first = 1 if program is BodyAlone else passes + 1  # the attempt that brings them
+    for at in sorted({1, first, first + 1, 2 * passes + 1}):
+        for before in (True, False):
+            callback = ours(mode, micro_batch, verify)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                found = weights(program(at, before), callback)
+            assert callback.oom_events == 1
+            (text,) = [str(each.message) for each in caught if "Memory ran out in" in str(each.message)]
+            if at < first or (at == first and before):
+                close(found, program)
+                assert "as the failed attempt left it" not in text
+            else:
+                assert "(net.2.bias.grad, net.2.weight.grad) is as the failed attempt left it." in text
+                assert "with the same result" not in text
+
+
+class HalfZeroed(Decaying):
+    """Memory runs out while gradients are zeroed, before those of a layer.
+
+    Args:
+        at: The attempt, from 1; 0 for none.
+        layer: The layer.
+    """
+
+    def __init__(self, at: int, layer: int) -> None:
+        super().__init__(0)
+        self.failing, self.zeroings, self.layer = at, count(1), layer
+
+    def optimizer_zero_grad(self, *_: Any) -> None:
+        zeroing = next(self.zeroings)
+        for place in (0, 2):
+            if zeroing == self.failing and place == self.layer:
+                self.fail(torch.zeros(()))
+            decay(self.net[place].parameters())
+
+
+class HalfZeroedByTheOptimizer(HalfZeroed):
+    """The optimizer does it."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        vars(optimizer)["zero_grad"] = lambda set_to_none=True: HalfZeroed.optimizer_zero_grad(self)
+        return optimizer
+
+    optimizer_zero_grad = pl.LightningModule.optimizer_zero_grad
+
+
+class HalfFollowed(RunsOut):
+    """Memory runs out in a hook before gradients are zeroed."""
+
+    def __init__(self, at: int, _: int) -> None:
+        super().__init__(0)
+        self.failing, self.zeroings = at, count(1)
+        self.teacher = torch.nn.Linear(2, 2).requires_grad_(False)
+
+    def on_before_zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
+        self.teacher.weight.data.mul_(0.9)
+        if next(self.zeroings) == self.failing:
+            self.fail(self.teacher.weight)
+
+
+HALF = [(HalfZeroed, 0), (HalfZeroed, 2), (HalfZeroedByTheOptimizer, 2), (HalfFollowed, 0)]
+
+
+@pytest.mark.parametrize(("program", "layer"), HALF)
+def test_memory_that_runs_out_while_gradients_are_zeroed_ends_the_run(program: Any, layer: int) -> None:
+    """What had changed by then is not known."""
+    with pytest.raises(UserError, match="had changed what hooks around the zeroing of gradients change"):
+        weights(program(3, layer), ours("loader", BATCH))

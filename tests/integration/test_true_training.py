@@ -273,5 +273,5 @@ class OverwritingByNumPy(Task):
 def test_a_batch_that_is_overwritten_unseen_is_not_run_again(module: Any, mode: str, at: int) -> None:
     """Be it in the first batch, or in one after such as went through."""
     callback = AutoAccumulate(micro_batch_size=8, micro_batching=mode)
-    with pytest.raises(UserError, match=r"changed its batch in place \(batch\[0\]\)"):
+    with pytest.raises(UserError, match="had changed its batch in place"):
         train(module(), loader(), callback, memory=Memory(at))

@@ -1,5 +1,6 @@
 """Out-of-memory errors at chosen operations of a training step."""
 
+from itertools import count
 from typing import Any
 
 import lightning.pytorch as pl
@@ -56,3 +57,11 @@ class ArmUpdate(pl.Callback):
 
     def on_train_batch_end(self, *_: Any) -> None:
         self.faults.armed = False
+
+
+class CountAttempts(pl.Callback):
+    """Lets a module count its attempts in training, from 1: by an iterator, which is no state that a warning names."""
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 0:
+            pl_module.attempts = count(1)

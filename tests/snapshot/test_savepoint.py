@@ -1,0 +1,238 @@
+"""What a window changes is put back as the window began, or named."""
+
+import random
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torchmetrics
+from lightning.pytorch import LightningModule
+from torch import nn
+
+from lightning_ga.snapshot.copies import SMALL
+from lightning_ga.snapshot.savepoint import Savepoint
+
+LARGE = SMALL // 4 + 1  # numbers of a tensor that is not copied
+
+
+class Net(LightningModule):
+    """Parts of all kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student, self.norm, self.drop = nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Dropout()
+        self.teacher = nn.Linear(2, 2).requires_grad_(False)
+        self.register_buffer("memory", torch.zeros(LARGE))
+        self.register_buffer("place", torch.zeros((), dtype=torch.long))
+        self.error = torchmetrics.MeanSquaredError()
+        self.generator, self.rng = torch.Generator().manual_seed(1), np.random.default_rng(1)
+        self.centre, self.cache = torch.zeros(2), None
+        self.outputs: list[torch.Tensor] = [torch.zeros(1)]
+        self.history: dict[str, list[torch.Tensor]] = {"losses": []}
+        self.sums, self.recent = {"total": torch.zeros(1)}, deque([torch.zeros(1)], maxlen=3)
+        self.calls, self.sizes = 0, [1]
+
+    def state(self) -> list[Any]:
+        """Everything that comes back, as plain values."""
+        numbers = [self.generator.get_state(), torch.get_rng_state(), self.rng.bit_generator.state, random.getstate()]
+        flags = [part.training for part in self.modules()], [each.requires_grad for each in self.parameters()]
+        kept = [self.outputs, self.history["losses"], self.sums, [*self.recent], self.centre, self.cache]
+        counted = [
+            self.norm.running_mean,
+            self.norm.running_var,
+            self.place,
+            self.error.total,
+            self.error._update_count,
+        ]
+        return [str(value) for value in [*numbers, *flags, *kept, *counted]]
+
+    def step(self) -> None:
+        """Change all of that, and a counter, which stays."""
+        self.norm(torch.rand(4, 2, generator=self.generator) + torch.rand(4, 2))
+        self.error.update(torch.ones(3), torch.zeros(3))
+        self.place += 1
+        self.rng.random(), random.random()
+        self.drop.eval()
+        self.student.requires_grad_(False)
+        self.outputs.append(torch.ones(1))
+        self.history["losses"].append(torch.ones(1))
+        self.sums["total"] += 1
+        self.sums["new"] = torch.ones(1)
+        self.recent.append(torch.ones(1))
+        self.centre, self.cache = self.centre + 1, torch.ones(1)
+        self.calls += 1
+        self.sizes.append(3)
+
+
+def test_a_window_begins_again_as_it_began() -> None:
+    """However often; numbers, and lists of them, go on counting attempts."""
+    module = Net()
+    savepoint = Savepoint(module)
+    for window in range(3):
+        savepoint.take()
+        before = module.state()
+        assert not savepoint.draws_numbers()
+        for _ in range(2):
+            module.step()
+            assert savepoint.draws_numbers()
+            assert all(one != other for one, other in zip(module.state()[-5:], before[-5:]))
+            assert savepoint.restore() is None
+            assert module.state() == before
+        assert (module.calls, len(module.sizes)) == (2 * window + window + 2, 2 * window + window + 3)
+        module.step()
+        module.drop.train()
+        module.student.requires_grad_(True)
+
+
+def test_nothing_is_put_back_before_all_of_it_is_kept() -> None:
+    """Memory may run out while it is copied."""
+    module = Net()
+    savepoint = Savepoint(module)
+    savepoint.take()
+    savepoint.forget()
+    module.step()
+    after = module.state()
+    assert savepoint.restore() is None
+    savepoint.go_on(1)
+    assert module.state() == after
+    assert not savepoint.draws_numbers()
+
+
+def test_large_buffers_and_weights_are_told_unless_they_were_seen_to_change() -> None:
+    """By their versions, the first of them by its name."""
+    for name in ("memory", "teacher.weight", "student.bias"):
+        module = Net()
+        tensor = dict([*module.named_parameters(), *module.named_buffers()])[name]
+        for changing in ((), (name,)):
+            savepoint = Savepoint(module, changing)
+            savepoint.take()
+            before = tensor.clone()
+            with torch.no_grad():
+                tensor.add_(1)
+            lost = savepoint.restore()
+            assert lost == (None if changing else f"weights or buffers of which no copies are made ({name})")
+            assert torch.equal(tensor, before) == bool(changing)
+            assert sum(each.numel() for each in savepoint.tensors()) >= tensor.numel() * len(changing)
+
+
+def test_a_network_in_a_plain_list_is_told() -> None:
+    module = Net()
+    module.teachers = [nn.BatchNorm1d(2)]
+    savepoint = Savepoint(module)
+    savepoint.take()
+    assert savepoint.restore() is None
+    with torch.no_grad():
+        module.teachers[0].weight.mul_(0.9)
+    assert savepoint.restore() == "weights or buffers of which no copies are made (teachers.0.weight)"
+
+
+def exchange(module: nn.Module) -> None:
+    module.norm.running_mean = module.norm.running_mean + 1
+
+
+def remove(module: nn.Module) -> None:
+    del module.norm.running_mean
+
+
+def add(module: nn.Module) -> None:
+    module.drop.register_buffer("late", torch.ones(1))
+
+
+@pytest.mark.parametrize("change", [exchange, remove, add])
+def test_buffers_are_the_same_objects_again(change: Callable[[nn.Module], None]) -> None:
+    module = Net()
+    before = dict(module.named_buffers())
+    savepoint = Savepoint(module)
+    savepoint.take()
+    change(module)
+    savepoint.restore()
+    assert dict(module.named_buffers()).keys() == before.keys()
+    assert all(buffer is before[name] for name, buffer in module.named_buffers())
+
+
+def test_hooks_between_batches_have_run_once() -> None:
+    """What they had changed is there again where the window comes to the batch before which they ran."""
+    module = Net()
+    savepoint = Savepoint(module)
+    savepoint.take()
+    module.outputs.append(torch.ones(1))  # by the first batch
+    savepoint.note_versions()
+    assert not savepoint.has_changed()
+    module.place += 5
+    module.history["losses"].append(torch.ones(1))
+    module.centre = torch.full((2,), 7.0)
+    assert savepoint.has_changed()
+    savepoint.mark(1)
+    module.step()  # the second, which fails
+    savepoint.restore()
+    assert (int(module.place), len(module.outputs), float(module.centre[0])) == (0, 1, 0.0)
+    savepoint.go_on(1)
+    assert (int(module.place), len(module.outputs), float(module.centre[0])) == (5, 2, 7.0)
+    assert len(module.history["losses"]) == 1
+
+
+def test_weights_that_hooks_change_between_batches_are_told() -> None:
+    """The batches before would meet other ones, and the hooks do not run again."""
+    module = Net()
+    savepoint = Savepoint(module)
+    savepoint.take()
+    with torch.no_grad():
+        module.teacher.weight.mul_(0.9)
+    savepoint.mark(1)
+    assert savepoint.restore() == "weights or buffers of which no copies are made (teacher.weight)"
+
+
+def test_what_hooks_around_zeroing_change_is_changed_for_good() -> None:
+    """The first batch meets the values before them again, those after it the changed ones."""
+    module = Net()
+    savepoint = Savepoint(module, changing=("teacher.weight",))
+    savepoint.take()
+    before = module.teacher.weight.clone()
+
+    def follow() -> None:
+        with torch.no_grad():
+            module.teacher.weight.mul_(0.5)
+
+    assert savepoint.around_zeroing(follow, look=True) == ("teacher.weight",)
+    assert savepoint.changed_at_zeroing is None
+    assert savepoint.restore() is None
+    assert torch.equal(module.teacher.weight, before)
+    savepoint.go_on(1)
+    assert torch.equal(module.teacher.weight, before * 0.5)
+
+
+def test_a_hook_around_zeroing_that_changes_what_has_no_copy() -> None:
+    """It is no change by the step, but the warning names it."""
+    module = Net()
+    savepoint = Savepoint(module)
+    savepoint.take()
+    savepoint.around_zeroing(lambda: [module.memory.add_(1)].clear(), look=False)
+    assert savepoint.changed_at_zeroing == "memory"
+    assert savepoint.restore() is None
+
+
+def test_the_module_is_looked_at_again_if_parts_have_come() -> None:
+    module = Net()
+    savepoint = Savepoint(module)
+    module.late = torchmetrics.MeanSquaredError()
+    savepoint.look_again()
+    savepoint.take()
+    module.late.update(torch.ones(3), torch.zeros(3))
+    savepoint.restore()
+    assert module.late._update_count == 0
+
+
+def test_what_lies_in_a_container_and_is_not_copied_is_named() -> None:
+    """An array and a large tensor that change in place; a set by its own name, as its entries have none."""
+    module = Net()
+    module.kept, module.seen = {"array": np.zeros(2), "large": torch.zeros(LARGE), "small": torch.zeros(1)}, {1, 2}
+    savepoint = Savepoint(module)
+    savepoint.take()
+    state = savepoint.not_put_back(())
+    for value in module.kept.values():
+        value += 1
+    module.seen |= {-1, 30}
+    assert state.changed() == ("kept.array", "kept.large", "seen")
