@@ -1,10 +1,14 @@
-"""Measure a sample: the shape of every field, in any structure."""
+"""Measure samples and batches of any structure."""
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
 import torch
+
+from lightning_ga.batch.layout import LayoutError
+from lightning_ga.batch.pytree import extents, is_constant, open_container
 
 Field = tuple[Any, ...]
 _POSITIONS = 8  # further items of a sequence count as one field
@@ -67,3 +71,43 @@ def _shape(value: Any, text: bool) -> tuple[int, ...] | None:
 
 def _are_numbers(value: Sequence[Any]) -> bool:
     return len(value) > 0 and all(isinstance(item, (int, float)) for item in value)
+
+
+def length_of_first(batch: Any) -> int:
+    """Return the length of a batch's first tensor, for the sizes that ``split_batch`` is called with."""
+    pending, seen = [batch], set[int]()
+    while pending:
+        node = pending.pop(0)
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
+        if isinstance(getattr(node, "num_graphs", None), int):
+            return int(node.num_graphs)
+        shape = extents(node)
+        if shape is not None and not isinstance(node, (list, tuple)):
+            return shape[0]
+        children = open_container(node)
+        pending[:0] = getattr(node, "__dict__", {}).values() if children is None else [child for _, child in children]
+    if isinstance(batch, (list, tuple)):
+        return len(batch)
+    name = type(batch).__name__
+    raise LayoutError(
+        f"How many samples a {name} holds is not known, so split_batch cannot be told their sizes: call "
+        f"lightning_ga.split.register_splitter({name}, count=…, take=…) as well."
+    )
+
+
+def largest_extent(batch: Any) -> int:
+    """Return the largest extent of any part of a batch; unbounded if it holds an unknown type.
+
+    Examples:
+        >>> largest_extent({"x": torch.zeros(8, 3), "names": ["a", "b"]})
+        8
+    """
+    if is_constant(batch):
+        return 1
+    shape, children = extents(batch), open_container(batch)
+    if shape is None and children is None:
+        graphs = getattr(batch, "num_graphs", None)
+        return graphs if isinstance(graphs, int) else sys.maxsize
+    return max([*(shape or ()), *(largest_extent(child) for _, child in children or ())], default=1)

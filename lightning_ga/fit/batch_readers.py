@@ -5,8 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from lightning_ga.compat import transfer
-from lightning_ga.loading.batch_source import BatchSource
-from lightning_ga.loading.reader import BatchReader
+from lightning_ga.loading.reader import BatchReader, BatchSource
 from lightning_ga.probe.isolation import hooks_apart
 
 

@@ -15,7 +15,6 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_ga.errors import UserError
-from lightning_ga.loading.peekable import WholeBatches, length_of
 from lightning_ga.loading.sampler import (
     FromBatches,
     FromSampler,
@@ -25,7 +24,7 @@ from lightning_ga.loading.sampler import (
     Stream,
     WindowBatchSampler,
 )
-from lightning_ga.loading.stateful import keeps_place
+from lightning_ga.loading.streams import WholeBatches, keeps_place, length_of
 
 
 @dataclass(frozen=True, slots=True)
