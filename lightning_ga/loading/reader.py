@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -122,24 +122,6 @@ def indices_of(loader: "DataLoader[Any]") -> list[Any]:
     return [int(number * GOLDEN * size) % size for number in range(LOOKED_AT)]
 
 
-class Transfer(Protocol):
-    """The transfer of a loader's batches from the host to the step."""
-
-    @property
-    def has_hooks(self) -> bool:
-        """True if the user's own hooks change a batch during the transfer or after it."""
-
-    @property
-    def split_batch(self) -> Any:
-        """The module's own ``split_batch``; ``None`` if it has none."""
-
-    def on_host(self, batch: Any) -> Any:
-        """Run the part that precedes the transfer."""
-
-    def to_device(self, batch: Any) -> Any:
-        """Run that part, and move the batch."""
-
-
 @dataclass(frozen=True, slots=True)
 class BatchSlices:
     """A batch of so many samples, of which ``take(start, stop)`` cuts out those from ``start`` to ``stop - 1``."""
@@ -149,9 +131,9 @@ class BatchSlices:
 
 
 class BatchReader:
-    """Counts and cuts the batches of one loader, on the host or as the step gets them."""
+    """Counts and cuts the batches of one loader, on the host or as the step gets them by a ``compat`` transfer."""
 
-    def __init__(self, transfer: Transfer, source: BatchSource) -> None:
+    def __init__(self, transfer: Any, source: BatchSource) -> None:
         self._transfer, self._source = transfer, source
         self._layouts: dict[bool, Layout | str] = {}  # or the reason why there is none
         self.makes_anew = False  # whether parts of a batch are collated from its samples
@@ -164,7 +146,8 @@ class BatchReader:
         return on_host or not self._transfer.has_hooks
 
     def _prepare(self, on_host: bool) -> Prepare:
-        return self._transfer.on_host if on_host else self._transfer.to_device
+        prepare: Prepare = self._transfer.on_host if on_host else self._transfer.to_device
+        return prepare
 
     def layout(self, *, on_host: bool = False) -> Layout:
         """Return the layout of batches as the step gets them, or as they are on the host before."""

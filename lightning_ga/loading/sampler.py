@@ -224,7 +224,7 @@ class WindowBatchSampler(Sampler[list[Any]]):
         return iter(())
 
     def take_seed_back(self) -> torch.Generator | None:
-        """Return what draws the same seed of workers as the iteration that yielded nothing; ``None`` if there was none."""
+        """Return what draws the workers' seed of the iteration that yielded nothing; ``None`` if there was none."""
         if self.before is None:
             return None
         generator = torch.Generator()
