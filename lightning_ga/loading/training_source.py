@@ -128,6 +128,8 @@ class TrainingSource:
             groups = windows.batches(batches)
             pieces = 1 if whole_batches else -(-max(map(max, groups), default=1) // micro_batch)
             plan = in_groups(groups, pieces=pieces)
+        elif recipe.order.per_item > 1:  # ready-made batches are not mixed
+            batches = ()
         elif effective is None and one_rank:
             as_recipe = (plan.factor, plan.micro_batch_size) == (recipe.settings.recipe_factor, recipe.batch_size)
             micro_batch = plan.micro_batch_size if as_recipe else micro_batch
