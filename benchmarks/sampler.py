@@ -34,7 +34,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampl
 from benchmarks.output import as_text, write_json
 from lightning_ga.loading.recipe_batches import SourceSettings
 from lightning_ga.loading.sampler import LARGEST_WRITTEN_ORDER
-from lightning_ga.loading.source import MicroBatchSource
+from lightning_ga.loading.training_source import MicroBatchSource
 
 RANKS, RANK, MICRO_BATCH, FACTOR = 64, 63, 32, 2
 SIZES = (10**4, 10**5, 10**6, 10**7, 10**8, LARGEST_WRITTEN_ORDER, 10**9)

@@ -92,15 +92,11 @@ class Slice:
     stop: int
     sizes: Mapping[int, int]
 
-    def of_loader(self, loader: int) -> tuple[int, int]:
-        """Return the first of a loader's samples in the slice, and one after the last."""
-        each = self.sizes[loader] // max(1, gcd(*self.sizes.values()))
+    def rows(self, role: SampleAxis | SampleCount) -> tuple[int, int]:
+        """Return the first entry of a part, and one after the last; where samples are counted, of these."""
+        each = self.sizes[role.loader] // max(1, gcd(*self.sizes.values()))
+        each *= role.per if isinstance(role, SampleAxis) else 1
         return self.start * each, self.stop * each
-
-    def rows(self, role: SampleAxis) -> tuple[int, int]:
-        """Return the first entry of a part, and one after the last."""
-        start, stop = self.of_loader(role.loader)
-        return start * role.per, stop * role.per
 
 
 def uncuttable(why: str) -> LayoutError:

@@ -81,7 +81,7 @@ def _rebuilt(path: str, node: Any, layout: Layout, part: Slice, change: Callable
     if isinstance(role, SampleAxis):
         return change(path, node, role)
     if isinstance(role, SampleCount):
-        start, stop = part.of_loader(role.loader)
+        start, stop = part.rows(role)
         counted = stop - start
         return node.new_tensor(counted) if isinstance(node, torch.Tensor) else type(node)(counted)
     children = open_container(node) if role == "fields" else None

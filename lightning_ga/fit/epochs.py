@@ -25,11 +25,11 @@ def plan_epoch(
     """
     effective = effective_batch(source, request, epoch, micro_batch=micro_batch)
     if source.cut_in_step:
-        largest = source.recipe_batch(epoch)
+        largest = source.recipe.largest_batch(epoch)
     elif micro_batch is not None:
         largest = micro_batch
     elif request.factor(epoch) is None:
-        largest = effective or source.recipe_effective(epoch)
+        largest = effective or source.recipe.effective(epoch)
     else:
         largest = recipe_micro_batch(source, request, epoch)
     done = samples_done // source.sharded_ranks
@@ -45,17 +45,17 @@ def effective_batch(source: TrainingSource, request: Request, epoch: int, *, mic
     if asked is not None:
         source.check_effective(asked)
     if source.cut_in_step:
-        micro_batch = source.recipe_batch(epoch)
+        micro_batch = source.recipe.largest_batch(epoch)
     elif micro_batch is None:
         micro_batch = recipe_micro_batch(source, request, epoch)
     if source.keeps_groups:
-        micro_batch = min(micro_batch, source.recipe_batch(epoch))
+        micro_batch = min(micro_batch, source.recipe.largest_batch(epoch))
     return request.effective_batch(epoch, micro_batch, source.world_size)
 
 
 def recipe_micro_batch(source: TrainingSource, request: Request, epoch: int) -> int:
     """Return the recipe's own micro-batch, or what the user fixed."""
-    return request.capped(source.recipe_batch(epoch))
+    return request.capped(source.recipe.largest_batch(epoch))
 
 
 def optimizer_steps(
@@ -67,7 +67,8 @@ def optimizer_steps(
     """
     total = 0
     for epoch in epochs:
-        steps = source.steps(epoch, effective_batch(source, request, epoch, micro_batch=micro_batch))
+        effective = effective_batch(source, request, epoch, micro_batch=micro_batch)
+        steps = source.recipe.windows(epoch, effective).count
         if steps is None:
             return None
         total += steps

@@ -11,8 +11,7 @@ from lightning_ga.compat import closures, dataloaders, loops, ranks
 from lightning_ga.fit.engine import Engine
 from lightning_ga.fit.parts import Part, Piece, Window
 from lightning_ga.fit.running import run_window
-from lightning_ga.loading.batch_source import BatchSource, CollatedBatches, ReadyMadeBatches, is_collated
-from lightning_ga.loading.reader import CollatedAgain
+from lightning_ga.loading.reader import BatchSource, CollatedAgain, CollatedBatches, ReadyMadeBatches, is_collated
 from lightning_ga.loading.samples import collect_samples
 
 

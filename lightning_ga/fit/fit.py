@@ -205,7 +205,7 @@ class Fit:
         self._batches.reader = self._reader
         self._read_streams()
         if self.source.cut_in_step:  # the probe needs to know how batches are cut
-            self._verify(epoch, self.source.recipe_batch(epoch))
+            self._verify(epoch, self.source.recipe.largest_batch(epoch))
         limit = self._limit.find(self.source, epoch, self._progress.restored)
         if current_device() is not None:
             return
@@ -233,7 +233,7 @@ class Fit:
         # If one rank has a limit, ranks count their pieces together: so all have one.
         if source.cut_in_step and (source.may_grow or self._cuts(epoch) or source.world_size > 1):
             self._engine.lower("training", limit)
-        dataloaders.resize_epoch(self.trainer, source.length, at_most=source.at_most)
+        dataloaders.resize_epoch(self.trainer, source.length, at_most=source.epoch_plan.length)
 
     def _arrange(self, epoch: int) -> None:
         """Cut an epoch; the loader yields nothing while the limit is unknown."""
@@ -245,13 +245,13 @@ class Fit:
     def _cuts(self, epoch: int) -> bool:
         """Return whether batches of the recipe have to be cut, or may have to be."""
         assert self._limit.micro_batch is not None
-        return self._limit.micro_batch < self.source.largest_extent(self.source.recipe_batch(epoch))
+        return self._limit.micro_batch < self.source.largest_extent(epoch)
 
     def _frequencies_in_steps(self) -> dict[int, int]:
         """Return frequencies of schedules by step, if the loop counts other batches than the recipe's."""
         found = intervals.frequencies_by_step(self.trainer)
         as_recipe = self.trainer.accumulate_grad_batches == self.recipe_factor
-        as_recipe &= self._fed.micro_batch_size == self.source.recipe_batch(self._progress.position.epoch)
+        as_recipe &= self._fed.micro_batch_size == self.source.recipe.largest_batch(self._progress.position.epoch)
         if not found or self.source.cut_in_step or as_recipe:
             return {}
         rank_zero_info(
@@ -341,7 +341,7 @@ class Fit:
         """Return what the user should know before training: inexact gradients, wrong horizons of schedules."""
         inexact, steps = self._untold(), self.optimizer_steps()
         found = [] if inexact is None else [inexact]
-        if self._plans_several_passes and self.source.streams and self.source.workers > 1:
+        if self._plans_several_passes and self.source.streams and self.source.recipe.loader.num_workers > 1:
             found.append(
                 "Several data workers read an iterable dataset in turn, a micro-batch each, so windows hold other "
                 "samples than batches of the whole size would: use num_workers=1 for the same windows."

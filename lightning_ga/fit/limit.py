@@ -91,9 +91,9 @@ class TrainingLimit:
         return self._of_use(source, epoch, search, self.probe)
 
     def _search(self, source: TrainingSource, epoch: int) -> _Search:
-        total = source.total(epoch)
+        total, recipe, world_size = source.recipe.total(epoch), source.recipe.effective(epoch), source.world_size
         total = None if total is None else total * source.sharded_ranks
-        recipe, recipe_batch, world_size = source.recipe_effective(epoch), source.recipe_batch(epoch), source.world_size
+        recipe_batch = source.recipe.largest_batch(epoch)
         epochs = loops.training_epochs(self._trainer)
         high = self._request.useful_limit(epochs, recipe=recipe, total=total, world_size=world_size)
         if source.cut_in_step or source.keeps_groups:

@@ -7,8 +7,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from lightning_ga.loading.batch_source import BatchSource
-from lightning_ga.loading.reader import CollatedAgain
+from lightning_ga.loading.reader import BatchSource, CollatedAgain
 from lightning_ga.snapshot.savepoint import Savepoint
 
 Move = Callable[[Any], Any]

@@ -59,7 +59,7 @@ class Progress:
 
     def resume(self, source: TrainingSource, *, same_epoch: bool) -> None:
         """Let a restored loop go on at its sample, in this run's micro-batches."""
-        trainer, done = self._trainer, source.done
+        trainer, done = self._trainer, source.epoch_plan.done
         if not loops.restarts_in_epoch(trainer):
             return
         if not same_epoch:

@@ -2,11 +2,11 @@
 
 from typing import Any
 
+from lightning_ga.batch.sizes import length_of_first
 from lightning_ga.compat import intervals, loops
 from lightning_ga.fit.exactness.training import TrainingExactness
 from lightning_ga.fit.training_data import TrainingData
-from lightning_ga.loading.batch_source import BatchSource
-from lightning_ga.loading.reader import BatchReader, CollatedAgain, length_of_first
+from lightning_ga.loading.reader import BatchReader, BatchSource, CollatedAgain
 from lightning_ga.loading.training_source import TrainingSource
 from lightning_ga.plan.windows import Chunk
 
@@ -71,7 +71,7 @@ class TrainingBatches:
     @property
     def can_fetch(self) -> bool:
         """Whether the samples of a batch can be read again."""
-        return self.training_source.can_fetch
+        return not self.training_source.streams
 
     def fetch(self, number: int, seed: int = 0) -> CollatedAgain | None:
         """Fetch the samples of a batch again; ``None`` if they are not at hand."""

@@ -12,9 +12,8 @@ from lightning_ga.compat import checkpoint as loop_state
 from lightning_ga.errors import UserError
 from lightning_ga.loading.prebatched import PrebatchedSource
 from lightning_ga.loading.recipe_batches import SourceSettings
-from lightning_ga.loading.source import MicroBatchSource
-from lightning_ga.loading.stateful import load_states, states_of
-from lightning_ga.loading.training_source import TrainingSource
+from lightning_ga.loading.streams import load_states, states_of
+from lightning_ga.loading.training_source import MicroBatchSource, TrainingSource
 
 
 class TrainingData:
@@ -46,7 +45,7 @@ class TrainingData:
         if source is not None and source is not known:
             dataloaders.show_loaders(trainer, self._given)
             intervals.set_validation_interval(trainer, source.epoch_batches)
-            dataloaders.resize_epoch(trainer, source.length, at_most=source.at_most)
+            dataloaders.resize_epoch(trainer, source.length, at_most=source.epoch_plan.length)
 
     def save_place(self, checkpoint: dict[str, Any]) -> None:
         """Let a checkpoint keep the place of loaders that have one."""

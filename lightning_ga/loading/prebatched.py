@@ -16,14 +16,15 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_ga.batch.layout import Layout, LayoutError
+from lightning_ga.batch.sizes import largest_extent, length_of_first
 from lightning_ga.batch.split import SplitBatch, gather, split_by_hook
 from lightning_ga.errors import UserError
-from lightning_ga.loading.batch_source import CollatedBatches, ReadyMadeBatches, is_collated
 from lightning_ga.loading.largest_samples import ScanOrder
-from lightning_ga.loading.peekable import PeekableStream, length_of
-from lightning_ga.loading.reader import check_proportion, largest_extent, length_of_first
-from lightning_ga.loading.recipe_batches import SourceSettings
-from lightning_ga.loading.stateful import keeps_place
+from lightning_ga.loading.reader import CollatedBatches, ReadyMadeBatches, check_proportion, is_collated
+from lightning_ga.loading.rebatch import LoaderRecipe
+from lightning_ga.loading.recipe_batches import RecipeBatches, SourceSettings
+from lightning_ga.loading.sampler import Stream
+from lightning_ga.loading.streams import PeekableStream, keeps_place, length_of
 from lightning_ga.loading.training_source import TrainingSource
 
 _PEEKED = 2  # batches that are read ahead, as two may differ in size
@@ -46,13 +47,11 @@ class PrebatchedSource(TrainingSource):
     as the first. Where samples cannot be separated, a batch counts as one.
     """
 
+    may_drop = True
+
     def __init__(self, batches: Batches, settings: SourceSettings, *, hook: SplitBatch | None = None) -> None:
         self._stream = PeekableStream(batches.start, batches.length)
-        items = DataLoader(self._stream, batch_size=1, collate_fn=itemgetter(0))
-        super().__init__(items, settings, generator=torch.Generator())
         self._hook, self._combine, self.loaders = hook, batches.combine, batches.loaders
-        self.cut_in_step = self.may_drop = True
-        self.keeps_place = all(map(keeps_place, self.loaders))
         collated = all(map(is_collated, self.loaders))
         ready_made = ReadyMadeBatches(self._first_batches)
         self.batch_source = CollatedBatches(self.loaders, self._combine) if collated else ready_made
@@ -62,33 +61,46 @@ class PrebatchedSource(TrainingSource):
         first = [] if self.sizes else self._stream.peek(1)
         samples = gcd(*self.sizes) if self.sizes else self._samples_of(first)
         self.may_grow = not self.sizes and samples is not None
-        self._samples_of_item = settings.largest_over_ranks(samples or 1)
         self._largest = max([*self.sizes, *map(largest_extent, first)], default=1)
+        self._of_batch = each = settings.largest_over_ranks(samples or 1)  # samples
+        items = DataLoader(self._stream, batch_size=1, collate_fn=itemgetter(0))
+        order = Stream(None if batches.length is None else batches.length * each, each)
+        read = LoaderRecipe(order, each, drop_last=False, shared=settings.world_size == 1)
+        super().__init__(RecipeBatches(items, read, settings), generator=torch.Generator())
+        self.cut_in_step = True
+        self.keeps_place = all(map(keeps_place, self.loaders))
 
     @property
     def user_loader(self) -> "DataLoader[Any]":
         """A loader of the samples of the first batch, for the probe and the exactness check."""
         if self._hook is None:
-            check_proportion(self._samples_of_item, self.sizes)
+            check_proportion(self._of_batch, self.sizes)
         (batch, *_) = self._stream.peek(1) or [None]
         collate = _OfFirstBatch(batch, self._raw_layout if self._hook is None else None, self._hook)
-        numbers: Any = range(max(collate.samples, self._samples_of_item))
+        numbers: Any = range(max(collate.samples, self._of_batch))
         return DataLoader(numbers, batch_size=collate.samples, collate_fn=collate)
 
     def check_effective(self, effective: int) -> None:
-        """Refuse an effective batch in samples where loaders give unequal numbers of them to a batch."""
+        """Refuse an effective batch that is no whole number of batches, as far as their samples are known."""
         if len(set(self.sizes)) > 1:
             raise UserError(
                 f"effective_batch_size={effective} counts samples, and the training data come from loaders of unequal "
                 f"batch sizes, {', '.join(map(str, self.sizes))}: say with accumulate=… how many batches make a step."
             )
+        multiple = self._of_batch * self.world_size
+        if effective % multiple:
+            raise UserError(
+                f"effective_batch_size={effective} is no whole number of batches: the training data yields batches of "
+                f"{self._of_batch} samples on each of {self.world_size} ranks, which cannot be cut anew. Use a "
+                f"multiple of {multiple}."
+            )
 
-    def largest_extent(self, recipe_batch: int) -> int:
+    def largest_extent(self, epoch: int) -> int:
         """Return the most samples that a batch can hold, as far as the first one shows."""
-        return recipe_batch if self._samples_of_item > 1 else self._largest
+        return self._of_batch if self._of_batch > 1 else self._largest
 
     def _scan_order(self, epoch: int) -> ScanOrder:
-        return ScanOrder(self.user_loader, range(self._samples_of_item), self._samples_of_item)
+        return ScanOrder(self.user_loader, range(self._of_batch), self._of_batch)
 
     def _samples_of(self, first: Sequence[Any]) -> int | None:
         """Return the samples of the first batch, if there is one; ``None`` where these cannot be counted."""
@@ -114,18 +126,6 @@ class PrebatchedSource(TrainingSource):
         if isinstance(dataset, Sequence) and len(dataset) > _PEEKED:
             collate = getattr(loader, "collate_fn", None) or (lambda batch: batch)
             batches.append(self._combine([collate(dataset[-1])]))
-        return batches
-
-    def _in_items(self, effective: int | None) -> int | None:
-        if effective is None:
-            return None
-        batches, left = divmod(effective, self._samples_of_item)
-        if left or batches % self.world_size:
-            raise UserError(
-                f"effective_batch_size={effective} is no whole number of batches: the training data yields batches of "
-                f"{self._samples_of_item} samples on each of {self.world_size} ranks, which cannot be cut anew. Use a "
-                f"multiple of {self._samples_of_item * self.world_size}."
-            )
         return batches
 
 

@@ -1,36 +1,125 @@
-"""Count and cut the batches of one loader: by their layout, by the module's hook, or by collating samples anew."""
+"""Count and cut the batches of one loader: by their layout, by the module's hook, or by collating samples anew.
 
-import sys
-from collections.abc import Callable, Sequence
+The layout is read off what is known of the batches: their samples, or some of the batches.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_ga.batch.layout import Layout, LayoutError, Slice, uncuttable
-from lightning_ga.batch.pytree import extents, is_constant, open_container, same_values
+from lightning_ga.batch.layout import WAY_OUT, Layout, LayoutError, SampleAxis, Slice, uncuttable
+from lightning_ga.batch.pytree import same_values
+from lightning_ga.batch.read_layout import Samples, read_layout, read_ready_made
+from lightning_ga.batch.sizes import leaves, length_of_first
 from lightning_ga.batch.split import cut, split_by_hook
-from lightning_ga.loading.batch_source import BatchSource, CollatedBatches, Prepare
-from lightning_ga.loading.samples import collate_samples
+from lightning_ga.loading.samples import GOLDEN, collate_samples, collect_samples
+from lightning_ga.loading.streams import length_of
+from lightning_ga.memory.oom import is_out_of_memory
+
+Prepare = Callable[[Any], Any]
+
+LOOKED_AT = 8  # samples of a loader that are read
+_KINDS = 3  # of these, of different shapes if there are any, are collated
 
 
-class Transfer(Protocol):
-    """The transfer of a loader's batches from the host to the step."""
+@dataclass(frozen=True, slots=True)
+class CollatedBatches:
+    """Batches of DataLoaders, whose samples are at hand."""
 
-    @property
-    def has_hooks(self) -> bool:
-        """True if the user's own hooks change a batch during the transfer or after it."""
+    loaders: Sequence["DataLoader[Any]"]  # that a batch comes from
+    combine: Callable[[list[Any]], Any] = lambda batches: batches[0]  # makes one batch out of those of all loaders
+    # Returns some samples from all over a loader's dataset.
+    samples: Callable[["DataLoader[Any]"], list[Any]] = lambda loader: collect_samples(loader, indices_of(loader))
 
-    @property
-    def split_batch(self) -> Any:
-        """The module's own ``split_batch``; ``None`` if it has none."""
+    def layout(self, prepare: Prepare) -> Layout:
+        """Read the layout of batches that are prepared for the step, by collating a few samples as 3 and as 4."""
+        try:
+            kinds = [_various(self.samples(loader)) for loader in self.loaders]
+            if not all(kinds):
+                raise uncuttable("its loader has none")
+            make = partial(self._batch, kinds, prepare)
+            return _of_crops(read_layout(Samples(make, len(kinds), max(map(len, kinds)))), kinds)
+        except Exception as error:
+            if isinstance(error, LayoutError) or is_out_of_memory(error):
+                raise
+            raise LayoutError(
+                f"The batch cannot be cut into samples, as collating a few of them apart ended in "
+                f"{type(error).__name__}: {error}. A way out: {WAY_OUT}."
+            ) from error
 
-    def on_host(self, batch: Any) -> Any:
-        """Run the part that precedes the transfer."""
+    def _batch(
+        self, found: list[list[Any]], prepare: Prepare, counts: Sequence[int], kinds: Sequence[int], seed: int
+    ) -> Any:
+        batches = [
+            collate_samples(loader, [samples[kind % len(samples)] for kind in kinds], count, seed=seed)
+            for loader, samples, count in zip(self.loaders, found, counts)
+        ]
+        return prepare(self.combine(batches))
 
-    def to_device(self, batch: Any) -> Any:
-        """Run that part, and move the batch."""
+
+@dataclass(frozen=True, slots=True)
+class ReadyMadeBatches:
+    """Batches that come ready-made, of which ``batches`` returns some; ``prepared`` if these are so for the step."""
+
+    batches: Callable[[], Iterable[Any]]
+    prepared: bool = False
+
+    def layout(self, prepare: Prepare) -> Layout:
+        """Read the layout by comparing the batches' shapes."""
+        return read_ready_made([batch if self.prepared else prepare(batch) for batch in self.batches()])
+
+
+BatchSource = CollatedBatches | ReadyMadeBatches
+"""Samples or other batches of a loader, from which the layout of a batch can be read."""
+
+
+def _of_crops(layout: Layout, kinds: Sequence[Sequence[Any]]) -> Layout:
+    """Return the layout, if parts with several entries for each sample come from samples that are lists of as many.
+
+    Otherwise a sample that was not read may have another number of entries.
+    """
+    for path, role in layout.roles.items():
+        if not isinstance(role, SampleAxis) or role.per == 1:
+            continue
+        if not all(isinstance(each, (list, tuple)) and len(each) == role.per for each in kinds[role.loader]):
+            raise uncuttable(
+                f"{path} holds {role.per} entries for each of those looked at, and may hold another number for others"
+            )
+    return layout
+
+
+def _various(samples: list[Any]) -> list[Any]:
+    """Return a few samples, of different shapes if there are any."""
+    shapes = [str(list(leaves(sample))) for sample in samples]
+    first = [position for position, shape in enumerate(shapes) if shape not in shapes[:position]]
+    rest = [position for position in range(len(samples)) if position not in first]
+    return [samples[position] for position in (*first, *rest)[:_KINDS]]
+
+
+def is_collated(loader: Any) -> bool:
+    """Return whether a loader collates samples, which can be fetched one by one."""
+    return isinstance(loader, DataLoader) and loader.batch_sampler is not None
+
+
+def indices_of(loader: "DataLoader[Any]") -> list[Any]:
+    """Return indices of some samples, at irregular distances, as broken samples may be regular; ``None`` for a stream.
+
+    Examples:
+        >>> indices_of(DataLoader(range(100)))
+        [0, 61, 23, 85, 47, 9, 70, 32]
+    """
+    if isinstance(loader.dataset, IterableDataset):
+        return [None] * LOOKED_AT
+    size = length_of(loader.dataset)
+    if size is None:
+        return list(next(iter(loader.batch_sampler or ()), ()))[:LOOKED_AT]
+    if size <= LOOKED_AT:
+        return list(range(size))
+    return [int(number * GOLDEN * size) % size for number in range(LOOKED_AT)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,22 +131,12 @@ class BatchSlices:
 
 
 class BatchReader:
-    """Counts and cuts the batches of one loader, on the host or as the step gets them."""
+    """Counts and cuts the batches of one loader, on the host or as the step gets them by a ``compat`` transfer."""
 
-    def __init__(self, transfer: Transfer, source: BatchSource) -> None:
+    def __init__(self, transfer: Any, source: BatchSource) -> None:
         self._transfer, self._source = transfer, source
         self._layouts: dict[bool, Layout | str] = {}  # or the reason why there is none
-        self._anew = False
-
-    @property
-    def collates_anew(self) -> bool:
-        """True if batches are not cut by their layout, so that no other way to cut them is left."""
-        return self._anew or self._hook is not None
-
-    @property
-    def makes_anew(self) -> bool:
-        """True if parts of a batch are collated from its samples."""
-        return self._anew
+        self.makes_anew = False  # whether parts of a batch are collated from its samples
 
     def is_read(self, *, on_host: bool = False) -> bool:
         """Return whether everything needed to cut a batch is known."""
@@ -67,7 +146,8 @@ class BatchReader:
         return on_host or not self._transfer.has_hooks
 
     def _prepare(self, on_host: bool) -> Prepare:
-        return self._transfer.on_host if on_host else self._transfer.to_device
+        prepare: Prepare = self._transfer.on_host if on_host else self._transfer.to_device
+        return prepare
 
     def layout(self, *, on_host: bool = False) -> Layout:
         """Return the layout of batches as the step gets them, or as they are on the host before."""
@@ -128,7 +208,7 @@ class BatchReader:
         """Return the function that cuts a batch."""
         if self._hook is not None:
             return self._by_hook(batch, self.count(batch, expected=expected, on_host=on_host), on_host)
-        again = samples() if self._anew else None
+        again = samples() if self.makes_anew else None
         if again is not None:
             return self.collated_anew(batch, again, on_host=on_host)
         try:
@@ -157,7 +237,7 @@ class BatchReader:
                 "it is not the same when its samples are read and collated again (random augmentation, or a type that "
                 "cannot be compared)"
             )
-        self._anew = True
+        self.makes_anew = True
         return BatchSlices(again.count, lambda start, stop: prepare(again.collate(start, stop)))
 
     def _by_hook(self, batch: Any, samples: int, on_host: bool) -> BatchSlices:
@@ -200,44 +280,3 @@ def check_proportion(samples: int, sizes: Sequence[int]) -> None:
     if samples == 1 < max(sizes, default=1):
         given = " and ".join(map(str, sizes))
         raise uncuttable(f"its loaders give {given} of them, and no smaller batch holds whole ones in that proportion")
-
-
-def length_of_first(batch: Any) -> int:
-    """Return the length of a batch's first tensor, for the sizes that ``split_batch`` is called with."""
-    pending, seen = [batch], set[int]()
-    while pending:
-        node = pending.pop(0)
-        if id(node) in seen:
-            continue
-        seen.add(id(node))
-        if isinstance(getattr(node, "num_graphs", None), int):
-            return int(node.num_graphs)
-        shape = extents(node)
-        if shape is not None and not isinstance(node, (list, tuple)):
-            return shape[0]
-        children = open_container(node)
-        pending[:0] = getattr(node, "__dict__", {}).values() if children is None else [child for _, child in children]
-    if isinstance(batch, (list, tuple)):
-        return len(batch)
-    name = type(batch).__name__
-    raise LayoutError(
-        f"How many samples a {name} holds is not known, so split_batch cannot be told their sizes: call "
-        f"lightning_ga.split.register_splitter({name}, count=…, take=…) as well."
-    )
-
-
-def largest_extent(batch: Any) -> int:
-    """Return the largest extent of any part of a batch; unbounded if it holds an unknown type.
-
-    Examples:
-        >>> import torch
-        >>> largest_extent({"x": torch.zeros(8, 3), "names": ["a", "b"]})
-        8
-    """
-    if is_constant(batch):
-        return 1
-    shape, children = extents(batch), open_container(batch)
-    if shape is None and children is None:
-        graphs = getattr(batch, "num_graphs", None)
-        return graphs if isinstance(graphs, int) else sys.maxsize
-    return max([*(shape or ()), *(largest_extent(child) for _, child in children or ())], default=1)

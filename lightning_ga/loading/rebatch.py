@@ -15,7 +15,6 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_ga.errors import UserError
-from lightning_ga.loading.peekable import WholeBatches, length_of
 from lightning_ga.loading.sampler import (
     FromBatches,
     FromSampler,
@@ -25,7 +24,7 @@ from lightning_ga.loading.sampler import (
     Stream,
     WindowBatchSampler,
 )
-from lightning_ga.loading.stateful import keeps_place
+from lightning_ga.loading.streams import WholeBatches, keeps_place, length_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +49,9 @@ def read_loader(loader: object, *, world_size: int, shard: bool = True, shuffle:
         raise UserError("The training DataLoader has batch_size=None, so that its dataset yields whole batches.")
     if keeps_place(loader):
         raise UserError("The training DataLoader saves and restores its place, in batches of its own.")
-    if isinstance(loader.dataset, IterableDataset):
-        return LoaderRecipe(
-            Stream(length_of(loader.dataset)), loader.batch_size, loader.drop_last, shared=world_size == 1
-        )
+    dataset: Any = loader.dataset
+    if isinstance(dataset, IterableDataset):
+        return LoaderRecipe(Stream(length_of(dataset)), loader.batch_size, loader.drop_last, shared=world_size == 1)
     batch_sampler = loader.batch_sampler
     sampler = getattr(batch_sampler, "sampler", None)
     if type(batch_sampler) is not BatchSampler:
@@ -61,7 +59,7 @@ def read_loader(loader: object, *, world_size: int, shard: bool = True, shuffle:
         shared = (shard and not isinstance(sampler, DistributedSampler)) or world_size == 1
         return LoaderRecipe(FromBatches(batch_sampler, runs_out=loader.num_workers > 0), None, False, shared)
     if not shuffle and loader.batch_size is not None:  # a batch sampler that was given stays, as in Lightning
-        return LoaderRecipe(Sequential(_length(loader.dataset)), loader.batch_size, loader.drop_last, shared=True)
+        return LoaderRecipe(Sequential(len(dataset)), loader.batch_size, loader.drop_last, shared=True)
     order, shared = _read_sampler(loader, sampler, world_size, shard=shard or world_size == 1)
     return LoaderRecipe(order, batch_sampler.batch_size, batch_sampler.drop_last, shared)
 
@@ -106,7 +104,7 @@ def copy_loader(
     return clone
 
 
-def _read_sampler(loader: "DataLoader[Any]", sampler: Any, world_size: int, *, shard: bool) -> tuple[Order, bool]:
+def _read_sampler(loader: Any, sampler: Any, world_size: int, *, shard: bool) -> tuple[Order, bool]:
     """Return the order, and whether all ranks share it: by the sampler itself, or because the trainer may shard it."""
     if type(sampler) is SequentialSampler:
         return Sequential(len(sampler.data_source)), shard
@@ -115,24 +113,16 @@ def _read_sampler(loader: "DataLoader[Any]", sampler: Any, world_size: int, *, s
         return Shuffled(len(sampler), None if own is None else own.initial_seed()), shard
     if type(sampler) is DistributedSampler and sampler.num_replicas == world_size:
         # Its ranks take samples in turn from one order; windows of that order need no padding to equal shares.
-        whole = _length(sampler.dataset)
+        whole = len(sampler.dataset)  # type: ignore[arg-type]
         size = whole - whole % world_size if sampler.drop_last else whole
         if sampler.shuffle:
             return Shuffled(size, sampler.seed, whole=whole), True
         return Sequential(size), True
     _require_length(sampler, "sampler")
-    order = FromSampler(sampler, len(sampler), runs_out=_runs_out(loader, len(sampler)))
-    return order, shard and not isinstance(sampler, DistributedSampler)
-
-
-def _runs_out(loader: "DataLoader[Any]", size: int) -> bool:
-    """Return whether a loader asks its sampler for more than it has: workers fetch ahead, a last batch is not full."""
-    batches: Any = loader.batch_sampler
-    return loader.num_workers > 0 or (not batches.drop_last and size % batches.batch_size > 0)
-
-
-def _length(dataset: Any) -> int:
-    return len(dataset)
+    size, batches = len(sampler), loader.batch_sampler
+    # The loader asks for more than there is: workers fetch ahead, and a last batch is not full.
+    runs_out = loader.num_workers > 0 or (not batches.drop_last and size % batches.batch_size > 0)
+    return FromSampler(sampler, size, runs_out=runs_out), shard and not isinstance(sampler, DistributedSampler)
 
 
 def _require_length(sampler: Iterable[Any], what: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from lightning_ga.errors import UserError
-from lightning_ga.loading.rebatch import read_loader
+from lightning_ga.loading.rebatch import LoaderRecipe
 from lightning_ga.loading.sampler import FromBatches
 from lightning_ga.plan.accumulation import require_effective_batch
 from lightning_ga.plan.windows import GivenWindows, RegularWindows, Windows
@@ -32,22 +32,24 @@ class SourceSettings:
 class RecipeBatches:
     """The batches of a DataLoader, in the order of samples that ranks share, or else in that of one rank."""
 
-    def __init__(self, loader: "DataLoader[Any]", settings: SourceSettings) -> None:
-        world_size = settings.world_size
-        recipe = read_loader(loader, world_size=world_size, shard=settings.shard, shuffle=settings.shuffle)
+    def __init__(self, loader: "DataLoader[Any]", recipe: LoaderRecipe, settings: SourceSettings) -> None:
+        self.loader, self.settings = loader, settings  # the user's
         self.order, self.shared, self.batch_size = recipe.order, recipe.shared, recipe.batch_size
-        self.ranks_per_order = world_size if recipe.shared else 1
-        self.sharded_ranks = world_size // self.ranks_per_order
-        self._drop_last, self._loader, self._settings = recipe.drop_last, loader, settings
+        self.ranks_per_order = settings.world_size if recipe.shared else 1
+        self.sharded_ranks = settings.world_size // self.ranks_per_order
+        self._drop_last = recipe.drop_last
         self._ends: tuple[int, list[int]] | None = None
 
     def effective(self, epoch: int) -> int:
         """Return the recipe's effective batch: batch size × factor × ranks; the largest where batches vary."""
-        factor = self._settings.recipe_factor
         if self.batch_size is not None:
-            return self.batch_size * factor * self._settings.world_size
-        windows = GivenWindows.of(self._sizes(epoch), per_window=factor * self.ranks_per_order)
+            return self.batch_size * self.settings.recipe_factor * self.settings.world_size
+        windows = GivenWindows.of(self._sizes(epoch), per_window=self._per_window(epoch, None))
         return windows.largest * self.sharded_ranks
+
+    def largest_batch(self, epoch: int) -> int:
+        """Return the most samples that the user's loader yields to a rank at once."""
+        return -(-self.effective(epoch) // (self.settings.recipe_factor * self.settings.world_size))
 
     def total(self, epoch: int) -> int | None:
         """Return the samples of an epoch that training uses; ``None`` for a stream of unknown length."""
@@ -62,8 +64,8 @@ class RecipeBatches:
     def used(self) -> int | None:
         """Return the batches of an epoch on one rank that the Trainer's limit lets through; ``None`` if not known."""
         batches = self._count()
-        if batches is not None and type(self._loader).__len__ is not DataLoader.__len__:
-            batches = min(batches, len(self._loader))
+        if batches is not None and type(self.loader).__len__ is not DataLoader.__len__:
+            batches = min(batches, len(self.loader))
         return self._limited(batches)
 
     def ends(self, epoch: int) -> list[int]:
@@ -72,12 +74,12 @@ class RecipeBatches:
             self._ends = epoch, [0, *accumulate(self._sizes(epoch))]
         return self._ends[1]
 
-    def windows(self, epoch: int, effective: int | None, samples_done: int) -> Windows:
-        """Return the windows of an epoch."""
+    def windows(self, epoch: int, effective: int | None, samples_done: int = 0) -> Windows:
+        """Return the windows of an epoch; an ``effective`` of ``None`` keeps those of the recipe."""
         if self.batch_size is None:
             per_window = self._per_window(epoch, effective)
             return GivenWindows.of(self._sizes(epoch), per_window=per_window, samples_done=samples_done)
-        effective, world_size = effective or self.effective(epoch), self._settings.world_size
+        effective, world_size = effective or self.effective(epoch), self.settings.world_size
         require_effective_batch(effective, world_size)
         size, left = divmod(effective * self.ranks_per_order, world_size)
         if left:
@@ -87,6 +89,7 @@ class RecipeBatches:
                 f"{effective - effective % world_size}."
             )
         total = self.total(epoch)
+        samples_done -= samples_done % self.order.per_item
         return RegularWindows(total, size, self._drop_last and total == self.order.size, samples_done)
 
     def _count(self) -> int | None:
@@ -99,7 +102,7 @@ class RecipeBatches:
 
     def _limited(self, batches: int | None) -> int | None:
         """Return how many batches on one rank the Trainer's limit lets through."""
-        limit = self._settings.limit_batches
+        limit = self.settings.limit_batches
         if isinstance(limit, int):
             return limit if batches is None else min(batches, limit)
         if limit == 1.0:
@@ -119,17 +122,17 @@ class RecipeBatches:
     def _sizes(self, epoch: int) -> list[int]:
         """Return the sizes of the batches that a custom batch sampler yields and the Trainer's limit lets through."""
         assert isinstance(self.order, FromBatches)
-        sizes = [len(batch) for batch in self.order.batches(epoch, self._settings.seed)]
+        sizes = [len(batch) for batch in self.order.batches(epoch, self.settings.seed)]
         used = self._limited(-(-len(sizes) // self.ranks_per_order)) or 0
         return sizes[: used * self.ranks_per_order]
 
     def _per_window(self, epoch: int, effective: int | None) -> int:
         """Return the batches of a custom batch sampler in one window: they belong together, and are never mixed."""
         if effective is None:
-            return self._settings.recipe_factor * self.ranks_per_order
+            return self.settings.recipe_factor * self.ranks_per_order
         sizes = self._sizes(epoch)
         largest = max(sizes, default=1)
-        number, left = divmod(effective * self.ranks_per_order, largest * self._settings.world_size)
+        number, left = divmod(effective * self.ranks_per_order, largest * self.settings.world_size)
         if left or not number or any(size != largest for size in sizes[:-1]):
             raise self._refusal(effective, sizes, largest)
         return number
@@ -144,5 +147,5 @@ class RecipeBatches:
         return UserError(
             f"effective_batch_size={effective} is no whole number of batches of "
             f"{largest if even else f'{min(sizes)} to {largest}'} samples, as the batch sampler "
-            f"{type(self._loader.batch_sampler).__name__} makes them, and these are not mixed: {way_out}"
+            f"{type(self.loader.batch_sampler).__name__} makes them, and these are not mixed: {way_out}"
         )

@@ -8,7 +8,7 @@ whatever the micro-batch and the number of ranks are, after a resume too.
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from itertools import count, islice
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils.data import Sampler
@@ -26,29 +26,34 @@ _SEEDS = 2**63  # torch.Generator takes seeds of 64 bits
 LARGEST_WRITTEN_ORDER = 2**27
 
 
-class Order(Protocol):
+class Order:
     """The samples of an epoch, in order."""
 
-    @property
-    def size(self) -> int | None:
-        """Samples of an epoch; ``None`` for a stream of unknown length."""
+    size: int | None  # samples of an epoch; ``None`` for a stream of unknown length
+    per_item = 1  # samples that an index stands for: several where the dataset yields whole batches
+    draws_seed = False  # whether torch's ``RandomSampler`` would draw a seed for it
 
-    def draw(self, epoch: int, seed: int) -> Sequence[Any] | torch.Tensor | None:
-        """The indices of one epoch; ``None`` if there are none."""
+    def draw(self, epoch: int, seed: int) -> Any:
+        """Return the indices of one epoch, a sequence or a tensor; ``None`` if there are none."""
+        raise NotImplementedError
+
+    def begin(self, epoch: int, seed: int) -> Any:
+        """Return the order that training begins an epoch with."""
+        return self.draw(epoch, seed)
 
 
-class Sequential:
+class Sequential(Order):
     """As the dataset lies."""
 
     def __init__(self, size: int) -> None:
-        self.size = size
+        self.size: int = size
 
     def draw(self, epoch: int, seed: int) -> Sequence[int]:
-        """Every index, rising."""
+        """Return every index, rising."""
         return range(self.size)
 
 
-class Shuffled:
+class Shuffled(Order):
     """A permutation: ``torch.randperm`` seeded with seed + epoch, as in torch's ``DistributedSampler``.
 
     Above ``LARGEST_WRITTEN_ORDER`` samples, one that is computed index by index. It is drawn of the ``whole``
@@ -56,11 +61,11 @@ class Shuffled:
     """
 
     def __init__(self, size: int, seed: int | None = None, *, whole: int | None = None) -> None:
-        self.size, self.seed = size, seed
-        self.whole = size if whole is None else whole
+        self.size, self.seed, self.whole = size, seed, size if whole is None else whole
+        self.draws_seed = seed is None  # it has no generator of its own
 
     def draw(self, epoch: int, seed: int) -> Sequence[int] | torch.Tensor:
-        """The permutation of one epoch, at most four bytes a sample."""
+        """Return the permutation of one epoch, at most four bytes a sample."""
         seed = seed if self.seed is None else self.seed
         if self.whole > LARGEST_WRITTEN_ORDER:
             return Permutation(self.whole, seed=seed, epoch=epoch)
@@ -70,25 +75,28 @@ class Shuffled:
             return torch.randperm(self.whole, generator=generator, dtype=torch.int32)
 
 
-def draws_a_seed(order: Order) -> bool:
-    """Whether torch's ``RandomSampler`` would draw a seed for this order: it has no generator of its own."""
-    return isinstance(order, Shuffled) and order.seed is None
-
-
-class _UsersOrder:
+class _UsersOrder(Order):
     """The order of samplers of the user's own, their random numbers drawn from seed + epoch.
 
     An epoch is looked at without a trace, and drawn again when training begins it: hooks that run in between may
     have changed a sampler, and a sampler may count how often it is asked.
     """
 
-    def __init__(self, *samplers: Any) -> None:
+    def __init__(self, *samplers: Any, runs_out: bool) -> None:
         self._samplers = samplers
+        self._runs_out = runs_out  # whether the loader asks for more: a sampler may change once it has ended
         self._key: tuple[int, int] | None = None
         self._drawn: list[Any] = []
 
-    def _read(self) -> list[Any]:
-        """Read what the samplers yield."""
+    def _read(self, number: int | None) -> list[Any]:
+        """Return so many of what the sampler yields."""
+        iterator = iter(self._samplers[0])
+        found = list(islice(iterator, number))
+        if self._runs_out:
+            next(iterator, None)
+        return found
+
+    def _read_all(self) -> list[Any]:
         raise NotImplementedError
 
     def _look(self, epoch: int, seed: int) -> list[Any]:
@@ -100,20 +108,18 @@ class _UsersOrder:
 
     def _read_epoch(self, epoch: int, seed: int) -> list[Any]:
         for sampler in self._samplers:
-            set_epoch = getattr(sampler, "set_epoch", None)
-            if callable(set_epoch):
+            if callable(set_epoch := getattr(sampler, "set_epoch", None)):
                 set_epoch(epoch)
         with seeded(seed + epoch, epoch, *self._samplers):
-            return self._read()
+            return self._read_all()
 
 
 class FromSampler(_UsersOrder):
     """What a sampler of the user's own yields."""
 
     def __init__(self, sampler: Iterable[Any], size: int, *, runs_out: bool = False) -> None:
-        super().__init__(sampler)
+        super().__init__(sampler, runs_out=runs_out)
         self.sampler, self.size = sampler, size
-        self.runs_out = runs_out  # whether the loader asks for more: a sampler may change once it has ended
 
     def draw(self, epoch: int, seed: int) -> Sequence[Any]:
         """Return the sampler's own order for one epoch."""
@@ -124,16 +130,15 @@ class FromSampler(_UsersOrder):
         self._drawn, self._key = self._read_epoch(epoch, seed), (epoch, seed)
         return self._drawn
 
-    def _read(self) -> list[Any]:
-        return _first(self.sampler, self.size, runs_out=self.runs_out)
+    def _read_all(self) -> list[Any]:
+        return self._read(self.size)
 
 
 class FromBatches(_UsersOrder):
     """What a batch sampler of the user's own yields, joined; the sizes of its batches are kept."""
 
     def __init__(self, batch_sampler: Iterable[Sequence[Any]], *, runs_out: bool = False) -> None:
-        super().__init__(batch_sampler, getattr(batch_sampler, "sampler", None))
-        self.batch_sampler, self.runs_out = batch_sampler, runs_out
+        super().__init__(batch_sampler, getattr(batch_sampler, "sampler", None), runs_out=runs_out)
         self.size = 0  # of the epoch drawn last
 
     def batches(self, epoch: int, seed: int) -> list[list[Any]]:
@@ -153,25 +158,16 @@ class FromBatches(_UsersOrder):
             self._drawn = batches
         return self.draw(epoch, seed)
 
-    def _read(self) -> list[list[Any]]:
-        length = len(self.batch_sampler) if isinstance(self.batch_sampler, Sized) else None
-        return [list(batch) for batch in _first(self.batch_sampler, length, runs_out=self.runs_out)]
+    def _read_all(self) -> list[list[Any]]:
+        sampler = self._samplers[0]
+        return [list(batch) for batch in self._read(len(sampler) if isinstance(sampler, Sized) else None)]
 
 
-def _first(sampler: Iterable[Any], number: int | None, *, runs_out: bool) -> list[Any]:
-    """Return so many of what a sampler yields; where it ``runs_out``, it has been asked for the next as well."""
-    iterator = iter(sampler)
-    found = list(islice(iterator, number))
-    if runs_out:
-        next(iterator, None)
-    return found
-
-
-class Stream:
+class Stream(Order):
     """An iterable dataset: samples come in its own order and have no index."""
 
-    def __init__(self, size: int | None) -> None:
-        self.size = size
+    def __init__(self, size: int | None, per_item: int = 1) -> None:
+        self.size, self.per_item = size, per_item
 
     def draw(self, epoch: int, seed: int) -> None:
         """Samples come as they come."""
@@ -184,13 +180,7 @@ class WindowBatchSampler(Sampler[list[Any]]):
     """
 
     def __init__(
-        self,
-        order: Order,
-        *,
-        share: int,
-        seed: int,
-        generator: torch.Generator | None = None,
-        draws: bool = False,
+        self, order: Order, *, share: int, seed: int, generator: torch.Generator | None = None, draws: bool = False
     ) -> None:
         self.order = order
         self.share = share  # this rank's place among the ranks that share the order
@@ -207,7 +197,7 @@ class WindowBatchSampler(Sampler[list[Any]]):
 
     @property
     def sampler(self) -> "WindowBatchSampler":
-        """Itself: Lightning calls ``set_epoch`` on ``batch_sampler.sampler``."""
+        """The sampler itself: Lightning calls ``set_epoch`` on ``batch_sampler.sampler``."""
         return self
 
     def set_epoch(self, epoch: int) -> None:
@@ -234,7 +224,7 @@ class WindowBatchSampler(Sampler[list[Any]]):
         return iter(())
 
     def take_seed_back(self) -> torch.Generator | None:
-        """What draws the same seed of workers as the iteration did that yielded nothing; ``None`` if there was none."""
+        """Return what draws the workers' seed of the iteration that yielded nothing; ``None`` if there was none."""
         if self.before is None:
             return None
         generator = torch.Generator()
@@ -243,7 +233,7 @@ class WindowBatchSampler(Sampler[list[Any]]):
         return generator
 
     def chunk(self, index: int) -> Chunk:
-        """The ``index``-th micro-batch of the epoch on this rank."""
+        """Return the ``index``-th micro-batch of the epoch on this rank."""
         assert self.plan is not None
         window, position = divmod(index, self.plan.factor)
         chunks = self._windows.get(window)
@@ -256,24 +246,23 @@ class WindowBatchSampler(Sampler[list[Any]]):
     def _chunks(self, plan: EpochPlan) -> Iterator[list[Any]]:
         if self._draws:
             torch.empty((), dtype=torch.int64).random_()
-        begin = getattr(self.order, "begin", self.order.draw)  # of a sampler that hooks may have changed meanwhile
-        order = begin(self.epoch, self.seed)
+        drawn = self.order.begin(self.epoch, self.seed)
         length = plan.length
         for index in count(plan.done) if length is None else range(plan.done, length):
-            yield _indices_of(self.chunk(index), order)
+            yield self._indices(index, drawn)
 
     def indices(self, index: int) -> list[Any]:
-        """The samples of the ``index``-th micro-batch of the epoch, once more."""
-        return _indices_of(self.chunk(index), self.order.draw(self.epoch, self.seed))
+        """Return the samples of the ``index``-th micro-batch of the epoch, once more."""
+        return self._indices(index, self.order.draw(self.epoch, self.seed))
 
-
-def _indices_of(chunk: Chunk, order: Sequence[Any] | torch.Tensor | None) -> list[Any]:
-    """A rank without a sample runs a stand-in of weight 0, to take part in what the ranks do together."""
-    start, count = chunk.start if chunk.count else chunk.window_end - 1, max(1, chunk.count)
-    if order is None:
-        return [None] * count
-    found = order[start : start + count]
-    return found.tolist() if isinstance(found, torch.Tensor) else list(found)
+    def _indices(self, index: int, drawn: Any) -> list[Any]:
+        """Return indices; a rank without a sample gets a stand-in of weight 0, to join in what ranks do together."""
+        chunk = self.chunk(index)
+        if drawn is None:
+            return [None] * max(1, chunk.count // self.order.per_item)
+        start = chunk.start if chunk.count else chunk.window_end - 1
+        found = drawn[start : start + max(1, chunk.count)]
+        return found.tolist() if isinstance(found, torch.Tensor) else list(found)
 
 
 @contextmanager

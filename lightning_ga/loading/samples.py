@@ -11,10 +11,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from lightning_ga.errors import UserError
-from lightning_ga.loading.peekable import PeekableStream, length_of
 from lightning_ga.loading.rebatch import copy_loader
 from lightning_ga.loading.sampler import seeded
-from lightning_ga.loading.stateful import keeps_place
+from lightning_ga.loading.streams import PeekableStream, keeps_place, length_of
 from lightning_ga.memory.live_tensors import uncounted
 from lightning_ga.snapshot.contents import ObjectState, contained, reachable
 from lightning_ga.snapshot.random_numbers import RandomState

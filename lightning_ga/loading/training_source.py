@@ -3,67 +3,62 @@
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, RandomSampler, WeightedRandomSampler, default_collate
 
 from lightning_ga.errors import UserError
-from lightning_ga.loading.batch_source import BatchSource
 from lightning_ga.loading.largest_samples import ScanOrder
-from lightning_ga.loading.reader import CollatedAgain
-from lightning_ga.loading.rebatch import rebatch
+from lightning_ga.loading.reader import LOOKED_AT, BatchSource, CollatedAgain, CollatedBatches
+from lightning_ga.loading.rebatch import read_loader, rebatch
 from lightning_ga.loading.recipe_batches import RecipeBatches, SourceSettings
-from lightning_ga.loading.sampler import FromBatches, Stream, WindowBatchSampler, draws_a_seed
+from lightning_ga.loading.sampler import FromBatches, FromSampler, Sequential, Shuffled, Stream, WindowBatchSampler
+from lightning_ga.loading.samples import peekable, read_samples
 from lightning_ga.plan.accumulation import AccumulationPlan, in_groups, plan_accumulation
 from lightning_ga.plan.windows import Chunk, EpochPlan, GivenWindows, Windows
+
+_TOGETHER = 64  # samples of the first batches, where a batch sampler decides which are together
 
 
 class TrainingSource:
     """Training data cut into windows and micro-batches, an epoch at a time.
 
-    A loader yields items: samples, or ready-made batches. Samples are counted in the order that ranks
-    share; where every rank has an order of its own (a sharded sampler, an iterable dataset on several
-    ranks), in that of one rank.
+    Samples are counted in the order that ranks share; where every rank has an order of its own (a sharded sampler, an
+    iterable dataset on several ranks), in that of one rank.
     """
 
-    keeps_place: bool  # whether a resume in mid-epoch repeats no sample
     may_drop: bool  # whether a batch may hold fewer samples than were fetched for it
     may_grow = False  # whether a batch may hold more samples than the first
     batch_source: BatchSource  # samples or other batches, from which the layout of a batch can be read
-    _samples_of_item = 1  # more where items are ready-made batches
 
-    def __init__(
-        self, items: "DataLoader[Any]", settings: SourceSettings, *, generator: torch.Generator | None = None
-    ) -> None:
-        self._recipe = recipe = RecipeBatches(items, settings)
-        self._items, self._settings = items, settings
+    def __init__(self, recipe: RecipeBatches, *, generator: torch.Generator | None = None) -> None:
+        self.recipe, settings = recipe, recipe.settings
         self.world_size = settings.world_size
         self.sharded_ranks = recipe.sharded_ranks  # ranks with an order of their own; one if they share an order
         one_rank = self.world_size == 1
         self.streams = isinstance(recipe.order, Stream)  # whether samples are counted in each batch, not in advance
+        self.keeps_place = not self.streams  # whether a resume in mid-epoch repeats no sample
         self.counted_later = self.streams or self.sharded_ranks > 1  # whether a window is counted only at its end
         self.cut_in_step = settings.cut_in_step  # whether the loader yields the recipe's batches, which the step cuts
         # Whether the user's own batch sampler decides which samples are together.
         self.keeps_groups = isinstance(recipe.order, FromBatches) and one_rank
-        self.workers = items.num_workers
         self.sampler = WindowBatchSampler(
             recipe.order,
             share=settings.rank if recipe.shared else 0,
             seed=settings.seed,
             generator=generator,
-            draws=draws_a_seed(recipe.order) and one_rank,
+            draws=recipe.order.draws_seed and one_rank,
         )
         self.loader: DataLoader[Any] | None = None  # which the fit loop reads, once an epoch is arranged
-        self._epoch_end: int | None = None  # items after which all its batches are done
+        self._epoch_end: int | None = None  # samples after which all its batches are done
         self.epoch_batches: int | None = None  # of the recipe on one rank, in the arranged epoch, if that is known
         self._looks: tuple[int, ScanOrder] | None = None
 
     @property
     def user_loader(self) -> "DataLoader[Any]":
-        """The user's loader, for its dataset and the way it collates."""
-        return self._items
+        """The user's loader, for its dataset and the way it collates; an error if its batches cannot be cut."""
+        return self.recipe.loader
 
     def looks(self, epoch: int) -> ScanOrder:
         """Return the order in which samples are scanned; those read are kept until an epoch is arranged."""
@@ -74,15 +69,16 @@ class TrainingSource:
     def _scan_order(self, epoch: int) -> ScanOrder:
         raise NotImplementedError
 
-    can_fetch = False  # whether ``samples_at`` returns samples
-
     def samples_at(self, index: int, seed: int = 0) -> CollatedAgain | None:
-        """Return the samples of the ``index``-th micro-batch, fetched again; ``None`` if they are not at hand."""
-        return None
+        """Return the samples of the ``index``-th micro-batch, fetched again; ``None`` of a stream."""
+        if self.streams:
+            return None
+        loader = self.recipe.loader
+        return CollatedAgain(loader, *read_samples(loader, self.sampler.indices(index), seed=seed))
 
-    def largest_extent(self, recipe_batch: int) -> int:
+    def largest_extent(self, epoch: int) -> int:
         """Return the most samples that a batch may hold."""
-        return recipe_batch
+        return self.recipe.largest_batch(epoch)
 
     def check_effective(self, effective: int) -> None:
         """Refuse an effective batch that cannot be counted in samples."""
@@ -91,24 +87,6 @@ class TrainingSource:
         """Refuse batches that cannot be cut."""
         _ = self.user_loader
 
-    def recipe_effective(self, epoch: int) -> int:
-        """Return the recipe's effective batch: batch size × factor × ranks; the largest where batches vary."""
-        return self._recipe.effective(epoch) * self._samples_of_item
-
-    def recipe_batch(self, epoch: int) -> int:
-        """Return the most samples that the user's loader yields to a rank at once."""
-        batches = self._settings.recipe_factor * self.world_size
-        return -(-self._recipe.effective(epoch) // batches) * self._samples_of_item
-
-    def total(self, epoch: int) -> int | None:
-        """Return the samples of an epoch that training uses; ``None`` for a stream of unknown length."""
-        items = self._recipe.total(epoch)
-        return None if items is None else items * self._samples_of_item
-
-    def steps(self, epoch: int, effective: int | None) -> int | None:
-        """Return the optimizer steps of one epoch; ``None`` for a stream of unknown length."""
-        return self._recipe.windows(epoch, self._in_items(effective), 0).count
-
     def arrange(
         self, epoch: int, effective: int | None, micro_batch: int, *, samples_done: int = 0, enabled: bool = True
     ) -> AccumulationPlan:
@@ -116,39 +94,30 @@ class TrainingSource:
 
         An ``effective`` of ``None`` keeps the recipe's windows; the loader yields nothing until it is ``enabled``.
         """
-        each, effective = self._samples_of_item, self._in_items(effective)
-        windows = self._recipe.windows(epoch, effective, samples_done // each)
-        self._refuse_no_window(windows, epoch, effective, samples_done)
-        plan, epoch_plan = self._cut(windows, epoch, effective, micro_batch // each)
-        self.sampler.arrange(epoch, epoch_plan, enabled=enabled)
-        self._note_end(windows, self._recipe.total(epoch))
-        self._looks = None
-        if self.loader is None:
-            sized = self.length is not None
-            self.loader = rebatch(self._items, self.sampler, sized=sized, shuffle=self._settings.shuffle)
-        object.__setattr__(self.loader, "batch_size", plan.micro_batch_size)
-        return plan if each == 1 else _multiplied(plan, each)
-
-    def _in_items(self, effective: int | None) -> int | None:
-        """Return the items that make up so many samples."""
-        return effective
-
-    def _refuse_no_window(self, windows: Windows, epoch: int, effective: int | None, samples_done: int) -> None:
-        total = self._recipe.total(epoch)
+        windows, total = self.recipe.windows(epoch, effective, samples_done), self.recipe.total(epoch)
         if effective is not None and total and windows.count == 0 and samples_done == 0:
             raise UserError(
                 f"effective_batch_size={effective} is more than the {total * self.sharded_ranks} samples of an epoch, "
                 "and drop_last=True drops the only window: use drop_last=False or a smaller effective batch."
             )
+        plan, epoch_plan = self._cut(windows, epoch, effective, micro_batch)
+        self.sampler.arrange(epoch, epoch_plan, enabled=enabled)
+        self._note_end(windows, total)
+        self._looks = None
+        if self.loader is None:
+            sized, shuffle = self.length is not None, self.recipe.settings.shuffle
+            self.loader = rebatch(self.recipe.loader, self.sampler, sized=sized, shuffle=shuffle)
+        object.__setattr__(self.loader, "batch_size", plan.micro_batch_size)
+        return plan
 
     def _cut(
         self, windows: Windows, epoch: int, effective: int | None, micro_batch: int
     ) -> tuple[AccumulationPlan, EpochPlan]:
         """Cut full windows, and an epoch of them; on one rank, not across the recipe's batches where these are kept."""
-        recipe, one_rank = self._recipe, self.world_size == 1
+        recipe, one_rank = self.recipe, self.world_size == 1
         whole_batches = self.cut_in_step and one_rank  # ranks share windows out evenly
         if isinstance(windows, GivenWindows):  # windows that start anew in mid-epoch may be larger than any before
-            size = self._settings.largest_over_ranks(windows.largest) * self.sharded_ranks
+            size = recipe.settings.largest_over_ranks(windows.largest) * self.sharded_ranks
         else:
             size = effective or recipe.effective(epoch)
         plan = plan_accumulation(size, micro_batch=micro_batch, world_size=self.world_size)
@@ -159,8 +128,10 @@ class TrainingSource:
             groups = windows.batches(batches)
             pieces = 1 if whole_batches else -(-max(map(max, groups), default=1) // micro_batch)
             plan = in_groups(groups, pieces=pieces)
+        elif recipe.order.per_item > 1:  # ready-made batches are not mixed
+            batches = ()
         elif effective is None and one_rank:
-            as_recipe = (plan.factor, plan.micro_batch_size) == (self._settings.recipe_factor, recipe.batch_size)
+            as_recipe = (plan.factor, plan.micro_batch_size) == (recipe.settings.recipe_factor, recipe.batch_size)
             micro_batch = plan.micro_batch_size if as_recipe else micro_batch
             batches = () if as_recipe or whole_batches else None
         apart, ranks = self.sharded_ranks > 1, recipe.ranks_per_order
@@ -171,7 +142,7 @@ class TrainingSource:
         self._epoch_end = None
         if windows.count is not None:
             self._epoch_end = sum(windows.span(windows.count - 1)) if windows.count else 0
-        self.epoch_batches = None if total is None or self.length is None else self._batches_of(total)
+        self.epoch_batches = None if total is None or self.length is None else self.recipe_batches(total)
 
     @contextmanager
     def seeded_as_before(self) -> Iterator[None]:
@@ -188,32 +159,19 @@ class TrainingSource:
 
     @property
     def epoch_plan(self) -> EpochPlan:
-        """The cut of the arranged epoch, in items."""
+        """The cut of the arranged epoch."""
         assert self.sampler.plan is not None, "the data are read before an epoch was arranged"
         return self.sampler.plan
 
     @property
     def length(self) -> int | None:
         """Micro-batches of the arranged epoch on each rank; ``None`` for a stream of unknown length."""
-        endless = self.streams and self._recipe.order.size is None
+        endless = self.streams and self.recipe.order.size is None
         return None if endless else self.epoch_plan.length
-
-    @property
-    def at_most(self) -> int | None:
-        """Micro-batches after which the epoch is not read any further; ``None`` for a stream without a limit."""
-        return self.epoch_plan.length
-
-    @property
-    def done(self) -> int:
-        """Micro-batches of the arranged epoch that an earlier run has trained on."""
-        return self.epoch_plan.done
 
     def chunk(self, index: int) -> Chunk:
         """Return the ``index``-th micro-batch of the arranged epoch on this rank."""
-        chunk, each = self.sampler.chunk(index), self._samples_of_item
-        if each == 1:
-            return chunk
-        return replace(chunk, count=chunk.count * each, done=chunk.done * each, window_end=chunk.window_end * each)
+        return self.sampler.chunk(index)
 
     def expected(self, chunk: Chunk) -> int | None:
         """Return the samples that a batch should hold; ``None`` where only the batch shows them."""
@@ -224,35 +182,57 @@ class TrainingSource:
 
         The end of the last window completes them all, whatever ragged batch or window was dropped.
         """
-        return self._batches_of(samples // self._samples_of_item)
-
-    def samples_of(self, batches: int) -> int:
-        """Return the samples of an epoch in so many batches of the recipe on each rank."""
-        recipe, epoch = self._recipe, self.sampler.epoch
-        if recipe.batch_size is None:
-            ends = recipe.ends(epoch)
-            return ends[min(batches * recipe.ranks_per_order, len(ends) - 1)]
-        items, total = batches * recipe.batch_size * recipe.ranks_per_order, recipe.total(epoch)
-        return (items if total is None else min(items, total)) * self._samples_of_item
-
-    def batches_after(self, index: int) -> int:
-        """Return the batches of the recipe that are done once each rank has done this micro-batch; 0 before any."""
-        return 0 if index < 0 else self._batches_of(self.sampler.chunk(index).done)
-
-    def _batches_of(self, items: int) -> int:
-        recipe = self._recipe
-        over = self._epoch_end is not None and items >= self._epoch_end
+        recipe = self.recipe
+        over = self._epoch_end is not None and samples >= self._epoch_end
         if recipe.batch_size is not None:
             used = recipe.used() if over else None
-            return items // (recipe.batch_size * recipe.ranks_per_order) if used is None else used
+            return samples // (recipe.batch_size * recipe.ranks_per_order) if used is None else used
         ends = recipe.ends(self.sampler.epoch)
         if over:
             return -(-(len(ends) - 1) // recipe.ranks_per_order)
-        return (bisect_right(ends, items) - 1) // recipe.ranks_per_order
+        return (bisect_right(ends, samples) - 1) // recipe.ranks_per_order
+
+    def samples_of(self, batches: int) -> int:
+        """Return the samples of an epoch in so many batches of the recipe on each rank."""
+        recipe, epoch = self.recipe, self.sampler.epoch
+        if recipe.batch_size is None:
+            ends = recipe.ends(epoch)
+            return ends[min(batches * recipe.ranks_per_order, len(ends) - 1)]
+        samples, total = batches * recipe.batch_size * recipe.ranks_per_order, recipe.total(epoch)
+        return samples if total is None else min(samples, total)
+
+    def batches_after(self, index: int) -> int:
+        """Return the batches of the recipe that are done once each rank has done this micro-batch; 0 before any."""
+        return 0 if index < 0 else self.recipe_batches(self.sampler.chunk(index).done)
 
 
-def _multiplied(plan: AccumulationPlan, each: int) -> AccumulationPlan:
-    """Return a plan for items of ``each`` samples."""
-    chunks = tuple(tuple(count * each for count in rank) for rank in plan.chunks)
-    size, largest = plan.effective_batch_size * each, plan.micro_batch_size * each
-    return replace(plan, effective_batch_size=size, micro_batch_size=largest, chunks=chunks)
+class MicroBatchSource(TrainingSource):
+    """The user's DataLoader and the micro-batches it is cut into."""
+
+    def __init__(self, loader: "DataLoader[Any]", settings: SourceSettings) -> None:
+        loader = peekable(loader)
+        read = read_loader(loader, world_size=settings.world_size, shard=settings.shard, shuffle=settings.shuffle)
+        super().__init__(RecipeBatches(loader, read, settings), generator=getattr(loader, "generator", None))
+        self.may_drop = loader.collate_fn is not default_collate
+        self.batch_source = CollatedBatches(
+            [loader], samples=lambda _: self.looks(self.sampler.epoch).some.read(LOOKED_AT)
+        )
+
+    def _scan_order(self, epoch: int) -> ScanOrder:
+        loader, order, total = self.recipe.loader, self.recipe.order, self.recipe.total(epoch)
+        if isinstance(order, Stream):
+            return ScanOrder(loader, None, order.size)
+        sampler = order.sampler if isinstance(order, FromSampler) else None
+        if isinstance(order, Sequential):
+            met: Sequence[Any] = range(order.size if total is None else total)
+        elif isinstance(order, Shuffled):
+            met = range(order.whole)
+        elif type(sampler) is RandomSampler:
+            met = range(len(sampler.data_source))
+        elif type(sampler) is WeightedRandomSampler:
+            met = sampler.weights.nonzero().flatten().tolist()
+        else:
+            assert isinstance(order, (FromSampler, FromBatches))
+            met = order.draw(epoch, self.sampler.seed)
+        together = met[:_TOGETHER] if isinstance(order, FromBatches) else None
+        return ScanOrder(loader, met, len(met), together)

@@ -1,4 +1,4 @@
-"""The shape of every field of a sample, whatever holds it."""
+"""The shape of every field of a sample, and the length of a batch, whatever holds it."""
 
 from collections import UserDict, namedtuple
 from dataclasses import dataclass
@@ -10,7 +10,15 @@ import pytest
 import torch
 from PIL import Image
 
-from lightning_ga.batch.sizes import elements, leaves
+from lightning_ga.batch import pytree as structures
+from lightning_ga.batch.layout import LayoutError
+from lightning_ga.batch.pytree import register_splitter
+from lightning_ga.batch.sizes import elements, leaves, length_of_first
+
+
+@pytest.fixture(autouse=True)
+def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(structures, "_SPLITTERS", {})
 
 
 @dataclass
@@ -67,3 +75,50 @@ def test_fields_are_named_by_where_they_are() -> None:
 
 def test_text_may_be_left_out() -> None:
     assert list(leaves({"path": "x.png"}, text=False)) == [(("path",), ())]
+
+
+Sized = namedtuple("Sized", "size inputs")
+
+
+class Bag:
+    """A type of one's own."""
+
+    def __init__(self, items: list[Any]) -> None:
+        self.items = items
+
+
+class Graphs(Bag):
+    """As in torch_geometric, but it does not say how many graphs it holds."""
+
+    def to_data_list(self) -> list[Any]:
+        return self.items
+
+    @classmethod
+    def from_data_list(cls, items: list[Any]) -> "Graphs":
+        return cls(items)
+
+
+@pytest.mark.parametrize(
+    ("batch", "length"),
+    [
+        (torch.zeros(8, 3), 8),
+        ({"scale": 0.5, "x": [torch.zeros(8, 3), torch.zeros(2)]}, 8),
+        (Sized((224, 224), torch.zeros(8)), 8),
+        (SimpleNamespace(t=torch.tensor(1.0), x=torch.zeros(8)), 8),
+        (["a", "b", "c"], 3),
+        (SimpleNamespace(num_graphs=4, x=torch.zeros(8)), 4),
+    ],
+)
+def test_the_first_tensor_tells_how_long_a_batch_is(batch: Any, length: int) -> None:
+    """Wherever it is; or a list of texts, and what says how many graphs it holds."""
+    assert length_of_first(batch) == length
+
+
+@pytest.mark.parametrize("kind", [Bag, Graphs])
+def test_a_batch_of_an_unknown_type_is_refused_until_it_is_registered(kind: type[Bag]) -> None:
+    """With its type and the way out."""
+    message = rf"How many samples a {kind.__name__} holds is not known.*register_splitter\({kind.__name__}, count=…"
+    with pytest.raises(LayoutError, match=message):
+        length_of_first(kind([1, 2]))
+    register_splitter(kind, count=lambda bag: len(bag.items), take=lambda bag, a, b: kind(bag.items[a:b]))
+    assert length_of_first(kind([1, 2])) == 2

@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader
 
 from lightning_ga.fit.epochs import effective_batch, optimizer_steps, plan_epoch, recipe_micro_batch
 from lightning_ga.loading.recipe_batches import SourceSettings
-from lightning_ga.loading.source import MicroBatchSource
+from lightning_ga.loading.training_source import MicroBatchSource
 from lightning_ga.plan.config import Request, read_request
 
 

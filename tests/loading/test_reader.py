@@ -1,8 +1,6 @@
 """Batches are counted and cut by their layout, by the module's hook, or by collating their samples anew."""
 
-from collections import namedtuple
 from collections.abc import Callable, Iterator, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,15 +11,15 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from lightning_ga.batch import pytree as structures
 from lightning_ga.batch.layout import LayoutError, SampleAxis
-from lightning_ga.batch.pytree import register_splitter
 from lightning_ga.compat.transfer import BatchTransfer
-from lightning_ga.loading.batch_source import (
+from lightning_ga.loading.reader import (
+    BatchReader,
+    CollatedAgain,
     CollatedBatches,
     ReadyMadeBatches,
     indices_of,
     is_collated,
 )
-from lightning_ga.loading.reader import BatchReader, CollatedAgain, length_of_first
 
 SIZE = 24
 
@@ -110,7 +108,7 @@ def test_batches_are_counted_and_cut_where_samples_lie() -> None:
     assert slices.samples == 8
     assert slices.take(2, 5)[1].tolist() == [2, 3, 4]
     assert slices.take(2, 5)[0].shape == (3, 3)
-    assert (read.collates_anew, read.makes_anew) == (False, False)
+    assert not read.makes_anew
     assert read.count([torch.zeros(5, 3), torch.zeros(5)], expected=8) == 5
 
 
@@ -168,7 +166,7 @@ def test_packed_batches_are_cut_by_collating_their_samples_anew() -> None:
     slices = read.slices(batch, expected=8, samples=lambda: again)
     assert slices.samples == 8
     assert structures.same_values(slices.take(3, 6), packed([(None, 3), (None, 4), (None, 5)]))
-    assert (read.collates_anew, read.makes_anew) == (True, True)
+    assert read.makes_anew
     read.check(lambda: again)
     with pytest.raises(LayoutError, match="split_batch"):
         read.check(lambda: None)
@@ -198,7 +196,7 @@ def test_a_module_that_cuts_batches_is_asked() -> None:
     read = reader(Cutting(), collated(loader))
     read.check(lambda: None)
     assert read.is_read()
-    assert (read.collates_anew, read.makes_anew) == (True, False)
+    assert not read.makes_anew
     slices = read.slices(first(loader), expected=8)
     assert slices.samples == 8
     assert [slices.take(*edges)[:, 0].tolist() for edges in ((0, 3), (3, 8), (0, 8), (2, 4))] == [
@@ -306,50 +304,3 @@ def test_loaders_that_collate_samples_are_known() -> None:
     assert is_collated(DataLoader(Endless(), 4))
     assert not is_collated(DataLoader(Endless(), batch_size=None))
     assert not is_collated([torch.zeros(8)])
-
-
-Pair = namedtuple("Pair", "size inputs")
-
-
-class Bag:
-    """A type of one's own."""
-
-    def __init__(self, items: list[Any]) -> None:
-        self.items = items
-
-
-class Graphs(Bag):
-    """As in torch_geometric, but it does not say how many graphs it holds."""
-
-    def to_data_list(self) -> list[Any]:
-        return self.items
-
-    @classmethod
-    def from_data_list(cls, items: list[Any]) -> "Graphs":
-        return cls(items)
-
-
-@pytest.mark.parametrize(
-    ("batch", "length"),
-    [
-        (torch.zeros(8, 3), 8),
-        ({"scale": 0.5, "x": [torch.zeros(8, 3), torch.zeros(2)]}, 8),
-        (Pair((224, 224), torch.zeros(8)), 8),
-        (SimpleNamespace(t=torch.tensor(1.0), x=torch.zeros(8)), 8),
-        (["a", "b", "c"], 3),
-        (SimpleNamespace(num_graphs=4, x=torch.zeros(8)), 4),
-    ],
-)
-def test_the_first_tensor_tells_how_long_a_batch_is(batch: Any, length: int) -> None:
-    """Wherever it is; or a list of texts, and what says how many graphs it holds."""
-    assert length_of_first(batch) == length
-
-
-@pytest.mark.parametrize("kind", [Bag, Graphs])
-def test_a_batch_of_an_unknown_type_is_refused_until_it_is_registered(kind: type[Bag]) -> None:
-    """With its type and the way out."""
-    message = rf"How many samples a {kind.__name__} holds is not known.*register_splitter\({kind.__name__}, count=…"
-    with pytest.raises(LayoutError, match=message):
-        length_of_first(kind([1, 2]))
-    register_splitter(kind, count=lambda bag: len(bag.items), take=lambda bag, a, b: kind(bag.items[a:b]))
-    assert length_of_first(kind([1, 2])) == 2

@@ -29,7 +29,6 @@ from lightning_ga.loading.sampler import (
     Shuffled,
     Stream,
     WindowBatchSampler,
-    draws_a_seed,
 )
 from lightning_ga.loading.samples import collate_samples, collect_samples, peekable
 from lightning_ga.plan.windows import EpochPlan, RegularWindows
@@ -388,7 +387,7 @@ def test_looking_at_samples_uses_up_no_random_numbers(shuffle: bool) -> None:
     collate_samples(loader, collect_samples(loader, [1, 2]), 2)
     assert torch.equal(torch.get_rng_state(), before)
     order = read_loader(loader, world_size=1).order
-    cut = WindowBatchSampler(order, share=0, seed=1, draws=draws_a_seed(order))
+    cut = WindowBatchSampler(order, share=0, seed=1, draws=order.draws_seed)
     cut.plan, cut.enabled = EpochPlan(RegularWindows(SIZE, 4), 2, 2, 1), True
     with torch.random.fork_rng():
         assert len(list(rebatch(loader, cut))) == 6

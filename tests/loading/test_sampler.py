@@ -21,7 +21,6 @@ from lightning_ga.loading.sampler import (
     Shuffled,
     Stream,
     WindowBatchSampler,
-    draws_a_seed,
     seeded,
 )
 from lightning_ga.plan.accumulation import plan_accumulation
@@ -277,7 +276,7 @@ def test_seeds_of_data_workers_are_drawn_once_for_each_iteration(own: bool) -> N
 
 def test_only_an_order_without_a_generator_of_its_own_draws_a_seed() -> None:
     """As torch's ``RandomSampler``: what training draws afterwards is what it would have drawn with that."""
-    drawn = [draws_a_seed(order) for order in (Shuffled(4), Shuffled(4, seed=1), Sequential(4), Stream(None))]
+    drawn = [order.draws_seed for order in (Shuffled(4), Shuffled(4, seed=1), Sequential(4), Stream(None))]
     assert drawn == [True, False, False, False]
     with torch.random.fork_rng():
         torch.manual_seed(0)

@@ -1,6 +1,6 @@
-"""Read a stream ahead of training, which still gets every item."""
+"""Streams that can be read ahead of training, which still gets every item, and loaders that save their position."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
@@ -39,8 +39,8 @@ class PeekableStream(IterableDataset[Any]):
         """Return the first items of the next epoch, which still yields them; none once training reads the stream."""
         if self._begun:
             return []
-        self._waiting = self._start() if self._waiting is None else self._waiting
-        while len(self._peeked) < min(most, MOST) and (item := next(self._waiting, _END)) is not _END:
+        waiting = self._started()
+        while len(self._peeked) < min(most, MOST) and (item := next(waiting, _END)) is not _END:
             self._peeked.append(item)
         return self._peeked[:most]
 
@@ -52,11 +52,15 @@ class PeekableStream(IterableDataset[Any]):
             number += 1
 
     def __iter__(self) -> Iterator[Any]:
-        self._waiting = self._start() if self._waiting is None else self._waiting
+        self._started()
         return self._read()
 
+    def _started(self) -> Iterator[Any]:
+        self._waiting = self._start() if self._waiting is None else self._waiting
+        return self._waiting
+
     def _read(self) -> Iterator[Any]:
-        items = self._start() if self._waiting is None else self._waiting
+        items = self._started()
         peeked, self._peeked, self._waiting, self._begun = self._peeked, [], None, True
         while peeked:
             yield peeked.pop(0)
@@ -99,3 +103,25 @@ class WholeBatches(IterableDataset[Any]):
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._of, name, value)
+
+
+def keeps_place(loader: Any) -> bool:
+    """Return whether a loader saves and restores its position."""
+    return all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
+def states_of(loaders: Iterable[Any]) -> list[Any]:
+    """Return the states of those loaders that have one."""
+    return [loader.state_dict() for loader in loaders if keeps_place(loader)]
+
+
+def load_states(loaders: Iterable[Any], states: Sequence[Any]) -> None:
+    """Restore the positions of loaders; refuse another number of them with the error of Lightning."""
+    keeping = [loader for loader in loaders if keeps_place(loader)]
+    if len(keeping) != len(states):
+        raise RuntimeError(
+            f"The checkpoint holds the states of {len(states)} data loaders and the training data have {len(keeping)} "
+            "that keep a state: give fit() the loaders that the checkpoint was written with."
+        )
+    for loader, state in zip(keeping, states):
+        loader.load_state_dict(state)

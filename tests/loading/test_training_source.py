@@ -14,7 +14,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from lightning_ga.errors import UserError
 from lightning_ga.loading.recipe_batches import SourceSettings
-from lightning_ga.loading.source import MicroBatchSource
+from lightning_ga.loading.training_source import MicroBatchSource
 
 SEED = 11
 TOTALS = st.integers(1, 80)
@@ -104,7 +104,7 @@ def trained_on(ranks: list[MicroBatchSource]) -> list[list[int]]:
 
 def assert_fit(ranks: list[MicroBatchSource], limit: int) -> None:
     """Assert that no micro-batch to come is larger than fits."""
-    counts = [feed.chunk(index).count for feed in ranks for index in range(feed.done, feed.length or 0)]
+    counts = [feed.chunk(index).count for feed in ranks for index in range(feed.epoch_plan.done, feed.length or 0)]
     assert max(counts, default=0) <= limit
 
 
@@ -141,7 +141,7 @@ def test_windows_are_slices_of_one_order_on_any_hardware(
     ranks = feeds(lambda rank: DataLoader(Numbers(total), batch, shuffle=True), world_size, factor)
     for feed in ranks:
         plan = feed.arrange(epoch, None, limit)
-        assert plan.effective_batch_size == batch * factor * world_size == feed.recipe_effective(epoch)
+        assert plan.effective_batch_size == batch * factor * world_size == feed.recipe.effective(epoch)
     assert trained_on(ranks) == cut(permutation(total, epoch), batch * factor * world_size)
 
 
@@ -162,17 +162,18 @@ def test_the_trainers_limit_counts_batches_of_the_recipe(
     used = total if whole else min(total, batches * batch * world_size)
     if not batches and unlimited:
         with pytest.raises(UserError, match=f"limit_train_batches={trainer_limit} of {unlimited} batches leaves none"):
-            ranks[0].total(0)
+            ranks[0].recipe.total(0)
         return
-    assert ranks[0].total(0) == used
+    assert ranks[0].recipe.total(0) == used
     if drop_last and whole and used < effective:
         with pytest.raises(UserError, match="drop_last"):
             ranks[0].arrange(0, effective, limit)
         return
+    expected = cut(list(range(used)), effective, drop_last=drop_last and whole)
     for feed in ranks:
         feed.arrange(0, effective, limit)
-        assert feed.steps(0, effective) == len(cut(list(range(used)), effective, drop_last=drop_last and whole))
-    assert trained_on(ranks) == cut(list(range(used)), effective, drop_last=drop_last and whole)
+        assert feed.recipe.windows(0, effective).count == len(expected)
+    assert trained_on(ranks) == expected
 
 
 @settings(deadline=None)
@@ -192,7 +193,7 @@ def test_batches_of_the_recipe_are_counted_while_training(
     ends = list(accumulate([batch * world_size] * batches))
     for index, count in enumerate(counts[:-1]):
         assert count == sum(end <= samples_after(feed.epoch_plan, index) for end in ends)
-    assert counts[-1] == batches == feed.recipe_batches(feed.total(0) or 0)
+    assert counts[-1] == batches == feed.recipe_batches(feed.recipe.total(0) or 0)
 
 
 @settings(deadline=None)
@@ -222,8 +223,8 @@ def test_batches_of_a_custom_batch_sampler_are_joined(
         return
     for feed in ranks:
         plan = feed.arrange(0, None, limit)
-        assert plan.effective_batch_size == feed.recipe_effective(0) == max(map(len, windows))
-        assert feed.total(0) == sum(map(len, batches))
+        assert plan.effective_batch_size == feed.recipe.effective(0) == max(map(len, windows))
+        assert feed.recipe.total(0) == sum(map(len, batches))
     assert trained_on(ranks) == windows
     assert_fit(ranks, limit)
     assert world_size > 1 or not mixed(ranks[0], batches)
@@ -301,7 +302,7 @@ def test_an_effective_batch_is_a_whole_number_of_a_batch_samplers_batches(
     plan = feed.arrange(0, effective, limit)
     assert plan.micro_batch_size <= limit
     assert plan.effective_batch_size == effective or total < effective
-    assert feed.steps(0, effective) == -(-len(batches) // number)
+    assert feed.recipe.windows(0, effective).count == -(-len(batches) // number)
     assert trained_on([feed]) == cut(list(range(total)), effective)
     assert_fit([feed], limit)
     assert not mixed(feed, batches)
@@ -412,7 +413,7 @@ def test_streams_are_cut_as_they_come(
     assert feed.counted_later
     assert (feed.length is None) == (not sized)
     used = total if trainer_limit is None else min(total, trainer_limit * batch)
-    assert feed.total(0) == (used if sized else None if trainer_limit is None else trainer_limit * batch)
+    assert feed.recipe.total(0) == (used if sized else None if trainer_limit is None else trainer_limit * batch)
     assert feed.loader is not None
     batches = [part.tolist() for part in feed.loader]
     assert sum(batches, []) == list(range(used))
