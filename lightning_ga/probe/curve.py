@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 
-from lightning_ga.memory.segment_replay import replay_segments
-from lightning_ga.memory.segments import SMALL, Peaks, SegmentRules
+from lightning_ga.memory.segments import SMALL, Peaks, SegmentRules, replay_segments
 from lightning_ga.memory.trace import MemoryTrace, Segment
 from lightning_ga.plan.records import Trial
 from lightning_ga.probe.pairing import paired
