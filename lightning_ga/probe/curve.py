@@ -5,8 +5,7 @@ from dataclasses import dataclass, field, replace
 from lightning_ga.memory.segments import SMALL, Peaks, SegmentRules, replay_segments
 from lightning_ga.memory.trace import MemoryTrace, Segment
 from lightning_ga.plan.records import Trial
-from lightning_ga.probe.pairing import paired
-from lightning_ga.probe.prediction import PeakPredictor, extrapolate
+from lightning_ga.probe.prediction import PeakPredictor, extrapolate, paired
 
 # A caching allocator hands out somewhat more than is asked for, and kernels choose their workspaces by size.
 TOLERANCE = 0.016  # of a measured peak

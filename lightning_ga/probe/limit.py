@@ -25,14 +25,14 @@ from lightning_ga.memory.live_tensors import uncounted
 from lightning_ga.plan.config import Options
 from lightning_ga.plan.records import ProbeResult
 from lightning_ga.plan.units import parse_budget
-from lightning_ga.probe.cache import remember, remembered
+from lightning_ga.probe.cache import describe_step, remember, remembered
 from lightning_ga.probe.finder import numbered
-from lightning_ga.probe.fingerprint import describe_step
 from lightning_ga.probe.isolation import isolated
 from lightning_ga.probe.meters import meter_of
 from lightning_ga.probe.prober import Prober
 from lightning_ga.probe.shortage import Shortage
 from lightning_ga.probe.throughput import fastest
+from lightning_ga.probe.training import ProbedTraining
 from lightning_ga.probe.trials import (
     TrainingSetup,
     TrialStep,
@@ -58,7 +58,7 @@ def probe(setup: TrainingSetup, options: Options, *, high: int) -> tuple[ProbeRe
         device = numbered(trainer.strategy.root_device)
         total = total_memory(device)
         meter = meter_of(device, module=trainer.lightning_module, owners=setup.resident)
-        step = TrialStep(setup, samples, meter.note_batch)
+        step = TrialStep(setup, samples, meter.tensors.note_batch)
         with uncounted():
             few = min(2, high)
             batches = _small_batches(trainer, loader, samples.by_weight, few)
@@ -71,25 +71,22 @@ def probe(setup: TrainingSetup, options: Options, *, high: int) -> tuple[ProbeRe
 
         reset()
         steps = count(1)
-        prober = Prober(
+        training = ProbedTraining(
             step,
-            meter,
-            budget=parse_budget(options.budget, total),
-            shortage=Shortage.of_budget(options.budget, total),
             resident=lambda: chain(*setup.resident().values()),
             reset=reset,
             agree=lambda fits: agreement.sum_over_ranks(trainer, float(not fits)) == 0,
             on_step=lambda n: announce(f"Looking for the largest micro-batch: step {next(steps)}, {n} samples …"),
+            warm_up=partial(make_optimizer_state, trainer),
         )
-        kind = None
-        if options.cache:
-            given = options, rank_samples, setup.batch_samples
-            kind = describe_step(trainer, loader.collate_fn, samples.by_weight, *given)
+        shortage = Shortage.of_budget(options.budget, total)
+        prober = Prober(training, meter, budget=parse_budget(options.budget, total), shortage=shortage)
+        described = trainer, loader.collate_fn, samples.by_weight, options, rank_samples, setup.batch_samples
+        kind = describe_step(*described) if options.cache else None
         found = prober.find(
             high,
             known=remembered(kind) if kind else None,
             predict_only=True if agreement.is_sharded(trainer) else None,
-            warm_up=partial(make_optimizer_state, trainer),
         )
         if found.source != "cache" and options.objective == "throughput":
             announce("Looking for the fastest micro-batch …")

@@ -18,9 +18,9 @@ from lightning_ga.compat.transfer import BatchTransfer
 from lightning_ga.compat.trial_steps import FIRST_OF_WINDOW, LAST_OF_WINDOW, run_pass
 from lightning_ga.loading.largest_samples import LargestSamples, ScanOrder
 from lightning_ga.loading.reader import BatchReader
+from lightning_ga.memory.attribution import state_of
 from lightning_ga.memory.device import synchronize
 from lightning_ga.memory.oom import attempt
-from lightning_ga.memory.origin_meter import state_of
 from lightning_ga.plan.attribution import RETRIES
 from lightning_ga.plan.records import Timing
 from lightning_ga.probe.throughput import time_windows
