@@ -42,7 +42,8 @@ def remembered(step: Mapping[str, Any]) -> ProbeResult | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        _warn(f"{path} cannot be read ({type(error).__name__}: {error}), so the limit is looked for again.")
+        told = f"{path} cannot be read ({type(error).__name__}: {error}), so the limit is looked for again."
+        warnings.warn(told, stacklevel=1)
         return None
 
 
@@ -57,7 +58,8 @@ def remember(step: Mapping[str, Any], result: ProbeResult) -> None:
     except OSError as error:
         with suppress(OSError):
             part.unlink()
-        _warn(f"{path} cannot be written ({type(error).__name__}: {error}), so the limit is not remembered.")
+        told = f"{path} cannot be written ({type(error).__name__}: {error}), so the limit is not remembered."
+        warnings.warn(told, stacklevel=1)
 
 
 def cache_folder() -> Path:
@@ -74,10 +76,6 @@ def cache_folder() -> Path:
 def _path(step: Mapping[str, Any]) -> Path:
     digest = sha256(json.dumps(step, sort_keys=True).encode()).hexdigest()
     return cache_folder() / f"{digest[:32]}.json"
-
-
-def _warn(message: str) -> None:
-    warnings.warn(message, stacklevel=2)
 
 
 def hardware(trainer: Any, budget: int | float | str | None) -> str:

@@ -178,7 +178,8 @@ class Search:
         trial = self._fitting[-1].trial
         foreseen = self._early is not None and self._early.confirms(trial, ())
         far = self.rounding > 1 and guess > FAR * self.limit
-        if guess <= 2 * self.limit or not (far or (self._is_quadratic() and not foreseen)):
+        is_square = self._replay is not None and self._replay.is_quadratic
+        if guess <= 2 * self.limit or not (far or (is_square and not foreseen)):
             return ()
         return (max(2 * self.limit, self._part_way(self._curve, guess)) if self.rounding > 1 else 2 * self.limit,)
 
@@ -238,13 +239,12 @@ class Search:
         """What two aligned traces tell, if that is what the curve is made of."""
         return None if self._curve is None else self._curve.replay
 
-    def _is_quadratic(self) -> bool:
-        return self._replay is not None and self._replay.is_quadratic
-
     def _may_be_more(self, guess: int) -> bool:
         """Whether much more fits if temporaries have ended growing, which a recorded step tells."""
         more = guess + max(1, guess // WORTH)
-        return self._curve is not None and more < self.ceiling and self._curve.needs_at_least(more) <= self.budget
+        return (
+            self._curve is not None and more < self.ceiling and self._curve.foreseen(more, at_least=True) <= self.budget
+        )
 
     def _is_enough(self, guess: int) -> bool:
         """Whether the limit, tried beyond the traces, is near enough to where it should be, or trials are used up."""
