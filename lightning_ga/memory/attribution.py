@@ -20,8 +20,8 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_ga.memory.live_tensors import HeldStorage, LiveTensorMeter, addresses
 from lightning_ga.memory.trace import MemoryTrace, bytes_alive, rounded_up
-from lightning_ga.plan import attribution as kinds
-from lightning_ga.plan.attribution import BATCH, BEFORE, GRADIENTS, LOGITS, OPTIMIZER, PARAMETERS, Attribution
+from lightning_ga.plan import attribution as holder
+from lightning_ga.plan.attribution import Attribution
 
 THE_STEP = "the step itself"
 Owners = Callable[[], Mapping[str, Iterable[Tensor]]]
@@ -62,7 +62,7 @@ def attribute(trace: MemoryTrace, origins: StepOrigins, *, rounding: int = 1, pe
     begun = trace.events[: totals.index(seen) + 1]
     alive = {event for event in begun if event >= 0} - {~event for event in begun if event < 0}
     last = _last_phases(trace, origins)
-    held = Counter({kinds.UNNAMED: max(0, peak - seen)})
+    held = Counter({holder.UNNAMED: max(0, peak - seen)})
     for number in alive - {0}:
         held[_part(origins.made.get(number), last[number])] += rounded_up(trace.sizes[number], rounding)
     if 0 in alive:
@@ -90,7 +90,7 @@ def _residents(floor: int, known: Mapping[str, int]) -> Counter[str]:
     for name, size in known.items():
         held[name] += min(size, floor)
         floor -= min(size, floor)
-    held[BEFORE] += floor
+    held[holder.BEFORE] += floor
     return held
 
 
@@ -110,17 +110,17 @@ def _last_phases(trace: MemoryTrace, origins: StepOrigins) -> list[str]:
 def _part(origin: Origin | None, released_in: str) -> str:
     """Name what a storage is: state, an activation, a temporary, or something that was kept."""
     if origin is None:
-        return BEFORE
-    if origin.kind and (released_in or origin.kind != LOGITS):
+        return holder.BEFORE
+    if origin.kind and (released_in or origin.kind != holder.LOGITS):
         return origin.kind
     place = block(origin.place) or THE_STEP
     if not released_in:
-        return f"{kinds.KEPT} {place}"
+        return f"{holder.KEPT} {place}"
     if origin.phase == "update":
-        return kinds.UPDATE
+        return holder.UPDATE
     if origin.phase == "backward" and released_in == "update":
-        return GRADIENTS
-    return f"{kinds.ACTIVATIONS if origin.phase != released_in else kinds.TEMPORARIES} {place}"
+        return holder.GRADIENTS
+    return f"{holder.ACTIVATIONS if origin.phase != released_in else holder.TEMPORARIES} {place}"
 
 
 class OriginMeter(LiveTensorMeter):  # type: ignore[no-untyped-call]
@@ -179,9 +179,8 @@ class OriginMeter(LiveTensorMeter):  # type: ignore[no-untyped-call]
         """Note in the recording that these are the batch."""
         if self._events is None:
             return
-        for tensor in tensors:
-            for storage in addresses(tensor):
-                self._name(storage, BATCH)
+        for storage in addresses(tensors):
+            self._name(storage, holder.BATCH)
 
     def origins(self, *, complete: bool = True) -> StepOrigins:
         """Return where the storages of the recorded step come from; to be asked for before ``trace``."""
@@ -199,9 +198,8 @@ class OriginMeter(LiveTensorMeter):  # type: ignore[no-untyped-call]
         """What storages are to a training, by their addresses; the first owner counts."""
         kinds: dict[int, str] = {}
         for kind, tensors in self._owners().items():
-            for tensor in tensors:
-                for storage in addresses(tensor):
-                    kinds.setdefault(storage, kind)
+            for storage in addresses(tensors):
+                kinds.setdefault(storage, kind)
         return kinds
 
     def _name(self, storage: int, kind: str) -> None:
@@ -210,7 +208,7 @@ class OriginMeter(LiveTensorMeter):  # type: ignore[no-untyped-call]
             return
         if held.recording != self._recording:
             self._kinds.setdefault(storage, kind)
-        elif not (kind == LOGITS and self._origins[held.number].kind):
+        elif not (kind == holder.LOGITS and self._origins[held.number].kind):
             self._origins[held.number] = replace(self._origins[held.number], kind=kind)
 
     def _enter_module(self, part: nn.Module, inputs: Any) -> None:
@@ -236,14 +234,13 @@ class OriginMeter(LiveTensorMeter):  # type: ignore[no-untyped-call]
         if self._events is not None and func is _ADD and torch._C._current_graph_task_id() != -1:
             self._note_sum(args[0], *outputs)
         if self._events is not None and _described(func)[1]:
-            for tensor in args:
-                if isinstance(tensor, Tensor) and tensor.is_floating_point():
-                    for storage in addresses(tensor):
-                        self._name(storage, LOGITS)
+            tensors = (value for value in args if isinstance(value, Tensor) and value.is_floating_point())
+            for storage in addresses(tensors):
+                self._name(storage, holder.LOGITS)
 
     def _note_sum(self, gradient: Tensor, total: Tensor) -> None:
         """Note the storages of a gradient and of its sum with another, both of this step."""
-        held = [self._held.get(storage) for tensor in (gradient, total) for storage in addresses(tensor)]
+        held = [self._held.get(storage) for storage in addresses((gradient, total))]
         numbers = [each.number for each in held if each and each.counts and each.recording == self._recording]
         if len(numbers) == 2:
             self._sums.append((numbers[0] + 1, numbers[1] + 1))  # a trace numbers them from 1
@@ -262,14 +259,14 @@ class OriginMeter(LiveTensorMeter):  # type: ignore[no-untyped-call]
 
     def _origin(self, size: int) -> Origin:
         operation, is_loss = _described(self._operation)
-        kind = LOGITS if is_loss else ""
+        kind = holder.LOGITS if is_loss else ""
         place = next((name for name in reversed(self._stack) if name), operation)
         if torch._C._current_graph_task_id() != -1:
             self._was_backward = True
             node: Any = torch._C._current_autograd_node()
             place = (node.metadata.get(_NODE_NAME) if node is not None else "") or place
             # A gradient is whole before it is added to that of earlier micro-batches.
-            return Origin("backward", place, GRADIENTS if size in self._weights.get(place, ()) else kind)
+            return Origin("backward", place, holder.GRADIENTS if size in self._weights.get(place, ()) else kind)
         # Not told by the marks: Lightning runs forward and backward passes in a closure, inside the optimizer's step.
         updates = self._was_backward and not torch.is_grad_enabled()
         return Origin("update", "the optimizer") if updates else Origin("forward", place, kind)
@@ -280,9 +277,9 @@ def state_of(tensors: Iterable[Tensor], optimizers: Iterable[Optimizer]) -> dict
     known = list(tensors)
     state = [value for optimizer in optimizers for values in optimizer.state.values() for value in values.values()]
     return {
-        PARAMETERS: known,
-        GRADIENTS: [tensor.grad for tensor in known if tensor.is_leaf and tensor.grad is not None],
-        OPTIMIZER: [value for value in state if isinstance(value, Tensor)],
+        holder.PARAMETERS: known,
+        holder.GRADIENTS: [tensor.grad for tensor in known if tensor.is_leaf and tensor.grad is not None],
+        holder.OPTIMIZER: [value for value in state if isinstance(value, Tensor)],
     }
 
 

@@ -13,10 +13,10 @@ TOLERANCE = 0.016  # of a measured peak
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A training step that fits."""
+    """A training step that was tried."""
 
     trial: Trial
-    traces: tuple[MemoryTrace, ...]  # the most faithful first
+    traces: tuple[MemoryTrace, ...] = ()  # if it was recorded, the most faithful first
     reserved_bytes: int | None = None  # what an allocator reserved, and a budget had to leave; ``None`` is not known
 
     @property

@@ -78,7 +78,7 @@ class Prober:
             self._training.put_back()
         limit = self._training.smallest(min(known.limit, high))
         self._least = 0  # an error of two meanings is for the search to judge, which follows a failure
-        trial, _ = self._try(min(2, limit) if cautious else limit, record=False)
+        trial = self._try(min(2, limit) if cautious else limit, record=False).trial
         if not trial.fits:
             return None
         peak = known.peak_bytes if limit == known.limit or cautious else trial.peak_bytes
@@ -103,9 +103,9 @@ class Prober:
             warm_up=first,
         )
         while (size := self._training.smallest(search.propose(self._layout(search)))) != search.limit:
-            trial, measured = self._try(size, record=search.wants_trace)
-            self._trials.append(trial)
-            search.record(trial, *measured.traces, reserved_bytes=measured.reserved_bytes)
+            step = self._try(size, record=search.wants_trace)
+            self._trials.append(step.trial)
+            search.record(step)
         if search.rules is not None:
             self._training.put_back()
         limit = self._training.smallest(search.predicted) if search.predict_only else search.limit
@@ -139,23 +139,23 @@ class Prober:
         if not self._training.agree(alive <= budget):
             raise self._does_not_fit(alive, budget, high, cautious=cautious)
         for size in range(min(2, high), 0, -1):
-            trial, measured = self._try(size, record=True)
-            if not trial.fits:
-                self._trials.append(trial)
+            step = self._try(size, record=True)
+            if not step.trial.fits:
+                self._trials.append(step.trial)
                 continue
-            if self._meter.device.type != "cpu" and not trial.peak_bytes:
+            peak = step.trial.peak_bytes
+            if self._meter.device.type != "cpu" and not peak:
                 raise UserError(
                     f"A step of {size} samples takes no memory on device {str(self._meter.device)!r}: give "
                     "find_micro_batch the device= that it runs on."
                 )
             alive = self._prepare()[0]
-            affordable = affordable_samples(
-                measured.traces, budget - alive, taken=trial.peak_bytes - alive, rounding=self._meter.rounding
-            )
+            rounding = self._meter.rounding
+            affordable = affordable_samples(step.traces, budget - alive, taken=peak - alive, rounding=rounding)
             affordable = self._training.smallest(min(max(0, affordable), 2 * high))
             high = high if size == 2 else 1
             sizes = trace_sizes(high, affordable, kernels_vary=self._meter.sees_kernels and not cautious)
-            return high, sizes, Step(trial, measured.traces)
+            return high, sizes, step
         raise self._does_not_fit(alive, budget, high, cautious=cautious)
 
     def _prepare(self) -> tuple[int, int]:
@@ -180,7 +180,7 @@ class Prober:
             predict_only = self._meter.deadly and not bounded
         return not self._training.agree(not predict_only)
 
-    def _try(self, size: int, *, record: bool, bounded: bool = True) -> tuple[Trial, Measurement]:
+    def _try(self, size: int, *, record: bool, bounded: bool = True) -> Step:
         """Run a step from a clean start, and put the state back after it, whatever came of it.
 
         One that is not ``bounded`` by the budget is by the device alone, and raises no error.
@@ -201,7 +201,7 @@ class Prober:
         self._training.put_back(None if failure is None else had_gradients)
         if fatal and failure is not None:
             raise failure
-        return self._judge(size, measured, budget), measured
+        return Step(self._judge(size, measured, budget), measured.traces, measured.reserved_bytes)
 
     def _judge(self, size: int, measured: Measurement, budget: int) -> Trial:
         """Decide whether a step fits, on all ranks."""
@@ -214,7 +214,6 @@ class Prober:
         return Trial(size, peak, fits, measured.seconds)
 
     def _means_too_large(self, failure: Exception, size: int) -> bool:
-        """Whether a failed step means that its size does not fit."""
         if is_out_of_memory(failure):
             return True
         larger = any(not trial.fits and trial.micro_batch_size > size for trial in self._trials)
@@ -246,7 +245,7 @@ class Prober:
         smallest = None
         for size in range(min(2, high), 0, -1):
             tried = [self._try(size, record=True, bounded=False) for _ in range(2)]
-            if all(trial.fits for trial, _ in tried):
-                needed = max(max(trial.peak_bytes, step.reserved_bytes or 0) for trial, step in tried)
-                smallest = tried[-1][0], self._training.largest(needed)
+            if all(step.trial.fits for step in tried):
+                needed = max(max(step.trial.peak_bytes, step.reserved_bytes or 0) for step in tried)
+                smallest = tried[-1].trial, self._training.largest(needed)
         return smallest

@@ -234,7 +234,6 @@ def _sparse_gradients(parameters: Iterable[torch.Tensor]) -> dict[torch.Tensor, 
 
 
 def _tensors(batch: Any) -> Iterator[torch.Tensor]:
-    """The tensors of a batch of any structure."""
     if isinstance(batch, torch.Tensor):
         yield batch
     for _, part in open_container(batch) or ():

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from lightning_ga.memory.segments import KIB, MIB, ExpandableSegments, SegmentRules, Segments, replay_segments
 from lightning_ga.memory.trace import MemoryTrace, Segment
 from lightning_ga.plan.records import ProbeResult, Trial, still_holds
+from lightning_ga.probe.curve import Step
 from lightning_ga.probe.search import MARGIN, Search, trace_sizes
 
 EXPANDABLE = SegmentRules(expandable=True)
@@ -226,7 +227,7 @@ def test_a_search_foresees_what_will_be_reserved(budget_mib: int) -> None:
         while (size := search.propose()) != search.limit:
             trial, trace = device.run(size)
             trials.append(trial)
-            search.record(trial, trace)
+            search.record(Step(trial, () if trace is None else (trace,)))
         assert device.fits(search.limit)
         found = ProbeResult(
             search.limit, budget, 1, tuple(trials), len(trials), 0.1, search.method, curve=search.curve(search.limit)
@@ -252,7 +253,8 @@ def test_holes_may_lie_in_a_margin(budget_mib: int) -> None:
         rules = SegmentRules()
         search = Search(high=100_000, budget=budget, sizes=sizes, rounding=512, rules=rules, has_margin=has_margin)
         while (size := search.propose()) != search.limit:
-            search.record(*device.run(size))
+            trial, trace = device.run(size)
+            search.record(Step(trial, () if trace is None else (trace,)))
         limits.append(search.limit)
         assert device.fits(search.limit)
         assert (search.predict(search.limit) or 0) <= budget

@@ -217,14 +217,6 @@ def _value(func: Any, args: Any) -> Any:
     return 1.0 if tensor.dtype.is_floating_point else 1
 
 
-def _nonzero(tensor: Tensor) -> Tensor:
-    return torch.empty(tensor.numel(), tensor.dim(), dtype=torch.int64)
-
-
-def _masked_select(tensor: Tensor, mask: Tensor) -> Tensor:
-    return tensor.new_empty((tensor.bool() & mask).numel())
-
-
 def _bincount(_: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
     return torch.empty(max(1, minlength), dtype=torch.int64 if weights is None else torch.float64)
 
@@ -235,8 +227,8 @@ def _unique(tensor: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor, Tensor]
 
 
 _SIZED: dict[str, Callable[..., Any]] = {
-    "nonzero": _nonzero,
-    "masked_select": _masked_select,
+    "nonzero": lambda tensor: torch.empty(tensor.numel(), tensor.dim(), dtype=torch.int64),
+    "masked_select": lambda tensor, mask: tensor.new_empty((tensor.bool() & mask).numel()),
     "bincount": _bincount,
     "_unique2": _unique,
     "unique_consecutive": _unique,
