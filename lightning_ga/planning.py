@@ -82,7 +82,10 @@ def plan_for_device(
     if not isinstance(module, MODULES):
         raise UserError(f"module must be a LightningModule, not {type(module).__name__}.")
     root = "lightning.pytorch" if isinstance(module, pl.LightningModule) else "pytorch_lightning"
-    ours, others = _split(trainer.pop("callbacks", None))
+    given = trainer.pop("callbacks", None)
+    callbacks = list(given) if isinstance(given, (list, tuple)) else [] if given is None else [given]
+    ours = [callback for callback in callbacks if isinstance(callback, AutoAccumulate)]
+    others = [callback for callback in callbacks if callback not in ours]
     if ours and effective_batch_size is not None:
         raise UserError(
             f"{effective_batch_size=} and the AutoAccumulate in callbacks both say what is wanted: give one of them."
@@ -97,13 +100,6 @@ def plan_for_device(
     assert plan is not None, "the start of training plans"
     assert probe is not None, "and estimates"
     return DevicePlan(plan, probe, device.total_bytes, device.reserved_bytes, tuple(device.unreliable))
-
-
-def _split(callbacks: Any) -> tuple[list[AutoAccumulate], list[Any]]:
-    """The callback that plans, and the others."""
-    given = list(callbacks) if isinstance(callbacks, (list, tuple)) else [] if callbacks is None else [callbacks]
-    ours = [callback for callback in given if isinstance(callback, AutoAccumulate)]
-    return ours, [callback for callback in given if callback not in ours]
 
 
 @contextmanager

@@ -16,8 +16,7 @@ from benchmarks.probing.training import Training
 from benchmarks.trainers import quiet_trainer
 from lightning_ga import AutoAccumulate
 from lightning_ga.memory.allocator import AllocatorMeter
-from lightning_ga.memory.segment_replay import replay_segments
-from lightning_ga.memory.segments import ROUNDING
+from lightning_ga.memory.segments import ROUNDING, replay_segments
 
 FACTOR = 2  # micro-batches of a window
 ENDLESS = 10**9  # samples: the watch ends training

@@ -18,11 +18,9 @@ from lightning_ga.plan.checkpoint import RunState
 from lightning_ga.plan.config import Options, Request
 from lightning_ga.plan.planned_device import current_device
 from lightning_ga.plan.records import ProbeResult, lowered, still_holds
-from lightning_ga.probe.cache import remember
-from lightning_ga.probe.fingerprint import hardware
-from lightning_ga.probe.limit import probe
+from lightning_ga.probe.cache import hardware, remember
 from lightning_ga.probe.planned.estimate import estimate
-from lightning_ga.probe.trials import TrainingSetup
+from lightning_ga.probe.trials import TrainingSetup, probe
 
 NO_LIMIT = 2**31
 

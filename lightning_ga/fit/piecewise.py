@@ -17,7 +17,7 @@ from lightning_ga.loading.reader import BatchSlices
 from lightning_ga.memory.oom import is_ambiguous_out_of_memory, is_out_of_memory
 from lightning_ga.plan.accumulation import plan_accumulation, split_evenly
 from lightning_ga.plan.exactness import SAME_RESULT
-from lightning_ga.probe.fingerprint import describe_value
+from lightning_ga.probe.cache import describe_value
 from lightning_ga.snapshot.plain import PlainState
 
 

@@ -7,7 +7,7 @@ private history is read in torch 2.11 and 2.15 (``torch/cuda/memory.py``); witho
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -31,7 +31,10 @@ class AllocatorMeter:
         self.device = device
         self._backend: Any = getattr(torch, device.type)
         self._before = (0, 0)
-        self._history = _history_of(device)
+        self._has_history = _has_history(device)
+        self._alive: int | None = None  # bytes at the start of a recording; ``None`` without one
+        self._segments: list[Mapping[str, Any]] = []
+        self._residents: Mapping[int, int] = {}
 
     @property
     def rules(self) -> SegmentRules | None:
@@ -47,25 +50,28 @@ class AllocatorMeter:
         return int(self._backend.memory_allocated(self.device))
 
     def handed_out(self) -> int:
-        """Return how many blocks were ever handed out, where a history tells which."""
-        stats: dict[str, Any] = torch.cuda.memory_stats_as_nested_dict(self.device) if self._history else {}
+        """Return how many blocks were ever handed out, if a history tells which."""
+        stats: dict[str, Any] = torch.cuda.memory_stats_as_nested_dict(self.device) if self._has_history else {}
         return int(stats["allocation"]["all"]["allocated"]) if stats else 0
 
     # ``residents`` here and below: places of the tensors that are alive before a step, by address.
     def layout(self, residents: Mapping[int, int]) -> tuple[Segment, ...]:
-        """Return the segments that the next step finds in an empty cache; none where that is not known."""
-        if self._history is None:
+        """Return the segments that the next step finds in an empty cache; none if that is not known."""
+        if not self._has_history:
             return ()
         self._empty_cache()
-        return tuple(_layout(segment, residents) for segment in self._history.segments())
+        return tuple(_layout(segment, residents) for segment in self._segments_now())
 
     def start(self, *, record: bool = False, residents: Mapping[int, int] | None = None) -> None:
-        """Empty the cache and begin a step; with ``record``, keep the allocator's events for ``trace``."""
+        """Empty the cache and begin a step; with ``record``, keep the allocator's events, unless other code does."""
         self._empty_cache()
         self._backend.reset_peak_memory_stats(self.device)
         self._before = self.troubles()
-        if record and self._history is not None:
-            self._history.start(self.allocated(), residents or {})
+        if record and self._has_history:
+            self._alive = None if torch._C._cuda_isHistoryEnabled() else self.allocated()
+        if record and self._alive is not None:
+            self._segments, self._residents = self._segments_now(), residents or {}
+            torch.cuda.memory._record_memory_history("all", context=None, max_entries=_MOST_EVENTS, clear_history=True)
 
     def finish(self) -> tuple[int, bool]:
         """Return the peak of allocated bytes since ``start``, and whether the step ran without retries."""
@@ -77,22 +83,36 @@ class AllocatorMeter:
         return int(self._backend.max_memory_reserved(self.device))
 
     def trace(self, samples: int) -> MemoryTrace | None:
-        """Return the recorded step from the allocator's own events; ``None`` where it keeps no history."""
-        return None if self._history is None else self._history.trace(samples)
-
-    def _empty_cache(self) -> None:
-        self._backend.synchronize(self.device)
-        self._backend.empty_cache()
+        """Return the recorded step from the allocator's own events, and stop recording; ``None`` without them."""
+        if self._alive is None:
+            return None
+        events, alive = torch.cuda.memory._snapshot(self.device)["device_traces"][self._index()], self._alive
+        self.stop()
+        if len(events) >= _MOST_EVENTS:
+            return None
+        return events_as_trace(events, samples, alive, self._segments, self._residents)
 
     def stop(self) -> None:
-        """Stop recording."""
-        if self._history is not None:
-            self._history.stop()
+        """Stop a recording that ``start`` began, if there is one."""
+        if self._alive is not None:
+            self._alive = None
+            torch.cuda.memory._record_memory_history(None)
 
     def troubles(self) -> tuple[int, int]:
         """Return how often the allocator has run out of memory, and how often it has freed its cache."""
         stats: dict[str, Any] = self._backend.memory_stats(self.device)
         return stats.get("num_ooms", 0), stats.get("num_alloc_retries", 0)
+
+    def _empty_cache(self) -> None:
+        self._backend.synchronize(self.device)
+        self._backend.empty_cache()
+
+    def _segments_now(self) -> list[Mapping[str, Any]]:
+        every = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+        return [segment for segment in every if segment["device"] == self._index()]
+
+    def _index(self) -> int:
+        return torch.cuda.current_device() if self.device.index is None else self.device.index
 
 
 class RetryWatch:
@@ -124,58 +144,12 @@ class RetryWatch:
         self._before = None
 
 
-class History:
-    """The CUDA allocator's own record of blocks allocated and released."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._alive: int | None = None
-        self._segments: list[Mapping[str, Any]] = []
-        self._residents: Mapping[int, int] = {}
-
-    def segments(self) -> list[Mapping[str, Any]]:
-        """Return the device's segments now."""
-        index = self._index()
-        every = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
-        return [segment for segment in every if segment["device"] == index]
-
-    def start(self, alive: int, residents: Mapping[int, int]) -> None:
-        """Begin recording, with so many bytes alive, of tensors by address; do nothing if other code is recording."""
-        self._alive = None if torch._C._cuda_isHistoryEnabled() else alive
-        if self._alive is not None:
-            self._segments, self._residents = self.segments(), residents
-            self._switch("all", context=None, max_entries=_MOST_EVENTS, clear_history=True)
-
-    def trace(self, samples: int) -> MemoryTrace | None:
-        """Return the recording as a step of ``samples`` samples, and end it."""
-        if self._alive is None:
-            return None
-        events, alive = torch.cuda.memory._snapshot(self._device)["device_traces"][self._index()], self._alive
-        self.stop()
-        if len(events) >= _MOST_EVENTS:
-            return None
-        return events_as_trace(events, samples, alive, self._segments, self._residents)
-
-    def stop(self) -> None:
-        """End a recording that ``start`` began, if there is one."""
-        if self._alive is not None:
-            self._alive = None
-            self._switch(None)
-
-    def _index(self) -> int:
-        return torch.cuda.current_device() if self._device.index is None else self._device.index
-
-    def _switch(self, enabled: Literal["all"] | None, **settings: Any) -> None:
-        torch.cuda.memory._record_memory_history(enabled, **settings)
-
-
-def _history_of(device: torch.device) -> History | None:
-    """Return the allocator's history; ``None`` if it keeps none."""
+def _has_history(device: torch.device) -> bool:
+    """Return whether the allocator keeps a record of its own of blocks allocated and released."""
     # ``clear_history`` came with torch 2.6: without it, earlier events would be read as this step's.
     known = hasattr(torch.cuda.memory, "_record_memory_history_impl") and hasattr(torch._C, "_cuda_isHistoryEnabled")
-    if device.type != "cuda" or not known or tuple(map(int, torch.__version__.split(".")[:2])) < (2, 6):
-        return None
-    return History(device) if _is_native(device) else None
+    recent = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 6)
+    return device.type == "cuda" and known and recent and _is_native(device)
 
 
 def _is_native(device: torch.device) -> bool:

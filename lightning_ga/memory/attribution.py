@@ -1,27 +1,33 @@
-"""Add up what holds the memory at the peak of a recorded step: state, activations of which blocks, temporaries.
+"""Record where the storages of a step are made, and add up what holds the memory at its peak.
 
-A ``MemoryTrace`` says which storages are alive when most bytes are, and ``StepOrigins`` where each was
-made. The parts sum to the peak.
+A ``MemoryTrace`` says which storages are alive when most bytes are, and ``StepOrigins`` where each was made: state,
+activations of which blocks, temporaries. The parts sum to the peak. Hooks on modules tell which one runs, and the nodes
+of the backward pass are named after the module that made them. Both are there for the time of a recording alone.
 """
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any
 
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+from lightning_ga.memory.live_tensors import HeldStorage, LiveTensorMeter, addresses
 from lightning_ga.memory.trace import MemoryTrace, bytes_alive, rounded_up
-from lightning_ga.plan.attribution import (
-    ACTIVATIONS,
-    BEFORE,
-    GRADIENTS,
-    KEPT,
-    LOGITS,
-    TEMPORARIES,
-    UNNAMED,
-    UPDATE,
-    Attribution,
-)
+from lightning_ga.plan import attribution as holder
+from lightning_ga.plan.attribution import Attribution
 
 THE_STEP = "the step itself"
+Owners = Callable[[], Mapping[str, Iterable[Tensor]]]
+_NODE_NAME = "lightning_ga.module"  # in the metadata of autograd's nodes: which module made them
+_ADD = torch.ops.aten.add.Tensor
+_LOSSES = ("log_softmax", "nll_loss", "cross_entropy", "binary_cross_entropy_with_logits")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +62,7 @@ def attribute(trace: MemoryTrace, origins: StepOrigins, *, rounding: int = 1, pe
     begun = trace.events[: totals.index(seen) + 1]
     alive = {event for event in begun if event >= 0} - {~event for event in begun if event < 0}
     last = _last_phases(trace, origins)
-    held = Counter({UNNAMED: max(0, peak - seen)})
+    held = Counter({holder.UNNAMED: max(0, peak - seen)})
     for number in alive - {0}:
         held[_part(origins.made.get(number), last[number])] += rounded_up(trace.sizes[number], rounding)
     if 0 in alive:
@@ -84,7 +90,7 @@ def _residents(floor: int, known: Mapping[str, int]) -> Counter[str]:
     for name, size in known.items():
         held[name] += min(size, floor)
         floor -= min(size, floor)
-    held[BEFORE] += floor
+    held[holder.BEFORE] += floor
     return held
 
 
@@ -102,16 +108,194 @@ def _last_phases(trace: MemoryTrace, origins: StepOrigins) -> list[str]:
 
 
 def _part(origin: Origin | None, released_in: str) -> str:
-    """Name what a storage is to a reader: state, an activation, a temporary, or something that was kept."""
+    """Name what a storage is: state, an activation, a temporary, or something that was kept."""
     if origin is None:
-        return BEFORE
-    if origin.kind and (released_in or origin.kind != LOGITS):
+        return holder.BEFORE
+    if origin.kind and (released_in or origin.kind != holder.LOGITS):
         return origin.kind
     place = block(origin.place) or THE_STEP
     if not released_in:
-        return f"{KEPT} {place}"
+        return f"{holder.KEPT} {place}"
     if origin.phase == "update":
-        return UPDATE
+        return holder.UPDATE
     if origin.phase == "backward" and released_in == "update":
-        return GRADIENTS
-    return f"{ACTIVATIONS if origin.phase != released_in else TEMPORARIES} {place}"
+        return holder.GRADIENTS
+    return f"{holder.ACTIVATIONS if origin.phase != released_in else holder.TEMPORARIES} {place}"
+
+
+class OriginMeter(LiveTensorMeter):  # type: ignore[no-untyped-call]
+    """Meters live tensors, and records where they are made.
+
+    Parts of the module are named; without one, parts are named by their class. ``owners`` returns the tensors of a
+    training's state by what they are, as ``state_of`` does, and ``handed_out`` how many blocks an allocator ever gave.
+    """
+
+    def __init__(
+        self, module: nn.Module | None, owners: Owners = dict, handed_out: Callable[[], int] = int, **arguments: Any
+    ) -> None:
+        super().__init__(**arguments)
+        self._handed_out, self._handed_out_before = handed_out, 0
+        parts = {} if module is None else dict(module.named_modules())
+        self._names = None if module is None else {id(part): name for name, part in parts.items() if name}
+        # Bytes of the parameters that each module has of its own.
+        self._weights = {name: {p.nbytes for p in part.parameters(recurse=False)} for name, part in parts.items()}
+        self._owners = owners
+        self._stack: list[str] = []
+        self._hooks: list[RemovableHandle] = []
+        self._origins: dict[int, Origin] = {}
+        self._sums: list[tuple[int, int]] = []
+        self._addresses: dict[int, tuple[int, int]] = {}  # by storage, with how many blocks were handed out
+        self._kinds: dict[int, str] = {}  # of storages that were there before, by their addresses
+        self._operation: Any = None
+        self._was_backward = False  # since the last module ran
+
+    def __enter__(self) -> "OriginMeter":
+        if self._events is not None and not self._hooks:
+            self._hooks = [
+                register_module_forward_pre_hook(self._enter_module),
+                register_module_forward_hook(self._leave_module, always_call=True),
+            ]
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._stack.clear()
+
+    def start(self, *, record: bool = False, budget: int | None = None) -> None:
+        """Begin a step: the peak starts at what is alive, and what is alive is known by its owners."""
+        super().start(record=record, budget=budget)
+        self._origins.clear()
+        self._sums.clear()
+        self._addresses.clear()
+        self._was_backward = False
+        self._kinds = self._owned() if record else {}
+        self._handed_out_before = self._handed_out() if record else 0
+
+    def note_batch(self, tensors: Iterable[Tensor]) -> None:
+        """Note in the recording that these are the batch."""
+        if self._events is None:
+            return
+        for storage in addresses(tensors):
+            self._name(storage, holder.BATCH)
+
+    def origins(self, *, complete: bool = True) -> StepOrigins:
+        """Return where the storages of the recorded step come from; to be asked for before ``trace``."""
+        resident: Counter[str] = Counter()
+        for storage, kind in {**self._kinds, **self._owned()}.items():
+            held = self._held.get(storage)
+            if held is not None and held.counts:
+                self._name(storage, kind)
+                if held.recording != self._recording:
+                    resident[kind] += rounded_up(held.size, self.rounding)
+        made = {number + 1: origin for number, origin in self._origins.items()}  # a trace numbers them from 1
+        return StepOrigins(made, resident, complete)
+
+    def _owned(self) -> dict[int, str]:
+        """What storages are to a training, by their addresses; the first owner counts."""
+        kinds: dict[int, str] = {}
+        for kind, tensors in self._owners().items():
+            for storage in addresses(tensors):
+                kinds.setdefault(storage, kind)
+        return kinds
+
+    def _name(self, storage: int, kind: str) -> None:
+        held = self._held.get(storage)
+        if held is None or not held.counts:
+            return
+        if held.recording != self._recording:
+            self._kinds.setdefault(storage, kind)
+        elif not (kind == holder.LOGITS and self._origins[held.number].kind):
+            self._origins[held.number] = replace(self._origins[held.number], kind=kind)
+
+    def _enter_module(self, part: nn.Module, inputs: Any) -> None:
+        outer = self._stack[-1] if self._stack else ""
+        self._was_backward &= torch._C._current_graph_task_id() != -1
+        _name_nodes(inputs, outer)
+        self._stack.append(type(part).__name__ if self._names is None else self._names.get(id(part), outer))
+
+    def _leave_module(self, _: nn.Module, __: Any, outputs: Any) -> None:
+        if self._stack:
+            _name_nodes(outputs, self._stack.pop())
+
+    def _number(self, held: HeldStorage) -> None:
+        super()._number(held)
+        if held.recording == self._recording:
+            self._origins[held.number] = self._origin(held.size)
+        elif kind := self._kinds.pop(held.key, ""):  # alive before the step
+            self._origins[held.number] = Origin("forward", "", kind)
+
+    def _see(self, outputs: Iterable[Tensor], func: Any, args: Any, kwargs: Any) -> None:
+        self._operation = func
+        super()._see(outputs, func, args, kwargs)
+        if self._events is not None and func is _ADD and torch._C._current_graph_task_id() != -1:
+            self._note_sum(args[0], *outputs)
+        if self._events is not None and _described(func)[1]:
+            tensors = (value for value in args if isinstance(value, Tensor) and value.is_floating_point())
+            for storage in addresses(tensors):
+                self._name(storage, holder.LOGITS)
+
+    def _note_sum(self, gradient: Tensor, total: Tensor) -> None:
+        """Note the storages of a gradient and of its sum with another, both of this step."""
+        held = [self._held.get(storage) for storage in addresses((gradient, total))]
+        numbers = [each.number for each in held if each and each.counts and each.recording == self._recording]
+        if len(numbers) == 2:
+            self._sums.append((numbers[0] + 1, numbers[1] + 1))  # a trace numbers them from 1
+
+    def _hold(self, storage: torch.UntypedStorage, *, counts: bool) -> None:
+        super()._hold(storage, counts=counts)
+        if counts and self._events is not None and storage.device.type == "cuda":
+            handed_out = self._handed_out() - self._handed_out_before
+            self._addresses[len(self._sizes)] = storage.data_ptr(), handed_out
+
+    def trace(self, samples: int) -> MemoryTrace:
+        """Return the recording, with the addresses of its storages and the sums of gradients."""
+        trace = super().trace(samples)
+        addresses, handed_out = zip(*(self._addresses.get(number, (0, 0)) for number in range(len(trace.sizes))))
+        return replace(trace, addresses=addresses, sums=tuple(self._sums), handed_out=handed_out)
+
+    def _origin(self, size: int) -> Origin:
+        operation, is_loss = _described(self._operation)
+        kind = holder.LOGITS if is_loss else ""
+        place = next((name for name in reversed(self._stack) if name), operation)
+        if torch._C._current_graph_task_id() != -1:
+            self._was_backward = True
+            node: Any = torch._C._current_autograd_node()
+            place = (node.metadata.get(_NODE_NAME) if node is not None else "") or place
+            # A gradient is whole before it is added to that of earlier micro-batches.
+            return Origin("backward", place, holder.GRADIENTS if size in self._weights.get(place, ()) else kind)
+        # Not told by the marks: Lightning runs forward and backward passes in a closure, inside the optimizer's step.
+        updates = self._was_backward and not torch.is_grad_enabled()
+        return Origin("update", "the optimizer") if updates else Origin("forward", place, kind)
+
+
+def state_of(tensors: Iterable[Tensor], optimizers: Iterable[Optimizer]) -> dict[str, list[Tensor]]:
+    """Return parameters with buffers, their gradients, and the tensors of optimizers, by what they are."""
+    known = list(tensors)
+    state = [value for optimizer in optimizers for values in optimizer.state.values() for value in values.values()]
+    return {
+        holder.PARAMETERS: known,
+        holder.GRADIENTS: [tensor.grad for tensor in known if tensor.is_leaf and tensor.grad is not None],
+        holder.OPTIMIZER: [value for value in state if isinstance(value, Tensor)],
+    }
+
+
+@cache
+def _described(operation: Any) -> tuple[str, bool]:
+    """The name of an operation, and whether it is one of a loss of logits."""
+    name = str(operation).removeprefix("aten.").split(".")[0].strip("_")
+    return name, name.startswith(_LOSSES)
+
+
+def _name_nodes(values: Any, name: str) -> None:
+    """Name the nodes of the backward pass that lead to some tensors, those that have no name yet."""
+    tensors = (value for value in tree_leaves(values) if isinstance(value, Tensor))
+    todo: list[Any] = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+    while todo:
+        node = todo.pop()
+        if _NODE_NAME not in node.metadata:
+            node.metadata[_NODE_NAME] = name
+            todo += [before for before, _ in node.next_functions if before is not None]

@@ -190,7 +190,6 @@ def is_bounded(device: torch.device) -> bool:
 
 @contextmanager
 def _bounded(device: torch.device, fraction: float) -> Iterator[None]:
-    """Return a context in which this process may reserve that share of a CUDA device."""
     before = _memory_fraction(device)
     torch.cuda.set_per_process_memory_fraction(fraction, device)
     try:

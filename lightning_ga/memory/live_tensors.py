@@ -188,7 +188,6 @@ class LiveTensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._events.append(held.number)
 
     def _number(self, held: HeldStorage) -> None:
-        """Give a storage its number in the recording."""
         held.number = len(self._sizes)
         self._sizes.append(held.size)
 
@@ -231,17 +230,14 @@ class LiveTensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _taken(args: Any, kwargs: Any) -> set[int]:
     """Return the addresses of an operation's arguments: an output in one of them was not created by it."""
-    found: set[int] = set()
-    for value in (*args, *kwargs.values()) if kwargs else args:
-        for item in value if isinstance(value, (list, tuple)) else (value,):
-            if isinstance(item, Tensor):
-                found.update(addresses(item))
-    return found
+    values = (*args, *kwargs.values()) if kwargs else args
+    items = (item for value in values for item in (value if isinstance(value, (list, tuple)) else (value,)))
+    return set(addresses(item for item in items if isinstance(item, Tensor)))
 
 
-def addresses(tensor: Tensor) -> list[int]:
-    """Return the addresses of a tensor's storages."""
-    return [plain.untyped_storage()._cdata for plain in plain_tensors(tensor)]
+def addresses(tensors: Iterable[Tensor]) -> Iterator[int]:
+    """Yield the addresses of the storages of tensors."""
+    return (plain.untyped_storage()._cdata for tensor in tensors for plain in plain_tensors(tensor))
 
 
 def plain_tensors(tensor: Tensor) -> Iterable[Tensor]:

@@ -36,7 +36,10 @@ def is_out_of_memory(error: BaseException) -> bool:
         >>> is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
         False
     """
-    return isinstance(error, Exception) and any(map(_is_one, _chain(error)))
+    if not isinstance(error, Exception):
+        return False
+    kinds = (torch.OutOfMemoryError, MemoryError)
+    return any(isinstance(link, kinds) or _says(link, _OUT_OF_MEMORY) for link in _chain(error))
 
 
 def is_ambiguous_out_of_memory(error: BaseException) -> bool:
@@ -89,7 +92,7 @@ def release(error: BaseException) -> None:
 def empty_caches() -> None:
     """Return unused cached blocks of every accelerator in use to its device; start no accelerator."""
     for vendor in vendors_in_use():
-        vendor.empty_cache()
+        vendor.backend.empty_cache()
 
 
 def _settle_backward_threads() -> None:
@@ -102,10 +105,6 @@ def _settle_backward_threads() -> None:
         with suppress(Exception), torch.inference_mode(False), torch.enable_grad():  # memory may be short even now
             some = torch.zeros((), device=device, requires_grad=True)
             torch.autograd.backward(some.clone())
-
-
-def _is_one(error: BaseException) -> bool:
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or _says(error, _OUT_OF_MEMORY)
 
 
 def _says(error: BaseException, texts: tuple[str, ...]) -> bool:

@@ -5,15 +5,19 @@ is free as a whole, so holes between blocks count too. The rules are those of th
 (``CUDACachingAllocator.cpp``, read in torch 2.11), for one stream. Of free blocks of one size the allocator takes the
 one whose segment is the oldest, then the one with the lowest address (seen in torch 2.15). Segments from before the
 stream are taken to be as old as their addresses are low, and a new one to lie in the lowest gap that is large enough.
+
+With ``expandable_segments:True`` there is one segment for small and one for large blocks, and they grow. Parts of its
+addresses have memory behind them, in pages of 2 or 20 MiB; the others are unmapped, and a request that finds no free
+block has the lowest of them mapped.
 """
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, repeat
 from typing import NamedTuple
 
-from lightning_ga.memory.trace import Segment, rounded_up
+from lightning_ga.memory.trace import MemoryTrace, Segment, rounded_up
 
 KIB, MIB = 2**10, 2**20
 ROUNDING = 512  # bytes that every block is rounded up to
@@ -21,6 +25,7 @@ SMALL = MIB  # blocks up to here come from segments of their own
 SMALL_SEGMENT, LARGE_SEGMENT = 2 * MIB, 20 * MIB
 LARGE = 10 * MIB  # blocks from here on have a segment each
 SEGMENT_ROUNDING = 2 * MIB
+_ENDLESS = 1 << 90  # addresses of a segment that grows: sizes that are only predicted may be any
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,10 +106,15 @@ class Block:
     mapped: bool = True
     freed: int = 0
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether it is a segment by itself."""
-        return self.before is None and self.after is None
+    def __post_init__(self) -> None:
+        self.link()
+
+    def link(self) -> None:
+        """Let the neighbours know the block."""
+        if self.before is not None:
+            self.before.after = self
+        if self.after is not None:
+            self.after.before = self
 
 
 class Segments:
@@ -126,8 +136,10 @@ class Segments:
         size = self._rules.rounded(size)
         small = size <= SMALL
         block = self._taken(size, small) or self._reserve(size, small)
-        if self._rules.may_split(size, block.size - size, small=small):
-            self._split(block, size)
+        rest = block.size - size
+        if self._rules.may_split(size, rest, small=small):
+            block.size = size
+            self._track(Block(block.address + size, rest, small, block.age, before=block, after=block.after))
         self._count(allocated=block.size)
         return block
 
@@ -137,8 +149,6 @@ class Segments:
         address, age = segment.address, next(self._ages)
         for (size, _), is_held in zip(segment.blocks, held):
             block = Block(address, size, segment.small, age, before=blocks[-1] if blocks else None)
-            if block.before is not None:
-                block.before.after = block
             blocks.append(block)
             address += size
             if is_held:
@@ -163,12 +173,8 @@ class Segments:
         needed += self.reserved
         self.allocated += allocated
         self.reserved += reserved
-        most = self.peaks
-        self.peaks = Peaks(
-            max(most.allocated, self.allocated),
-            max(most.reserved, self.reserved),
-            max(most.needed, self.reserved, needed),
-        )
+        now = self.allocated, self.reserved, max(self.reserved, needed)
+        self.peaks = Peaks(*map(max, self.peaks, now))
 
     def _taken(self, size: int, small: bool) -> Block | None:
         self._requests[small] += 1
@@ -208,7 +214,8 @@ class Segments:
         surplus = self.reserved - int(share * budget) if share and budget is not None else 0
         if surplus <= 0:
             return
-        whole = [block for *_, address in self._free[False] if (block := self._blocks[address]).is_whole]
+        free = [self._blocks[address] for *_, address in self._free[False]]
+        whole = [block for block in free if block.before is None and block.after is None]
         while surplus > 0 and whole:
             ages = {block.address: self._requests[False] - block.freed for block in whole}
             mean = sum(ages.values()) / len(ages)
@@ -250,19 +257,9 @@ class Segments:
                     block.address, block.before = neighbour.address, neighbour.before
                 else:
                     block.after = neighbour.after
-        if block.before is not None:
-            block.before.after = block
-        if block.after is not None:
-            block.after.before = block
+        block.link()
         self._track(block)
         return block
-
-    def _split(self, block: Block, size: int) -> None:
-        rest = Block(block.address + size, block.size - size, block.small, block.age, before=block, after=block.after)
-        if rest.after is not None:
-            rest.after.before = rest
-        block.size, block.after = size, rest
-        self._track(rest)
 
     def _track(self, block: Block) -> None:
         block.free, block.freed = True, self._requests[block.small]
@@ -274,3 +271,116 @@ class Segments:
         free = self._free[block.small]
         del free[bisect_left(free, (block.size, block.age, block.address))]
         block.free = False
+
+
+class ExpandableSegments(Segments):
+    """The two segments that grow: what is adopted are their mapped parts, by rising address."""
+
+    def __init__(self, rules: SegmentRules) -> None:
+        super().__init__(rules)
+        self._ages = repeat(0)
+        self._unmapped: dict[bool, list[Block]] = {True: [], False: []}  # by address
+
+    def adopt(self, segment: Segment, held: Iterable[bool]) -> list[Block]:
+        """Add a mapped part, some of whose blocks are allocated; one without blocks is where the segment begins."""
+        before = self._end_before(segment)
+        blocks = super().adopt(segment, held)
+        if before is not None and blocks:
+            before.after, blocks[0].before = blocks[0], before
+        end = segment.address + sum(block.size for block in blocks)
+        last = blocks[-1] if blocks else None
+        self._leave_unmapped(Block(end, _ENDLESS - end, segment.small, 0, before=last))
+        return blocks
+
+    def _end_before(self, segment: Segment) -> Block | None:
+        """Let the unmapped addresses after what was adopted before end where a segment begins."""
+        parts = self._unmapped[segment.small]
+        if not parts:
+            return None
+        parts[-1].size = segment.address - parts[-1].address
+        return parts[-1] if parts[-1].size > 0 else parts.pop().before
+
+    def _first(self, free: list[tuple[int, int, int]], size: int) -> int:
+        """Pass by a block that can grow as long as the next one is smaller than what it can grow to."""
+        place = super()._first(free, size)
+        while place + 1 < len(free) and self._room_of(free[place + 1]) < self._room_of(free[place]):
+            place += 1
+        return place
+
+    def _room_of(self, entry: tuple[int, int, int]) -> int:
+        block = self._blocks[entry[2]]
+        return block.size + (block.after.size if block.after is not None and not block.after.mapped else 0)
+
+    def _reserve(self, size: int, small: bool) -> Block:
+        """Map the lowest addresses that have room, and join them to a free block before them."""
+        if not self._rules.grows_freely:
+            self._count(needed=segment_size(size, small=small))
+        if not self._unmapped[small]:
+            self._leave_unmapped(Block(_ENDLESS * (1 if small else 2), _ENDLESS, small, 0))
+        block = next(first for part in self._unmapped[small] if (first := _with_room(part, size)) is not None)
+        if not block.mapped:
+            block = self._map(block, size)
+        while block.size < size:
+            assert block.after is not None
+            block = self._map(block.after, size - block.size)
+        self._untrack(block)
+        return block
+
+    def _map(self, block: Block, size: int) -> Block:
+        """Put memory behind the first ``size`` bytes of an unmapped block; return the free block they are in then."""
+        size = min(block.size, rounded_up(size, SMALL_SEGMENT if block.small else LARGE_SEGMENT))
+        self._unmapped[block.small].remove(block)
+        if size < block.size:
+            address, rest = block.address + size, block.size - size
+            self._leave_unmapped(Block(address, rest, block.small, 0, before=block, after=block.after))
+        block.size, block.mapped = size, True
+        self._count(reserved=size)
+        return self._join(block)
+
+    def _leave_unmapped(self, block: Block) -> None:
+        block.mapped = False
+        insort(self._unmapped[block.small], block, key=lambda part: part.address)
+
+
+def _with_room(part: Block, size: int) -> Block | None:
+    """Return the block from which on ``size`` bytes are free or unmapped: the free one before ``part``, or itself."""
+    first = part.before if part.before is not None and part.before.free else part
+    room = 0
+    block: Block | None = first
+    while room < size and block is not None and (block.free or not block.mapped):
+        room, block = room + block.size, block.after
+    return first if room >= size else None
+
+
+def segments_of(rules: SegmentRules | None) -> Segments:
+    """Return the empty books of an allocator with these settings."""
+    return ExpandableSegments(rules) if rules is not None and rules.expandable else Segments(rules)
+
+
+def replay_segments(sizes: Iterable[int], trace: MemoryTrace, rules: SegmentRules | None = None) -> Peaks:
+    """Return the peaks of a stream with storages of these sizes, from an empty cache.
+
+    If the segments before it are not known, what was alive before has segments of its own without holes.
+
+    Examples:
+        >>> replay_segments([0, 3 * MIB, 3 * MIB], MemoryTrace(1, (0, 1, 1), (0, 1, 2, ~1, ~2)))
+        Peaks(allocated=6291456, reserved=20971520, needed=20971520)
+    """
+    held = list(sizes)
+    segments = segments_of(rules)
+    blocks: dict[int, Block] = {}
+    for segment in trace.layout:
+        # A storage that grows with the samples is elsewhere then, and its place is a hole.
+        there = [n == 0 or (n > 0 and held[n] == trace.sizes[n]) for _, n in segment.blocks]
+        adopted = segments.adopt(segment, there)
+        blocks |= {n: block for (_, n), kept, block in zip(segment.blocks, there, adopted) if kept and n > 0}
+    segments.reserve(held[0] - (trace.sizes[0] if trace.layout else 0))
+    for event in trace.events:
+        number = event if event >= 0 else ~event
+        if number == 0 or held[number] == 0 or (event > 0 and number in blocks):
+            continue
+        if event > 0:
+            blocks[number] = segments.allocate(held[number])
+        else:
+            segments.release(blocks.pop(number))
+    return segments.peaks

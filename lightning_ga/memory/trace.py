@@ -132,7 +132,6 @@ def rounded_up(size: int, multiple: int) -> int:
 
 
 def _releases_after(events: Sequence[int], index: int) -> Sequence[int]:
-    """Return the releases that follow an event directly."""
     end = index + 1
     while end < len(events) and events[end] < 0:
         end += 1

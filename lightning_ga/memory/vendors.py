@@ -38,10 +38,6 @@ class Vendor:
         places = range(self.backend.device_count())
         yield from (torch.device(self.kind, place) for place in places if self.backend.memory_allocated(place))
 
-    def empty_cache(self) -> None:
-        """Return cached blocks that are not in use to the devices."""
-        self.backend.empty_cache()
-
     def memory(self, device: torch.device) -> tuple[int, int]:
         """Return free and total bytes of a device."""
         free, total = self.backend.mem_get_info(device)

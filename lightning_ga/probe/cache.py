@@ -1,5 +1,8 @@
 """Remember what probes found between runs: one small JSON file for each kind of training step.
 
+A step is described by all that its limit depends on. A description that changes costs a probe; one that does not change
+although the step did is caught by the step that verifies a remembered limit.
+
 The files lie in the user's cache folder (``$XDG_CACHE_HOME/lightning_ga``, else ``~/.cache/lightning_ga``) and may be
 deleted at any time. A file that cannot be read or written costs a probe and a warning, never the run.
 """
@@ -7,16 +10,28 @@ deleted at any time. A file that cannot be read or written costs a probe and a w
 import json
 import os
 import secrets
+import types
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from hashlib import sha256
+from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import psutil
+import torch
+
+from lightning_ga.memory.device import total_memory
 from lightning_ga.plan.checkpoint import read_probe
+from lightning_ga.plan.config import Options
 from lightning_ga.plan.records import ProbeResult
+from lightning_ga.snapshot.gradients import sparse_parameters
+
+_VERSIONS = ("lightning_ga", "torch", "lightning")
+_PLAIN = (bool, int, float, str, torch.dtype, type(None))
 
 
 def remembered(step: Mapping[str, Any]) -> ProbeResult | None:
@@ -27,7 +42,8 @@ def remembered(step: Mapping[str, Any]) -> ProbeResult | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        _warn(f"{path} cannot be read ({type(error).__name__}: {error}), so the limit is looked for again.")
+        told = f"{path} cannot be read ({type(error).__name__}: {error}), so the limit is looked for again."
+        warnings.warn(told, stacklevel=1)
         return None
 
 
@@ -42,7 +58,8 @@ def remember(step: Mapping[str, Any], result: ProbeResult) -> None:
     except OSError as error:
         with suppress(OSError):
             part.unlink()
-        _warn(f"{path} cannot be written ({type(error).__name__}: {error}), so the limit is not remembered.")
+        told = f"{path} cannot be written ({type(error).__name__}: {error}), so the limit is not remembered."
+        warnings.warn(told, stacklevel=1)
 
 
 def cache_folder() -> Path:
@@ -61,5 +78,94 @@ def _path(step: Mapping[str, Any]) -> Path:
     return cache_folder() / f"{digest[:32]}.json"
 
 
-def _warn(message: str) -> None:
-    warnings.warn(message, stacklevel=2)
+def hardware(trainer: Any, budget: int | float | str | None) -> str:
+    """Describe what a limit depends on besides the user's code: device, memory, budget, precision, ranks, versions."""
+    device = trainer.strategy.root_device
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        name = f"{properties.name} {properties.total_memory}"
+    else:
+        name = f"{device.type} {psutil.virtual_memory().total}"
+    return f"{name}, budget {budget}, {trainer.precision}, {trainer.world_size} ranks, torch {torch.__version__}"
+
+
+def describe_step(
+    trainer: Any, collate: Any, samples: Iterable[Any], options: Options, rank_samples: int, batch_samples: int | None
+) -> dict[str, Any]:
+    """Describe all that a remembered limit depends on, in plain values that can be written down and compared."""
+    module, objective = trainer.lightning_module, options.objective
+    on_cpu = trainer.strategy.root_device.type == "cpu"
+    # Timings and the rows of sparse gradients depend on the window. On a CPU parts lie in the memory of their batch.
+    windows = rank_samples if objective != "memory" or sparse_parameters(module) else None
+    return {
+        "model": _digest(_module(module)),
+        "code": _digest(sorted({_digest(_code(type(part))) for part in module.modules()})),
+        "samples": sorted({str(describe_value(sample)) for sample in samples}),
+        "collate": _digest(_code(collate)),
+        "whole": batch_samples if on_cpu else None,
+        "optimizers": [_optimizer(optimizer) for optimizer in trainer.optimizers],
+        "callbacks": sorted(type(callback).__name__ for callback in trainer.callbacks),
+        "clipping": [str(trainer.gradient_clip_val), str(trainer.gradient_clip_algorithm)],
+        "strategy": type(trainer.strategy).__name__,
+        "hardware": hardware(trainer, options.budget),
+        "memory": total_memory(trainer.strategy.root_device),
+        "allocator": [os.environ.get(name, "") for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")],
+        "numerics": [torch.get_float32_matmul_precision(), str(torch.backends.cudnn.benchmark)],
+        "objective": [objective, windows, options.on_oom],
+        "versions": {name: version(name) for name in _VERSIONS},
+    }
+
+
+def describe_value(value: Any) -> Any:
+    """Describe structure, shapes and types of a sample; values do not matter.
+
+    Examples:
+        >>> describe_value({"image": torch.zeros(3, 4), "label": 1})
+        {'image': '(3, 4) torch.float32', 'label': 'int'}
+    """
+    if isinstance(value, Mapping):
+        return {str(key): describe_value(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [describe_value(inner) for inner in value]
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"{tuple(value.shape)} {value.dtype}"
+    return f"{type(value).__name__} of {len(value)}" if isinstance(value, (str, bytes)) else type(value).__name__
+
+
+def _module(module: torch.nn.Module) -> Iterator[str]:
+    """Describe layers with their plain settings, parameters and buffers with their shapes and types."""
+    for name, part in module.named_modules():
+        settings = {key: value for key, value in sorted(vars(part).items()) if _is_setting(value)}
+        yield f"{name}: {type(part).__module__}.{type(part).__qualname__} {settings}"
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        yield f"{name}: {tuple(tensor.shape)} {tensor.dtype} {tensor.requires_grad} {tensor.layout}"
+
+
+def _optimizer(optimizer: torch.optim.Optimizer) -> list[str]:
+    """Describe its kind, and of every group which options are on: rates do not change what it takes."""
+    groups = ({key: value for key, value in group.items() if _is_setting(value)} for group in optimizer.param_groups)
+    options = ({k: v if isinstance(v, (bool, type(None))) else bool(v) for k, v in group.items()} for group in groups)
+    return [type(optimizer).__qualname__, *(str(sorted(group.items())) for group in options)]
+
+
+def _code(thing: Any) -> list[str]:
+    """Describe what a function does, or a class with its bases: byte code, constants and names, not their place."""
+    if isinstance(thing, type):
+        values = (value for base in thing.__mro__ for _, value in sorted(vars(base).items()))
+        methods = (_code(value) for value in values if isinstance(value, types.FunctionType))
+        return [f"{thing.__module__}.{thing.__qualname__}", *chain.from_iterable(methods)]
+    code = thing if isinstance(thing, types.CodeType) else getattr(thing, "__code__", None)
+    if code is None:
+        return [getattr(thing, "__qualname__", type(thing).__qualname__)]
+    inner = (_code(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
+    plain = (repr(constant) for constant in code.co_consts if isinstance(constant, (*_PLAIN, bytes, tuple)))
+    return [code.co_code.hex(), *code.co_names, *plain, *chain.from_iterable(inner)]
+
+
+def _is_setting(value: Any) -> bool:
+    """Whether an attribute may change what a step takes; paths name places, often of one run only."""
+    return isinstance(value, _PLAIN) and not (isinstance(value, str) and ("/" in value or "\\" in value))
+
+
+def _digest(lines: Iterable[str]) -> str:
+    return sha256("\n".join(lines).encode()).hexdigest()

@@ -2,12 +2,10 @@
 
 from dataclasses import dataclass, field, replace
 
-from lightning_ga.memory.segment_replay import replay_segments
-from lightning_ga.memory.segments import SMALL, Peaks, SegmentRules
+from lightning_ga.memory.segments import SMALL, Peaks, SegmentRules, replay_segments
 from lightning_ga.memory.trace import MemoryTrace, Segment
 from lightning_ga.plan.records import Trial
-from lightning_ga.probe.pairing import paired
-from lightning_ga.probe.prediction import PeakPredictor, extrapolate
+from lightning_ga.probe.prediction import PeakPredictor, extrapolate, paired
 
 # A caching allocator hands out somewhat more than is asked for, and kernels choose their workspaces by size.
 TOLERANCE = 0.016  # of a measured peak
@@ -15,10 +13,10 @@ TOLERANCE = 0.016  # of a measured peak
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A training step that fits."""
+    """A training step that was tried."""
 
     trial: Trial
-    traces: tuple[MemoryTrace, ...]  # the most faithful first
+    traces: tuple[MemoryTrace, ...] = ()  # if it was recorded, the most faithful first
     reserved_bytes: int | None = None  # what an allocator reserved, and a budget had to leave; ``None`` is not known
 
     @property
@@ -52,7 +50,7 @@ class Curve:
 
     def needs(self, samples: int) -> int:
         """Bytes that a budget must leave: with segments, what the allocator reserves for that peak."""
-        (real, foreseen), needed = self.grown, self._foreseen(samples)
+        (real, foreseen), needed = self.grown, self.foreseen(samples)
         if real < foreseen:  # less than foreseen was once, and not more of it is sure
             return max(self(samples) - self.less, needed - foreseen + real)
         return self.start + (needed - self.start) * real // foreseen
@@ -64,10 +62,6 @@ class Curve:
         second = self.replay.second.begun_at(layout, small=SMALL)
         return replace(self, replay=replace(self.replay, second=second), replayed={})
 
-    def needs_at_least(self, samples: int) -> int:
-        """Bytes that a budget must leave where kernels' temporaries have ended growing."""
-        return self._unseen(samples) + self._seen(samples, at_least=True).needed
-
     def through(self, step: Step) -> "Curve":
         """Stretch a curve so that it goes through a step, if that tells more than the traces do.
 
@@ -77,10 +71,10 @@ class Curve:
         traced = self.replay is not None and step.samples <= self.samples[1]
         if traced and self.rules is not None:  # a recorded step reserves otherwise
             return self
-        foreseen = self._foreseen(step.samples)
+        foreseen = self.foreseen(step.samples)
         if self.rules is not None and 0 <= foreseen - needed <= TOLERANCE * needed:  # nearly flat: a little leads far
             return replace(self, start=0, grown=(1, 1), less=0)
-        start = 0 if traced or self.replay is None else self._foreseen(self.samples[1])
+        start = 0 if traced or self.replay is None else self.foreseen(self.samples[1])
         grown = needed - start, foreseen - start
         less = max(0, self(step.samples) - step.trial.peak_bytes)
         return replace(self, start=start, grown=grown, less=less) if min(grown) > 0 else self
@@ -94,15 +88,15 @@ class Curve:
         tolerance = TOLERANCE * trial.peak_bytes if self.rounding > 1 else 0
         return aligned and abs(self(trial.micro_batch_size) - trial.peak_bytes) <= tolerance
 
-    def _foreseen(self, samples: int) -> int:
-        return self._unseen(samples) + self._seen(samples).needed
+    def foreseen(self, samples: int, *, at_least: bool = False) -> int:
+        """Bytes that a budget must leave by the traces alone, ``at_least`` if kernels' temporaries grow no more."""
+        return self._unseen(samples) + self._seen(samples, at_least=at_least).needed
 
     def _unseen(self, samples: int) -> int:
         low, high = self.samples
         return max(0, *(end + max(0, end - start) * (samples - high) // (high - low) for start, end in self.lines))
 
     def _seen(self, samples: int, *, at_least: bool = False) -> Peaks:
-        """Bytes of the replay."""
         if self.replay is None:
             return Peaks(0, 0, 0)
         if self.rules is not None:

@@ -12,7 +12,6 @@ A plain loop, in full::
 """
 
 from collections.abc import Callable, Iterable
-from itertools import chain
 
 import torch
 from torch import Tensor
@@ -23,9 +22,9 @@ from lightning_ga.plan.accumulation import require_count
 from lightning_ga.plan.records import ProbeResult
 from lightning_ga.plan.units import parse_budget
 from lightning_ga.probe.meters import meter_of
-from lightning_ga.probe.optimizers import SteppingOptimizers
 from lightning_ga.probe.prober import Prober
 from lightning_ga.probe.shortage import Shortage
+from lightning_ga.probe.training import ProbedTraining
 
 
 def find_micro_batch(
@@ -77,20 +76,12 @@ def find_micro_batch(
         Exception: Whatever ``step`` raises that is not about memory, after ``reset``.
     """
     require_count("high", high)
-    chosen, optimizers = numbered(device), SteppingOptimizers()
+    training = ProbedTraining(step, resident=resident, reset=reset, agree=agree, on_step=on_step, warm_up=warm_up)
+    chosen = numbered(device)
     total = total_memory(chosen) if budget is not None else None
-    prober = Prober(
-        step,
-        meter_of(chosen, owners=optimizers.owned),
-        budget=parse_budget(budget, total),
-        shortage=Shortage.of_budget(budget, total),
-        optimizers=optimizers,
-        resident=resident or (lambda: chain(*optimizers.owned().values())),
-        reset=reset,
-        agree=agree,
-        on_step=on_step,
-    )
-    return prober.find(high, known=known, predict_only=predict_only, warm_up=warm_up)
+    meter, shortage = meter_of(chosen, owners=training.owned), Shortage.of_budget(budget, total)
+    prober = Prober(training, meter, budget=parse_budget(budget, total), shortage=shortage)
+    return prober.find(high, known=known, predict_only=predict_only)
 
 
 def numbered(device: torch.device | str | None) -> torch.device:

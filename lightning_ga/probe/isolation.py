@@ -1,7 +1,7 @@
 """A context in which a Trainer may run steps that leave no trace."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -32,15 +32,11 @@ def isolated(trainer: Any, stand_ins: Mapping[int, Any] | None = None) -> Iterat
     gradients = Gradients(module.parameters())
     objects = ObjectState(trial_steps.owners(trainer))
 
+    kept: tuple[Any, ...] = (gradients, plain, values, *optimizers, objects, attributes, random_state)
+
     def restore() -> None:
-        gradients.restore()
-        plain.restore()
-        values.restore()
-        for optimizer in optimizers:
-            optimizer.restore()
-        objects.restore()
-        attributes.restore()
-        random_state.restore()
+        for each in kept:
+            each.restore()
 
     def prepare() -> None:
         restore()
@@ -49,10 +45,11 @@ def isolated(trainer: Any, stand_ins: Mapping[int, Any] | None = None) -> Iterat
             attributes.swap_in_copies()
         trial_steps.enter_trial(trainer)
 
-    with ExitStack() as stack:
-        stack.callback(restore)
+    try:
         prepare()
         yield prepare
+    finally:
+        restore()
 
 
 @contextmanager

@@ -4,20 +4,22 @@ import gc
 import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_ga.memory.allocator import AllocatorMeter
-from lightning_ga.memory.attribution import StepOrigins
+from lightning_ga.memory.attribution import OriginMeter, Owners, StepOrigins, attribute
 from lightning_ga.memory.device import available_memory, is_emulated, may_reserve
 from lightning_ga.memory.live_tensors import plain_tensors
-from lightning_ga.memory.origin_meter import OriginMeter, Owners
 from lightning_ga.memory.segments import ROUNDING, SegmentRules
 from lightning_ga.memory.trace import MemoryTrace, Segment
 from lightning_ga.memory.vendors import WITH_STATISTICS
+from lightning_ga.plan.attribution import Attribution
+from lightning_ga.probe.prediction import extrapolate
 
 # Share of a CPU's available memory that a step may take: the rest is for kernels' scratch and other processes.
 CPU_SHARE = 0.8
@@ -57,12 +59,12 @@ class TensorMeter:
         # Whether running out of memory ends the process instead of raising an error.
         self.deadly = room is None and device.type == "cpu" and not is_emulated(device)
         self._given = room
-        self._tensors = OriginMeter(module, owners, handed_out, device=device, rounding=rounding)
+        self.tensors = OriginMeter(module, owners, handed_out, device=device, rounding=rounding)
 
     def count(self, tensors: Iterable[Tensor | None]) -> int:
         """Return the bytes that are alive, these tensors included."""
-        self._tensors.add(tensors)
-        return self._tensors.live_bytes
+        self.tensors.add(tensors)
+        return self.tensors.live_bytes
 
     def room(self) -> int:
         """Return the bytes that the device can still give; a share of them where it must not run out."""
@@ -88,23 +90,15 @@ class TensorMeter:
 
     def run(self, step: Callable[[], object], samples: int, *, budget: int, record: bool) -> Measurement:
         """Run a step; it is recorded in any case, as that changes nothing here."""
-        self._tensors.start(record=True, budget=budget)
-        failure, seconds = _run(step, self._tensors)
-        peak = max(self._tensors.peak_bytes, self._tensors.wanted_bytes)
-        origins = self._tensors.origins(complete=failure is None)
-        return Measurement(peak, seconds, failure, traces=(self._tensors.trace(samples),), origins=origins)
+        self.tensors.start(record=True, budget=budget)
+        failure, seconds = _run(step, self.tensors)
+        peak = max(self.tensors.peak_bytes, self.tensors.wanted_bytes)
+        origins = self.tensors.origins(complete=failure is None)
+        return Measurement(peak, seconds, failure, traces=(self.tensors.trace(samples),), origins=origins)
 
     def most(self, alive: int) -> int:
         """Return the bytes that a step may take where no budget bounds it; a device that is not here has no end."""
         return alive + self.room() if self._given is None else UNBOUNDED
-
-    def note_batch(self, tensors: Iterable[Tensor]) -> None:
-        """Note in the recording that these are the batch."""
-        self._tensors.note_batch(tensors)
-
-    def mark(self) -> None:
-        """Note in the recording that a phase of the step ends."""
-        self._tensors.mark()
 
     def stop(self) -> None:
         """Do nothing: every recording ends with its step."""
@@ -126,7 +120,7 @@ class CachingMeter(TensorMeter):
     def count(self, tensors: Iterable[Tensor | None]) -> int:
         """Return the bytes that are alive; these tensors are known to the recordings from now on."""
         known = list(tensors)
-        self._tensors.add(known)
+        self.tensors.add(known)
         self._residents = {}
         for place, tensor in enumerate(known, 1):
             for plain in () if tensor is None else plain_tensors(tensor):
@@ -147,16 +141,16 @@ class CachingMeter(TensorMeter):
 
     def may_hold_garbage(self, tensors: Iterable[Tensor | None]) -> bool:
         """Return whether much more is alive than these tensors."""
-        return self.count(tensors) - self._tensors.live_bytes > GARBAGE * self.room()
+        return self.count(tensors) - self.tensors.live_bytes > GARBAGE * self.room()
 
     def run(self, step: Callable[[], object], samples: int, *, budget: int, record: bool) -> Measurement:
         """Run a step: the device's own limit stops it."""
-        self._tensors.start(record=record)
+        self.tensors.start(record=record)
         self._allocator.start(record=record, residents=self._residents)
-        failure, seconds = _run(step, self._tensors if record else nullcontext())
+        failure, seconds = _run(step, self.tensors if record else nullcontext())
         peak, undisturbed = self._allocator.finish()
-        origins = self._tensors.origins(complete=failure is None) if record else None
-        recorded = (self._allocator.trace(samples), self._tensors.trace(samples)) if record else ()
+        origins = self.tensors.origins(complete=failure is None) if record else None
+        recorded = (self._allocator.trace(samples), self.tensors.trace(samples)) if record else ()
         traces = tuple(trace for trace in recorded if trace is not None)
         return Measurement(peak, seconds, failure, not undisturbed, traces, origins, self._allocator.reserved_peak())
 
@@ -185,3 +179,34 @@ def _run(step: Callable[[], object], mode: AbstractContextManager[Any]) -> tuple
         if collecting:
             gc.enable()
     return failure, time.perf_counter() - started
+
+
+class PeakHolders:
+    """Says what holds the peak of a step of any size, from the last recorded step of each size."""
+
+    def __init__(self, rounding: int) -> None:
+        self._rounding = rounding
+        self._steps: dict[int, tuple[MemoryTrace, StepOrigins]] = {}
+
+    def record(self, trace: MemoryTrace, origins: StepOrigins) -> None:
+        """Keep a step."""
+        self._steps[trace.samples] = trace, origins
+
+    def at(self, samples: int, peak: int) -> Attribution | None:
+        """Say what holds the peak of a step as measured or predicted, else that of the largest that ran."""
+        recorded = self._steps.get(samples) or self._predicted(samples)
+        if recorded is not None:
+            return attribute(*recorded, rounding=self._rounding, peak=peak)
+        ran = [size for size, (_, origins) in self._steps.items() if origins.complete]
+        return attribute(*self._steps[max(ran)], rounding=self._rounding) if ran else None
+
+    def _predicted(self, samples: int) -> tuple[MemoryTrace, StepOrigins] | None:
+        """Return a step as two smaller ones foretell it; ``None`` where their streams do not align."""
+        ran = sorted(size for size, (_, origins) in self._steps.items() if origins.complete)
+        for small, large in pairwise(ran):
+            (first, _), (second, origins) = self._steps[small], self._steps[large]
+            predictor = extrapolate(first, second, rounding=self._rounding)
+            if predictor is not None:
+                sizes = tuple(predictor.sizes(samples))
+                return replace(second, samples=samples, sizes=sizes), origins
+        return None

@@ -15,7 +15,7 @@ from math import isqrt, sqrt
 
 from lightning_ga.memory.segments import SegmentRules
 from lightning_ga.memory.trace import MemoryTrace, Segment
-from lightning_ga.plan.records import Method, Trial
+from lightning_ga.plan.records import Method
 from lightning_ga.probe.curve import Curve, Step, early_curve, fit_curve
 from lightning_ga.probe.prediction import PeakPredictor, largest_fitting
 
@@ -129,12 +129,12 @@ class Search:
             return guess
         return self._unused_between_traces() or min(self.limit + self._stride, self.ceiling - 1)
 
-    def record(self, trial: Trial, *recorded: MemoryTrace | None, reserved_bytes: int | None = None) -> None:
-        """Take the outcome of one step: its traces if it was recorded, the best first, and what was reserved for it."""
-        size, traces = trial.micro_batch_size, tuple(trace for trace in recorded if trace is not None)
+    def record(self, step: Step) -> None:
+        """Take the outcome of one step."""
+        trial, size = step.trial, step.samples
         self._trials += 1
         if self._curve is not None:
-            foreseen = self._curve.confirms(trial, traces) if trial.fits else self._needs(size) > self.budget
+            foreseen = self._curve.confirms(trial, step.traces) if trial.fits else self._needs(size) > self.budget
             self._verified |= foreseen and trial.fits
             self._misled |= not foreseen
         self._contradicted = not trial.fits
@@ -143,9 +143,8 @@ class Search:
             return
         self._stride = 2 * self._stride if size == self.limit + self._stride else 1
         self.limit = max(self.limit, size)
-        fitting = [*self._fitting, Step(trial, traces, reserved_bytes)]
-        self._fitting = sorted(fitting, key=lambda step: step.samples)
-        if traces or self._curve is None or self._replay is None:
+        self._fitting = sorted([*self._fitting, step], key=lambda step: step.samples)
+        if step.traces or self._curve is None or self._replay is None:
             self._curve = fit_curve(self._fitting, self.rounding, rules=self.rules)
         else:
             self._curve = self._curve.through(self._fitting[-1])
@@ -178,7 +177,8 @@ class Search:
         trial = self._fitting[-1].trial
         foreseen = self._early is not None and self._early.confirms(trial, ())
         far = self.rounding > 1 and guess > FAR * self.limit
-        if guess <= 2 * self.limit or not (far or (self._is_quadratic() and not foreseen)):
+        is_square = self._replay is not None and self._replay.is_quadratic
+        if guess <= 2 * self.limit or not (far or (is_square and not foreseen)):
             return ()
         return (max(2 * self.limit, self._part_way(self._curve, guess)) if self.rounding > 1 else 2 * self.limit,)
 
@@ -238,13 +238,12 @@ class Search:
         """What two aligned traces tell, if that is what the curve is made of."""
         return None if self._curve is None else self._curve.replay
 
-    def _is_quadratic(self) -> bool:
-        return self._replay is not None and self._replay.is_quadratic
-
     def _may_be_more(self, guess: int) -> bool:
         """Whether much more fits if temporaries have ended growing, which a recorded step tells."""
         more = guess + max(1, guess // WORTH)
-        return self._curve is not None and more < self.ceiling and self._curve.needs_at_least(more) <= self.budget
+        return (
+            self._curve is not None and more < self.ceiling and self._curve.foreseen(more, at_least=True) <= self.budget
+        )
 
     def _is_enough(self, guess: int) -> bool:
         """Whether the limit, tried beyond the traces, is near enough to where it should be, or trials are used up."""

@@ -1,13 +1,21 @@
-"""Trial steps in a Trainer: real ones, on samples of the real data, and what is alive when they begin."""
+"""Find the limit in a Trainer: real training steps on samples of the real data, leaving no trace.
 
+A trial is the worst micro-batch of an accumulated window, its last: the gradients of the others are alive, then
+forward, backward, clipping and the optimizer step, through the strategy and the precision plugin. Afterwards everything
+that a step changes is put back (``isolation``).
+"""
+
+import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain, count
 from typing import Any
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader
 
 from lightning_ga.batch.layout import LayoutError
@@ -15,15 +23,26 @@ from lightning_ga.batch.pytree import open_container
 from lightning_ga.compat import agreement
 from lightning_ga.compat.gradient_dtype import dtype_of_sum
 from lightning_ga.compat.transfer import BatchTransfer
-from lightning_ga.compat.trial_steps import FIRST_OF_WINDOW, LAST_OF_WINDOW, run_pass
-from lightning_ga.loading.largest_samples import LargestSamples, ScanOrder
+from lightning_ga.compat.trial_steps import FIRST_OF_WINDOW, LAST_OF_WINDOW, PassPlace, run_pass
+from lightning_ga.loading.largest_samples import LargestSamples, ScanOrder, largest_samples
 from lightning_ga.loading.reader import BatchReader
-from lightning_ga.memory.device import synchronize
+from lightning_ga.loading.samples import collate_samples
+from lightning_ga.memory.attribution import state_of
+from lightning_ga.memory.device import synchronize, total_memory
+from lightning_ga.memory.live_tensors import uncounted
 from lightning_ga.memory.oom import attempt
-from lightning_ga.memory.origin_meter import state_of
 from lightning_ga.plan.attribution import RETRIES
-from lightning_ga.plan.records import Timing
-from lightning_ga.probe.throughput import time_windows
+from lightning_ga.plan.config import Options
+from lightning_ga.plan.records import ProbeResult, Timing
+from lightning_ga.plan.units import parse_budget
+from lightning_ga.probe.cache import describe_step, remember, remembered
+from lightning_ga.probe.finder import numbered
+from lightning_ga.probe.isolation import isolated
+from lightning_ga.probe.meters import meter_of
+from lightning_ga.probe.prober import Prober
+from lightning_ga.probe.shortage import Shortage
+from lightning_ga.probe.throughput import fastest, time_windows
+from lightning_ga.probe.training import ProbedTraining
 
 TIMED = 3  # passes of a size, after one to warm up
 
@@ -47,6 +66,93 @@ class TrainingSetup:
         return {**state, RETRIES: list(self.extra_resident())}
 
 
+def probe(setup: TrainingSetup, options: Options, *, high: int) -> tuple[ProbeResult, Mapping[str, Any] | None] | None:
+    """Find the largest micro-batch of a training step of a Trainer, or remember it; ``None`` if there is no sample.
+
+    Beside it is the description of the step that it is remembered for; ``None`` without a cache.
+    """
+    trainer, loader, rank_samples = setup.trainer, setup.loader, setup.rank_samples
+    started = time.perf_counter()
+    with announcing(trainer) as announce, isolated(trainer) as restore:
+        samples = largest_samples(loader, setup.order)
+        if not samples.by_weight:
+            return None
+        if not samples.complete:
+            _warn_of_unseen(samples.seen, setup.order.total)
+        device = numbered(trainer.strategy.root_device)
+        total = total_memory(device)
+        meter = meter_of(device, module=trainer.lightning_module, owners=setup.resident)
+        step = TrialStep(setup, samples, meter.tensors.note_batch)
+        with uncounted():
+            few = min(2, high)
+            batches = _small_batches(trainer, loader, samples.by_weight, few)
+            different = min(few, len(samples.by_weight))
+            alive = WindowGradientsAlive(trainer, batches, batch_samples=different, rank_samples=rank_samples)
+
+        def reset() -> None:
+            restore()
+            alive.fill()
+
+        reset()
+        steps = count(1)
+        training = ProbedTraining(
+            step,
+            resident=lambda: chain(*setup.resident().values()),
+            reset=reset,
+            agree=lambda fits: agreement.sum_over_ranks(trainer, float(not fits)) == 0,
+            on_step=lambda n: announce(f"Looking for the largest micro-batch: step {next(steps)}, {n} samples …"),
+            warm_up=partial(make_optimizer_state, trainer),
+        )
+        shortage = Shortage.of_budget(options.budget, total)
+        prober = Prober(training, meter, budget=parse_budget(options.budget, total), shortage=shortage)
+        described = trainer, loader.collate_fn, samples.by_weight, options, rank_samples, setup.batch_samples
+        kind = describe_step(*described) if options.cache else None
+        found = prober.find(
+            high,
+            known=remembered(kind) if kind else None,
+            predict_only=True if agreement.is_sharded(trainer) else None,
+        )
+        if found.source != "cache" and options.objective == "throughput":
+            announce("Looking for the fastest micro-batch …")
+            timings = timed_windows(trainer, step, reset, rank_samples=rank_samples, limit=found.limit)
+            found = replace(found, timings=timings, fastest=fastest(timings))
+        if found.source != "cache" and kind:
+            remember(kind, found)
+    return replace(found, seconds=time.perf_counter() - started), kind
+
+
+def _small_batches(trainer: Any, loader: "DataLoader[Any]", samples: list[Any], count: int) -> Iterator[Any]:
+    """Yield batches of ``count`` of the samples on the device, each sample in one of them at most."""
+    for first in range(0, max(1, len(samples) - count + 1), count):
+        yield BatchTransfer(trainer).to_device(collate_samples(loader, samples[first : first + count], count))
+
+
+def _warn_of_unseen(seen: int, total: int | None) -> None:
+    of = "" if total is None else f" of {total:,}"
+    rank_zero_warn(
+        f"Samples vary in size, and there was time to look at {seen:,}{of}: a batch of heavier ones may not fit at the "
+        "limit found. Sort the dataset by size (its first and its last sample are always looked at), or give "
+        "max_micro_batch_size=…"
+    )
+
+
+@contextmanager
+def announcing(trainer: Any) -> Iterator[Callable[[str], None]]:
+    """Yield what writes a line over the last one, on rank 0 in a terminal: the progress bar is not there yet."""
+    bar = trainer.progress_bar_callback
+    wanted = bar is not None and not getattr(bar, "is_disabled", False)
+    visible = wanted and trainer.is_global_zero and sys.stderr.isatty()
+
+    def write(text: str) -> None:
+        if visible:
+            print(f"\r{text:<79}", end="" if text else "\r", file=sys.stderr, flush=True)
+
+    try:
+        yield write
+    finally:
+        write("")
+
+
 class TrialStep:
     """One training step on a batch of a given size, made of the largest samples."""
 
@@ -62,7 +168,7 @@ class TrialStep:
         """Run forward, backward, clipping and the optimizer step on so many samples."""
         batch = self.batch(micro_batch_size)
         self._note_batch(_tensors((self._held, batch)))
-        self.run(batch)
+        run_pass(self._trainer, batch, LAST_OF_WINDOW)
 
     def batch(self, micro_batch_size: int) -> Any:
         """Make a batch of so many samples on the device, with the rest of their batch if they are cut from one."""
@@ -89,10 +195,6 @@ class TrialStep:
 
     def _on_host(self, count: int) -> Any:
         return self._transfer.on_host(self._samples.batch(self._loader, count))
-
-    def run(self, batch: Any) -> None:
-        """Run the step on a batch."""
-        run_pass(self._trainer, batch, LAST_OF_WINDOW)
 
 
 class WindowGradientsAlive:
@@ -132,7 +234,6 @@ def _sparse_gradients(parameters: Iterable[torch.Tensor]) -> dict[torch.Tensor, 
 
 
 def _tensors(batch: Any) -> Iterator[torch.Tensor]:
-    """The tensors of a batch of any structure."""
     if isinstance(batch, torch.Tensor):
         yield batch
     for _, part in open_container(batch) or ():
@@ -163,20 +264,20 @@ def timed_windows(
     Each is run once to warm up. The best of some counts, and the slowest rank's, because ranks wait for each other.
     """
 
-    def best_seconds(run: Callable[[Any], object], size: int) -> float:
+    def best_seconds(place: PassPlace, size: int) -> float:
         seconds = []
         for _ in range(1 + TIMED):
             reset()
             batch = step.batch(size)
             synchronize(trainer.strategy.root_device)
             started = time.perf_counter()
-            run(batch)
+            run_pass(trainer, batch, place)
             synchronize(trainer.strategy.root_device)
             seconds.append(time.perf_counter() - started)
         reset()
         return agreement.largest_over_ranks(trainer, int(1e6 * min(seconds[1:]))) / 1e6
 
-    pass_seconds = partial(best_seconds, lambda batch: run_pass(trainer, batch, FIRST_OF_WINDOW))
+    pass_seconds = partial(best_seconds, FIRST_OF_WINDOW)
     size = min(2, limit)
-    optimizer = max(0.0, best_seconds(step.run, size) - pass_seconds(size))
+    optimizer = max(0.0, best_seconds(LAST_OF_WINDOW, size) - pass_seconds(size))
     return time_windows(pass_seconds, optimizer, rank_samples=rank_samples, limit=limit)

@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ga import AutoAccumulate, UserError
 from lightning_ga.app.errors import explain
+from lightning_ga.memory.attribution import OriginMeter
 from lightning_ga.memory.live_tensors import LiveTensorMeter
-from lightning_ga.memory.origin_meter import OriginMeter
 from lightning_ga.plan.attribution import Attribution
 from lightning_ga.probe.finder import find_micro_batch, numbered
 from lightning_ga.probe.meters import meter_of

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lightning_ga.memory.attribution import attribute
+from lightning_ga.memory.attribution import OriginMeter, attribute, state_of
 from lightning_ga.memory.live_tensors import LiveTensorMeter
-from lightning_ga.memory.origin_meter import OriginMeter, state_of
 from lightning_ga.plan.attribution import Attribution
 
 

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,14 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from lightning_ga.memory.segment_replay import replay_segments
-from lightning_ga.memory.segments import KIB, MIB, SegmentRules, Segments
+from lightning_ga.memory.segments import KIB, MIB, ExpandableSegments, SegmentRules, Segments, replay_segments
 from lightning_ga.memory.trace import MemoryTrace, Segment
 from lightning_ga.plan.records import ProbeResult, Trial, still_holds
+from lightning_ga.probe.curve import Step
 from lightning_ga.probe.search import MARGIN, Search, trace_sizes
+
+EXPANDABLE = SegmentRules(expandable=True)
+
 
 Action = tuple[int, int]  # a size to allocate and which of the blocks held to release; one of them is 0
 
@@ -223,7 +227,7 @@ def test_a_search_foresees_what_will_be_reserved(budget_mib: int) -> None:
         while (size := search.propose()) != search.limit:
             trial, trace = device.run(size)
             trials.append(trial)
-            search.record(trial, trace)
+            search.record(Step(trial, () if trace is None else (trace,)))
         assert device.fits(search.limit)
         found = ProbeResult(
             search.limit, budget, 1, tuple(trials), len(trials), 0.1, search.method, curve=search.curve(search.limit)
@@ -249,7 +253,8 @@ def test_holes_may_lie_in_a_margin(budget_mib: int) -> None:
         rules = SegmentRules()
         search = Search(high=100_000, budget=budget, sizes=sizes, rounding=512, rules=rules, has_margin=has_margin)
         while (size := search.propose()) != search.limit:
-            search.record(*device.run(size))
+            trial, trace = device.run(size)
+            search.record(Step(trial, () if trace is None else (trace,)))
         limits.append(search.limit)
         assert device.fits(search.limit)
         assert (search.predict(search.limit) or 0) <= budget
@@ -280,3 +285,38 @@ def test_the_books_are_those_of_cuda() -> None:
         [sys.executable, "-c", code], cwd=Path(__file__).parent, env=kept, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_a_segment_grows_by_pages_behind_what_is_free() -> None:
+    """17 free MiB and a page of 20 hold 30; a budget must leave what a segment of its own would take."""
+    segments = ExpandableSegments(EXPANDABLE)
+    blocks = [segments.allocate(3 * MIB), segments.allocate(30 * MIB)]
+    assert segments.peaks == (33 * MIB, 40 * MIB, 50 * MIB)
+    for block in blocks:
+        segments.release(block)
+    segments.allocate(38 * MIB)
+    assert segments.reserved == 40 * MIB
+
+
+def test_a_segment_grows_as_far_as_there_is_memory_where_no_share_of_it_was_set() -> None:
+    segments = ExpandableSegments(replace(EXPANDABLE, grows_freely=True))
+    segments.allocate(3 * MIB)
+    segments.allocate(30 * MIB)
+    assert segments.peaks == (33 * MIB, 40 * MIB, 40 * MIB)
+
+
+def test_small_blocks_have_a_segment_of_their_own() -> None:
+    segments = ExpandableSegments(EXPANDABLE)
+    for _ in range(3):
+        segments.allocate(MIB)
+    assert segments.peaks == (3 * MIB, 4 * MIB, 4 * MIB)
+
+
+def test_the_lowest_addresses_with_room_are_mapped() -> None:
+    """Between two parts that were there before lie 20 MiB without memory: enough for one request, not for the other."""
+    segments = ExpandableSegments(EXPANDABLE)
+    parts = [Segment(False, start * MIB, ((20 * MIB, 0),)) for start in (1000, 1040)]
+    adopted = [segments.adopt(part, [True])[0].address for part in parts]
+    found = [segments.allocate(size * MIB).address // MIB for size in (30, 15)]
+    assert adopted == [1000 * MIB, 1040 * MIB]
+    assert found == [1060, 1020]

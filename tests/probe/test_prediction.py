@@ -1,11 +1,14 @@
-"""Prediction of peaks from two traces."""
+"""Prediction of peaks from two traces, whose blocks are paired by the tensors in them."""
 
+from dataclasses import replace
+
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from streams import CONSTANT_OR_GROWING, SQUARES, FakeDevice, Size, streams
 
 from lightning_ga.memory.trace import MemoryTrace, canonical, replay
-from lightning_ga.probe.prediction import extrapolate, largest_fitting
+from lightning_ga.probe.prediction import extrapolate, largest_fitting, paired
 
 
 def test_the_peak_may_move_between_operations() -> None:
@@ -72,3 +75,165 @@ def test_largest_fitting_is_what_a_scan_finds(steps: list[int], budget: int) -> 
     peaks = [sum(steps[: i + 1]) for i in range(len(steps))]
     found = largest_fitting(lambda b: peaks[b - 1], 1, len(peaks), budget)
     assert found == sum(peak <= budget for peak in peaks)
+
+
+class Recorder:
+    """Records a step twice: all blocks, and those that tensors hold."""
+
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+        self.sizes: list[list[int]] = [[100], [100]]
+        self.places: list[list[int]] = [[0], [0]]
+        self.events: list[list[int]] = [[0], [0]]
+        self.sums: list[tuple[int, int]] = []
+        self.handed_out = [0]
+
+    def take(self, size: int, *, tensor: bool = True) -> tuple[int, ...]:
+        """Allocate; the numbers in both recordings."""
+        numbers, address = [], len(self.sizes[0])
+        for sizes, places, events in list(zip(self.sizes, self.places, self.events))[: 1 + tensor]:
+            numbers.append(len(sizes))
+            events.append(len(sizes))
+            places.append(address)
+            sizes.append(size)
+        self.handed_out += [address] * tensor
+        return tuple(numbers)
+
+    def free(self, numbers: tuple[int, ...]) -> None:
+        """Release."""
+        for events, number in zip(self.events, numbers):
+            events.append(~number)
+
+    def traces(self) -> tuple[MemoryTrace, MemoryTrace]:
+        """The blocks, then the tensors."""
+        made = [
+            MemoryTrace(self.samples, tuple(sizes), tuple(events), addresses=tuple(places))
+            for sizes, events, places in zip(self.sizes, self.events, self.places)
+        ]
+        return made[0], replace(made[1], sums=tuple(self.sums), handed_out=tuple(self.handed_out))
+
+
+def step(samples: int, *, workspaces: int, constant: int = 64) -> tuple[MemoryTrace, MemoryTrace]:
+    """Two layers; kernels take workspaces, as many as are said."""
+    record = Recorder(samples)
+    kept = record.take(10 * samples)
+    for _ in range(workspaces):
+        record.free(record.take(constant, tensor=False))
+    other = record.take(20 * samples)
+    record.free(kept)
+    record.free(other)
+    return record.traces()
+
+
+def test_temporaries_of_each_sample_are_no_obstacle() -> None:
+    """As many as there are samples: the blocks do not align, and the peak is known to the byte."""
+    both = paired(step(4, workspaces=4), step(8, workspaces=8))
+    assert both is not None
+    predictor = extrapolate(*both)
+    assert predictor is not None
+    for samples in (8, 16, 100):
+        assert predictor(samples) == step(samples, workspaces=samples)[0].peak()
+
+
+@given(st.integers(0, 5), st.integers(0, 5), st.integers(1, 300))
+def test_tensors_are_paired_whatever_is_between_them(few: int, many: int, constant: int) -> None:
+    """Their sizes at any number of samples are those of the two tensors."""
+    both = paired(step(4, workspaces=few, constant=constant), step(8, workspaces=many, constant=constant))
+    assert both is not None
+    predictor = extrapolate(*both)
+    assert predictor is not None
+    sizes = predictor.sizes(100)
+    assert (sizes[1], sizes[-1]) == (1000, 2000)
+    assert len(sizes) == 3 + many
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "at_100"),
+    [(50, 100, 1250), (64, 64, 64), (90, 100, 100), (10, 40, 6250)],
+    ids=["in proportion", "constant", "as large as the device makes it", "square"],
+)
+def test_temporaries_that_are_there_in_both_steps_grow_as_they_did(before: int, after: int, at_100: int) -> None:
+    small, large = step(4, workspaces=1, constant=before), step(8, workspaces=1, constant=after)
+    both = paired(small, large)
+    assert both is not None
+    predictor = extrapolate(*both)
+    assert predictor is not None
+    assert predictor.sizes(100)[2] == at_100
+
+
+def test_tensors_of_any_growth_are_left_as_they_are() -> None:
+    """One with a part that does not grow is no temporary that has ended growing."""
+    steps = []
+    for samples in (4, 8):
+        record = Recorder(samples)
+        record.take(1000 + samples)
+        steps.append(record.traces())
+    both = paired(*steps)
+    assert both is not None
+    predictor = extrapolate(*both)
+    assert predictor is not None
+    assert predictor.sizes(100)[1] == 1100
+
+
+def test_a_temporary_in_the_place_of_a_tensor_is_none() -> None:
+    """The same size at the same address, but it dies before the tensor is there."""
+    blocks = MemoryTrace(4, (100, 8, 8, 5), (0, 1, ~1, 2, 3, ~2, ~3), addresses=(0, 7, 7, 9))
+    tensors = MemoryTrace(4, (100, 8, 5), (0, 1, 2, ~1, ~2), addresses=(0, 7, 9), sums=((1, 2),), handed_out=(0, 2, 3))
+    larger = replace(blocks, samples=8, sizes=(100, 8, 16, 10)), replace(tensors, samples=8, sizes=(100, 16, 10))
+    both = paired((blocks, tensors), larger)
+    assert both is not None
+    assert both[0].sizes == (100, 8, 8, 5)
+
+
+def test_what_an_operation_makes_is_found_in_any_order() -> None:
+    """An operation allocates its outputs as it needs them; they are noted when it ends. Others hold no block at all."""
+    steps = []
+    for samples in (4, 8):
+        record = Recorder(samples)
+        for _ in range(20):
+            one, other = record.take(samples, tensor=False), record.take(10 * samples, tensor=False)
+            numbers = []
+            for address, size in ((other[0], 10 * samples), (one[0], samples)):
+                numbers.append(len(record.sizes[1]))
+                record.places[1].append(address)
+                record.sizes[1].append(size)
+                record.events[1].append(numbers[-1])
+                record.handed_out.append(other[0])
+            record.free((one[0], numbers[1]))
+            record.free((other[0], numbers[0]))
+        steps.append(record.traces())
+    both = paired(*steps)
+    assert both is not None
+    assert both[0].sizes == (100, *[4, 40] * 20)
+    assert not both[2], "no block is a temporary"
+
+
+def test_gradients_are_added_in_place() -> None:
+    """As autograd adds them where no mode watches, and only where nothing else refers to the gradient."""
+    steps = []
+    for samples in (4, 8):
+        record = Recorder(samples)
+        first = record.take(10 * samples)
+        total = record.take(10 * samples)
+        record.sums.append((first[1], total[1]))
+        record.free(first)
+        again = record.take(10 * samples)
+        record.sums.append((total[1], again[1]))
+        record.free(total)
+        kept = record.take(10 * samples)
+        record.sums.append((again[1], kept[1]))
+        other = record.take(1)
+        for numbers in (again, kept, other):
+            record.free(numbers)
+        steps.append(record.traces())
+    both = paired(*steps)
+    assert both is not None
+    assert both[0].events == both[1].events == (0, 1, 4, 5, ~5, ~4, ~1)
+
+
+def test_tensors_that_do_not_align_or_are_not_found_are_not_paired() -> None:
+    small, large = step(4, workspaces=1), step(8, workspaces=2)
+    assert paired(small[:1], large[:1]) is None
+    assert paired(small, (large[0], replace(large[1], events=large[1].events[:-1]))) is None
+    elsewhere = replace(large[1], addresses=(0, *[1] * (len(large[1].sizes) - 1)))
+    assert paired(small, (large[0], elsewhere)) is None

@@ -19,10 +19,14 @@ from lightning_ga.probe.search import MOST_TRIALS, Search, affordable_samples, t
 EXAMPLES = settings().max_examples
 
 
+def step(trial: Trial, trace: MemoryTrace | None) -> Step:
+    return Step(trial, () if trace is None else (trace,))
+
+
 def run(device: Callable[[int], tuple[Trial, MemoryTrace | None]], search: Search) -> Search:
     while (size := search.propose()) != search.limit:
         assert size < search.ceiling
-        search.record(*device(size))
+        search.record(step(*device(size)))
     return search
 
 
@@ -136,7 +140,7 @@ class Allocator(FakeDevice):
             traces = [trace] if search.wants_trace and fits else []
             peak = min(trace.peak(512), self.reserved(size))  # a large step may take less than small ones lead to
             trial = Trial(size, peak if fits else self.budget + 1, fits, 0.0)
-            search.record(trial, *traces, reserved_bytes=self.reserved(size) if fits else None)
+            search.record(Step(trial, tuple(traces), self.reserved(size) if fits else None))
         return search
 
     def failed(self) -> int:
@@ -199,7 +203,7 @@ def test_where_temporaries_may_have_ended_growing_a_step_near_the_limit_is_recor
         peak = blocks.peak(512)
         wants = search.wants_trace
         recorded += [size] if wants else []
-        search.record(Trial(size, peak, peak <= budget, 0.0), *((blocks, tensors) if wants else ()))
+        search.record(Step(Trial(size, peak, peak <= budget, 0.0), (blocks, tensors) if wants else ()))
     assert recorded == tried[:3]
     assert tried[:2] == [60, 90]
     assert 650 <= tried[2] <= 663
@@ -294,7 +298,7 @@ def test_ranks_run_the_same_sizes_and_end_at_the_smallest_limit(
         outcomes = [device(size) for device in devices]
         fits = all(trial.fits for trial, _ in outcomes)
         for search, (trial, trace) in zip(searches, outcomes):
-            search.record(Trial(size, trial.peak_bytes, fits, 0.0), trace if fits else None)
+            search.record(step(Trial(size, trial.peak_bytes, fits, 0.0), trace if fits else None))
     (limit,) = {search.limit for search in searches}
     foreseen = any(foresees_a_failure(*pair) for pair in zip(searches, devices))
     assert limit == min(device.limit(high) for device in devices) or foreseen

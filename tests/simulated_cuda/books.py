@@ -10,8 +10,7 @@ import torch
 
 from benchmarks.allocator import take_as_others
 from lightning_ga.memory.allocator import AllocatorMeter
-from lightning_ga.memory.segment_replay import replay_segments, segments_of
-from lightning_ga.memory.segments import MIB, SEGMENT_ROUNDING, SegmentRules, Segments
+from lightning_ga.memory.segments import MIB, SEGMENT_ROUNDING, SegmentRules, Segments, replay_segments, segments_of
 
 Sizes = Callable[[random.Random], int]
 SIZES: dict[str, Sizes] = {

@@ -25,11 +25,11 @@ from lightning_ga.plan.records import ProbeResult
 from lightning_ga.plan.units import format_bytes, written_like
 from lightning_ga.probe.isolation import isolated
 from lightning_ga.probe.meters import TensorMeter
-from lightning_ga.probe.planned.fakes import Answers, PlainCopies
+from lightning_ga.probe.planned.fakes import Answers, PlainCopies, grown, hidden_workspaces, without_values
 from lightning_ga.probe.planned.like_cuda import LikeCuda
-from lightning_ga.probe.planned.stand_ins import grown, hidden_workspaces, without_values
 from lightning_ga.probe.prober import Prober
 from lightning_ga.probe.shortage import Shortage
+from lightning_ga.probe.training import ProbedTraining
 from lightning_ga.probe.trials import TrainingSetup, TrialStep, WindowGradientsAlive
 
 _ADVICE = "plan for a larger device, a lower precision or a smaller model, or use activation checkpointing"
@@ -51,7 +51,7 @@ def estimate(
         module=trainer.lightning_module,
         owners=setup.resident,
     )
-    step = StepWithoutValues(setup, samples, meter.note_batch)
+    step = StepWithoutValues(setup, samples, meter.tensors.note_batch)
     with _without_values(trainer, device) as prepare:
         with _explained():
             alive = WindowGradientsAlive(trainer, [step.batch(2)], batch_samples=2, rank_samples=setup.rank_samples)
@@ -61,14 +61,8 @@ def estimate(
             alive.fill()
 
         reset()
-        prober = Prober(
-            step,
-            meter,
-            budget=allowed,
-            resident=lambda: chain(*setup.resident().values()),
-            reset=reset,
-            shortage=_shortage(device, budget, allowed),
-        )
+        training = ProbedTraining(step, resident=lambda: chain(*setup.resident().values()), reset=reset)
+        prober = Prober(training, meter, budget=allowed, shortage=_shortage(device, budget, allowed))
         found = prober.find(high, predict_only=False)
     return replace(found, source="estimate")
 
