@@ -141,8 +141,7 @@ class Fit:
 
     def prepare(self, batch: Any) -> None:
         """Weigh the next micro-batch, and say whether schedules of the learning rate are due after it."""
-        if self.exactness.is_looking:
-            self.exactness.look(accumulates=self._accumulates)
+        self.exactness.look(accumulates=self._accumulates)
         checks.check_factor(self.trainer, self._fed.factor)
         source, index = self.source, loops.micro_batch_index(self.trainer)
         chunk = source.chunk(index)
