@@ -224,7 +224,6 @@ class Fit:
         self._progress.enter(source, epoch)
         self._arrange(epoch)
         self._begun = source, epoch
-        self._progress.begin_epoch()
         if self.oom_handler.window is not None:
             self.oom_handler.window.begin_epoch()
         self.gradients.begin_epoch(self._fed.micro_batch_size, known=not source.counted_later)
