@@ -16,7 +16,7 @@ from lightning_ga.plan.accumulation import require_count
 from lightning_ga.plan.planned_device import DevicePlan, planned_device
 from lightning_ga.snapshot.contents import ObjectState
 from lightning_ga.snapshot.random_numbers import RandomState
-from lightning_ga.snapshot.state import Gradients
+from lightning_ga.snapshot.state import SavedGradients
 
 _QUIET = {
     "logger": False,
@@ -105,7 +105,8 @@ def plan_for_device(
 @contextmanager
 def _unchanged(module: torch.nn.Module) -> Iterator[None]:
     """Afterwards the module is as it was: precisions convert its tensors, a Trainer sets its modes and itself."""
-    random_state, attributes, gradients = RandomState(), ObjectState(module.modules()), Gradients(module.parameters())
+    random_state, attributes = RandomState(), ObjectState(module.modules())
+    gradients = SavedGradients(module.parameters())
     of_gradients = (parameter.grad for parameter in module.parameters() if parameter.grad is not None)
     tensors = [(tensor, tensor.data) for tensor in (*module.parameters(), *module.buffers(), *of_gradients)]
     try:

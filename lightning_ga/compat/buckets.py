@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import compress
-from operator import attrgetter, not_
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.nn import Parameter
 
 FIRST_BUCKET = 2**20  # bytes that are sent as soon as there are as many, as in DistributedDataParallel
-LARGE = 2**14  # entries of a gradient that take longer to be read once more than a call takes
 
 
 class Bucket:
@@ -34,57 +33,34 @@ class Bucket:
         strides = [torch.empty_like(parameter, device="meta").stride() for parameter in self.parameters]
         self._parts = [part.as_strided(p.shape, order) for part, p, order in zip(parts, self.parameters, strides)]
 
-    @property
-    def in_one_pass(self) -> bool:
-        """Whether gradients are scaled one by one as they are copied, not all together afterwards."""
-        return self._message.device.type == "cpu" and len(self._message) >= LARGE * len(self._parts)
-
     def join(self, gradients: Sequence[Tensor | None], scale: float) -> Tensor:
         """Write gradients to the message, times ``scale``, and return it."""
         alike = self._alike(gradients)
-        others = [*compress(self._parts, map(not_, alike))]
         self._present.fill_(1)
-        if others:
-            self._join_others([*compress(gradients, map(not_, alike))], others)
+        if not all(alike):
+            for gradient, part, is_alike in zip(gradients, self._parts, alike):
+                if gradient is None:
+                    part.zero_()
+                elif not is_alike:
+                    part.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
             self._present.copy_(torch.tensor([gradient is not None for gradient in gradients]))
-        copied: list[Any] = [*compress(gradients, alike)]
-        parts = [*compress(self._parts, alike)]
-        if self.in_one_pass:
-            for gradient, part in zip(copied, parts):
-                torch.mul(gradient, scale, out=part)
-            torch._foreach_mul_([*others, self._present], scale)
-        else:
-            _copy(copied, parts)
-            self._message.mul_(scale)
-        return self._message
+        _copy([*compress(gradients, alike)], [*compress(self._parts, alike)])
+        return self._message.mul_(scale)
 
     def spread(self, gradients: Sequence[Tensor | None]) -> None:
         """Replace gradients by the averages, which are in the message; one that no rank has stays missing."""
         alike = self._alike(gradients)
         if not all(alike):
-            self._replace([*map(not_, alike)])
-        targets: list[Any] = [*compress(gradients, alike)]
-        _copy([*compress(self._parts, alike)], targets)
+            there = zip(self.parameters, self._parts, self._present.tolist(), alike)
+            lacking = [(p, part) for p, part, is_present, is_alike in there if is_present and not is_alike]
+            # All are made before the first is given: if memory runs out, no parameter has a new one.
+            for parameter, gradient in [(p, torch.empty_like(p, dtype=self.dtype).copy_(part)) for p, part in lacking]:
+                parameter.grad = gradient
+        _copy([*compress(self._parts, alike)], [*compress(gradients, alike)])
 
     def _alike(self, gradients: Iterable[Tensor | None]) -> list[bool]:
         """Tell which gradients are there, of the type that is sent and not sparse."""
         return [g is not None and g.dtype == self.dtype and not g.is_sparse for g in gradients]
-
-    @staticmethod
-    def _join_others(gradients: Sequence[Tensor | None], parts: Sequence[Tensor]) -> None:
-        """Write gradients that are missing, sparse or of another type."""
-        for gradient, part in zip(gradients, parts):
-            if gradient is None:
-                part.zero_()
-            else:
-                part.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
-
-    def _replace(self, wanted: Sequence[bool]) -> None:
-        """Give parameters new gradients where a rank has one; to none of them if memory runs out."""
-        there = zip(wanted, self._present.tolist(), self.parameters, self._parts)
-        lacking = [(p, part) for is_wanted, is_present, p, part in there if is_wanted and is_present]
-        for parameter, gradient in [(p, torch.empty_like(p, dtype=self.dtype).copy_(part)) for p, part in lacking]:
-            parameter.grad = gradient
 
 
 class SparseBucket:
@@ -141,8 +117,7 @@ def make_buckets(
     return [*dense, *(SparseBucket(parameter, dtype(parameter)) for parameter in parameters if id(parameter) in alone)]
 
 
-def _copy(sources: list[Tensor], targets: list[Tensor]) -> None:
-    """Copy tensors in one call."""
+def _copy(sources: list[Any], targets: list[Any]) -> None:
     if targets:
         torch._foreach_copy_(targets, sources)
 

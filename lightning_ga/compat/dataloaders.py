@@ -74,8 +74,10 @@ def load_later(trainer: Any, states: list[Any]) -> None:
 
 
 @contextmanager
-def micro_batch_units(trainer: Any) -> Iterator[None]:
+def micro_batch_units(trainer: Any) -> Iterator[tuple[bool, int | float]]:
     """Return a context in which data are set up without sharding them again or applying the recipe's limits.
+
+    Yields ``Trainer(use_distributed_sampler=…, limit_train_batches=…)``.
 
     ``setup_data`` re-creates loaders for a distributed sampler (``data_connector.py``, ``_prepare_dataloader``), cuts
     epochs at ``limit_train_batches`` and checks ``val_check_interval`` against the number of batches; the training
@@ -90,16 +92,11 @@ def micro_batch_units(trainer: Any) -> Iterator[None]:
     if interval is not None:
         trainer.val_check_interval = 1.0
     try:
-        yield
+        yield kept
     finally:
         connector.use_distributed_sampler, trainer.limit_train_batches = kept
         if interval is not None:
             trainer.val_check_interval = interval
-
-
-def shards_data(trainer: Any) -> bool:
-    """Return ``Trainer(use_distributed_sampler=…)``."""
-    return bool(trainer._accelerator_connector.use_distributed_sampler)
 
 
 def resize_epoch(trainer: Any, length: int | None, *, at_most: int | None = None) -> None:

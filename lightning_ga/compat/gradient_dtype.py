@@ -1,9 +1,6 @@
-"""Accumulate the gradients of half-precision parameters in float32.
+"""Accumulate the gradients of half-precision parameters in float32 (why: ``docs/concepts/exactness.md``).
 
-A sum in bfloat16 loses what is below 1/256 of it, and with many micro-batches that is most of what each adds. The first
-gradient of a window is exact as it is; it becomes float32 before the second is added, and the sum is rounded once,
-after clipping.
-
+The first gradient of a window becomes float32 before the second is added, and the sum is rounded once, after clipping.
 This needs a torch that lets a gradient have another type than its parameter (``Tensor.grad_dtype``, read in 2.15).
 """
 

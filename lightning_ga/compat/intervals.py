@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from math import inf, isinf
 from typing import Any
 
-from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, OneCycleLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 
 from lightning_ga.compat import loops
 from lightning_ga.errors import UserError
@@ -38,15 +38,10 @@ def optimizer_steps(trainer: Any) -> int | float:
 def wrong_horizons(trainer: Any, steps: int) -> list[tuple[str, int]]:
     """Return name and horizon of schedules whose horizon is not the number of optimizer steps, which they step with."""
     configs = [config for config in trainer.lr_scheduler_configs if config.interval == "step" and config.frequency == 1]
-    horizons = [(type(config.scheduler).__name__, _horizon(config.scheduler)) for config in configs]
-    return [(name, length) for name, length in horizons if length is not None and length != steps]
-
-
-def _horizon(scheduler: LRScheduler) -> int | None:
-    """Return the steps after which a schedule ends; ``None`` for schedules without an end."""
-    if isinstance(scheduler, OneCycleLR):
-        return int(scheduler.total_steps)
-    return int(scheduler.T_max) if isinstance(scheduler, CosineAnnealingLR) else None
+    lengths = ((OneCycleLR, "total_steps"), (CosineAnnealingLR, "T_max"))
+    pairs = [(each.scheduler, name) for each in configs for kind, name in lengths if isinstance(each.scheduler, kind)]
+    horizons = [(type(scheduler).__name__, int(getattr(scheduler, name))) for scheduler, name in pairs]
+    return [(name, length) for name, length in horizons if length != steps]
 
 
 def frequencies_by_step(trainer: Any) -> dict[int, int]:
@@ -80,9 +75,9 @@ def validate_when_due(trainer: Any, before: int, after: int, epoch_batches: int 
     loop tests its own count of micro-batches against ``trainer.val_check_batch`` (``training_epoch_loop.py:560``), so
     that number is set to one that divides the count or not.
     """
-    if _has_time_interval(trainer):
-        return
     interval = _validation_interval(trainer, epoch_batches)
+    if interval is None:
+        return
     loop = trainer.fit_loop.epoch_loop
     index = loop.total_batch_idx if trainer.check_val_every_n_epoch is None else loop.batch_idx
     if before == index and after == index + 1:  # nothing is cut
@@ -102,16 +97,15 @@ def set_validation_interval(trainer: Any, epoch_batches: int | None) -> None:
             f"val_check_interval={interval} is more than the {epoch_batches} training batches of an epoch: use at "
             "most that, or check_val_every_n_epoch=None to count batches over epochs."
         )
-    if not _has_time_interval(trainer):
-        trainer.val_check_batch = _validation_interval(trainer, epoch_batches)
+    due_after = _validation_interval(trainer, epoch_batches)
+    if due_after is not None:
+        trainer.val_check_batch = due_after
 
 
-def _has_time_interval(trainer: Any) -> bool:
-    return getattr(trainer, "_val_check_time_interval", None) is not None  # 2.5 has no interval by time
-
-
-def _validation_interval(trainer: Any, epoch_batches: int | None) -> int | float:
-    """Return ``val_check_interval`` in batches of the recipe; infinite if their number is not known."""
+def _validation_interval(trainer: Any, epoch_batches: int | None) -> int | float | None:
+    """Return ``val_check_interval`` in batches of the recipe: infinite if their number is not known, none if a time."""
+    if getattr(trainer, "_val_check_time_interval", None) is not None:  # 2.5 has no interval by time
+        return None
     interval: int | float = trainer.val_check_interval
     if not isinstance(interval, float):
         return interval
@@ -140,12 +134,8 @@ def stopping_only_unless(trainer: Any, holds: Callable[[], bool]) -> Iterator[No
 
         return ask
 
-    own = {
-        "done": property(asking(cls.done.fget)),
-        "_should_check_val_fx": asking(cls._should_check_val_fx),
-        "__module__": cls.__module__,
-    }
-    loop.__class__ = ours = type(cls.__name__, (cls,), own)
+    asked = {"done": property(asking(cls.done.fget)), "_should_check_val_fx": asking(cls._should_check_val_fx)}
+    loop.__class__ = ours = type(cls.__name__, (cls,), {**asked, "__module__": cls.__module__})
     try:
         yield
     finally:

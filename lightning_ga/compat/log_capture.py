@@ -80,11 +80,11 @@ def return_to_hook(trainer: Any, name: str | None) -> None:
 def _log(results: Any, log: Note, fx: str, name: str, *arguments: Any, **settings: Any) -> None:
     """Log one value; on failure restore the sums of that name (``logger_connector/result.py:234``)."""
     key = f"{fx}.{name}"
-    before = [(known, metric, dict(vars(metric))) for known in (key, f"{key}.0") if (metric := results.get(known))]
+    before = [(metric, dict(vars(metric))) for known in (key, f"{key}.0") if (metric := results.get(known))]
     try:
         log(results, fx, name, *arguments, **settings)
     except Exception:
-        for _, metric, values in before:
+        for metric, values in before:
             vars(metric).update(values)
         for known in [known for known in results if known.startswith(key)] if not before else ():
             del results[known]

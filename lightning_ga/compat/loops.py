@@ -158,9 +158,8 @@ def all_epochs(trainer: Any) -> range | None:
 
 def training_epochs(trainer: Any) -> range:
     """Return the epochs that training is known to run, from the current one on."""
-    first = training_epoch(trainer)
-    last = trainer.max_epochs
-    return range(first, first + 1) if last is None or last < 0 else range(first, max(first + 1, last))
+    first, epochs = training_epoch(trainer), all_epochs(trainer)
+    return range(first, first + 1 if epochs is None else max(first + 1, epochs.stop))
 
 
 _STAGES = {"predict": "prediction", "test": "test", "validate": "validation", "sanity_check": "validation"}

@@ -11,7 +11,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_ga.compat import agreement, patching
 from lightning_ga.compat.gradient_dtype import half_parameters
-from lightning_ga.compat.reduction import GradientReducer
 
 
 def distributed_module(trainer: Any) -> Any:
@@ -55,11 +54,6 @@ def take_over(trainer: Any) -> None:
     module = distributed_module(trainer)
     module._static_graph_delay_allreduce_enqueued = True
     share_buffers(module)
-
-
-def gradient_reducer(trainer: Any) -> GradientReducer:
-    """Return what averages gradients as the module would, in buckets of its size."""
-    return GradientReducer(distributed_module(trainer))
 
 
 def share_buffers(module: DistributedDataParallel) -> None:

@@ -120,11 +120,11 @@ class GradientReducer:
         """Return the buckets for the parameters that are trained now, with room to copy them."""
         trained = [parameter.requires_grad for parameter in self._parameters]
         if (summed, trained) != self._made_for:
-            wanted = [parameter for parameter, trains in zip(self._parameters, trained) if trains]
-            self._frozen = [parameter for parameter, trains in zip(self._parameters, trained) if not trains]
+            self._frozen = [parameter for parameter in self._parameters if not parameter.requires_grad]
+            tables = (part for part in self._module.modules() if isinstance(part, (Embedding, EmbeddingBag)))
             self._buckets = make_buckets(
-                wanted,
-                self._sparse_weights(),
+                [parameter for parameter in self._parameters if parameter.requires_grad],
+                [table.weight for table in tables if table.sparse],  # as ``DistributedDataParallel`` takes them
                 most=getattr(self._module, "bucket_bytes_cap", BUCKET),
                 arrival=self._arrival or {},
                 dtype=dtype_of_sum if summed else attrgetter("dtype"),
@@ -132,11 +132,6 @@ class GradientReducer:
             self._make_room()
             self._made_for = summed, trained
         return self._buckets
-
-    def _sparse_weights(self) -> list[Tensor]:
-        """Return the parameters that a ``DistributedDataParallel`` takes to have sparse gradients."""
-        parts = self._module.modules()
-        return [part.weight for part in parts if isinstance(part, (Embedding, EmbeddingBag)) and part.sparse]
 
     def _make_room(self) -> None:
         """Let each message lie where the last but one does, which has come back before it is written."""
@@ -225,28 +220,24 @@ class WindowReduction:
             _check(gradients, Gradients.of(bucket.parameters))
         self._final.clear()
 
-    def _receive(self) -> None:
-        """Wait for all that was sent."""
-        with torch.no_grad():
-            while self._sent:
-                self._receive_next()
-
     def _send_next(self, gradients: Gradients) -> None:
-        while len(self._sent) >= IN_FLIGHT:
-            self._receive_next()
+        self._receive(in_flight=IN_FLIGHT - 1)
         bucket = self._waiting[0]
         self._sent.append((bucket, self._send(bucket, gradients.tensors)))
         self._final[bucket] = gradients
         self._waiting.popleft()
 
-    def _receive_next(self) -> None:
-        bucket, work = self._sent[0]
-        work.wait()
-        gradients = Gradients.of(bucket.parameters)
-        _check(self._final.pop(bucket, gradients), gradients)
-        bucket.spread(gradients.tensors)
-        self._final[bucket] = Gradients.of(bucket.parameters)
-        self._sent.popleft()
+    @torch.no_grad()
+    def _receive(self, in_flight: int = 0) -> None:
+        """Wait for averages, until no more buckets than these are on their way."""
+        while len(self._sent) > in_flight:
+            bucket, work = self._sent[0]
+            work.wait()
+            gradients = Gradients.of(bucket.parameters)
+            _check(self._final.pop(bucket, gradients), gradients)
+            bucket.spread(gradients.tensors)
+            self._final[bucket] = Gradients.of(bucket.parameters)
+            self._sent.popleft()
 
 
 def _check(before: Gradients, now: Gradients) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from lightning_ga.compat import patching
+from lightning_ga.compat import closures, patching
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,18 +47,14 @@ class BatchTransfer:
 
 def hooks_move_batches(trainer: Any) -> bool:
     """Return whether the module or the datamodule overrides the transfer of batches or the hook after it."""
-    return _overrides(trainer, "transfer_batch_to_device", "on_after_batch_transfer")
+    owners = trainer.lightning_module, trainer.datamodule
+    return closures.has_hook(owners, "transfer_batch_to_device", "on_after_batch_transfer")
 
 
 def hooks_see_batches(trainer: Any) -> bool:
     """Return whether the module or the datamodule overrides any hook that a batch passes before the step."""
-    return _overrides(trainer, "on_before_batch_transfer") or hooks_move_batches(trainer)
-
-
-def _overrides(trainer: Any, *hooks: str) -> bool:
-    owners = [owner for owner in (trainer.lightning_module, trainer.datamodule) if owner is not None]
-    found = [getattr(owner, hook) for owner in owners for hook in hooks]
-    return not all(hook.__module__.startswith(("lightning.", "pytorch_lightning.")) for hook in found)
+    owners = trainer.lightning_module, trainer.datamodule
+    return closures.has_hook(owners, "on_before_batch_transfer") or hooks_move_batches(trainer)
 
 
 @contextmanager

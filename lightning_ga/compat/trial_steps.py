@@ -1,18 +1,21 @@
 """Run passes outside training, unseen by callbacks and loggers: the probe's trial steps, the exactness check's passes.
 
-They go through Lightning's ``loops/training_epoch_loop.py`` and ``trainer/connectors/logger_connector/``.
+They go through Lightning's ``loops/training_epoch_loop.py`` and ``trainer/connectors/logger_connector/``; callbacks and
+warnings are muted in ``trainer/call.py`` and ``utilities/rank_zero.py``.
 """
 
+import sys
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
 
 from lightning_ga.compat import closures, patching
-from lightning_ga.compat.muting import muted
 from lightning_ga.snapshot.gradients import coalesce_gradients
 from lightning_ga.snapshot.state import Attributes
 
@@ -40,7 +43,7 @@ def run_pass(trainer: Any, batch: Any, place: PassPlace, observe: Callable[[], o
     To be called after ``enter_trial``. ``observe`` is called before and after the pass, between the hooks of the loop.
     """
     loop = trainer.fit_loop.epoch_loop
-    with muted(trainer), without_collectives(trainer), _counting(trainer, place) as batch_idx:
+    with muted(trainer), _without_collectives(trainer), _counting(trainer, place) as batch_idx:
         trainer._logger_connector.on_batch_start(batch)
         if place.begins:
             _call_module_hook(trainer, "on_train_batch_start", batch, place.index)
@@ -128,7 +131,11 @@ def enter_trial(trainer: Any) -> None:
     trainer.profiler = patching.sibling(trainer, "profilers").PassThroughProfiler()
     loop._results = type(loop._results)(training=True)
     loop.batch_progress.is_last_batch = False
-    _never_overflow(getattr(trainer.precision_plugin, "scaler", None))
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    if scaler is not None and scaler.is_enabled():  # a low copy, so that no step is skipped: optimizer state must exist
+        scaler._init_scale = 1.0
+        if scaler._scale is not None:
+            scaler._scale.fill_(1.0)
     with muted(trainer):
         _call_module_hook(trainer, "on_train_start")
         _call_module_hook(trainer, "on_train_epoch_start")
@@ -139,12 +146,41 @@ def _call_module_hook(trainer: Any, name: str, *arguments: Any) -> None:
     patching.sibling(trainer, "trainer.call")._call_lightning_module_hook(trainer, name, *arguments)
 
 
-def _never_overflow(scaler: Any) -> None:
-    """Let a trial's copy of the scaler start low, so that no step is skipped: optimizer state must exist."""
-    if scaler is not None and scaler.is_enabled():
-        scaler._init_scale = 1.0
-        if scaler._scale is not None:
-            scaler._scale.fill_(1.0)
+@contextmanager
+def muted(trainer: Any) -> Iterator[None]:
+    """Return a context in which this trainer's callbacks are not called and nothing warns: training will.
+
+    The callbacks stay in ``trainer.callbacks``, where steps may look. The loops and plugins call them through one
+    function of ``trainer/call.py``; calls of other trainers pass through.
+    """
+    call = patching.sibling(trainer, "trainer.call")
+    hooks = call._call_callback_hooks
+
+    def unless_muted(other: Any, *arguments: Any, **settings: Any) -> Any:
+        return None if other is trainer else hooks(other, *arguments, **settings)
+
+    caches = _warning_caches(call.__name__.removesuffix(".trainer.call"), len(sys.modules))
+    texts = [(cache, set(cache)) for cache in caches]
+    try:
+        with patching.shadowed(call, "_call_callback_hooks", unless_muted), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for cache, before in texts:
+            cache.clear()
+            cache.update(before)
+
+
+@lru_cache(maxsize=2)
+def _warning_caches(root: str, _loaded: int) -> list[set[str]]:
+    """Return the texts that Lightning will not warn of again (``utilities/rank_zero.py``: ``WarningCache``).
+
+    All modules are looked through once, and again after others were imported: a look takes as long as a small step.
+    """
+    modules = [module for name, module in list(sys.modules.items()) if name.startswith(f"{root}.")]
+    holders = [*modules, sys.modules[f"{root}.loops.optimization.automatic"].Closure]
+    caches = [getattr(holder, "warning_cache", None) for holder in holders]
+    return [cache for cache in caches if isinstance(cache, set)]
 
 
 @contextmanager
@@ -168,7 +204,7 @@ def without_gradient_hooks(trainer: Any) -> Iterator[bool]:
 
 
 @contextmanager
-def without_collectives(trainer: Any) -> Iterator[None]:
+def _without_collectives(trainer: Any) -> Iterator[None]:
     """Return a context in which a step waits for no other rank: no reduction, no broadcast of buffers."""
     strategy = trainer.strategy
     if not hasattr(strategy, "block_backward_sync"):

@@ -16,7 +16,7 @@ from torchmetrics import MeanMetric, Metric
 from torchmetrics.metric import CompositionalMetric
 from torchmetrics.wrappers.abstract import WrapperMetric
 
-from lightning_ga.snapshot.metrics import beside_states, give_metric_state, metric_state, set_metric_state
+from lightning_ga.snapshot.metrics import beside_states, metric_state, set_metric_state
 
 
 @contextmanager
@@ -28,7 +28,8 @@ def whole_batch_metrics(metrics: Sequence[Metric], share: Callable[[], float]) -
     updates = [(metric, vars(metric)["update"]) for metric in metrics if isinstance(metric, MeanMetric)]
     for mean, update in updates:
         vars(mean)["update"] = partial(_weighted, update, share)
-    within = _within_wrappers(metrics)
+    wrappers = [metric for metric in metrics if isinstance(metric, WrapperMetric)]
+    within = {id(part) for wrapper in wrappers for part in wrapper.modules() if part is not wrapper}
     apart = (WrapperMetric, CompositionalMetric)
     batches: list[_BatchOf] = []
     try:
@@ -49,12 +50,6 @@ def _weighted(update: Callable[..., Any], share: Callable[[], float], value: Any
     """Let one number of a piece, such as its loss, weigh what the piece does, if it has no weight of its own."""
     is_number = torch.as_tensor(value).numel() == 1
     return update(value, *weight, **named) if weight or named or not is_number else update(value, share())
-
-
-def _within_wrappers(metrics: Sequence[Metric]) -> set[int]:
-    """Return which metrics are called by wrappers alone."""
-    wrappers = [metric for metric in metrics if isinstance(metric, WrapperMetric)]
-    return {id(part) for wrapper in wrappers for part in wrapper.modules() if part is not wrapper}
 
 
 class _BatchOf:
@@ -117,4 +112,4 @@ class _BatchOf:
             return metric.compute()
         finally:
             metric._to_sync = to_sync
-            give_metric_state(metric, {**seen, "_computed": None, "_is_synced": False})
+            vars(metric).update({**seen, "_computed": None, "_is_synced": False})  # not copied: that takes no memory

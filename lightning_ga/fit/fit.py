@@ -141,8 +141,7 @@ class Fit:
 
     def prepare(self, batch: Any) -> None:
         """Weigh the next micro-batch, and say whether schedules of the learning rate are due after it."""
-        if self.exactness.is_looking:
-            self.exactness.look(accumulates=self._accumulates)
+        self.exactness.look(accumulates=self._accumulates)
         checks.check_factor(self.trainer, self._fed.factor)
         source, index = self.source, loops.micro_batch_index(self.trainer)
         chunk = source.chunk(index)
@@ -226,7 +225,6 @@ class Fit:
         self._progress.enter(source, epoch)
         self._arrange(epoch)
         self._begun = source, epoch
-        self._progress.begin_epoch()
         if self.oom_handler.window is not None:
             self.oom_handler.window.begin_epoch()
         self.gradients.begin_epoch(self._fed.micro_batch_size, known=not source.counted_later)

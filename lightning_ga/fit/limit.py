@@ -50,7 +50,10 @@ class TrainingLimit:
 
     def find(self, source: TrainingSource, epoch: int, restored: RunState | None) -> int:
         """Find the limit: given by the user, kept by a checkpoint, remembered, estimated or probed for."""
-        kept = restored if restored is not None and self._is_on_hardware_of(restored) else None
+        kept = None
+        if restored is not None:  # it holds if all ranks run on the hardware of the checkpoint's first rank
+            same = restored.hardware == self.hardware()
+            kept = restored if agreement.smallest_over_ranks(self._trainer, int(same)) else None
         found = self._find(source, epoch, kept)
         if kept is not None and kept.limit is not None:  # memory ran out in that run
             found = min(found, kept.limit)
@@ -164,8 +167,3 @@ class TrainingLimit:
         if kept is None or kept.probe is None or not still_holds(kept.probe, kept.probe.budget_bytes, high):
             return None
         return replace(kept.probe, source="checkpoint", steps=0, seconds=0.0)
-
-    def _is_on_hardware_of(self, kept: RunState) -> bool:
-        """Return whether all ranks run on the hardware of the checkpoint's first rank; ranks ask together."""
-        same = kept.hardware == self.hardware()
-        return agreement.smallest_over_ranks(self._trainer, int(same)) == 1

@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from lightning_ga.compat import closures, ranks, transfer
+from lightning_ga.compat.reduction import GradientReducer
 from lightning_ga.fit.engine import Engine
 from lightning_ga.fit.evaluation import EvaluationBatches, evaluate
 from lightning_ga.fit.messages import OomEvent, in_the_update
@@ -65,7 +66,7 @@ class OomHandler:
         engine.policy = Ranks.of(trainer).in_training(
             wanted=self._wanted, cut_in_step=source.cut_in_step, must_average=must_average
         )
-        engine.reducer = ranks.gradient_reducer(trainer) if engine.policy.by_hand else None
+        engine.reducer = GradientReducer(ranks.distributed_module(trainer)) if engine.policy.by_hand else None
 
     def watch_training(self, source: TrainingSource, gradients: WindowGradients, changing: Collection[str]) -> None:
         """Guard training from here on; its step is known to change the tensors with the names ``changing``."""

@@ -44,7 +44,8 @@ class Progress:
         return within and self.position.epoch == epoch
 
     def enter(self, source: TrainingSource, epoch: int) -> None:
-        """Count the recipe's batches of the epochs that are over, if another epoch begins."""
+        """Begin an epoch with a whole batch; if it is another one, count the recipe's batches of those before it."""
+        self.within_batch, self._validates = False, bool(self._trainer.enable_validation)
         if epoch == self.position.epoch:
             return
         passed = source.epoch_batches
@@ -52,10 +53,6 @@ class Progress:
             passed = source.recipe_batches(self.position.samples_done // source.sharded_ranks)
         before = self.position.batches_before + passed * (epoch - self.position.epoch)
         self.position = replace(self.position, epoch=epoch, samples_done=0, batches_before=before)
-
-    def begin_epoch(self) -> None:
-        """Begin an epoch with a whole batch."""
-        self.within_batch, self._validates = False, bool(self._trainer.enable_validation)
 
     def resume(self, source: TrainingSource, *, same_epoch: bool) -> None:
         """Let a restored loop go on at its sample, in this run's micro-batches."""

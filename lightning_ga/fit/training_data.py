@@ -36,10 +36,9 @@ class TrainingData:
     def set_up(self, set_up: Callable[[], None]) -> None:
         """Let the loop set its data up, with the recipe's limits read in the recipe's batches."""
         trainer, known = self._trainer, self.source
-        self._limit_batches, self._shard = trainer.limit_train_batches, dataloaders.shards_data(trainer)
         if known is None:
             dataloaders.forget_loaders(trainer)
-        with dataloaders.micro_batch_units(trainer), warnings.catch_warnings():
+        with dataloaders.micro_batch_units(trainer) as (self._shard, self._limit_batches), warnings.catch_warnings():
             set_up()
         source = self.source
         if source is not None and source is not known:

@@ -273,7 +273,7 @@ def seeded(seed: int, epoch: int, *samplers: object) -> Iterator[None]:
     epoch, those of Python and NumPy with the seed.
     """
     held = {id(value): value for sampler in samplers for value in getattr(sampler, "__dict__", {}).values()}
-    own = [generator for generator in held.values() if random_numbers.is_generator(generator)]
+    own: list[Any] = [generator for generator in held.values() if isinstance(generator, random_numbers.GENERATORS)]
     kept = [(generator, random_numbers.generator_state(generator)) for generator in own]
     before = random_numbers.RandomState()
     try:

@@ -11,7 +11,7 @@ from lightning_ga.memory.live_tensors import uncounted
 from lightning_ga.snapshot.contents import ObjectState
 from lightning_ga.snapshot.random_numbers import RandomState
 from lightning_ga.snapshot.savepoint import Savepoint
-from lightning_ga.snapshot.state import Gradients, OptimizerState, PlainState, TensorValues
+from lightning_ga.snapshot.state import OptimizerState, SavedGradients, SwappedState, TensorValues
 
 
 @contextmanager
@@ -27,9 +27,9 @@ def isolated(trainer: Any, stand_ins: Mapping[int, Any] | None = None) -> Iterat
     attributes = trial_steps.remember_progress(trainer)
     with uncounted():
         values = TensorValues(iter({id(t): t for m in modules for t in _own_tensors(m)}.values()))
-        plain = PlainState(modules, [trainer, trainer.strategy, trainer.datamodule], stand_ins)
+        plain = SwappedState(modules, [trainer, trainer.strategy, trainer.datamodule], stand_ins)
         optimizers = [OptimizerState(optimizer) for optimizer in trainer.optimizers]
-    gradients = Gradients(module.parameters())
+    gradients = SavedGradients(module.parameters())
     objects = ObjectState(trial_steps.owners(trainer))
 
     kept: tuple[Any, ...] = (gradients, plain, values, *optimizers, objects, attributes, random_state)
@@ -66,7 +66,7 @@ def hooks_apart(trainer: Any) -> Iterator[None]:
 @contextmanager
 def _kept_apart(trainer: Any) -> Iterator[None]:
     module, random_state = trainer.lightning_module, RandomState()
-    plain = PlainState(list(module.modules()), [trainer, trainer.strategy, trainer.datamodule])
+    plain = SwappedState(list(module.modules()), [trainer, trainer.strategy, trainer.datamodule])
     tensors = Savepoint(module)
     tensors.take()
     plain.swap_in_copies()

@@ -22,26 +22,23 @@ def checksums(tensors: Iterable[Tensor]) -> list[int | None]:
     these operations, there are no sums.
     """
     listed = list(tensors)
+    by_device: dict[torch.device, list[Tensor]] = {}
     try:
         with _disable_current_modes():
-            return _all_sums(listed)
+            sums = [_checksum(tensor) for tensor in listed]
+            for total in sums:
+                if total is not None:
+                    by_device.setdefault(total.device, []).append(total)
+            # One transfer for each device.
+            values = {device: iter(torch.stack(totals).tolist()) for device, totals in by_device.items()}
     except RuntimeError:
         return [None] * len(listed)
+    return [None if total is None else next(values[total.device]) for total in sums]
 
 
 def differ(before: float | None, now: float | None) -> bool:
     """Return whether two sums of a tensor show that it has changed."""
     return before is not None and now is not None and before != now
-
-
-def _all_sums(tensors: list[Tensor]) -> list[int | None]:
-    sums = [_checksum(tensor) for tensor in tensors]
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for total in sums:
-        if total is not None:
-            by_device.setdefault(total.device, []).append(total)
-    values = {device: iter(torch.stack(totals).tolist()) for device, totals in by_device.items()}  # one transfer each
-    return [None if total is None else next(values[total.device]) for total in sums]
 
 
 @torch.no_grad()

@@ -25,13 +25,7 @@ def metric_state(metric: Metric) -> MetricState:
 
 def set_metric_state(metric: Metric, state: MetricState) -> None:
     """Give a metric copies of what ``metric_state`` took: updates change states in place."""
-    give_metric_state(metric, {name: value if name in _COUNTERS else _copied(value) for name, value in state.items()})
-
-
-def give_metric_state(metric: Metric, state: MetricState) -> None:
-    """Give a metric itself what ``metric_state`` took, for good; that takes no memory."""
-    for name, value in state.items():
-        setattr(metric, name, value)
+    vars(metric).update({name: value if name in _COUNTERS else _copied(value) for name, value in state.items()})
 
 
 def beside_states(metric: Metric) -> MetricState:

@@ -14,11 +14,6 @@ from lightning_ga.memory.vendors import vendors_in_use
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 
-def is_generator(value: object) -> bool:
-    """Return whether a value is a generator of random numbers, of torch, NumPy or Python."""
-    return isinstance(value, GENERATORS)
-
-
 def generator_state(generator: Any) -> Any:
     """Return where a generator is."""
     if isinstance(generator, np.random.Generator):
@@ -41,7 +36,7 @@ def have_moved(states: Iterable[tuple[Any, Any]]) -> bool:
 
 def generators_of(module: torch.nn.Module) -> list[Any]:
     """Return the generators that a module or one of its parts holds."""
-    return [value for part in module.modules() for value in vars(part).values() if is_generator(value)]
+    return [value for part in module.modules() for value in vars(part).values() if isinstance(value, GENERATORS)]
 
 
 def seed_generator(generator: Any, seed: int) -> None:

@@ -46,7 +46,7 @@ class TensorValues:
                 tensor.requires_grad_(requires_grad)
 
 
-class Gradients:
+class SavedGradients:
     """The gradients of parameters, which a step takes away or makes."""
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
@@ -67,7 +67,7 @@ def refuse_lazy(tensors: Iterable[torch.Tensor]) -> None:
         )
 
 
-class PlainState:
+class SwappedState:
     """The plain attributes of modules: metric states, counters, flags, lists.
 
     Copies go on referring to ``shared`` objects, such as the trainer, and refer to a stand-in in the place of the
@@ -77,33 +77,30 @@ class PlainState:
     def __init__(
         self, modules: list[torch.nn.Module], shared: list[object], stand_ins: Mapping[int, Any] | None = None
     ) -> None:
-        self._stand_ins = stand_ins or {}
         compiled = getattr(torch._dynamo.eval_frame, "OptimizedModule", ()) if "torch._dynamo" in sys.modules else ()
-        self._shared = [*shared, *modules]
-        for module in modules:
-            self._shared += [*module._parameters.values(), *module._buffers.values()]
-        shared_ids = {id(thing) for thing in self._shared}
+        tensors = (t for module in modules for t in (*module._parameters.values(), *module._buffers.values()))
+        known = {id(thing): thing for thing in (*shared, *modules, *tensors)}
         behind = {id(thing): thing for module in modules for thing in _behind_hooks(module)}
-        owners = {key: thing for key, thing in behind.items() if _may_be_swapped(thing) and key not in shared_ids}
-        self._shared += owners.values()
+        owners = {key: thing for key, thing in behind.items() if _may_be_swapped(thing) and key not in known}
+        self._memo: dict[int, Any] = {**known, **owners, **(stand_ins or {})}
         swapped = [*(module for module in modules if not isinstance(module, compiled)), *owners.values()]
         self._kept = [(thing, _plain(thing)) for thing in swapped]
         self._tables = Contents([*behind.values(), *(vars(m).get(name) for m in modules for name in _MODULE_TABLES)])
 
     def swap_in_copies(self) -> None:
         """Let the modules work on copies of their original attributes."""
-        memo = {**{id(thing): thing for thing in self._shared}, **self._stand_ins}
-        self._put({id(module): {k: _copied(v, memo) for k, v in plain.items()} for module, plain in self._kept})
+        memo = dict(self._memo)
+        self._put([{name: _copied(value, memo) for name, value in plain.items()} for _, plain in self._kept])
 
     def restore(self) -> None:
         """Put the original attributes and tensors back."""
-        self._put({id(module): plain for module, plain in self._kept})
+        self._put([plain for _, plain in self._kept])
 
-    def _put(self, attributes: dict[int, dict[str, Any]]) -> None:
-        for module, _ in self._kept:
-            for name in _plain(module).keys() - attributes[id(module)].keys():
+    def _put(self, attributes: list[dict[str, Any]]) -> None:
+        for (module, _), wanted in zip(self._kept, attributes):
+            for name in _plain(module).keys() - wanted.keys():
                 del module.__dict__[name]
-            module.__dict__.update(attributes[id(module)])
+            module.__dict__.update(wanted)
         self._tables.restore()
 
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_ga.compat import buckets
 from lightning_ga.compat.buckets import FIRST_BUCKET, Bucket, SparseBucket, make_buckets
 from lightning_ga.compat.gradient_dtype import dtype_of_sum, has_grad_dtype
 
@@ -94,16 +93,13 @@ def awkward() -> tuple[list[nn.Parameter], list[torch.Tensor | None]]:
     return [plain, cut, turned, wide, table, missing, image, every_other, empty, number], [*found, *more]
 
 
-@pytest.mark.parametrize("large", [0, 2**30], ids=["in one pass", "copied first"])
-def test_gradients_of_all_kinds_are_averaged(large: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_of_all_kinds_are_averaged() -> None:
     """Those of two ranks that lack different ones."""
-    monkeypatch.setattr(buckets, "LARGE", large)
     weights, ours = awkward()
     theirs = [None if gradient is None else torch.randn(gradient.shape) for gradient in ours]
     theirs[0], theirs[5] = None, torch.randn(4, 6)
     bucket = placed(*make_buckets(weights, (), most=MOST, arrival={}))
     ours, theirs, weights = ours[::-1], theirs[::-1], weights[::-1]
-    assert bucket.in_one_pass == (large == 0)
     wanted = [sum(g.to_dense() / 3 for g in pair if g is not None) for pair in zip(ours, theirs)]
     message = bucket.join(theirs, 1 / 3).clone()
     bucket.join(ours, 1 / 3).add_(message)

@@ -105,12 +105,13 @@ def test_patches_are_taken_back(trainer: Any) -> None:
 def test_units_are_the_recipes_again_even_after_an_error(trainer: Any) -> None:
     """Sharding and limits are set aside only while data are set up."""
     trainer.limit_train_batches, trainer.val_check_interval = 3, 2
-    with pytest.raises(ZeroDivisionError), dataloaders.micro_batch_units(trainer):
+    with pytest.raises(ZeroDivisionError), dataloaders.micro_batch_units(trainer) as recipe:
+        assert recipe == (True, 3)
         assert (trainer.limit_train_batches, trainer.val_check_interval) == (1.0, 1.0)
-        assert not dataloaders.shards_data(trainer)
+        assert not trainer._accelerator_connector.use_distributed_sampler
         raise ZeroDivisionError
     assert (trainer.limit_train_batches, trainer.val_check_interval) == (3, 2)
-    assert dataloaders.shards_data(trainer)
+    assert trainer._accelerator_connector.use_distributed_sampler
 
 
 @pytest.mark.parametrize(

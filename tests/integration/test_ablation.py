@@ -17,7 +17,7 @@ from lightning_ga.compat import patching, trial_steps
 from lightning_ga.snapshot import state as snapshot
 from lightning_ga.snapshot.contents import Contents, ObjectState
 from lightning_ga.snapshot.random_numbers import RandomState
-from lightning_ga.snapshot.state import Attributes, Gradients, PlainState, TensorValues
+from lightning_ga.snapshot.state import Attributes, SavedGradients, SwappedState, TensorValues
 
 pytestmark = pytest.mark.slow  # together; that nothing is left out is what test_traceless.py holds
 Omit = Callable[[pytest.MonkeyPatch], None]
@@ -177,9 +177,9 @@ OMITTED: dict[str, Omit] = {
     "parameters": tensors(lambda t: isinstance(t, torch.nn.Parameter)),
     "buffers": tensors(lambda t: not isinstance(t, torch.nn.Parameter)),
     "requires_grad": requires_grad,
-    "gradients": restore_of(Gradients),
+    "gradients": restore_of(SavedGradients),
     "tables of buffers and hooks": containers(lambda t: isinstance(t, dict) and "scale" in t),
-    "plain attributes": restore_of(PlainState),
+    "plain attributes": restore_of(SwappedState),
     "a counter": plain("calls"),
     "a list": plain("seen"),
     "a tensor attribute": plain("average"),

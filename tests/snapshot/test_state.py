@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ga.snapshot.random_numbers import RandomState
-from lightning_ga.snapshot.state import Attributes, OptimizerState, PlainState, TensorValues
+from lightning_ga.snapshot.state import Attributes, OptimizerState, SwappedState, TensorValues
 
 
 def own_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
@@ -23,7 +23,7 @@ def own_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
 
 def trial(module: nn.Module, change: Callable[[Any], None], shared: tuple[object, ...] = ()) -> None:
     """Change a module as a probe does: on copies of its plain state, twice; then put everything back."""
-    values, plain = TensorValues(own_tensors(module)), PlainState(list(module.modules()), list(shared))
+    values, plain = TensorValues(own_tensors(module)), SwappedState(list(module.modules()), list(shared))
     for _ in range(2):
         plain.restore()
         values.restore()

@@ -15,7 +15,7 @@ from lightning_ga.compat import trial_steps
 from lightning_ga.fit.batch_norm import batch_norm_layers
 from lightning_ga.fit.exactness.differences import Differences, compare, distance, judge, norm
 from lightning_ga.fit.exactness.passes import Passes, PassRunner
-from lightning_ga.loading.reader import BatchReader, CollatedAgain
+from lightning_ga.loading.reader import BatchReader
 from lightning_ga.loading.samples import collate_samples
 from lightning_ga.memory.oom import is_out_of_memory
 from lightning_ga.plan.exactness import ACCUMULATED, COUNTED, HOOKED, Exactness, Verdicts, both, uncuttable, unmeasured
@@ -44,38 +44,31 @@ class SampleBatch:
     def __init__(self, samples: list[Any], loader: "DataLoader[Any]", reader: BatchReader, passes: PassRunner) -> None:
         self._samples, self._loader, self._reader, self._passes = samples, loader, reader, passes
         self._cut_on_device = passes.transfer.has_hooks  # these get the whole batch, before it is cut
-        self.collated = self._collate(0, len(samples))
         self.fetched = len(samples)
-        self.size = reader.count(
-            self.collated, expected=len(samples), on_host=True
-        )  # the collate function may drop some
+        self.collated = self._collate(0, self.fetched)
+        # The collate function may drop some.
+        self.size = reader.count(self.collated, expected=self.fetched, on_host=True)
 
     def loaded(self) -> Halves:
         """Return the halves as the loader makes them."""
         return _halves(self._collate, self.fetched, partial(self._collate, 0, self.fetched))
 
     def cut(self, take: Callable[[int, int], Any]) -> Halves:
-        """Return the halves as the step gets them by ``take``, from ``slices`` or ``slices_anew``."""
+        """Return the halves as the step gets them by ``take``, which comes from ``slices``."""
         return replace(_halves(take, self.size, lambda _: self.collated), cut=True, on_device=self._cut_on_device)
 
-    def slices(self) -> Callable[[int, int], Any]:
-        """Return the function by which the step cuts the batch."""
-        batch, on_host = self._as_cut(), not self._cut_on_device
-        return self._reader.slices(batch, expected=self.size, on_host=on_host, samples=self._samples_again).take
-
-    def slices_anew(self) -> Callable[[int, int], Any]:
-        """Return the function that makes parts of the batch out of its samples."""
-        again = self._samples_again()
+    def slices(self, *, anew: bool = False) -> Callable[[int, int], Any]:
+        """Return the function by which the step cuts the batch, or makes parts of it ``anew`` out of its samples."""
+        batch, on_host = self.collated, not self._cut_on_device
+        if self._cut_on_device:
+            batch = self._passes.on_device(batch)
+        samples = partial(self._reader.samples_again, self._loader, self._samples)
+        if not anew:
+            return self._reader.slices(batch, expected=self.size, on_host=on_host, samples=samples).take
+        again = samples()
         if again is None:
             raise LayoutError("There are no samples at hand to make parts of anew.")
-        return self._reader.collated_anew(self._as_cut(), again, on_host=not self._cut_on_device).take
-
-    def _samples_again(self) -> CollatedAgain | None:
-        return self._reader.samples_again(self._loader, self._samples)
-
-    def _as_cut(self) -> Any:
-        """Return the batch in the form in which the step cuts it."""
-        return self._passes.on_device(self.collated) if self._cut_on_device else self.collated
+        return self._reader.collated_anew(batch, again, on_host=on_host).take
 
     def _collate(self, start: int, stop: int, seed: int = 0) -> Any:
         batch = collate_samples(self._loader, self._samples[start:stop], stop - start, seed=seed)
@@ -117,9 +110,8 @@ class ExactnessCheck:
         loaded = batch.loaded()
         training = self.judge(batch_pass, loaded)
         hooks_matter = batch_pass.changed != batch_pass.changed_in_step or training.reason
-        if hooks_matter or batch.size < batch.fetched:
-            return Verdicts(training, self._judge_cut(batch_pass, batch))
-        return Verdicts(training, self._judge_cut(batch_pass, batch, (loaded, training)))
+        known = None if hooks_matter or batch.size < batch.fetched else (loaded, training)
+        return Verdicts(training, self._judge_cut(batch_pass, batch, known))
 
     def _judge_cut(
         self, batch_pass: Passes, batch: SampleBatch, known: tuple[Halves, Exactness] | None = None
@@ -140,12 +132,12 @@ class ExactnessCheck:
                 if is_out_of_memory(error) or isinstance(error, LayoutError):
                     raise
                 failed = f" A part alone ended in {type(error).__name__}: {error}"
-            return self.judge(batch_pass, batch.cut(batch.slices_anew()))
+            return self.judge(batch_pass, batch.cut(batch.slices(anew=True)))
         except LayoutError as why:
             return uncuttable(self._tolerance, f"{why}{failed}")
 
     def judge(self, batch_pass: Passes, halves: Halves) -> Exactness:
-        """Compare the parts of a batch with a pass over the batch_pass."""
+        """Compare the parts of a batch with a pass over the whole batch."""
         counts = [self._items(part, size, halves) for part, size in zip(halves.parts, halves.sizes)]
         if not all(number > 0 for number in counts):
             return unmeasured(self._tolerance, f"normalize counts {counts} in the parts of a batch")

@@ -36,15 +36,15 @@ def measure_exactness(
             samples = telling_samples(available.read(size, most=considered, seconds=_MOMENT), size)
             if len(samples) < 2:
                 return both(unmeasured(tolerance, f"the training data hold {len(samples)} samples"))
-            batch, in_step = SampleBatch(samples, loader, reader, passes), source.cut_in_step
-            checking = ExactnessCheck(reader, passes, count, tolerance)
-            verdicts = checking.run(batch, in_step=in_step)
+            checking, in_step = ExactnessCheck(reader, passes, count, tolerance), source.cut_in_step
+            verdicts = checking.run(SampleBatch(samples, loader, reader, passes), in_step=in_step)
             if size >= 4 and verdicts.training.cause == "exact":  # one cut is no proof: other samples, in equal parts
                 other = SampleBatch(samples[-4:], loader, reader, passes)
                 verdicts = verdicts.unless(checking.run(other, in_step=in_step))
             return replace(verdicts, changing=tuple(checking.changing), tables=tuple(checking.tables))
 
-    is_small = _is_small(trainer.lightning_module)
+    # A small model may run a few samples above the limit, and in the precision of its weights.
+    is_small = sum(p.numel() * p.element_size() for p in trainer.lightning_module.parameters()) <= _SMALL
     most = min(SAMPLES, len(available))
     sizes = dict.fromkeys([most, min(most, limit)] if is_small else [min(most, limit)])
     for size in sizes:
@@ -104,8 +104,3 @@ def _traits(path: str, node: Any) -> Iterator[tuple[str, str]]:
     else:
         for name, child in open_container(node) or ():
             yield from _traits(path + name, child)
-
-
-def _is_small(module: torch.nn.Module) -> bool:
-    """Return whether the check may use a few samples above the limit, and the precision of the weights."""
-    return sum(p.numel() * p.element_size() for p in module.parameters()) <= _SMALL

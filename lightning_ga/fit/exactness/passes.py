@@ -89,10 +89,19 @@ class PassRunner:
         generators = [(generator, generator_state(generator)) for generator in generators_of(module)]
         states: list[Sums] = []
         gradients: list[Gradient] = []
-        for batch, place in zip(batches, _places(len(batches), weights, as_pieces=as_pieces)):
-            if place.index == 0 or not weights:
+        for index, batch in enumerate(batches):
+            if index == 0 or not weights:
                 for parameter in module.parameters():
                     parameter.grad = None
+            is_last = index == len(batches) - 1
+            place = PassPlace(
+                index,
+                begins=not as_pieces or index == 0,
+                ends=not as_pieces or is_last,
+                continues=as_pieces and bool(weights) and not is_last,
+                batches=1 if as_pieces else len(batches),
+                weight=weights[index] if weights else 1.0,
+            )
             batch = _copy_if_possible(batch)
             moved = batch if on_device else self.transfer.moved(batch)
             run_pass(self.trainer, moved, place, observe=lambda: states.append(state_sums(module)))
@@ -111,19 +120,6 @@ class PassRunner:
     def _begin(self, seed: int) -> None:
         self._restart()
         reseed(seed, generators_of(self.trainer.lightning_module))
-
-
-def _places(count: int, weights: Sequence[float], *, as_pieces: bool) -> Iterator[PassPlace]:
-    for index in range(count):
-        last = index == count - 1
-        yield PassPlace(
-            index,
-            begins=not as_pieces or index == 0,
-            ends=not as_pieces or last,
-            continues=as_pieces and bool(weights) and not last,
-            batches=1 if as_pieces else count,
-            weight=weights[index] if weights else 1.0,
-        )
 
 
 def _copy_if_possible(batch: Any) -> Any:

@@ -19,15 +19,8 @@ from lightning_ga.fit.exactness.passes import state_sums
 from lightning_ga.loading.reader import BatchReader
 from lightning_ga.loading.training_source import TrainingSource
 from lightning_ga.plan.config import Options
-from lightning_ga.plan.exactness import (
-    INEXACT,
-    Exactness,
-    Verdicts,
-    both,
-    found_to_change,
-    splitting_sentence,
-    uncuttable,
-)
+from lightning_ga.plan.exactness import INEXACT, Exactness, Verdicts, both, found_to_change, uncuttable
+from lightning_ga.plan.exactness import splitting_sentence as sentence_on_splitting
 from lightning_ga.snapshot.checksums import differ
 
 LOOKS = 8  # micro-batches before which the model is looked at
@@ -49,11 +42,6 @@ class TrainingExactness:
         return self.training is not None and self.training.cause != "unmeasured"
 
     @property
-    def is_looking(self) -> bool:
-        """Whether the first micro-batches of a training that was measured are still to come."""
-        return self._watch is not None and self._watch.looks > 0
-
-    @property
     def changing(self) -> set[str]:
         """Names of what the step was seen to change."""
         if self._measured is None or self.training is None:
@@ -72,7 +60,7 @@ class TrainingExactness:
 
     def look(self, *, accumulates: bool) -> None:
         """Look before a micro-batch whether the model has changed within its window."""
-        if self._watch is not None:
+        if self._watch is not None and self._watch.looks:
             self.found_changed(self._watch.changed(), accumulates=accumulates)
 
     def found_changed(self, tensors: tuple[str, ...], *, accumulates: bool) -> None:
@@ -101,7 +89,7 @@ class TrainingExactness:
         """Say whether a batch in parts has the gradient of the whole, if passes were seen to change weights."""
         verdict = None if self._measured is None else self._measured.splitting
         self._user_knows |= verdict is not None and verdict.cause in INEXACT
-        return splitting_sentence(found_to_change(verdict, changing))
+        return sentence_on_splitting(found_to_change(verdict, changing))
 
 
 class WindowWatch:
@@ -118,16 +106,16 @@ class WindowWatch:
     def changed(self) -> tuple[str, ...]:
         """Return the names of what has changed since the micro-batch before, within a window."""
         factor = self._trainer.accumulate_grad_batches
-        if not self.looks or factor == 1:
+        if factor == 1:
             return ()
         self.looks -= 1
         before, self._before = self._before, {**state_sums(self._trainer.lightning_module), **self._learning_rates()}
         if loops.micro_batch_index(self._trainer) % factor == 0:
             return ()
-        now = ((name, value) for name, value in self._before.items() if name not in self._tables)
-        return tuple(name for name, value in now if differ(before.get(name), value))
+        changed = (name for name, value in self._before.items() if differ(before.get(name), value))
+        return tuple(name for name in changed if name not in self._tables)
 
     def _learning_rates(self) -> dict[str, float]:
         groups = [group for optimizer in self._trainer.optimizers for group in optimizer.param_groups]
-        rates = {f"the learning rate of group {number}": group.get("lr") for number, group in enumerate(groups)}
-        return {name: float(rate) for name, rate in rates.items() if rate is not None}
+        rates = ((f"the learning rate of group {number}", group.get("lr")) for number, group in enumerate(groups))
+        return {name: float(rate) for name, rate in rates if rate is not None}
