@@ -61,7 +61,7 @@ def _merge(parts: list[_Part], *, is_loss: bool = False, losses: tuple[str, ...]
     if not values:
         return None
     first = values[0]
-    if is_loss and _are_scalars(values):
+    if is_loss and all(isinstance(x, torch.Tensor) and not x.is_nested and x.numel() == 1 for x in values):
         return _average(parts)
     if all(isinstance(value, PackedSequence) for value in values):
         sequences = [sequence.detach() for value in values for sequence in unpack_sequence(value)]
@@ -75,10 +75,6 @@ def _merge(parts: list[_Part], *, is_loss: bool = False, losses: tuple[str, ...]
     if any(type(value) is not type(first) for value in values) or open_container(first) is None:
         return _same(values)
     return _merge_lists(parts) if is_plain_sequence(first) else _merge_fields(parts, losses)
-
-
-def _are_scalars(values: list[Any]) -> bool:
-    return all(isinstance(value, torch.Tensor) and not value.is_nested and value.numel() == 1 for value in values)
 
 
 def _merge_fields(parts: list[_Part], losses: tuple[str, ...] = ()) -> Any:

@@ -136,12 +136,14 @@ class Largest:
         self._shapes = shapes if self._shapes is None else self._shapes
         self.uniform &= shapes == self._shapes
         self._count += 1
-        seen = _Seen(total, -self._count, dict(_extents(shapes)), sample)
+        large = {field: shape for field, shape in shapes.items() if prod(shape) > 1}  # neither numbers nor labels
+        extents = {(*field, axis): extent for field, shape in large.items() for axis, extent in enumerate(shape)}
+        seen = _Seen(total, -self._count, extents, sample)
         most = len(self._most) < SAMPLES_KEPT or seen.rank > self._most[-1].rank
         if most:
             self._most = sorted([*self._most, seen], key=lambda kept: kept.rank, reverse=True)[:SAMPLES_KEPT]
-        large = [self._enlarge(direction, extent, seen) for direction, extent in seen.extents.items()]
-        return most or any(large)
+        enlarged = [self._enlarge(direction, extent, seen) for direction, extent in extents.items()]
+        return most or any(enlarged)
 
     def _enlarge(self, direction: Field, extent: int, seen: _Seen) -> bool:
         known = self._largest.get(direction)
@@ -220,9 +222,3 @@ def largest_samples(loader: "DataLoader[Any]", looks: ScanOrder) -> LargestSampl
                 if not complete:
                     break
     return LargestSamples(kept.by_field, kept.by_weight, seen, complete)
-
-
-def _extents(shapes: dict[Field, tuple[int, ...]]) -> Iterator[tuple[Field, int]]:
-    for field, shape in shapes.items():
-        if prod(shape) > 1:  # not for numbers and labels
-            yield from (((*field, axis), extent) for axis, extent in enumerate(shape))
