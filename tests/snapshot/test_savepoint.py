@@ -159,7 +159,7 @@ def test_hooks_between_batches_have_run_once() -> None:
     savepoint = Savepoint(module)
     savepoint.take()
     module.outputs.append(torch.ones(1))  # by the first batch
-    savepoint.note_versions()
+    savepoint.note_batch()
     assert not savepoint.has_changed()
     module.place += 5
     module.history["losses"].append(torch.ones(1))
@@ -228,11 +228,42 @@ def test_the_module_is_looked_at_again_if_parts_have_come() -> None:
 def test_what_lies_in_a_container_and_is_not_copied_is_named() -> None:
     """An array and a large tensor that change in place; a set by its own name, as its entries have none."""
     module = Net()
-    module.kept, module.seen = {"array": np.zeros(2), "large": torch.zeros(LARGE), "small": torch.zeros(1)}, {1, 2}
+    module.kept, module.seen = {"array": np.zeros(2), "large": torch.zeros(LARGE), "small": torch.zeros(1)}, {5, 6}
     savepoint = Savepoint(module)
     savepoint.take()
     state = savepoint.not_put_back(())
     for value in module.kept.values():
         value += 1
-    module.seen |= {-1, 30}
+    module.seen.add(0)
     assert state.changed() == ("kept.array", "kept.large", "seen")
+
+
+@pytest.mark.parametrize("layers", [8, 200])
+def test_what_was_frozen_between_windows_stays_so(layers: int) -> None:
+    """Of many parts any one: by a callback that unfreezes layers one by one, say."""
+    for frozen in range(0, layers, 7):
+        module = nn.Sequential(*(nn.Dropout() if n % 2 else nn.Linear(1, 1) for n in range(layers)))
+        savepoint = Savepoint(module)
+        savepoint.take()
+        module[frozen].requires_grad_(False).eval()
+        savepoint.take()
+        module[frozen].requires_grad_(True).train()
+        savepoint.restore()
+        assert not module[frozen].training
+        assert not any(weight.requires_grad for weight in module[frozen].parameters())
+
+
+@pytest.mark.parametrize("layers", [8, 200])
+def test_any_weight_of_many_that_changes_is_told(layers: int) -> None:
+    """Or named, if running again changes it too."""
+    for changed in range(0, layers, 7):
+        module = nn.Sequential(*(nn.Linear(1, 1) for _ in range(layers)))
+        savepoint = Savepoint(module)
+        savepoint.take()
+        for attempt in range(2):
+            with torch.no_grad():
+                module[changed].weight.mul_(0.9)
+            if attempt == 0:
+                told = savepoint.restore() is not None
+                state = savepoint.not_put_back(())
+        assert told or state.changed() == (f"{changed}.weight",)

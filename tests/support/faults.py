@@ -46,19 +46,6 @@ class Arm(pl.Callback):
         del pl_module.__dict__["training_step"]
 
 
-class ArmUpdate(pl.Callback):
-    """Arms faults in the optimizer's update alone."""
-
-    def __init__(self, faults: Faults) -> None:
-        self.faults = faults
-
-    def on_before_optimizer_step(self, *_: Any) -> None:
-        self.faults.armed = True
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.faults.armed = False
-
-
 class CountAttempts(pl.Callback):
     """Lets a module count its attempts in training, from 1: by an iterator, which is no state that a warning names."""
 
