@@ -118,6 +118,11 @@ def has_hook(owners: Iterable[Any], *names: str) -> bool:
     return any(hook is not None and not getattr(hook, "__module__", "").startswith(stock) for hook in hooks)
 
 
+def zeroes_by_itself(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer has a ``zero_grad`` of its own."""
+    return getattr(optimizer.zero_grad, "__func__", None) is not torch.optim.Optimizer.zero_grad
+
+
 def zero_gradients(trainer: Any, optimizer: Any, number: int) -> None:
     """Zero gradients as the loop does for a batch of this number, without the hooks around it."""
     trainer.fit_loop.epoch_loop.automatic_optimization._optimizer_zero_grad(number, optimizer)

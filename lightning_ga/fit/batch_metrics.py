@@ -48,8 +48,10 @@ def whole_batch_metrics(metrics: Sequence[Metric], share: Callable[[], float]) -
 
 def _weighted(update: Callable[..., Any], share: Callable[[], float], value: Any, *weight: Any, **named: Any) -> Any:
     """Let one number of a piece, such as its loss, weigh what the piece does, if it has no weight of its own."""
-    is_number = torch.as_tensor(value).numel() == 1
-    return update(value, *weight, **named) if weight or named or not is_number else update(value, share())
+    number = torch.as_tensor(value)
+    if weight or named or number.numel() != 1:
+        return update(value, *weight, **named)
+    return update(value, torch.full((), share(), device=number.device))  # made there: nothing waits for a copy
 
 
 class _BatchOf:

@@ -53,6 +53,7 @@ class PiecewiseRun:
         self._cut: Any = None  # these samples
         self._hook = log_capture.current_hook(engine.trainer)
         self._plain: PlainState | None = None  # what does not come back, before the window ran again
+        self._skips = False  # whether a step returned nothing for some pieces of a batch
         self._draws = False  # whether samples that are fetched again are others: their dataset draws random numbers
 
     def run(self) -> BatchResult:
@@ -61,7 +62,7 @@ class PiecewiseRun:
         if self._last.batch is None:  # it was let go, as micro-batches without a sample followed
             self._last.batch, self._last.move = self._fetched(self._last), engine.mover
         if self._failure is not None:
-            self._check_batch(self._last)
+            engine.retry_once(lambda: self._check_batch(self._last))
         slices = self._slices(self._last)
         if self._failure is not None:
             self._refuse(slices.samples, self._last.batch)
@@ -187,6 +188,7 @@ class PiecewiseRun:
                 if self._failure is not None and engine.collectives() != exchanged:  # others would wait for the rest
                     engine.lockstep.add(self._stage)
                     engine.raise_if_others_wait(self._stage, self._failure)
+        self._skips |= len({result is None for result in results}) > 1
         return BatchResult(results, sizes, weights)
 
     def _run_piece(self, part: Part, batch: Any, piece: Piece, weight: float) -> Any:
@@ -252,14 +254,16 @@ class PiecewiseRun:
     def _sentence(self, result: BatchResult) -> str:
         """Say whether the result is that of the whole batch."""
         engine, savepoint = self._engine, self._window.savepoint
-        if self._stage == "training" and len({each is None for each in result.results}) > 1:
+        if self._stage == "training" and self._skips:
             return SKIPPED
         if self._last.move is not None and engine.hooks_move_batches:
             return HOOKS_APART
         verdict = engine.batches(self._stage).verdict()
-        if verdict == SAME_RESULT and savepoint.changed_at_zeroing is not None:
-            name = savepoint.changed_at_zeroing
-            return f"A hook around the zeroing of gradients had changed {name} before; the result may depend on it."
+        if savepoint.is_taken and savepoint.changed_by_hooks is not None:
+            hooked = (
+                f"A hook had changed {savepoint.changed_by_hooks} since the window began; the result may depend on it."
+            )
+            return hooked if verdict == SAME_RESULT else f"{verdict} {hooked}"
         if verdict == SAME_RESULT and (self._draws or savepoint.draws_numbers()):
             return SAME_BUT_RANDOM
         return verdict

@@ -76,7 +76,8 @@ class TrainingWindow(Window):
         self.savepoint = engine.savepoint("training")
         self._evaluates_again = evaluates_again(trainer.optimizers[0])
         owners = [trainer.lightning_module, *trainer.callbacks]
-        self._has_zeroing_hooks = closures.has_hook(owners, "on_before_zero_grad", "optimizer_zero_grad")
+        hooks = ("on_before_zero_grad", "optimizer_zero_grad")
+        self._has_zeroing_hooks = closures.has_hook(owners, *hooks) or closures.zeroes_by_itself(trainer.optimizers[0])
         # Hooks between two batches may change the module: those of callbacks, which rarely do, are watched for that.
         self._module_has_hooks_between = closures.has_hook(owners[:1], *closures.BETWEEN_BATCHES)
         self._watches_callbacks = closures.has_hook(owners[1:], *closures.BETWEEN_BATCHES)
@@ -86,6 +87,7 @@ class TrainingWindow(Window):
         self._make: Callable[..., Any] = lambda *_: None
         self._looks = WATCHED
         self._changed_at_zeroing = set[str]()
+        self._lacks_earlier = False  # whether an optimizer evaluates the last micro-batch of a window alone
         self._zeroing = "before"  # "before" the window's gradients are zeroed, "within" that, or "after" it
         self._withheld: torch.Tensor | None = None  # loss of a piece after which no hooks were called, as more follow
         self._reduction: WindowReduction | None = None
@@ -149,6 +151,7 @@ class TrainingWindow(Window):
         if begins:
             self.parts = []
             self._zeroing = "after" if part.number % factor else "before"
+            self._lacks_earlier = bool(again and part.number % factor)
             self._gradients.put_back(part.weights)
             if part.number < LOOKS and self._engine.policy.retries:
                 self.savepoint.look_again()  # metrics may come where an epoch begins, as trackers of them do
@@ -162,7 +165,7 @@ class TrainingWindow(Window):
         self.parts.append(part)
         self._begin_reduction(is_last=is_last)
         result = run_window(self._engine, self, begins=begins)
-        if self._watches_callbacks and self.savepoint.is_taken:
+        if (self._watches_callbacks or self._module_has_hooks_between) and self.savepoint.is_taken:
             self.savepoint.note_batch()
         self._finish(result)
         return result
@@ -286,8 +289,11 @@ class TrainingWindow(Window):
         self._gradients.put_back(first.weights)
         if self._reduction is not None:
             self._reduction.set_aside()
+        if self._lacks_earlier:
+            return "gradients between two evaluations of the optimizer's closure"
         if self._zeroing == "within" and self._has_zeroing_hooks:
-            return "what hooks around the zeroing of gradients change (on_before_zero_grad, optimizer_zero_grad)"
+            hooks = "on_before_zero_grad, optimizer_zero_grad, zero_grad"
+            return f"what hooks around the zeroing of gradients change ({hooks})"
         if self._zeroing != "after":
             return None
         closures.zero_gradients(self._trainer, first.optimizer, first.number)

@@ -23,7 +23,7 @@ from lightning_ga.snapshot.random_numbers import GENERATORS
 LIGHTNINGS_OWN = {*vars(LightningModule()), "_hparams", "forward"}  # what Lightning keeps of itself in a module
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _CONTAINERS = (dict, list, tuple, set, deque)
-_OPAQUE = (type, ModuleType, FunctionType, MethodType, BuiltinFunctionType, Metric, Dataset, DataLoader, *GENERATORS)
+_OPAQUE = (type, ModuleType, FunctionType, MethodType, BuiltinFunctionType, Dataset, DataLoader, *GENERATORS)
 _FOREIGN = ("lightning.", "pytorch_lightning.", "lightning_ga.", "torch.optim", "torch._dynamo")
 _LONGEST = 1000  # longer containers hold data: they are not searched
 _MOST = 10_000  # objects that are looked at
@@ -98,7 +98,7 @@ def _reachable(module: Module) -> Iterator[tuple[Any, str, Any]]:
 
 
 def _children(value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, (Tensor, np.ndarray)):
+    if isinstance(value, (Tensor, np.ndarray, set, Metric)):
         return
     if isinstance(value, _CONTAINERS):
         if len(value) <= _LONGEST:
@@ -123,6 +123,8 @@ def _summary(value: Any) -> Any:
     """Return something to compare a value by."""
     if isinstance(value, np.ndarray):
         return hash(value.tobytes()) if value.dtype != object else value.shape
+    if isinstance(value, Metric):
+        return value._update_count
     if isinstance(value, _CONTAINERS):
         return len(value)
     return value if isinstance(value, _PLAIN) else None

@@ -86,6 +86,7 @@ class Savepoint:
         """Look at the module anew if parts have been added to it."""
         if [*map(id, self._module.modules())] != [*map(id, self._parts)]:
             self._look()
+        self._read_flags()
 
     def take(self) -> None:
         """Remember everything, as a window begins."""
@@ -96,8 +97,10 @@ class Savepoint:
                 self._look()
         self._marks.clear()
         self._zeroed: SmallCopies | None = None
-        self.changed_at_zeroing: str | None = None
+        self.changed_by_hooks: str | None = None
+        self._noted: tuple[Any, ...] = ()
         self._read(self._start)
+        self._versions = versions(self._uncopied)
         self.is_taken = True
 
     def forget(self) -> None:
@@ -109,6 +112,11 @@ class Savepoint:
         self._marks[number] = _Values(self._copied)
         self._read(self._marks[number])
         self._marks[number].keep_tails(self._start)
+        now, after_batch = versions(self._uncopied), self._noted[0] if self._noted else self._versions
+        for place, (name, _) in enumerate(_spread(self._watched)):
+            if now[place] != after_batch[place]:  # by a hook: no pass may change it, and no copy is made
+                self._versions[place] = now[place]
+                self.changed_by_hooks = self.changed_by_hooks or name
 
     def note_batch(self) -> None:
         """Note what tensors and containers are like after a batch."""
@@ -116,11 +124,11 @@ class Savepoint:
 
     def has_changed(self) -> bool:
         """Return whether hooks have changed something since ``note_batch``."""
-        return self._summary() != self._noted or versions(self._uncopied) != self._versions
+        return self._summary() != self._noted
 
     def _summary(self) -> tuple[Any, ...]:
         lengths = [len(value) for value in self._start.attributes.values() if isinstance(value, (list, *_CONTAINERS))]
-        return versions(self._copied), lengths
+        return versions(self._uncopied), versions(self._copied), lengths
 
     def around_zeroing(self, zero: Callable[[], None], *, look: bool) -> tuple[str, ...]:
         """Zero gradients, with hooks of the user's that do not run again: what they change is changed for good.
@@ -132,7 +140,7 @@ class Savepoint:
         before = versions(self._copied)
         zero()
         changed = [each for each, was, now in zip(self._copied, before, versions(self._copied)) if was != now]
-        self.changed_at_zeroing = self.changed_at_zeroing or self._first_changed()
+        self.changed_by_hooks = self.changed_by_hooks or self._first_changed()
         self._versions = versions(self._uncopied)
         if changed:
             self._zeroed = SmallCopies(changed)
@@ -160,7 +168,9 @@ class Savepoint:
 
     def not_put_back(self, gradients: Iterable[tuple[str, Tensor]]) -> PlainState:
         """Return the state, as it is now, that ``restore`` leaves alone, and gradients that are left."""
-        return PlainState(self._module, [*self._watched, *gradients], self._start.put_back)
+        known = set(map(id, self.metrics))
+        metrics = {(id(None), name) for name, part in self._module.named_modules() if id(part) in known}
+        return PlainState(self._module, [*self._watched, *gradients], self._start.put_back | metrics)
 
     def _first_changed(self) -> str | None:
         now = versions(self._uncopied)
@@ -180,7 +190,6 @@ class Savepoint:
     def _read(self, values: "_Values") -> None:
         values.random = RandomState()  # first: numbers drawn are told even if there is no memory for copies
         values.copies.take()
-        self._versions = versions(self._uncopied)
         if self._some_flags != self._flags_of_some():
             self._read_flags()
         values.generators = [(each, generator_state(each)) for each in self._generators]
@@ -203,11 +212,12 @@ class Savepoint:
         for table in self._empty:
             table.clear()
         values.copies.restore()
-        for weight, trains in zip(self._weights, self._trains):
-            if weight.requires_grad != trains:
-                weight.requires_grad_(trains)
-        for part, mode in zip(self._parts, self._modes):
-            part.training = mode
+        if self._some_flags != self._flags_of_some():  # else nothing, as hooks may have changed few of them before
+            for weight, trains in zip(self._weights, self._trains):
+                if weight.requires_grad != trains:
+                    weight.requires_grad_(trains)
+            for part, mode in zip(self._parts, self._modes):
+                part.training = mode
         values.write_attributes(vars(self._module))
         for metric, state in values.metrics:
             states = metric._defaults
@@ -249,8 +259,9 @@ class _Values:
         elif len(value) <= _FEW:
             self._contents.append((value, copy.copy(value)))
             for name, inner in value.items() if isinstance(value, dict) else enumerate(value):
-                self.put_back.add((id(value), str(name)))
-                if isinstance(inner, (Tensor, list, *_CONTAINERS)) and depth < _DEEP:
+                if inner is None or isinstance(inner, (int, float, str)):
+                    self.put_back.add((id(value), str(name)))
+                elif isinstance(inner, (Tensor, list, *_CONTAINERS)) and depth < _DEEP:
                     self._keep(inner, (id(value), str(name)), depth=depth + 1)
         else:
             return
