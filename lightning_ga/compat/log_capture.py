@@ -4,7 +4,7 @@ Lightning's ``core/module.py`` (``log``) and ``trainer/connectors/logger_connect
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -47,9 +47,16 @@ class LogTap:
         finally:
             self._note = None
 
-    def silent(self) -> AbstractContextManager[None]:
-        """Return a context in which nothing is logged."""
-        return self.held(_nothing)
+    @contextmanager
+    def of_batch(self, batch: Any) -> Iterator[None]:
+        """Return a context in which values are those of another batch, by whose size means are weighted."""
+        results = self.results
+        before = results.batch, results.batch_size
+        results.batch, results.batch_size = batch, None
+        try:
+            yield
+        finally:
+            results.batch, results.batch_size = before
 
     def release(self) -> None:
         """Restore Lightning's own."""

@@ -98,14 +98,13 @@ class PiecewiseRun:
             self._plain = window.savepoint.not_put_back(window.gradients_left())
 
     def _run_parts(self, slices: BatchSlices) -> tuple[BatchResult, LogBuffer]:
-        """Run the batches of the window: those before the last, if they are to run again, log nothing."""
+        """Run the batches of the window; those before the last log again only if they are evaluated again."""
         window, logs = self._window, LogBuffer()
         if self._takes and not window.savepoint.is_taken:
             window.savepoint.take()
         if self._failure is not None or self._all_parts:
             for number, part in enumerate(window.parts[:-1]):
-                with self._tap.silent():
-                    self._run_again(part)
+                self._run_again(part)
                 window.savepoint.go_on(number + 1)
         with self._tap.held(logs.note):
             result = self._run_pieces(self._last, slices, logs)
@@ -122,7 +121,12 @@ class PiecewiseRun:
         try:
             if part.move is not None and engine.moves_whole(self._stage):
                 part.batch, part.move = engine.move_whole(self._stage, part.move, part.batch), None
-            self._run_pieces(part, self._slices(part), LogBuffer())
+            logs = LogBuffer()
+            with self._tap.held(logs.note):
+                self._run_pieces(part, self._slices(part), logs)
+            if self._failure is None and self._tap.results is not None:
+                with self._tap.of_batch(part.batch):
+                    logs.replay(self._tap.log)
         finally:
             part.batch, part.move = kept, move
 

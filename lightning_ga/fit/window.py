@@ -173,7 +173,8 @@ class TrainingWindow(Window):
     def _run_window_again(self, *, is_last: bool) -> BatchResult:
         """Run all micro-batches of the window at the weights that the optimizer has come to."""
         counted = self._gradients.weights
-        self.undo()
+        self._zeroing = "before"  # as in each evaluation of a whole batch
+        self._gradients.put_back(self.parts[0].weights)
         self._begin_reduction(is_last=is_last)
         result = run_window(self._engine, self, all_parts=True)
         self._gradients.put_back(counted)  # what the window holds has been counted before

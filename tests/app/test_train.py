@@ -124,7 +124,7 @@ def test_a_small_device_says_what_fills_its_memory(command):
     assert records["plan"]["factor"] > 1
     assert records["probe"]["peak_bytes"] <= records["probe"]["budget_bytes"] == 15 * 2**20
     where, held, remedy = records["memory"]
-    assert "with 118 samples, in the optimizer's step" in where
+    assert "with 119 samples, in the optimizer's step" in where
     assert held.startswith("optimizer state 5.3 MiB, the optimizer's temporaries 4.0 MiB, parameters 2.6 MiB")
     printed = " ".join(small.out.split())
     assert all(line in printed for line in (where, held, remedy))

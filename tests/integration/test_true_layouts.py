@@ -458,6 +458,10 @@ def test_memory_that_runs_out_in_validation(name: str) -> None:
     except UserError as failure:
         assert comes_from_memory(failure)  # noqa: PT017
         return
+    except RuntimeError as failure:
+        if name != "pads to lengths.max()" or "ran a part of a batch" not in str(failure.__notes__):
+            raise
+        return
     assert ours == pytest.approx(whole, rel=1e-6)
 
 
@@ -530,9 +534,10 @@ def test_a_piece_that_fails_by_itself_is_told() -> None:
 
 
 def test_a_piece_that_fails_by_itself_after_memory_ran_out_is_told() -> None:
-    """Raised from the error of memory, which is why it was cut."""
-    failure = refused(padded_by_others(), OOM, "memory", "piece|part|split_batch")
-    assert comes_from_memory(failure)
+    """The error is the step's own; a note says which part ran, and the way out."""
+    with pytest.raises(RuntimeError) as caught:
+        run(padded_by_others(), OOM)
+    assert any("ran a part of a batch" in note and "split_batch" in note for note in caught.value.__notes__)
 
 
 @each_oom
