@@ -152,8 +152,8 @@ def _added(bouts: Sequence[Mapping[str, Sequence[float]]], name: str, beside: st
 
 def table(cells: Sequence[dict[str, Any]]) -> Table:
     """Cells as they are shown."""
-    columns = ("stock", "again", "empty", "raise", "loader", "step", "survival", "most")
-    shown = empty_table(("ranks", "modules"), columns)
+    columns = ("stock", "again", "empty", "raise", "loader", "step", "surv.", "most")
+    shown = empty_table(("n", "modules"), columns)
     for cell in cells:
         rows, allowed = cell["rows"], cell["allowed_seconds"]
         added = [f"{1e6 * row['added_seconds']:+.0f}{' NO' if row['met'] is False else ''}" for row in rows]
@@ -173,9 +173,9 @@ def text(record: Mapping[str, Any]) -> str:
     """Table and legend of a record."""
     return as_text(
         table(record["cells"]),
-        f"Processor time per micro-batch in µs: stock Lightning's, and what is added to it by stock Lightning once "
+        f"Processor time per micro-batch in µs on n ranks: stock Lightning's, and what is added to it by stock Lightning once "
         f"more, by a callback that does nothing, and by AutoAccumulate: cutting in the loader with on_oom='raise', in "
-        f"the loader, and in the step; of loader mode, what survival takes (at most {1e6 * ALLOWED_SURVIVAL:.0f}); and "
+        f"the loader, and in the step; of loader mode, what survival takes (surv., at most {1e6 * ALLOWED_SURVIVAL:.0f}); and "
         f"the most that loader mode may add. Medians of {record['windows']} windows of {FACTOR} micro-batches, each "
         f"beside one of the other program; one thread; load average {record['load_average']:.1f}.",
     )
