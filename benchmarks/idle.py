@@ -173,11 +173,12 @@ def text(record: Mapping[str, Any]) -> str:
     """Table and legend of a record."""
     return as_text(
         table(record["cells"]),
-        f"Processor time per micro-batch in µs on n ranks: stock Lightning's, and what is added to it by stock Lightning once "
-        f"more, by a callback that does nothing, and by AutoAccumulate: cutting in the loader with on_oom='raise', in "
-        f"the loader, and in the step; of loader mode, what survival takes (surv., at most {1e6 * ALLOWED_SURVIVAL:.0f}); and "
-        f"the most that loader mode may add. Medians of {record['windows']} windows of {FACTOR} micro-batches, each "
-        f"beside one of the other program; one thread; load average {record['load_average']:.1f}.",
+        f"Processor time per micro-batch in µs on n ranks: stock Lightning's, and what is added to it by stock "
+        f"Lightning once more, by a callback that does nothing, and by AutoAccumulate: cutting in the loader with "
+        f"on_oom='raise', in the loader, and in the step; of loader mode, what survival takes (surv., at most "
+        f"{1e6 * ALLOWED_SURVIVAL:.0f}); and the most that loader mode may add. Medians of {record['windows']} windows "
+        f"of {FACTOR} micro-batches, each beside one of the other program; one thread; load average "
+        f"{record['load_average']:.1f}.",
     )
 
 
