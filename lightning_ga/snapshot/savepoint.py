@@ -254,6 +254,10 @@ class _Values:
             if not is_writable(value) or not is_small(value) or value.is_inference():
                 return
             self._tensors.append((value, value._version, value.detach().clone()))
+        elif isinstance(value, tuple):  # as the state of an LSTM
+            for place, inner in enumerate(value):
+                if isinstance(inner, Tensor):
+                    self._keep(inner, (id(value), str(place)), depth=depth + 1)
         elif type(value) is list:
             self._lists[id(value)] = value, len(value), []
         elif len(value) <= _FEW:
@@ -279,7 +283,7 @@ class _Values:
         for name in [name for name in own if name not in self._names and _is_gathered(own[name])]:
             del own[name]
         own.update(self.attributes)
-        own.update({name: number for name, number in self._numbers.items() if isinstance(own.get(name), Tensor)})
+        own.update({name: number for name, number in self._numbers.items() if _is_gathered(own.get(name))})
         for container, content in self._contents:
             refill(container, content)
         for listed, length, tail in self._lists.values():
@@ -314,7 +318,7 @@ def _is_gathered(value: Any) -> bool:
     if isinstance(value, (list, *_CONTAINERS)):
         first = next(iter(value.values() if isinstance(value, dict) else value), None)
         return not isinstance(first, (int, float, str))
-    return isinstance(value, Tensor)
+    return isinstance(value, Tensor) or (isinstance(value, tuple) and any(isinstance(each, Tensor) for each in value))
 
 
 def _state(metric: Metric) -> MetricState:
