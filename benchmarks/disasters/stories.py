@@ -9,7 +9,7 @@ MODELS, MODES, RANKS = ("transformer", "convolutional"), ("loader", "step"), (1,
 
 FORWARD, LOSS, FIRST, LATER = "forward", "loss", "backward, first of a window", "backward, later"
 TRANSFER, VALIDATION, UPDATE = "batch transfer", "validation", "optimizer step"
-PLACES = (FORWARD, LOSS, FIRST, LATER, TRANSFER, VALIDATION, UPDATE)
+PLACES = (FORWARD, LOSS, FIRST, LATER, TRANSFER, VALIDATION)  # not the update: it is not run again
 BETWEEN, WRITE, WRITTEN = "between micro-batches", "writing a checkpoint", "after a checkpoint"
 MOMENTS = (BETWEEN, FORWARD, FIRST, LATER, VALIDATION, UPDATE, WRITE, WRITTEN)
 
@@ -85,7 +85,7 @@ def draw(rng: random.Random, number: int) -> Story:
 
 def _life(rng: random.Random, ranks: int, *, killed: bool) -> Life:
     trained = [place for place in (FORWARD, LOSS, FIRST, LATER) for _ in range(2)]
-    places = [*rng.sample(trained, 5), TRANSFER, VALIDATION, VALIDATION, UPDATE, UPDATE]
+    places = [*rng.sample(trained, 5), TRANSFER, VALIDATION, VALIDATION]
     faults = tuple(_blow(rng, place, ranks, latest=4 if place == VALIDATION else 6) for place in places)
     end = _blow(rng, rng.choice(MOMENTS), ranks, latest=6) if killed else None
     if end is not None and end.place in (WRITE, WRITTEN):

@@ -184,8 +184,9 @@ class Victim(pl.LightningModule):
         self.fate.come_to(LATER if self.used else FIRST, len(inputs))
         return loss
 
-    def on_before_zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
-        """Forget the samples of passes that are undone: a batch that is cut in the step begins again as a whole."""
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:
+        """Forget the samples of passes that are undone: gradients are zeroed again where a window runs again."""
+        optimizer.zero_grad()
         self.used, self.passed = [], []
 
     def backward(self, loss: Tensor, *arguments: Any, **settings: Any) -> None:
