@@ -174,7 +174,7 @@ class AutoAccumulate(Callback):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Keep the position, and let validation run when the recipe says."""
-        self._started_fit.advance()
+        self._started_fit.advance(batch)
 
     def on_validation_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0

@@ -5,10 +5,12 @@ from typing import Any
 
 import torch
 
+from lightning_ga.batch.pytree import open_container
 from lightning_ga.plan.weights import AttentionMaskTokens, TargetTokens
 
 _OTHERS_IGNORED = (-1, 255, 0)
 _NEAR = 1e-3
+_FEW, _MANY = 2**14, 2**20  # numbers of a tensor of which kinds are looked for: fractions, whole numbers
 
 
 def fitting_counter(batch: Any, parts: Sequence[Any], share: float) -> str:
@@ -24,6 +26,27 @@ def fitting_counter(batch: Any, parts: Sequence[Any], share: float) -> str:
         if sum(counts) and abs(counts[0] / sum(counts) - share) <= _NEAR:
             return f"normalize={_written(counter)}"
     return ""
+
+
+def kinds_of(batch: Any, path: str = "") -> set[tuple[str, str]]:
+    """Return what kinds of values a batch holds that losses may leave out, each with its place.
+
+    These are missing numbers, False, and numbers that stand for padding or for "ignore"; of large tensors nothing is
+    said.
+
+    Examples:
+        >>> sorted(kinds_of({"x": torch.tensor([0.5, float("nan")]), "y": torch.tensor([3, -100])}))
+        [("['x']", 'nan'), ("['y']", 'negative')]
+    """
+    if isinstance(batch, torch.Tensor) and batch.layout is torch.strided and not batch.is_nested:
+        if batch.numel() > (_FEW if batch.is_floating_point() else _MANY) or batch.is_complex():
+            return set()
+        if batch.dtype == torch.bool:
+            return set() if bool(batch.all()) else {(path, "False")}
+        marks = {str(mark): batch == mark for mark in ((0, -1) if batch.is_floating_point() else (0, 255))}
+        marks |= {"nan": batch.isnan()} if batch.is_floating_point() else {"negative": batch < 0}
+        return {(path, name) for name, found in marks.items() if bool(found.any())}
+    return set().union(*(kinds_of(child, path + name) for name, child in open_container(batch) or ()))
 
 
 def _counters(fields: Mapping[Any, torch.Tensor]) -> Iterator[AttentionMaskTokens | TargetTokens]:

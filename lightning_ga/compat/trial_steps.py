@@ -46,7 +46,7 @@ def run_pass(trainer: Any, batch: Any, place: PassPlace, observe: Callable[[], o
     with muted(trainer), _without_collectives(trainer), _counting(trainer, place) as batch_idx:
         trainer._logger_connector.on_batch_start(batch)
         if place.begins:
-            _call_module_hook(trainer, "on_train_batch_start", batch, place.index)
+            _call_module_hook(trainer, "on_train_batch_start", batch, batch_idx)
         observe()
         kwargs = loop._build_kwargs(OrderedDict(), batch, batch_idx)
         waiting = closures.before_the_last(trainer, lambda _: None) if place.continues else nullcontext()
@@ -54,7 +54,7 @@ def run_pass(trainer: Any, batch: Any, place: PassPlace, observe: Callable[[], o
             outputs = loop.automatic_optimization.run(trainer.optimizers[0], place.index, kwargs)
         observe()
         if place.ends:
-            _call_module_hook(trainer, "on_train_batch_end", outputs, batch, place.index)
+            _call_module_hook(trainer, "on_train_batch_end", outputs, batch, batch_idx)
         trainer._logger_connector.on_batch_end()
 
 
@@ -65,20 +65,22 @@ def _counting(trainer: Any, place: PassPlace) -> Iterator[int]:
     If one batch of the recipe makes several of the loop, an epoch and a window count as many times more. So both
     together tell the same number of steps.
     """
-    loop, progress = trainer.fit_loop, trainer.fit_loop.epoch_loop.batch_progress
-    planned, batch_idx = loop.max_batches, place.index if place.begins else 0
+    loop, epoch_loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
+    progress, planned = epoch_loop.batch_progress, loop.max_batches
+    ready = progress.current.ready
     if place.steps:
         trainer.accumulate_grad_batches = progress.current.ready = place.index + 1
     else:
         trainer.accumulate_grad_batches = 4 * place.batches  # the loop divides the loss by it
-        first = next(ready for ready in (1, 5, 9) if not {ready, ready + 1} & {planned, planned * 2})  # neither steps
-        progress.current.ready = first + batch_idx
+        progress.current.ready = max(1, ready) + (place.index if place.begins else 0)
     progress.total.ready += place.begins
     loop.max_batches = planned * place.batches
+    goes_on = nullcontext() if place.steps else patching.shadowed(epoch_loop, "_should_accumulate", lambda: True)
     try:
-        yield batch_idx
+        with goes_on:
+            yield progress.current.ready - 1
     finally:
-        loop.max_batches = planned
+        loop.max_batches, progress.current.ready = planned, ready
 
 
 @contextmanager
@@ -124,8 +126,8 @@ def remember_progress(trainer: Any) -> Attributes:
     return attributes
 
 
-def enter_trial(trainer: Any) -> None:
-    """Make a Trainer ready for passes: without loggers and profilers, after the hooks that begin training."""
+def enter_trial(trainer: Any, *, begins: bool = True) -> None:
+    """Make a Trainer ready for passes, without loggers and profilers; training ``begins`` with hooks, or goes on."""
     loop = trainer.fit_loop.epoch_loop
     trainer._loggers = [patching.sibling(trainer, "loggers.logger").DummyLogger() for _ in trainer._loggers]
     trainer.profiler = patching.sibling(trainer, "profilers").PassThroughProfiler()
@@ -136,6 +138,8 @@ def enter_trial(trainer: Any) -> None:
         scaler._init_scale = 1.0
         if scaler._scale is not None:
             scaler._scale.fill_(1.0)
+    if not begins:
+        return
     with muted(trainer):
         _call_module_hook(trainer, "on_train_start")
         _call_module_hook(trainer, "on_train_epoch_start")

@@ -33,7 +33,7 @@ class Engine:
     Args:
         trainer: The Trainer.
         policy: What an out-of-memory error leads to.
-        report: Told of every error that was survived.
+        report: Told of every error that was survived: its stage, and what makes the record of it.
         training: What is known of the batches of training.
         evaluation: And of all others.
     """
@@ -43,7 +43,7 @@ class Engine:
         trainer: Any,
         policy: RetryPolicy,
         *,
-        report: Callable[[OomEvent], None],
+        report: Callable[[str, Callable[[], OomEvent]], None],
         training: StageBatches | None,
         evaluation: StageBatches,
     ) -> None:

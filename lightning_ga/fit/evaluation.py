@@ -40,7 +40,10 @@ class EvaluationBatches:
         """Return nothing, as the loaders are the user's own."""
         return None
 
-    def verdict(self) -> str:
+    def found_hooked(self, name: str) -> None:
+        """Do nothing, as each batch is a window of its own: no hook runs within."""
+
+    def verdict(self, hooked: str | None) -> str:
         """Say what a batch in pieces gives."""
         return "What they log and return is put together."
 

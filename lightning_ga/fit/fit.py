@@ -12,6 +12,7 @@ from lightning_ga.compat import dataloaders, intervals, loops
 from lightning_ga.errors import ExactnessWarning, UserError
 from lightning_ga.fit import checks
 from lightning_ga.fit.epochs import PlannedEpoch, optimizer_steps, plan_epoch
+from lightning_ga.fit.exactness.later import LaterChecks
 from lightning_ga.fit.exactness.training import TrainingExactness
 from lightning_ga.fit.limit import TrainingLimit
 from lightning_ga.fit.oom_handler import OomHandler, OomReporter
@@ -62,6 +63,7 @@ class Fit:
         retries = options.on_oom == "split"
         self.oom_handler = OomHandler(trainer, retries=retries, reporter=reporter, batches=self._batches)
         self._engine = self.oom_handler.engine
+        self._later = LaterChecks(trainer, options, self._engine, self._batches, self.exactness)
         self._limit = TrainingLimit(trainer, request, options, self._engine)
         self._held.enter_context(dataloaders.intercepted_loaders(trainer, cut=self.cut, around=self.set_up_data))
 
@@ -139,9 +141,14 @@ class Fit:
             if inexact is not None:
                 rank_zero_warn(inexact, category=ExactnessWarning)
 
+    def _tell_of_errors(self) -> None:
+        """Say which errors were survived, once it is measured whether the result is the same."""
+        if self.oom_handler.has_events:
+            self.oom_handler.tell(was_measured=self._later.measure_kept())
+
     def prepare(self, batch: Any) -> None:
         """Weigh the next micro-batch, and say whether schedules of the learning rate are due after it."""
-        self.exactness.look(accumulates=self._accumulates)
+        self._tell_of_errors()
         checks.check_factor(self.trainer, self._fed.factor)
         source, index = self.source, loops.micro_batch_index(self.trainer)
         chunk = source.chunk(index)
@@ -151,18 +158,23 @@ class Fit:
             expected = samples = self._batches.count(batch, chunk, on_host=on_host)
             self.gradients.weigh(batch, chunk, index, sharded_ranks=source.sharded_ranks, samples=samples)
         self._batches.note(index, expected)
+        self._later.look(batch, accumulates=self._accumulates)
         if self._frequencies:
             intervals.step_schedulers_when_due(self.trainer, self._frequencies, chunk.window)
 
-    def advance(self) -> None:
-        """Keep the place after a micro-batch, and lower the limit if the allocator struggles."""
+    def advance(self, batch: Any) -> None:
+        """Keep the place after a micro-batch, lower the limit if the allocator struggles, and say what has shown."""
         window = self.oom_handler.window  # it has asked already whether this was its last micro-batch
         over = loops.window_is_over(self.trainer) if window is None else window.is_updating
         self._progress.advance(self.source, window_is_over=over)
-        self.oom_handler.after_batch(self._limit.micro_batch or 1, window_is_over=over)
+        handler = self.oom_handler
+        handler.after_batch(self._limit.micro_batch or 1, window_is_over=over)
+        if handler.has_events:
+            self._later.keep(batch)
 
     def check_epoch(self) -> None:
         """Refuse a loader whose own ``__iter__`` has ended the epoch early: its windows are not those planned."""
+        self._tell_of_errors()
         checks.check_factor(self.trainer, self._fed.factor)
         done, planned = loops.batches_processed(self.trainer), self.source.length
         if planned is None or done >= planned or not dataloaders.ran_out(self.trainer):

@@ -54,6 +54,7 @@ class OomHandler:
         policy = Ranks.of(trainer).in_evaluation(wanted=retries)
         self.engine = Engine(trainer, policy, report=self._report, training=batches, evaluation=self.evaluation)
         self.window: TrainingWindow | None = None
+        self._untold: list[Callable[[], OomEvent]] = []
         self._retries = RetryWatch(trainer.strategy.root_device)
         self._held, self._training_held = ExitStack(), ExitStack()  # what is to be given back, and what after training
         self._held.enter_context(transfer.intercepted_evaluation(trainer, self._evaluate, self.engine.to_device))
@@ -87,6 +88,19 @@ class OomHandler:
             self.window = TrainingWindow(trainer, engine, gradients, self._batches, engine.reducer, fills_up=fills_up)
             self._training_held.enter_context(closures.intercepted_closures(trainer, self.window.closure))
 
+    @property
+    def has_events(self) -> bool:
+        """Whether memory has run out in training, and the user does not know it yet."""
+        return bool(self._untold)
+
+    def tell(self, *, was_measured: bool = False) -> None:
+        """Report what was survived in training, once it is known whether the result is the same."""
+        if was_measured:  # which may have run out of memory too
+            self._retries.begin_again()
+        events, self._untold = self._untold, []
+        for event in events:
+            self.reporter(event())
+
     def after_batch(self, micro_batch: int, *, window_is_over: bool) -> None:
         """Plan smaller passes between two windows if the allocator struggles with passes of this size."""
         if self.window is not None:
@@ -102,11 +116,13 @@ class OomHandler:
 
     def explain(self, error: BaseException) -> None:
         """Add a note to an out-of-memory error that nothing could be done about: where it was, and the way out."""
+        self.tell()
         if is_out_of_memory(error) and self.window is not None and self.window.is_updating:
             error.add_note(in_the_update(self.engine.memory()))
 
     def stop_training(self) -> None:
         """Give the training loop its own ways back."""
+        self.tell()
         self._training_held.close()
 
     def stop(self) -> None:
@@ -115,10 +131,12 @@ class OomHandler:
         self.engine.stop()
         self._held.close()
 
-    def _report(self, event: OomEvent) -> None:
+    def _report(self, stage: str, event: Callable[[], OomEvent]) -> None:
         """Note that memory ran out, which the allocator's counts show too: that was no struggle."""
         self._retries.begin_again()
-        self.reporter(event)
+        self._untold.append(event)
+        if stage != "training":
+            self.tell()
 
     def _evaluate(self, name: str, step: Callable[..., Any], *arguments: Any) -> Any:
         """Run a step of an evaluation loop."""

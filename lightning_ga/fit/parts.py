@@ -106,8 +106,11 @@ class StageBatches(Protocol):
     def samples_of_next(self, batch: Any) -> int | None:
         """Return how many samples the next batch should hold, where that is known."""
 
-    def verdict(self) -> str:
-        """Say in a sentence whether a batch in pieces gives the same result."""
+    def verdict(self, hooked: str | None) -> str:
+        """Say in sentences whether a batch in pieces gives the same result, if a hook has changed a tensor."""
+
+    def found_hooked(self, name: str) -> None:
+        """Note that a hook has changed a tensor: whether that matters is to be measured."""
 
     def later_epochs(self) -> str:
         """Say in a sentence what an out-of-memory error changes from the next epoch on."""

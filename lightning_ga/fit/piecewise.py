@@ -242,32 +242,22 @@ class PiecewiseRun:
         engine, smallest = self._engine, min(self._refused)
         fits = max((size for size in result.sizes if size < smallest), default=1)
         engine.lower(self._stage, fits)
-        engine.report(
-            OomEvent(
-                self._stage,
-                engine.trainer.global_step,
-                smallest,
-                fits,
-                engine.memory(),
-                self._sentence(result),
-                () if self._plain is None else self._plain.changed(),
-                engine.batches(self._stage).later_epochs(),
-            )
-        )
+        savepoint, left = self._window.savepoint, () if self._plain is None else self._plain.changed()
+        hooked = savepoint.changed_by_hooks if savepoint.is_taken else None
+        draws = self._draws or savepoint.draws_numbers()
+        step, memory, is_apart = engine.trainer.global_step, engine.memory(), self._last.move is not None
+        batches = engine.batches(self._stage)
+        if hooked is not None:
+            batches.found_hooked(hooked)
 
-    def _sentence(self, result: BatchResult) -> str:
-        """Say whether the result is that of the whole batch."""
-        engine, savepoint = self._engine, self._window.savepoint
-        if self._stage == "training" and self._skips:
-            return SKIPPED
-        if self._last.move is not None and engine.hooks_move_batches:
-            return HOOKS_APART
-        verdict = engine.batches(self._stage).verdict()
-        if savepoint.is_taken and savepoint.changed_by_hooks is not None:
-            hooked = (
-                f"A hook had changed {savepoint.changed_by_hooks} since the window began; the result may depend on it."
-            )
-            return hooked if verdict == SAME_RESULT else f"{verdict} {hooked}"
-        if verdict == SAME_RESULT and (self._draws or savepoint.draws_numbers()):
-            return SAME_BUT_RANDOM
-        return verdict
+        def event() -> OomEvent:
+            sentence = batches.verdict(hooked)
+            if self._stage == "training" and self._skips:
+                sentence = SKIPPED
+            elif is_apart and engine.hooks_move_batches:
+                sentence = HOOKS_APART
+            elif sentence == SAME_RESULT and draws:
+                sentence = SAME_BUT_RANDOM
+            return OomEvent(self._stage, step, smallest, fits, memory, sentence, left, batches.later_epochs())
+
+        engine.report(self._stage, event)

@@ -8,6 +8,7 @@ from lightning_ga.fit.exactness.training import TrainingExactness
 from lightning_ga.fit.training_data import TrainingData
 from lightning_ga.loading.reader import BatchReader, BatchSource, CollatedAgain
 from lightning_ga.loading.training_source import TrainingSource
+from lightning_ga.plan.exactness import SAME_RESULT
 from lightning_ga.plan.windows import Chunk
 
 
@@ -30,14 +31,22 @@ class TrainingBatches:
         """Return how batches are made."""
         return self.training_source.batch_source
 
-    def verdict(self) -> str:
-        """Say whether a batch in pieces has the gradient of the whole."""
-        return self._exactness.splitting_sentence(self._changing)
+    def verdict(self, hooked: str | None) -> str:
+        """Say whether a batch in pieces has the gradient of the whole, and whether what a hook has changed matters."""
+        verdict = self._exactness.splitting_sentence(self._changing)
+        if hooked is None or self._exactness.is_harmless(hooked):
+            return verdict
+        sentence = f"A hook had changed {hooked} since the window began; the result may depend on it."
+        return sentence if verdict == SAME_RESULT else f"{verdict} {sentence}"
+
+    def found_hooked(self, name: str) -> None:
+        """Let it be measured whether it matters that a hook has changed a tensor."""
+        self._exactness.found_changed((name,))
 
     def found_changing(self, names: tuple[str, ...]) -> None:
         """Note what changes between the pieces of a batch, which is told."""
         self._changing = names
-        self._exactness.found_changed(names, accumulates=True)
+        self._exactness.found_changed(names)
 
     def note(self, number: int, samples: int | None) -> None:
         """Keep the samples that a batch should hold, if they are known; forget those of the window before."""

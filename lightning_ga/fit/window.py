@@ -106,10 +106,12 @@ class TrainingWindow(Window):
 
     def closure(self, whole: Any, make: Callable[..., Any], given: Any, optimizer: Any, number: int) -> Any:
         """Return what runs one micro-batch; see ``closures.intercepted_closures``."""
+        engine = self._engine
+        if not engine.is_active:
+            return partial(closures.run_closure, whole)
         self.is_updating = False
         if self._fills_up and self._batches.is_empty(number):
             return partial(self._run_empty, [])
-        engine = self._engine
         self._make, self._whole = make, whole
         part = MicroBatch(
             given["batch"],

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 SAME_RESULT = "with the same result"
+NO_GRADIENT = "its gradient is zero"
 
 Cause = Literal["exact", "batch_norm", "sum", "coupled", "weighted", "stateful", "random", "uncuttable", "unmeasured"]
 INEXACT = ("batch_norm", "sum", "coupled", "weighted", "stateful")
@@ -79,7 +80,9 @@ class Exactness:
         )
         if self.cause == "stateful" and self.layers:
             meaning += f"; besides, BatchNorm layers ({_some(self.layers)}) see each micro-batch by itself"
-        return meaning if self.relative_error is None else f"relative error {self.relative_error:.1e}: {meaning}"
+        is_above = self.relative_error is not None and not self.relative_error <= self.tolerance
+        shows_error = self.relative_error is not None and (self.cause == "exact" or is_above)
+        return f"relative error {self.relative_error:.1e}: {meaning}" if shows_error else meaning
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +93,7 @@ class Verdicts:
     splitting: Exactness  # for batches that are cut in the step
     changing: tuple[str, ...] = ()  # names of all that passes change besides gradients
     tables: tuple[str, ...] = ()  # those of them that any pass leaves alike
+    kinds: frozenset[tuple[str, str]] = frozenset()  # of samples that were seen
 
     def unless(self, other: "Verdicts") -> "Verdicts":
         """Return these verdicts, with those of the other check where only that found something inexact."""

@@ -10,15 +10,19 @@ from lightning_ga.compat import patching, transfer, trial_steps
 from lightning_ga.memory.live_tensors import uncounted
 from lightning_ga.snapshot.contents import ObjectState
 from lightning_ga.snapshot.random_numbers import RandomState
+from lightning_ga.snapshot.reached import ReachedState
 from lightning_ga.snapshot.savepoint import Savepoint
 from lightning_ga.snapshot.state import OptimizerState, SavedGradients, SwappedState, TensorValues
 
 
 @contextmanager
-def isolated(trainer: Any, stand_ins: Mapping[int, Any] | None = None) -> Iterator[Callable[[], None]]:
+def isolated(
+    trainer: Any, stand_ins: Mapping[int, Any] | None = None, *, begins: bool = True
+) -> Iterator[Callable[[], None]]:
     """Let trial steps run as a context; the yielded function puts back all they changed, and so does the end.
 
-    By the id of an object, ``stand_ins`` say what attributes of modules refer to in its place meanwhile.
+    By the id of an object, ``stand_ins`` say what attributes of modules refer to in its place meanwhile. Once training
+    has begun, trials take no optimizer step.
     """
     module = trainer.lightning_module
     modules = list(module.modules())
@@ -28,11 +32,12 @@ def isolated(trainer: Any, stand_ins: Mapping[int, Any] | None = None) -> Iterat
     with uncounted():
         values = TensorValues(iter({id(t): t for m in modules for t in _own_tensors(m)}.values()))
         plain = SwappedState(modules, [trainer, trainer.strategy, trainer.datamodule], stand_ins)
-        optimizers = [OptimizerState(optimizer) for optimizer in trainer.optimizers]
+        optimizers = [OptimizerState(optimizer) for optimizer in trainer.optimizers if begins]
     gradients = SavedGradients(module.parameters())
     objects = ObjectState(trial_steps.owners(trainer))
+    reached = ReachedState(module, [trainer, trainer.strategy, trainer.datamodule])
 
-    kept: tuple[Any, ...] = (gradients, plain, values, *optimizers, objects, attributes, random_state)
+    kept: tuple[Any, ...] = (gradients, plain, values, *optimizers, objects, reached, attributes, random_state)
 
     def restore() -> None:
         for each in kept:
@@ -43,7 +48,8 @@ def isolated(trainer: Any, stand_ins: Mapping[int, Any] | None = None) -> Iterat
         with uncounted():
             plain.swap_in_copies()
             attributes.swap_in_copies()
-        trial_steps.enter_trial(trainer)
+            reached.swap_in_copies()
+        trial_steps.enter_trial(trainer, begins=begins)
 
     try:
         prepare()

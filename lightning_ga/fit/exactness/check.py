@@ -1,24 +1,35 @@
 """Run one batch whole and in parts, compare gradients and state, and judge what differs."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader
 
-from lightning_ga.batch.counters import fitting_counter
+from lightning_ga.batch.counters import fitting_counter, kinds_of
 from lightning_ga.batch.layout import LayoutError
 from lightning_ga.batch.pytree import same_values
 from lightning_ga.compat import trial_steps
 from lightning_ga.fit.batch_norm import batch_norm_layers
 from lightning_ga.fit.exactness.differences import Differences, compare, distance, judge, norm
-from lightning_ga.fit.exactness.passes import Passes, PassRunner
+from lightning_ga.fit.exactness.passes import Passes, PassRunner, named_state
 from lightning_ga.loading.reader import BatchReader
 from lightning_ga.loading.samples import collate_samples
 from lightning_ga.memory.oom import is_out_of_memory
-from lightning_ga.plan.exactness import ACCUMULATED, COUNTED, HOOKED, Exactness, Verdicts, both, uncuttable, unmeasured
+from lightning_ga.plan.exactness import (
+    ACCUMULATED,
+    COUNTED,
+    HOOKED,
+    NO_GRADIENT,
+    Exactness,
+    Verdicts,
+    both,
+    uncuttable,
+    unmeasured,
+)
 from lightning_ga.plan.weights import count_items
 
 Count = Callable[[Any], float]  # counts the items of a batch that the loss is a mean over
@@ -75,6 +86,11 @@ class SampleBatch:
         return self._passes.transfer.on_host(batch)
 
 
+def halves_of(take: Callable[[int, int], Any], size: int, *, cut: bool, on_device: bool) -> Halves:
+    """Return the halves of so many samples of a batch of training."""
+    return replace(_halves(take, size, lambda _: take(0, size)), cut=cut, on_device=on_device)
+
+
 def _halves(take: Callable[[int, int], Any], size: int, batch: Callable[[int], Any]) -> Halves:
     middle = (size + 1) // 2
     parts = [take(0, middle), take(middle, size)]
@@ -84,15 +100,28 @@ def _halves(take: Callable[[int, int], Any], size: int, batch: Callable[[int], A
 class ExactnessCheck:
     """Compares batches with their parts, and gathers which state passes change."""
 
-    def __init__(self, reader: BatchReader, passes: PassRunner, count: Count | None, tolerance: float) -> None:
+    def __init__(
+        self,
+        reader: BatchReader,
+        passes: PassRunner,
+        count: Count | None,
+        tolerance: float,
+        *,
+        samples: int | None,
+        again: bool = False,
+    ) -> None:
+        self._again = again  # while training goes on: only what is inexact has to be found
+        self._samples = math.inf if samples is None else samples  # of all data
         self._reader, self._passes, self._count, self._tolerance = reader, passes, count, tolerance
         self._module = passes.trainer.lightning_module
         is_precise = passes.trainer.strategy.root_device.type == "cpu" and tolerance <= 1e-4
         self._repeated = tolerance / (100 if is_precise else 1)  # largest difference of a repeated step
-        self._keeps_something: bool | None = None  # that the next step's gradients depend on; None until measured
+        # Whether it keeps something that the next step's gradients depend on; ``None`` until that is measured.
+        self._keeps_something = False if again else None
         self._alike: set[str] = set()  # names of changed state that some passes left the same, whatever their samples
         self._unlike: set[str] = set()  # and of state that some did not
         self.changing: set[str] = set()  # names of all that changed, averages that nobody froze among them
+        self.kinds: set[tuple[str, str]] = set()  # of samples that were seen
 
     @property
     def tables(self) -> set[str]:
@@ -105,6 +134,7 @@ class ExactnessCheck:
             reason = f"the collate function kept {batch.size} of {batch.fetched} samples"
             return both(unmeasured(self._tolerance, reason))
         batch_pass = self._passes.run([batch.collated], seed=0)
+        self.kinds |= kinds_of(batch.collated)
         if in_step:
             return both(self._judge_cut(batch_pass, batch))
         loaded = batch.loaded()
@@ -136,6 +166,18 @@ class ExactnessCheck:
         except LayoutError as why:
             return uncuttable(self._tolerance, f"{why}{failed}")
 
+    def which_matter(
+        self, batch_pass: Passes, batch: Any, suspects: Collection[str], *, on_device: bool
+    ) -> tuple[str, ...]:
+        """Return which of the tensors with these names the gradient may depend on; what is no tensor, it may."""
+        tensors = [name for name in suspects if name in batch_pass.states[0]]
+        others = tuple(name for name in suspects if name not in tensors)
+        if not tensors:
+            return others
+        moved = self._passes.run([batch], seed=0, on_device=on_device, moved=tensors)
+        matter = distance(batch_pass.gradients[0], moved.gradients[0]) > self._repeated
+        return (*tensors, *others) if matter else others
+
     def judge(self, batch_pass: Passes, halves: Halves) -> Exactness:
         """Compare the parts of a batch with a pass over the whole batch."""
         counts = [self._items(part, size, halves) for part, size in zip(halves.parts, halves.sizes)]
@@ -147,14 +189,20 @@ class ExactnessCheck:
         error = distance(batch_pass.gradients[0], accumulated.gradients[-1])
         if error <= self._tolerance:
             changed = self._without_tables(changed, halves, batch_pass, accumulated)
+            changed = self._without_rows(changed, halves)
         self._unlike |= set(changed)
-        if not error <= self._tolerance:  # the cause shows in gradients that are not accumulated
-            alone = compare(batch_pass.gradients[0], *self._run(halves).gradients, weight=weight)
-            changed = changed or (ACCUMULATED if alone.error <= self._tolerance else ())
         size = norm(batch_pass.gradients[0])
+        if not error <= self._tolerance:  # the cause shows in gradients that are not accumulated
+            parts = self._run(halves).gradients
+            if self._again and error * size <= self._tolerance * max(map(norm, parts)):
+                error = self._tolerance  # near a minimum those of samples cancel each other, and rounding is left
+        if not error <= self._tolerance:
+            alone = compare(batch_pass.gradients[0], *parts, weight=weight)
+            changed = changed or (ACCUMULATED if alone.error <= self._tolerance else ())
         if not 0 < size < math.inf:
-            return unmeasured(self._tolerance, f"the norm of the gradient is {size}")
-        noise, layers = self._noise(batch_pass, halves), tuple(batch_norm_layers(self._module))
+            return unmeasured(self._tolerance, f"the norm of the gradient is {size}" if size else NO_GRADIENT)
+        is_clear = self._again and alone is None and not changed
+        noise, layers = 0.0 if is_clear else self._noise(batch_pass, halves), tuple(batch_norm_layers(self._module))
         measured = Exactness(error, self._tolerance, "exact", layers, micro_steps=self._passes.steps, tensors=changed)
         verdict = judge(measured, alone, noise=noise)
         return verdict if alone is None else self._explained(verdict, alone, batch_pass, halves, weight)
@@ -174,8 +222,9 @@ class ExactnessCheck:
             return verdict
         return replace(verdict, counter=fitting_counter(halves.batch(0), halves.parts, alone.best_weight))
 
-    def _run(self, halves: Halves, weights: Sequence[float] = ()) -> Passes:
-        return self._passes.run(halves.parts, seed=1, as_pieces=halves.cut, on_device=halves.on_device, weights=weights)
+    def _run(self, halves: Halves, weights: Sequence[float] = (), keep: Collection[str] = ()) -> Passes:
+        cut, on_device = halves.cut, halves.on_device
+        return self._passes.run(halves.parts, seed=1, as_pieces=cut, on_device=on_device, weights=weights, keep=keep)
 
     def _is_same(self, batch_pass: Passes, parts: Passes, weight: float) -> bool:
         return compare(batch_pass.gradients[0], *parts.gradients, weight=weight).error <= self._tolerance
@@ -220,6 +269,22 @@ class ExactnessCheck:
         self._alike |= alike
         return tuple(name for name in changed if name not in alike)
 
+    def _without_rows(self, changed: tuple[str, ...], halves: Halves) -> tuple[str, ...]:
+        """Leave out memories with a row for each sample of the data, if each part changes its own, whatever ran before.
+
+        No part met what another had changed, as the gradients show. In a queue, a part writes where the one before
+        ended; a row of a class may be met by several parts.
+        """
+        tensors = named_state(self._module)
+        names = [n for n in changed if n in tensors and tensors[n].dim() and len(tensors[n]) >= self._samples]
+        if not names:
+            return changed
+        both = [halves.batch(0)], halves.parts, *([part] for part in halves.parts)
+        runs = [self._run(replace(halves, parts=parts), keep=names) for parts in both]
+        values = zip(runs[0].kept[0], *(run.kept[1] for run in runs))
+        rows = {name for name, tensors in zip(names, values) if _is_in_rows(*tensors)}
+        return tuple(name for name in changed if name not in rows)
+
     def _noise(self, batch_pass: Passes, halves: Halves) -> float:
         """Measure how far passes over the whole batch with other random numbers differ; several if some are drawn."""
         noise = 0.0
@@ -234,3 +299,13 @@ class ExactnessCheck:
         if self._count is not None:
             return count_items(self._count, part)
         return self._reader.count(part, expected=samples, on_host=not halves.on_device)
+
+
+def _is_in_rows(
+    before: torch.Tensor, whole: torch.Tensor, parts: torch.Tensor, one: torch.Tensor, other: torch.Tensor
+) -> bool:
+    """Return whether two parts change different values of a tensor, each by itself, and together those of the whole."""
+    by_one, by_other = one != before, other != before
+    together = torch.where(by_one, one, torch.where(by_other, other, before))
+    alike = all(torch.allclose(each, together, rtol=1e-3, atol=1e-5) for each in (whole, parts))
+    return alike and bool(by_one.any()) and bool(by_other.any()) and not bool((by_one & by_other).any())

@@ -14,9 +14,10 @@ from lightning_ga.fit.exactness.arithmetic import rounding
 from lightning_ga.fit.exactness.check import Count, ExactnessCheck, SampleBatch
 from lightning_ga.fit.exactness.passes import traceless_passes
 from lightning_ga.loading.reader import BatchReader
+from lightning_ga.loading.streams import length_of
 from lightning_ga.loading.training_source import TrainingSource
 from lightning_ga.memory.oom import attempt, is_out_of_memory
-from lightning_ga.plan.exactness import Exactness, Verdicts, both, unmeasured
+from lightning_ga.plan.exactness import NO_GRADIENT, Exactness, Verdicts, both, unmeasured
 
 SAMPLES = 5  # parts of three and two: BatchNorm refuses one sample, and unequal parts show wrong weights
 CONSIDERED = 24  # samples to choose from
@@ -33,15 +34,17 @@ def measure_exactness(
 
     def check(size: int, plain: bool, tolerance: float) -> Verdicts:
         with traceless_passes(trainer, plain=plain) as passes:
-            samples = telling_samples(available.read(size, most=considered, seconds=_MOMENT), size)
+            samples = telling_samples(available.read(size, most=max(size, considered), seconds=_MOMENT), size)
             if len(samples) < 2:
                 return both(unmeasured(tolerance, f"the training data hold {len(samples)} samples"))
-            checking, in_step = ExactnessCheck(reader, passes, count, tolerance), source.cut_in_step
+            in_all = length_of(getattr(loader, "dataset", None))
+            checking, in_step = ExactnessCheck(reader, passes, count, tolerance, samples=in_all), source.cut_in_step
             verdicts = checking.run(SampleBatch(samples, loader, reader, passes), in_step=in_step)
             if size >= 4 and verdicts.training.cause == "exact":  # one cut is no proof: other samples, in equal parts
                 other = SampleBatch(samples[-4:], loader, reader, passes)
                 verdicts = verdicts.unless(checking.run(other, in_step=in_step))
-            return replace(verdicts, changing=tuple(checking.changing), tables=tuple(checking.tables))
+            changing, tables = tuple(checking.changing), tuple(checking.tables)
+            return replace(verdicts, changing=changing, tables=tables, kinds=frozenset(checking.kinds))
 
     # A small model may run a few samples above the limit, and in the precision of its weights.
     is_small = sum(p.numel() * p.element_size() for p in trainer.lightning_module.parameters()) <= _SMALL
@@ -49,6 +52,9 @@ def measure_exactness(
     sizes = dict.fromkeys([most, min(most, limit)] if is_small else [min(most, limit)])
     for size in sizes:
         verdicts = _measured(trainer, check, size, plain=is_small or size <= limit // 2)
+        while verdicts is not None and verdicts.training.reason == NO_GRADIENT and size < min(limit, len(available)):
+            size = min(2 * size, limit, len(available))  # a loss of pairs may find none among a few samples
+            verdicts = _measured(trainer, check, size, plain=is_small or size <= limit // 2)
         if verdicts is not None:
             return verdicts
     return both(unmeasured(rounding(trainer), f"memory ran out in the check, on {min(sizes)} samples"))

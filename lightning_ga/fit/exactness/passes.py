@@ -1,6 +1,6 @@
 """Run micro-batches one after the other as training would, and keep their gradients and what they changed."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +18,7 @@ from lightning_ga.loading.samples import copied
 from lightning_ga.memory.live_tensors import uncounted
 from lightning_ga.probe.isolation import isolated
 from lightning_ga.snapshot.checksums import checksums, differ
+from lightning_ga.snapshot.copies import is_writable
 from lightning_ga.snapshot.random_numbers import RandomState, generator_state, generators_of, have_moved, reseed
 
 MOVED = 1e-2  # how far weights are moved, relatively: a teacher of momentum 0.9999 follows by more than rounding
@@ -34,21 +35,23 @@ class Passes:
     changed_in_step: tuple[str, ...]  # those that ``training_step`` or the backward pass changed, and no hook
     draws: bool  # whether random numbers were drawn
     states: tuple[Sums, ...]  # after each micro-batch
+    kept: tuple[list[torch.Tensor], ...] = ()  # tensors that were asked for, before and after
 
 
 @contextmanager
-def traceless_passes(trainer: Any, *, plain: bool) -> Iterator["PassRunner"]:
+def traceless_passes(trainer: Any, *, plain: bool, begins: bool = True) -> Iterator["PassRunner"]:
     """Return a context in which passes run without dropout, and with exact arithmetic; all state is restored.
 
-    The trained weights are moved a little beforehand, as a first step would move them: so a teacher that starts as a
-    copy of its student is seen to follow it.
+    If training ``begins``, the trained weights are moved a little beforehand, as a first step would move them: so a
+    teacher that starts as a copy of its student is seen to follow it.
     """
-    with isolated(trainer) as restore, exact_arithmetic(trainer, plain=plain), WithoutDropout():
+    with isolated(trainer, begins=begins) as restore, exact_arithmetic(trainer, plain=plain), WithoutDropout():
 
         def restart() -> None:
             restore()
             stop_dropping(trainer.lightning_module)
-            _move_weights(trainer.lightning_module)
+            if begins:  # copies of a weight (averages) move apart from it
+                _move(p for p in trainer.lightning_module.parameters() if p.requires_grad)
 
         yield PassRunner(trainer, restart)
 
@@ -78,13 +81,19 @@ class PassRunner:
         as_pieces: bool = False,
         on_device: bool = False,
         weights: Sequence[float] = (),
+        keep: Collection[str] = (),
+        moved: Collection[str] = (),
     ) -> Passes:
         """Run micro-batches one after the other; ``as_pieces`` of one batch of the loop, whose hooks run once.
 
-        With ``weights``, gradients are accumulated as in training; otherwise each micro-batch begins with none.
+        With ``weights``, gradients are accumulated as in training; otherwise each micro-batch begins with none. By
+        their names, tensors may be asked for, or be ``moved`` a little beforehand.
         """
         module = self.trainer.lightning_module
         self._begin(seed)
+        tensors = named_state(module) if keep or moved else {}
+        _move(tensors[name] for name in moved)
+        kept = [[tensors[name].detach().to("cpu", copy=True) for name in keep]]
         before, random_state = state_sums(module), RandomState()
         generators = [(generator, generator_state(generator)) for generator in generators_of(module)]
         states: list[Sums] = []
@@ -103,18 +112,21 @@ class PassRunner:
                 weight=weights[index] if weights else 1.0,
             )
             batch = _copy_if_possible(batch)
-            moved = batch if on_device else self.transfer.moved(batch)
-            run_pass(self.trainer, moved, place, observe=lambda: states.append(state_sums(module)))
+            there = batch if on_device else self.transfer.moved(batch)
+            run_pass(self.trainer, there, place, observe=lambda: states.append(state_sums(module)))
             if weights:
                 gradient_dtype.widen(module.parameters())
             gradients.append(_gradients(module))
         self.steps += len(batches)
+        tensors = named_state(module) if keep else {}
+        kept.append([tensors[name].detach().to("cpu", copy=True) for name in keep])
         return Passes(
             gradients,
             changed=_changed(before, state_sums(module)),
             changed_in_step=_changed(*states[:2]),
             draws=not random_state.is_current() or have_moved(generators),
             states=tuple(states[1::2]),
+            kept=tuple(kept),
         )
 
     def _begin(self, seed: int) -> None:
@@ -130,12 +142,17 @@ def _copy_if_possible(batch: Any) -> Any:
         return batch
 
 
-def state_sums(module: torch.nn.Module) -> Sums:
-    """Return sums over the state that a step should not change: weights, and buffers but for normalization, metrics."""
+def named_state(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the state that a step should not change: weights, and buffers but for those of normalization, metrics."""
     parts = (part for part in module.modules() if isinstance(part, (_NormBase, Metric)))
     passed_by = {id(buffer) for part in parts for buffer in part.buffers(recurse=False)}
     named = {name: buffer for name, buffer in module.named_buffers() if id(buffer) not in passed_by}
-    named |= dict(module.named_parameters())
+    return named | dict(module.named_parameters())
+
+
+def state_sums(module: torch.nn.Module) -> Sums:
+    """Return sums over that state."""
+    named = named_state(module)
     return dict(zip(named, checksums(named.values())))
 
 
@@ -144,15 +161,19 @@ def _changed(before: Sums, after: Sums) -> tuple[str, ...]:
 
 
 @torch.no_grad()
-def _move_weights(module: torch.nn.Module) -> None:
-    """Move the trained weights a little, the same way each time."""
-    for number, parameter in enumerate(module.parameters()):  # copies of a weight (averages) move apart from it
-        if parameter.requires_grad and parameter.is_floating_point() and not parameter.is_sparse:
-            parameter.mul_(1.0 + MOVED)
-            if parameter.numel() <= 2**16:
-                generator = torch.Generator(parameter.device).manual_seed(number)
-                noise = torch.empty(parameter.shape, device=parameter.device).normal_(generator=generator)
-                parameter.add_(noise.to(parameter.dtype), alpha=MOVED)
+def _move(tensors: Iterable[torch.Tensor]) -> None:
+    """Move tensors a little, the same way each time; whole numbers by one."""
+    for number, tensor in enumerate(tensors):
+        if not is_writable(tensor):
+            continue
+        if tensor.is_floating_point() or tensor.is_complex():
+            tensor.mul_(1.0 + MOVED)
+        elif tensor.dtype != torch.bool:
+            tensor.add_(1)
+        if tensor.is_floating_point() and tensor.numel() <= 2**16:
+            generator = torch.Generator(tensor.device).manual_seed(number)
+            noise = torch.empty(tensor.shape, device=tensor.device).normal_(generator=generator)
+            tensor.add_(noise.to(tensor.dtype), alpha=MOVED)
 
 
 def _gradients(module: torch.nn.Module) -> Gradient:

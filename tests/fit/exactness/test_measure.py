@@ -1,6 +1,7 @@
 """Which samples the check takes, and in which state it cuts them."""
 
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import Any
 
 import torch
 from reference import Regression, Samples, fit
@@ -11,20 +12,23 @@ from lightning_ga.fit.exactness.measure import SAMPLES, telling_samples
 
 
 class Noting(Regression):
-    """Notes the size of every batch, in a set that no copy replaces."""
+    """Notes the size of every batch in a file, as what the code keeps in memory is put back."""
 
-    sizes: ClassVar[set[int]] = set()
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path = path
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        self.sizes.add(len(batch[0]))
+        with self.path.open("a") as file:
+            file.write(f"{len(batch[0])}\n")
         return super().training_step(batch, batch_idx)
 
 
-def test_the_check_takes_as_many_samples_as_its_description_says() -> None:
+def test_the_check_takes_as_many_samples_as_its_description_says(tmp_path: Path) -> None:
     """Five in parts of three and two, and four of them in parts of two."""
-    Noting.sizes.clear()
-    fit(DataLoader(Samples(32), batch_size=16), AutoAccumulate(micro_batch_size=16), module=Noting(), max_epochs=1)
-    assert Noting.sizes == {16, SAMPLES, 3, 2, 4}
+    module, loader = Noting(tmp_path / "sizes"), DataLoader(Samples(32), batch_size=16)
+    fit(loader, AutoAccumulate(micro_batch_size=16), module=module, max_epochs=1)
+    assert {int(size) for size in module.path.read_text().split()} == {16, SAMPLES, 3, 2, 4}
     assert SAMPLES == 5
     assert "on up to five samples" in " ".join(AutoAccumulate.__doc__.split())
 

@@ -1,0 +1,152 @@
+"""Measure the verdict again while training goes on: what a few samples cannot show before it, it shows later.
+
+A loss may begin to compare samples after a warm-up, a hook may come in later, and some samples are rare. So a
+micro-batch of training is measured at a few moments, when memory has run out in it, when it holds samples of a kind
+that no measurement has met, and when something has changed between the passes of a window.
+"""
+
+from functools import partial
+from typing import Any
+
+from lightning_ga.batch.counters import kinds_of
+from lightning_ga.compat import agreement, loops
+from lightning_ga.fit.engine import Engine
+from lightning_ga.fit.exactness.arithmetic import rounding
+from lightning_ga.fit.exactness.check import ExactnessCheck, halves_of
+from lightning_ga.fit.exactness.passes import state_sums, traceless_passes
+from lightning_ga.fit.exactness.training import Again, TrainingExactness
+from lightning_ga.fit.training_batches import TrainingBatches
+from lightning_ga.loading.reader import BatchSlices
+from lightning_ga.loading.streams import length_of
+from lightning_ga.memory.oom import attempt, is_out_of_memory
+from lightning_ga.plan.config import Options
+from lightning_ga.snapshot.checksums import differ
+
+LOOKS = 8  # micro-batches before which the model is looked at, and again from each moment on
+LOOKED_AT = 1000  # micro-batches of which the samples are looked at
+FIRST_STEP = 4  # after it a micro-batch is measured, and after 8, 16, 32 … steps
+COST = 3  # passes of one measurement: the whole and two parts
+AGAIN = 10  # times the tolerance of the check before training: gradients become small, and rounding does not
+FREE, SHARE = 20 * COST, 2e-3  # passes that measurements may take: so many, and this share of training's
+
+
+class LaterChecks:
+    """Looks at a training before and after its micro-batches."""
+
+    def __init__(
+        self, trainer: Any, options: Options, engine: Engine, batches: TrainingBatches, exactness: TrainingExactness
+    ) -> None:
+        self._trainer, self._engine, self._batches, self._exactness = trainer, engine, batches, exactness
+        self.are_made = options.verify and not agreement.is_sharded(trainer)
+        self._count = options.normalize if callable(options.normalize) else None
+        self._passes = self._spent = 0  # of training so far, and of measurements
+        self._looks = LOOKS  # that are left
+        self._before: dict[str, float | None] = {}
+        self._kept: BatchSlices | None = None
+        self._on_host = False  # whether the micro-batch is moved to the device in parts
+        self._epoch = 0  # the last in which a moment was due
+
+    def look(self, batch: Any, *, accumulates: bool) -> None:
+        """Look before a micro-batch at the model and at the samples, and measure the micro-batch if it is time to."""
+        self._passes += 1
+        self._on_host = self._engine.move is not None
+        if not self.are_made or not accumulates:
+            return
+        exactness, begins = self._exactness, loops.begins_window(self._trainer)
+        if self._looks > 0 and self._trainer.accumulate_grad_batches > 1:
+            self._looks -= 1
+            self._compare_state()
+        is_due = begins and self._is_due()
+        if self._passes <= LOOKED_AT and not exactness.is_inexact:
+            host = self._engine.host
+            kinds = kinds_of(batch if host is None else host)
+            is_due |= not kinds <= exactness.kinds
+            exactness.kinds |= kinds
+        if is_due or exactness.suspects:
+            self._measure(attempt(self._slices, _any_error, batch).result, is_told=False)
+
+    def keep(self, batch: Any) -> None:
+        """Keep a micro-batch in which memory has run out until all hooks of it have run: it is measured then."""
+        if self.are_made and not self._exactness.is_inexact:
+            self._kept = attempt(self._slices, _any_error, batch).result
+
+    def measure_kept(self) -> bool:
+        """Measure the micro-batch that was kept, if there is one; return whether that was done."""
+        slices, self._kept = self._kept, None
+        return slices is not None and self._measure(slices, is_told=True)
+
+    def _measure(self, slices: BatchSlices | None, *, is_told: bool) -> bool:
+        """Measure a micro-batch unless it is known that accumulation is not exact; return whether that was done.
+
+        A bad verdict is told here, unless it ``is_told`` otherwise.
+        """
+        exactness = self._exactness
+        if exactness.is_inexact:
+            return False
+        if "training" in self._engine.lockstep:  # ranks would wait for each other
+            exactness.found(Again(matters=tuple(exactness.suspects)), is_told=is_told)
+            return False
+        self._looks, self._before = LOOKS, {}
+        self._spent += COST
+        exactness.found(self._measured(slices), is_told=is_told)
+        return True
+
+    def _measured(self, slices: BatchSlices | None) -> Again:
+        """Run the check on a micro-batch of training, or on some of it if memory is short, and restore all state."""
+        largest = 0 if slices is None else min(slices.samples, self._engine.limit("training") or slices.samples)
+        for size in filter(None, (largest, largest // 2, largest // 4)):
+            outcome = attempt(self._check, _any_error, slices, size)
+            if outcome.failure is None:
+                again: Again = outcome.result
+                return again
+            if not is_out_of_memory(outcome.failure):
+                break
+        return Again(matters=tuple(self._exactness.suspects))
+
+    def _slices(self, batch: Any) -> BatchSlices:
+        number, on_host = loops.micro_batch_index(self._trainer), self._on_host
+        expected, fetch = self._batches.expected(number), partial(self._batches.fetch, number)
+        reader = self._engine.readers.reader("training")
+        with self._engine.readers.reading(reader, on_host=on_host):
+            return reader.slices(batch, expected=expected, on_host=on_host, samples=fetch)
+
+    def _check(self, slices: BatchSlices, size: int) -> Again:
+        trainer, source, on_device = self._trainer, self._batches.training_source, not self._on_host
+        reader, tolerance = self._engine.readers.reader("training"), AGAIN * rounding(trainer)
+        with self._engine.suspended(), traceless_passes(trainer, plain=True, begins=False) as passes:
+            samples = length_of(getattr(source.user_loader, "dataset", None))
+            check = ExactnessCheck(reader, passes, self._count, tolerance, samples=samples, again=True)
+            batch = slices.take(0, size)
+            batch_pass = passes.run([batch], seed=0, on_device=on_device)
+            matters = check.which_matter(batch_pass, batch, self._exactness.suspects, on_device=on_device)
+            if size < 2:
+                return Again(matters=matters)
+            halves = halves_of(slices.take, size, cut=source.cut_in_step, on_device=on_device)
+            return Again(check.judge(batch_pass, halves), matters)
+
+    def _is_due(self) -> bool:
+        """Return whether a moment has come: in the first window of some epochs, and after some steps."""
+        epoch, step = loops.training_epoch(self._trainer), int(self._trainer.global_step)
+        begins = epoch > self._epoch and _is_round(epoch)
+        self._epoch = epoch
+        is_affordable = self._spent + COST <= FREE + SHARE * self._passes
+        return is_affordable and (begins or (step >= FIRST_STEP and step.bit_count() == 1))
+
+    def _compare_state(self) -> None:
+        """Note what has changed since the micro-batch before, within a window."""
+        groups = [group for optimizer in self._trainer.optimizers for group in optimizer.param_groups]
+        rates = {f"the learning rate of group {n}": group.get("lr") for n, group in enumerate(groups)}
+        now = state_sums(self._trainer.lightning_module) | {n: float(r) for n, r in rates.items() if r is not None}
+        before, self._before = self._before, now
+        if before and not loops.begins_window(self._trainer):
+            self._exactness.found_changed(tuple(n for n, value in now.items() if differ(before.get(n), value)))
+
+
+def _is_round(number: int) -> bool:
+    """Return whether a number is one of 1, 2, 3, 4, 6, 8, 12, 16, 24 …."""
+    return number > 0 and number // (number & -number) in (1, 3)
+
+
+def _any_error(_: Exception) -> bool:
+    """Catch any: a measurement must never cost a run."""
+    return True

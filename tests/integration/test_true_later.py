@@ -1,0 +1,385 @@
+"""What the samples before training do not show, training shows later: it is measured again, and told."""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import cross_entropy, mse_loss
+from torch.utils.data import DataLoader
+from true_support import (
+    FEATURES,
+    ROUNDING,
+    WAYS,
+    Case,
+    Memory,
+    Task,
+    Trained,
+    Way,
+    each_way,
+    error,
+    network,
+    one_pass,
+    pairs,
+    run,
+    train,
+)
+
+from lightning_ga import AutoAccumulate
+from lightning_ga.fit.exactness import later
+from lightning_ga.plan.exactness import INEXACT, SAME_RESULT
+
+each_cut = pytest.mark.parametrize("way", [WAYS["loader"], WAYS["step"]], ids=["loader", "step"])
+
+
+def loader(samples: int = 48, batch: int = 8) -> Any:
+    return DataLoader(pairs(samples), batch_size=batch)
+
+
+# --- losses that begin to compare samples ---------------------------------------------------------
+
+
+class Late(Task):
+    """A term of the variance over the batch that begins after a while."""
+
+    begins: Callable[["Late"], bool]
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        predicted = self.predict(batch[0])
+        return mse_loss(predicted, batch[1]) + (predicted.var() if type(self).begins(self) else 0.0)
+
+
+class LateByBatch(Late):
+    begins = staticmethod(lambda self: self.trainer.fit_loop.epoch_loop.total_batch_idx >= 4)
+
+
+class LateByStep(Late):
+    begins = staticmethod(lambda self: self.global_step >= 5)
+
+
+class LateByEpoch(Late):
+    begins = staticmethod(lambda self: self.current_epoch > 2)
+
+
+@pytest.mark.parametrize("kind", [LateByBatch, LateByStep, LateByEpoch])
+@each_way
+def test_a_term_that_begins_later_is_told_once(kind: type[Late], way: Way) -> None:
+    """After the check before training all is right, and then it is not."""
+    ours = run(Case(kind, loader), way, max_epochs=6)
+    assert error(ours, one_pass(Case(kind, loader), max_epochs=6)) > 1e-4
+    assert ours.cause == "coupled"
+    told = [text for text in ours.told if "Accumulation is not exact for this training, relative error" in text]
+    assert len(told) == 1
+
+
+class Second(Late):
+    """The term begins with the second batch, which runs out of memory."""
+
+    begins = staticmethod(lambda self: self.trainer.fit_loop.epoch_loop.total_batch_idx >= 1)
+
+
+@pytest.mark.parametrize("mode", ["loader", "step"])
+def test_an_error_in_a_batch_that_couples_is_not_told_as_the_same(mode: str) -> None:
+    """The verdict of before training is measured again on the batch that ran out of memory."""
+    callback = AutoAccumulate(micro_batch_size=8, micro_batching=mode)
+    ours = train(Second(), loader(), callback, memory=Memory(2))
+    (event,) = ours.ran_out
+    assert "Its gradient is not that of the batch in one pass" in event
+    assert SAME_RESULT not in event
+    assert ours.cause == "coupled"
+
+
+def test_measurements_are_rare(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the first window of some epochs and after some steps; in long trainings at most a share of the passes."""
+    measured: list[tuple[int, int]] = []
+    measure = later.LaterChecks._measured
+
+    def noting(self: Any, slices: Any) -> Any:
+        measured.append((self._trainer.current_epoch, self._trainer.global_step))
+        return measure(self, slices)
+
+    monkeypatch.setattr(later.LaterChecks, "_measured", noting)
+    monkeypatch.setattr(later, "FREE", 8 * later.COST)
+    ours = train(Task(), loader(), AutoAccumulate(micro_batch_size=3), max_epochs=14)
+    assert measured == [(0, 4), (1, 6), (1, 8), (2, 12), (2, 16), (3, 18), (4, 24), (5, 32)]
+    assert error(ours, one_pass(Case(Task, loader), max_epochs=14)) <= ROUNDING
+
+
+# --- rare kinds of samples --------------------------------------------------------------------------
+
+CLASSES = 4
+
+
+class Labelled(Task):
+    """A mean over the targets that are not ignored."""
+
+    def __init__(self) -> None:
+        super().__init__(outputs=CLASSES)
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        return cross_entropy(self.predict(batch[0]), batch[1], ignore_index=int(self.ignored))
+
+
+class Ignores100(Labelled):
+    ignored = -100
+
+
+class Ignores255(Labelled):
+    ignored = 255
+
+
+class IgnoresNan(Task):
+    def loss(self, batch: Any) -> torch.Tensor:
+        seen = ~batch[1].isnan()
+        return mse_loss(self.predict(batch[0])[seen], batch[1][seen])
+
+
+def labelled(ignored: int) -> Any:
+    samples = [(x, torch.tensor(number % CLASSES)) for number, (x, _) in enumerate(pairs(96))]
+    for number in range(40, 96, 7):
+        samples[number] = samples[number][0], torch.tensor(ignored)
+    return DataLoader(samples, batch_size=8)
+
+
+def with_missing() -> Any:
+    samples = pairs(96)
+    for number in range(40, 96, 7):
+        samples[number] = samples[number][0], torch.full((1,), torch.nan, dtype=torch.float64)
+    return DataLoader(samples, batch_size=8)
+
+
+RARE = {
+    "-100": Case(Ignores100, lambda: labelled(-100)),
+    "255": Case(Ignores255, lambda: labelled(255)),
+    "nan": Case(IgnoresNan, with_missing),
+}
+
+
+@pytest.mark.parametrize("name", RARE)
+@each_way
+def test_kinds_of_samples_that_come_later_are_measured(name: str, way: Way) -> None:
+    """Those that the check looks at hold none of them."""
+    ours = run(RARE[name], way)
+    assert error(ours, one_pass(RARE[name])) > 1e-4
+    assert ours.cause == "weighted"
+    assert any("Accumulation is not exact for this training" in text for text in ours.told)
+    if name != "nan":
+        counter = "TargetTokens(1)" if name == "-100" else "TargetTokens(1, ignore_index=255)"
+        assert any(f"normalize={counter}" in text for text in ours.told)
+
+
+# --- losses that need pairs -------------------------------------------------------------------------
+
+
+class Triplets(Task):
+    """Hard triplets within a batch; few samples hold none."""
+
+    def __init__(self) -> None:
+        super().__init__(outputs=3)
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        inputs, labels = batch
+        embedded = self.predict(inputs)
+        distances = torch.cdist(embedded, embedded)
+        same = (labels[:, None] == labels[None]) & ~torch.eye(len(labels), dtype=torch.bool)
+        found = [
+            (d[s].max() - d[~s & ~itself].min() + 5.0).relu()
+            for d, s, itself in zip(distances, same, torch.eye(len(labels), dtype=torch.bool))
+            if s.any()
+        ]
+        return torch.stack(found).mean() if found else 0.0 * embedded.sum()
+
+
+def of_many_classes() -> Any:
+    """Each class comes again after eight samples."""
+    return DataLoader([(x, torch.tensor(number % 8)) for number, (x, _) in enumerate(pairs(64))], batch_size=16)
+
+
+@each_way
+def test_more_samples_are_looked_at_until_there_is_a_gradient(way: Way) -> None:
+    """Five or ten samples hold no pair."""
+    ours = run(Case(Triplets, of_many_classes, batch=16, micro=10), way)
+    assert error(ours, one_pass(Case(Triplets, of_many_classes, batch=16, micro=10))) > 1e-2
+    assert ours.cause in INEXACT
+    assert ours.told or all("Its gradient is not that" in text for text in ours.ran_out)
+
+
+def test_a_gradient_that_is_zero_as_long_as_it_is_looked_for_is_told_as_unknown() -> None:
+    """Nothing was measured: nobody says that it is exact."""
+    ours = run(Case(Triplets, of_many_classes, batch=16, micro=4), WAYS["loader"])
+    assert "Whether accumulation is exact for this model is not known" in ours.told[0]
+
+
+# --- state that changes, and does not matter --------------------------------------------------------
+
+
+class Averaged(Task):
+    """An average that follows in ``on_before_zero_grad``, as ModelEmaV3 of timm is used, for validation alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.average = network(FEATURES, 1).requires_grad_(False)
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        for old, new in zip(self.average.parameters(), self.net.parameters()):
+            old.lerp_(new.detach(), 0.1)
+
+
+class ReadsAverage(Averaged):
+    def loss(self, batch: Any) -> torch.Tensor:
+        predicted = self.predict(batch[0])
+        return mse_loss(predicted, batch[1]) + mse_loss(predicted, self.average(batch[0]) + 1)
+
+
+@each_way
+def test_an_average_that_no_loss_reads_is_no_matter(way: Way) -> None:
+    """It changes within a window, and no gradient depends on it."""
+    ours = run(Case(Averaged, loader), way, max_epochs=2)
+    assert error(ours, one_pass(Case(Averaged, loader), max_epochs=2)) <= ROUNDING
+    assert ours.told == []
+    assert ours.cause == "exact"
+    assert all("hook" not in text and "Its gradient" not in text for text in ours.ran_out)
+
+
+@each_cut
+def test_an_average_that_the_loss_reads_matters(way: Way) -> None:
+    """The first micro-batch of a window meets another than the rest."""
+    ours = run(Case(ReadsAverage, loader), way, max_epochs=2)
+    assert ours.cause == "stateful"
+    assert len(ours.told) == 1
+
+
+class Rows(Task):
+    """A memory with a row for each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("memory", torch.zeros(48, 1, dtype=torch.float64))
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        inputs, targets, index = batch
+        predicted = self.predict(inputs)
+        value = mse_loss(predicted, targets) + mse_loss(predicted, self.memory[index].clone())
+        with torch.no_grad():
+            self.memory[index] = 0.5 * self.memory[index] + 0.5 * predicted.detach()
+        return value
+
+
+class RowsOfClasses(Rows):
+    """With a row for each of six classes: samples of one class meet what others have written."""
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        return super().loss((*batch[:2], batch[2] % 6))
+
+
+def indexed() -> Any:
+    return DataLoader([(x, y, number) for number, (x, y) in enumerate(pairs(48))], batch_size=8)
+
+
+@each_way
+def test_a_memory_of_samples_is_exact(way: Way) -> None:
+    """Each sample meets its own row alone, in a batch and in its parts."""
+    ours = run(Case(Rows, indexed), way, max_epochs=3)
+    assert error(ours, one_pass(Case(Rows, indexed), max_epochs=3)) <= ROUNDING
+    assert ours.told == []
+    assert ours.cause == "exact"
+
+
+@each_cut
+def test_a_memory_of_classes_is_not(way: Way) -> None:
+    """Its rows are met by several samples of a window, though not by those of the check."""
+    ours = run(Case(RowsOfClasses, indexed), way)
+    assert ours.cause == "stateful"
+    assert len(ours.told) == 1
+    assert "relative error" not in str(ours.callback.exactness)
+
+
+class Queue(Rows):
+    """A queue that joins the loss once it is full."""
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        predicted = self.predict(batch[0])
+        with torch.no_grad():
+            self.memory.copy_(torch.cat([self.memory[len(predicted) :], predicted.detach()]))
+        full = bool(self.memory.all())
+        return mse_loss(predicted, batch[1]) + (mse_loss(predicted, self.memory.mean(0)[None]) if full else 0.0)
+
+
+@each_cut
+def test_a_queue_is_told_before_it_joins_the_loss(way: Way) -> None:
+    """It has as many rows as there are samples, and where a part writes depends on what ran before."""
+    assert run(Case(Queue, indexed), way).cause == "stateful"
+
+
+# --- state that lies outside of the module ------------------------------------------------------------
+
+NUMBERS = np.random.default_rng(0)
+COUNT = 0
+HELD: dict[str, Any] = {}
+
+
+class Outside(Task):
+    """Uses global names, and those of enclosing functions."""
+
+    of_class = 0
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        global COUNT
+        COUNT += 1
+        type(self).of_class += 1
+        HELD.setdefault("seen", []).append(len(batch[0]))
+        noise = float(NUMBERS.random()) + HELD["next"]() + 0.1 * (COUNT + self.of_class + len(HELD["seen"]))
+        return mse_loss(self.predict(batch[0]) + noise, batch[1])
+
+
+def counter() -> Callable[[], int]:
+    calls, steps = 0, itertools.count()
+
+    def count() -> int:
+        nonlocal calls
+        calls += 1
+        return calls + next(steps)
+
+    return count
+
+
+def outside(*callbacks: pl.Callback) -> Trained:
+    global COUNT, NUMBERS
+    COUNT, NUMBERS, Outside.of_class = 0, np.random.default_rng(0), 0
+    HELD.clear()
+    HELD["next"] = counter()
+    return train(Outside(), loader(), *callbacks)
+
+
+@pytest.mark.parametrize("mode", ["loader", "step"])
+@pytest.mark.parametrize("settings", [{}, {"micro_batch_size": 8}])
+def test_what_a_step_reaches_by_names_is_put_back(mode: str, settings: dict[str, Any]) -> None:
+    """With nothing to cut, the training is stock Lightning's, to the bit, though probe and check ran steps before."""
+    stock, ours = outside(), outside(AutoAccumulate(micro_batching=mode, cache=False, **settings))
+    assert torch.equal(stock.weights, ours.weights)
+    assert HELD["seen"] == 6 * [8]
+
+
+# --- the check on a training under way ------------------------------------------------------------------
+
+
+@each_way
+def test_a_measurement_leaves_no_trace(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measured before every window, a training with momentum and dropout is the same to the bit as never measured."""
+
+    class Drops(Task):
+        def predict(self, inputs: torch.Tensor) -> torch.Tensor:
+            return super().predict(torch.nn.functional.dropout(inputs, 0.2))
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.Adam(self.parameters(), lr=0.01)
+
+    monkeypatch.setattr(later, "FREE", 0)
+    never = run(Case(Drops, loader), way, max_epochs=2)
+    monkeypatch.setattr(later.LaterChecks, "_is_due", lambda self: True)
+    always = run(Case(Drops, loader), way, max_epochs=2)
+    assert torch.equal(never.weights, always.weights)
+    assert always.told == []
