@@ -118,14 +118,14 @@ class ExactnessCheck:
         self._repeated = tolerance / (100 if is_precise else 1)  # largest difference of a repeated step
         # Whether it keeps something that the next step's gradients depend on; ``None`` until that is measured.
         self._keeps_something = False if again else None
-        self._alike: set[str] = set()  # names of changed state that some passes left the same, whatever their samples
-        self._unlike: set[str] = set()  # and of state that some did not
+        self._alike: set[str] = set()  # names of state that changed, and for which it was no matter how batches are cut
+        self._unlike: set[str] = set()  # and for which it was
         self.changing: set[str] = set()  # names of all that changed, averages that nobody froze among them
         self.kinds: set[tuple[str, str]] = set()  # of samples that were seen
 
     @property
     def tables(self) -> set[str]:
-        """Names of state that every pass leaves the same: nothing depends on how batches are cut."""
+        """Names of state that changes and is the same however batches are cut: tables, memories of samples."""
         return self._alike - self._unlike
 
     def run(self, batch: SampleBatch, *, in_step: bool) -> Verdicts:
@@ -283,6 +283,7 @@ class ExactnessCheck:
         runs = [self._run(replace(halves, parts=parts), keep=names) for parts in both]
         values = zip(runs[0].kept[0], *(run.kept[1] for run in runs))
         rows = {name for name, tensors in zip(names, values) if _is_in_rows(*tensors)}
+        self._alike |= rows
         return tuple(name for name in changed if name not in rows)
 
     def _noise(self, batch_pass: Passes, halves: Halves) -> float:

@@ -14,7 +14,7 @@ from lightning_ga.fit.engine import Engine
 from lightning_ga.fit.exactness.arithmetic import rounding
 from lightning_ga.fit.exactness.check import ExactnessCheck, halves_of
 from lightning_ga.fit.exactness.passes import state_sums, traceless_passes
-from lightning_ga.fit.exactness.training import Again, TrainingExactness
+from lightning_ga.fit.exactness.training import Again, TrainingExactness, is_inexact
 from lightning_ga.fit.training_batches import TrainingBatches
 from lightning_ga.loading.reader import BatchSlices
 from lightning_ga.loading.streams import length_of
@@ -57,17 +57,17 @@ class LaterChecks:
             self._looks -= 1
             self._compare_state()
         is_due = begins and self._is_due()
-        if self._passes <= LOOKED_AT and not exactness.is_inexact:
+        if self._passes <= LOOKED_AT and not is_inexact(exactness.training):
             host = self._engine.host
             kinds = kinds_of(batch if host is None else host)
             is_due |= not kinds <= exactness.kinds
             exactness.kinds |= kinds
-        if is_due or exactness.suspects:
+        if (is_due or exactness.suspects) and not is_inexact(exactness.training):
             self._measure(attempt(self._slices, _any_error, batch).result, is_told=False)
 
     def keep(self, batch: Any) -> None:
         """Keep a micro-batch in which memory has run out until all hooks of it have run: it is measured then."""
-        if self.are_made and not self._exactness.is_inexact:
+        if self.are_made and not is_inexact(self._exactness.splitting):
             self._kept = attempt(self._slices, _any_error, batch).result
 
     def measure_kept(self) -> bool:
@@ -76,26 +76,24 @@ class LaterChecks:
         return slices is not None and self._measure(slices, is_told=True)
 
     def _measure(self, slices: BatchSlices | None, *, is_told: bool) -> bool:
-        """Measure a micro-batch unless it is known that accumulation is not exact; return whether that was done.
-
-        A bad verdict is told here, unless it ``is_told`` otherwise.
-        """
+        """Measure a micro-batch; return whether that was done. What is wrong is told, unless it ``is_told`` elsewhere."""
         exactness = self._exactness
-        if exactness.is_inexact:
-            return False
         if "training" in self._engine.lockstep:  # ranks would wait for each other
             exactness.found(Again(matters=tuple(exactness.suspects)), is_told=is_told)
             return False
         self._looks, self._before = LOOKS, {}
         self._spent += COST
-        exactness.found(self._measured(slices), is_told=is_told)
+        exactness.found(self._measured(slices, cut=is_told), is_told=is_told)
         return True
 
-    def _measured(self, slices: BatchSlices | None) -> Again:
-        """Run the check on a micro-batch of training, or on some of it if memory is short, and restore all state."""
+    def _measured(self, slices: BatchSlices | None, *, cut: bool) -> Again:
+        """Run the check on a micro-batch of training, or on some of it if memory is short, and restore all state.
+
+        Its parts are other batches of the loop, or pieces if it was ``cut``.
+        """
         largest = 0 if slices is None else min(slices.samples, self._engine.limit("training") or slices.samples)
         for size in filter(None, (largest, largest // 2, largest // 4)):
-            outcome = attempt(self._check, _any_error, slices, size)
+            outcome = attempt(self._check, _any_error, slices, size, cut)
             if outcome.failure is None:
                 again: Again = outcome.result
                 return again
@@ -110,7 +108,7 @@ class LaterChecks:
         with self._engine.readers.reading(reader, on_host=on_host):
             return reader.slices(batch, expected=expected, on_host=on_host, samples=fetch)
 
-    def _check(self, slices: BatchSlices, size: int) -> Again:
+    def _check(self, slices: BatchSlices, size: int, cut: bool) -> Again:
         trainer, source, on_device = self._trainer, self._batches.training_source, not self._on_host
         reader, tolerance = self._engine.readers.reader("training"), AGAIN * rounding(trainer)
         with self._engine.suspended(), traceless_passes(trainer, plain=True, begins=False) as passes:
@@ -121,7 +119,7 @@ class LaterChecks:
             matters = check.which_matter(batch_pass, batch, self._exactness.suspects, on_device=on_device)
             if size < 2:
                 return Again(matters=matters)
-            halves = halves_of(slices.take, size, cut=source.cut_in_step, on_device=on_device)
+            halves = halves_of(slices.take, size, cut=cut or source.cut_in_step, on_device=on_device)
             return Again(check.judge(batch_pass, halves), matters)
 
     def _is_due(self) -> bool:

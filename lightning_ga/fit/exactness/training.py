@@ -12,7 +12,7 @@ from lightning_ga.fit.exactness.measure import measure_exactness
 from lightning_ga.loading.reader import BatchReader
 from lightning_ga.loading.training_source import TrainingSource
 from lightning_ga.plan.config import Options
-from lightning_ga.plan.exactness import INEXACT, Exactness, Verdicts, both, found_to_change, uncuttable
+from lightning_ga.plan.exactness import INEXACT, Exactness, both, found_to_change, uncuttable
 from lightning_ga.plan.exactness import splitting_sentence as sentence_on_splitting
 
 
@@ -29,8 +29,9 @@ class TrainingExactness:
 
     def __init__(self, trainer: Any, options: Options) -> None:
         self._trainer, self._options = trainer, options
-        self._measured: Verdicts | None = None
-        self.training: Exactness | None = None  # the verdict on training, as measured or as training has shown
+        self.training: Exactness | None = None  # the verdict on the micro-batches of training
+        self.splitting: Exactness | None = None  # the verdict on batches that are cut in the step
+        self._changing: set[str] = set()  # names of what the step was seen to change
         self.kinds: set[Any] = set()  # of samples that were measured
         self.suspects: set[str] = set()  # names of what changed between two passes: whether that matters is not known
         self._harmless: set[str] = set()  # names of what changed, and no gradient depends on
@@ -42,16 +43,10 @@ class TrainingExactness:
         return self.training is not None and self.training.cause != "unmeasured"
 
     @property
-    def is_inexact(self) -> bool:
-        """Whether accumulation is known not to be exact."""
-        return self.training is not None and self.training.cause in INEXACT
-
-    @property
     def changing(self) -> set[str]:
         """Names of what the step was seen to change."""
-        if self._measured is None or self.training is None:
-            return set()
-        return {*self.training.tensors, *self._measured.splitting.tensors, *self._measured.changing}
+        verdicts = filter(None, (self.training, self.splitting))
+        return self._changing.union(*(verdict.tensors for verdict in verdicts))
 
     def measure(self, source: TrainingSource, reader: BatchReader, *, epoch: int, limit: int) -> None:
         """Measure exactness at the begin of an epoch, in passes of at most ``limit`` samples."""
@@ -60,7 +55,8 @@ class TrainingExactness:
             measured = measure_exactness(self._trainer, source, reader, count, epoch=epoch, limit=limit)
         except LayoutError as why:
             measured = both(uncuttable(rounding(self._trainer), str(why)))
-        self._measured, self.training = measured, measured.training
+        self.training, self.splitting = measured.training, measured.splitting
+        self._changing.update(measured.changing)
         self._harmless.update(measured.tables)
         self.kinds.update(measured.kinds)
 
@@ -76,13 +72,12 @@ class TrainingExactness:
         """Learn from a measurement on a micro-batch of training, and tell what is wrong unless it is told already."""
         self._harmless.update(self.suspects.difference(again.matters))
         self.suspects.clear()
-        verdict = found_to_change(again.verdict or self.training, again.matters)
-        if verdict is None or (self.is_measured and verdict.cause not in INEXACT):
-            return
-        self.training, self._measured = verdict, both(verdict)
-        if verdict.cause in INEXACT and not is_told:
+        before = self.training
+        self.training = _after(self.training, again)
+        self.splitting = _after(self.splitting, again)
+        if is_inexact(self.training) and not is_inexact(before) and not is_told:
             self._user_knows = True
-            rank_zero_warn(f"Accumulation is not exact for this training, {verdict}.", category=ExactnessWarning)
+            rank_zero_warn(f"Accumulation is not exact for this training, {self.training}.", category=ExactnessWarning)
 
     def untold(self, *, accumulates: bool) -> str | None:
         """Return the sentence on windows that are not exact, once, when the first of several passes begins.
@@ -96,11 +91,24 @@ class TrainingExactness:
         is_expected = verdict.cause == "batch_norm" and self._options.batch_norm != "warn"
         if verdict.cause == "unmeasured":
             return f"Whether accumulation is exact for this model is not known: {verdict}."
-        return None if is_expected or not self.is_inexact else f"Accumulation is not exact for this model, {verdict}."
+        return (
+            None if is_expected or not is_inexact(verdict) else f"Accumulation is not exact for this model, {verdict}."
+        )
 
     def splitting_sentence(self, changing: tuple[str, ...]) -> str:
         """Say whether a batch in parts has the gradient of the whole, if passes were seen to change tensors."""
-        verdict = None if self._measured is None else self._measured.splitting
-        self._user_knows |= verdict is not None and verdict.cause in INEXACT
+        self._user_knows |= is_inexact(self.splitting)
         harmful = tuple(name for name in changing if name not in self._harmless)
-        return sentence_on_splitting(found_to_change(verdict, harmful))
+        return sentence_on_splitting(found_to_change(self.splitting, harmful))
+
+
+def is_inexact(verdict: Exactness | None) -> bool:
+    """Return whether gradients are known to differ from those of one pass."""
+    return verdict is not None and verdict.cause in INEXACT
+
+
+def _after(known: Exactness | None, again: Again) -> Exactness | None:
+    """Return what is known after another measurement: what was once found to be wrong stays wrong."""
+    verdict = found_to_change(again.verdict or known, again.matters)
+    is_news = known is None or known.cause == "unmeasured" or (is_inexact(verdict) and not is_inexact(known))
+    return verdict if is_news else known
