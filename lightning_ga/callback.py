@@ -170,7 +170,7 @@ class AutoAccumulate(Callback):
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: torch.optim.Optimizer) -> None:
         """Bring the window's gradients to the mean over what turned out to be in it."""
-        self._started_fit.gradients.close_window(optimizer)
+        self._started_fit.close_window(optimizer)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Keep the position, and let validation run when the recipe says."""

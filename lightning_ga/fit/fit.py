@@ -162,6 +162,11 @@ class Fit:
         if self._frequencies:
             intervals.step_schedulers_when_due(self.trainer, self._frequencies, chunk.window)
 
+    def close_window(self, optimizer: Any) -> None:
+        """Bring the gradients of a window to their mean, and say if they are not those of all its samples."""
+        if self.gradients.close_window(optimizer):
+            self._later.found_left_out()
+
     def advance(self, batch: Any) -> None:
         """Keep the place after a micro-batch, lower the limit if the allocator struggles, and say what has shown."""
         window = self.oom_handler.window  # it has asked already whether this was its last micro-batch

@@ -269,6 +269,8 @@ class TrainingWindow(Window):
                 result = closures.run_closure(closure)
             if completes:
                 gradients.weigh_all()
+        if result.loss is None:
+            gradients.skip()
         if self._evaluates_again:
             loss = 0.0 if result.loss is None else float(result.loss)
             part.loss = loss if piece is None else weight * loss + (part.loss if piece.start else 0.0)

@@ -34,6 +34,7 @@ class WindowGradients:
         self._half: list[torch.Tensor] = []  # parameters whose gradients are summed in float32
         self._is_rounded = False  # whether torch cannot do that, and the user does not know it
         self._handles: list[Any] = []
+        self._trains = self._skips = False  # whether steps of the window have returned a loss, and whether None
 
     def sum_in_float32(self) -> None:
         """Let the gradients of half-precision parameters be summed in float32, and be rounded before each step."""
@@ -70,6 +71,7 @@ class WindowGradients:
     def weigh(self, batch: Any, chunk: Chunk, index: int, *, sharded_ranks: int, samples: int) -> None:
         """Weigh the next micro-batch, the ``index``-th of its epoch, of which ``chunk`` was planned."""
         factor = self._trainer.accumulate_grad_batches
+        self._skips |= bool(index % factor and self.weights.pending)
         count = samples if self._counts is None else count_items(self._counts, batch)
         self.weights = self.weights.weigh(
             count if chunk.count else 0,
@@ -101,7 +103,7 @@ class WindowGradients:
 
     def apply_weight(self, loss: torch.Tensor) -> None:
         """Let the backward pass that begins weigh as much, and keep a weightless one out altogether."""
-        weight = self.weights.weight * self.weights.share
+        weight, self._trains = self.weights.weight * self.weights.share, True
         self.weights = self.weights.trained()
         if weight != 1.0:
             loss.register_hook(lambda gradient: gradient * weight)  # type: ignore[no-untyped-call]
@@ -122,11 +124,21 @@ class WindowGradients:
             self._is_rounded = False
             rank_zero_warn(gradient_dtype.SUMS_ARE_ROUNDED, category=ExactnessWarning)
 
-    def close_window(self, optimizer: torch.optim.Optimizer) -> None:
-        """Bring the window to its mean: before the optimizer step, after unscaling and before clipping."""
+    def skip(self) -> None:
+        """Note that a step has returned ``None``."""
+        self._skips = True
+
+    def close_window(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Bring the window to its mean: before the optimizer step, after unscaling and before clipping.
+
+        Return whether steps have returned ``None`` for some of it, and not for all.
+        """
         scale = self.window_scale()
         if scale != 1.0:
             scale_gradients(optimizer, scale)
+        left_out = self._trains and (self._skips or bool(self.weights.pending))
+        self._trains = self._skips = False
+        return left_out
 
     def window_scale(self) -> float:
         """Return what the window's weighted sum is to be multiplied by; ranks ask together."""

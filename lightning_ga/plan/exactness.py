@@ -39,6 +39,11 @@ COUNTED = (
     "a hook of batches keeps), which counts micro-batches here: use trainer.global_step, which counts optimizer steps, "
     'or micro_batching="step"'
 )
+LEFT_OUT = (
+    "training_step returned None for some of a window's micro-batches: these count as nothing, and the gradient is the "
+    "mean over the others, where one pass over the window would have been skipped, or trained on them too; let the "
+    "loss leave such samples out, and count the others with normalize="
+)
 HOOKED = (
     "hooks on gradients (Tensor.register_hook, or on_after_backward where the loader cuts) see those of each "
     "micro-batch, not of the whole batch: change gradients in on_before_optimizer_step, or clip them by "

@@ -125,6 +125,7 @@ def test_a_window_without_tokens_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("count", [-1, float("nan")])
+@pytest.mark.filterwarnings("ignore:Whether accumulation is exact")
 def test_a_count_that_is_none_is_an_error(count: float) -> None:
     """Negative and NaN."""
     with pytest.raises(UserError, match=f"normalize counted {float(count)}"):

@@ -216,6 +216,29 @@ def test_parts_that_are_left_out_are_not_called_the_same_result(way: Way) -> Non
     assert "returned None for some" in text
 
 
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+@pytest.mark.parametrize("arguments", [{}, {"on_oom": "raise"}])
+@pytest.mark.parametrize("way", [LOADER, STEP], ids=["loader", "step"])
+def test_parts_that_are_left_out_are_told(way: Way, arguments: dict[str, Any]) -> None:
+    """Once, with nothing that fails: also in later windows, and not where a whole window is left out."""
+    samples = [(inputs, targets + 50 * (number % 16 == 0)) for number, (inputs, targets) in enumerate(pairs(48))]
+    ours = run(Case(Choosy, lambda: DataLoader(samples, batch_size=8)), way, arguments=arguments)
+    (told,) = ours.told
+    assert "returned None for some of a window's micro-batches" in told
+    assert ours.cause == "stateful"
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+@pytest.mark.parametrize("way", [LOADER, STEP], ids=["loader", "step"])
+def test_windows_that_are_left_out_whole_are_as_in_one_pass(way: Way) -> None:
+    """As stock Lightning, which takes a step without gradients."""
+    samples = [(x, y + (-9 if 8 <= number < 16 else 9)) for number, (x, y) in enumerate(pairs(48))]
+    case = Case(Choosy, lambda: DataLoader(samples, batch_size=8))
+    ours = run(case, way)
+    assert ours.told == []
+    assert error(ours, one_pass(case)) <= ROUNDING
+
+
 class Dropping(Task):
     """The check switches dropout off, and finds the rest exact."""
 

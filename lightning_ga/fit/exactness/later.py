@@ -20,6 +20,7 @@ from lightning_ga.loading.reader import BatchSlices
 from lightning_ga.loading.streams import length_of
 from lightning_ga.memory.oom import attempt, is_out_of_memory
 from lightning_ga.plan.config import Options
+from lightning_ga.plan.exactness import LEFT_OUT, Exactness
 from lightning_ga.snapshot.checksums import differ
 
 LOOKS = 8  # micro-batches before which the model is looked at, and again from each moment on
@@ -65,6 +66,12 @@ class LaterChecks:
         if (is_due or exactness.suspects) and not is_inexact(exactness.training):
             self._measure(attempt(self._slices, _any_error, batch).result, is_told=False)
 
+    def found_left_out(self) -> None:
+        """Learn that the step returned ``None`` for some passes of a window."""
+        if self.are_made:
+            verdict = Exactness(None, rounding(self._trainer), "stateful", reason=LEFT_OUT)
+            self._exactness.found(Again(verdict), is_told=False)
+
     def keep(self, batch: Any) -> None:
         """Keep a micro-batch in which memory has run out until all hooks of it have run: it is measured then."""
         if self.are_made and not is_inexact(self._exactness.splitting):
@@ -76,7 +83,7 @@ class LaterChecks:
         return slices is not None and self._measure(slices, is_told=True)
 
     def _measure(self, slices: BatchSlices | None, *, is_told: bool) -> bool:
-        """Measure a micro-batch; return whether that was done. What is wrong is told, unless it ``is_told`` elsewhere."""
+        """Measure a micro-batch, and tell what is wrong unless it ``is_told`` elsewhere; return whether it was done."""
         exactness = self._exactness
         if "training" in self._engine.lockstep:  # ranks would wait for each other
             exactness.found(Again(matters=tuple(exactness.suspects)), is_told=is_told)

@@ -7,8 +7,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from lightning_ga.batch.layout import LayoutError
 from lightning_ga.batch.pytree import open_container
 from lightning_ga.batch.sizes import elements
+from lightning_ga.errors import UserError
 from lightning_ga.fit.batch_norm import batch_norm_layers
 from lightning_ga.fit.exactness.arithmetic import rounding
 from lightning_ga.fit.exactness.check import Count, ExactnessCheck, SampleBatch
@@ -75,6 +77,8 @@ def _measured(
     failure = outcome.failure
     if failure is None or is_out_of_memory(failure):
         return verdicts
+    if isinstance(failure, UserError) and not isinstance(failure, LayoutError):  # training would end in it
+        raise failure
     reason = f"in the check, a step on part of {size} samples ended in {type(failure).__name__}: {failure}"
     return both(unmeasured(tolerance, reason))
 
