@@ -239,25 +239,21 @@ class PiecewiseRun:
 
     def _report(self, result: BatchResult) -> None:
         """Lower the limit to the largest piece below all that failed, and say what it cost."""
-        engine, smallest = self._engine, min(self._refused)
+        engine, stage, smallest = self._engine, self._stage, min(self._refused)
         fits = max((size for size in result.sizes if size < smallest), default=1)
-        engine.lower(self._stage, fits)
+        engine.lower(stage, fits)
         savepoint, left = self._window.savepoint, () if self._plain is None else self._plain.changed()
         hooked = savepoint.changed_by_hooks if savepoint.is_taken else None
         draws = self._draws or savepoint.draws_numbers()
-        step, memory, is_apart = engine.trainer.global_step, engine.memory(), self._last.move is not None
-        batches = engine.batches(self._stage)
+        step, memory, batches = engine.trainer.global_step, engine.memory(), engine.batches(stage)
         if hooked is not None:
             batches.found_hooked(hooked)
+        apart = HOOKS_APART if self._last.move is not None and engine.hooks_move_batches else None
+        known = SKIPPED if stage == "training" and self._skips else apart
 
-        def event() -> OomEvent:
-            sentence = batches.verdict(hooked)
-            if self._stage == "training" and self._skips:
-                sentence = SKIPPED
-            elif is_apart and engine.hooks_move_batches:
-                sentence = HOOKS_APART
-            elif sentence == SAME_RESULT and draws:
-                sentence = SAME_BUT_RANDOM
-            return OomEvent(self._stage, step, smallest, fits, memory, sentence, left, batches.later_epochs())
+        def event() -> OomEvent:  # made later, when the batch is gone
+            verdict = known or batches.verdict(hooked)
+            result = SAME_BUT_RANDOM if verdict == SAME_RESULT and draws else verdict
+            return OomEvent(stage, step, smallest, fits, memory, result, left, batches.later_epochs())
 
-        engine.report(self._stage, event)
+        engine.report(stage, event)
