@@ -8,6 +8,7 @@ import sys
 import sysconfig
 from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import chain
 from types import BuiltinFunctionType, CellType, FunctionType, ModuleType
 from typing import Any
@@ -55,13 +56,11 @@ class ReachedState:
             restore_generator(generator, state)
 
     def swap_in_copies(self) -> None:
-        """Let iterators be copies, which trials advance."""
+        """Let iterators be copies, which trials advance; what ``yield`` makes cannot be copied."""
         for place, value in self._names:
-            if hasattr(value, "__next__") and hasattr(value, "__reduce__"):
-                try:
+            if hasattr(value, "__next__") and type(value).__module__ in ("builtins", "itertools"):
+                with suppress(TypeError):
                     _bind(place, copy.copy(value))
-                except TypeError:  # what ``yield`` makes cannot be copied
-                    continue
 
 
 def _bind(place: Place, value: Any) -> None:
