@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from reference import Regression, Samples, StreamOf, Validated, cut, fit, plain_loop, quiet_trainer, worst_error
 from torch.utils.data import DataLoader
 
-from lightning_ga import AutoAccumulate, UserError
+from lightning_ga import AutoAccumulate, ExactnessWarning, UserError
 
 
 class Factors(pl.Callback):
@@ -157,7 +157,7 @@ def test_a_failed_fit_leaves_the_trainer_as_it_was() -> None:
             raise RuntimeError("on purpose")
 
     trainer = quiet_trainer(AutoAccumulate(micro_batch_size=1), accumulate_grad_batches=2)
-    with pytest.raises(RuntimeError, match="on purpose"):
+    with pytest.warns(ExactnessWarning, match="on purpose"), pytest.raises(RuntimeError, match="on purpose"):
         trainer.fit(Failing(), DataLoader(Samples(8), batch_size=4))
     assert trainer.accumulate_grad_batches == 2
     assert "setup_data" not in vars(trainer.fit_loop)
