@@ -167,7 +167,7 @@ class TrainingWindow(Window):
         self.parts.append(part)
         self._begin_reduction(is_last=is_last)
         result = run_window(self._engine, self, begins=begins)
-        if (self._watches_callbacks or self._module_has_hooks_between) and self.savepoint.is_taken:
+        if (self._watches_callbacks or self._module_has_hooks_between) and self.savepoint.is_taken and not is_last:
             self.savepoint.note_batch()
         self._finish(result)
         return result

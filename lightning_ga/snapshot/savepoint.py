@@ -72,6 +72,7 @@ class Savepoint:
         self._named = [*named.values()]
         self._watched = [pair for key, pair in named.items() if key not in copied]
         self._uncopied = [tensor for _, tensor in _spread(self._watched)]
+        self._seen = [*self._uncopied, *self._copied]
         self._some_weights, self._some_parts = _spread(self._weights), _spread(self._parts)
         self._read_flags()
         self._start = _Values(self._copied)
@@ -127,8 +128,7 @@ class Savepoint:
         return self._summary() != self._noted
 
     def _summary(self) -> tuple[Any, ...]:
-        lengths = [len(value) for value in self._start.attributes.values() if isinstance(value, (list, *_CONTAINERS))]
-        return versions(self._uncopied), versions(self._copied), lengths
+        return versions(self._seen), [*map(len, self._start.gathered)]
 
     def around_zeroing(self, zero: Callable[[], None], *, look: bool) -> tuple[str, ...]:
         """Zero gradients, with hooks of the user's that do not run again: what they change is changed for good.
@@ -234,6 +234,7 @@ class _Values:
         self.numbers: list[tuple[Module, dict[str, Any]]]
         self.metrics: list[tuple[Metric, MetricState]]
         self.attributes: dict[str, Any] = {}
+        self.gathered: list[Any] = []  # the containers among these
 
     def read_attributes(self, module: Module) -> None:
         """Remember plain attributes: tensors, and containers of anything but numbers."""
@@ -241,6 +242,7 @@ class _Values:
         self._names = set(own)
         self._numbers = _numbers(own)
         self.attributes = {n: value for n, value in own.items() if n not in LIGHTNINGS_OWN and _is_gathered(value)}
+        self.gathered = [value for value in self.attributes.values() if isinstance(value, (list, *_CONTAINERS))]
         self._contents: list[tuple[Any, Any]] = []
         self._lists: dict[int, tuple[list[Any], int, list[Any]]] = {}  # with lengths, and entries beyond these
         self._tensors: list[tuple[Tensor, int, Tensor]] = []
