@@ -12,7 +12,8 @@ from lightning_ga.compat.namespaces import Callback
 from lightning_ga.errors import ExactnessWarning, UserError
 from lightning_ga.fit import checks
 from lightning_ga.fit.fit import Fit
-from lightning_ga.fit.oom_handler import OomHandler, OomReporter
+from lightning_ga.fit.messages import OomReporter
+from lightning_ga.fit.oom_handler import OomHandler
 from lightning_ga.plan.accumulation import AccumulationPlan
 from lightning_ga.plan.checkpoint import RunState
 from lightning_ga.plan.config import Options, read_request, refuse_rescaling, require_choice

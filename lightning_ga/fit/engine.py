@@ -2,25 +2,26 @@
 
 The unit of undo is a window: the batches between two optimizer steps, or one batch of evaluation. Where a window
 begins, a savepoint is taken. If memory runs out anywhere in it, the savepoint is restored and the window runs again
-from its first batch, in smaller pieces (``fit/piecewise.py``). Nothing is noted for a single pass.
+from its first batch, in smaller pieces (``fit/window_run.py``). Nothing is noted for a single pass.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
 from torch import Tensor
 
-from lightning_ga.compat import agreement, log_capture, loops, transfer
-from lightning_ga.compat.agreement import collectives_run
-from lightning_ga.errors import UserError
-from lightning_ga.fit.batch_readers import BatchReaders
-from lightning_ga.fit.messages import OomEvent, OutOfMemory, fewer_samples_than_ranks, of_rank
+from lightning_ga.compat import agreement, log_capture, loops, ranks, transfer
+from lightning_ga.compat.reduction import GradientReducer
+from lightning_ga.fit.messages import OomEvent, OomReporter, OutOfMemory, fewer_samples_than_ranks, of_rank
 from lightning_ga.fit.parts import Move, Part, StageBatches
-from lightning_ga.fit.retry_policy import RetryPolicy
+from lightning_ga.fit.retry_policy import Ranks
+from lightning_ga.loading.reader import BatchReader, BatchSlices
+from lightning_ga.memory.allocator import RetryWatch
 from lightning_ga.memory.device import describe_memory
 from lightning_ga.memory.oom import Outcome, attempt, is_ambiguous_out_of_memory, is_out_of_memory
+from lightning_ga.probe.isolation import hooks_apart
 from lightning_ga.snapshot.random_numbers import RandomState
 from lightning_ga.snapshot.savepoint import Savepoint
 
@@ -30,29 +31,25 @@ _EXCHANGES = "its step exchanges values with the other ranks (all_gather, all_re
 class Engine:
     """Runs the batches of all stages, and knows how large a pass of each may be.
 
-    Args:
-        trainer: The Trainer.
-        policy: What an out-of-memory error leads to.
-        report: Told of every error that was survived: its stage, and what makes the record of it.
-        training: What is known of the batches of training.
-        evaluation: And of all others.
+    Without ``retries`` an out-of-memory error ends the run: only batches that are known to be too large run in pieces.
     """
 
     def __init__(
         self,
         trainer: Any,
-        policy: RetryPolicy,
         *,
-        report: Callable[[str, Callable[[], OomEvent]], None],
+        retries: bool,
+        reporter: OomReporter,
         training: StageBatches | None,
         evaluation: StageBatches,
     ) -> None:
-        self.trainer, self.policy, self.report = trainer, policy, report
+        self.trainer, self.reporter, self._wanted = trainer, reporter, retries
         self._training, self._evaluation = training, evaluation
         self.is_active = True  # whether errors are acted upon
-        self.readers = BatchReaders(self)
+        self.allocator = RetryWatch(trainer.strategy.root_device)
         self.distributed = agreement.is_distributed(trainer)
-        self.reducer: Any = None  # of the gradients of a window, whose collectives a retry does not run again
+        self.policy = Ranks.of(trainer).in_evaluation(wanted=retries)
+        self.reducer: GradientReducer | None = None  # its collectives are not run again by a retry
         self.has_evaluated = False  # since the last batch of training
         self.lockstep: set[str] = set()  # stages in which ranks wait for each other
         self.undecided: set[str] = set()  # stages of which the first batch has to show that
@@ -65,9 +62,31 @@ class Engine:
         self._moved: list[tuple[int, int]] = []  # the tensors of the current batch after its transfer
         self._unmovable: set[str] = set()  # stages in which there was no memory for the hooks of a transfer
         self.limits: dict[str, int] = {}
+        self._readers: dict[tuple[str, int], BatchReader] = {}
         self._taps: dict[str, log_capture.LogTap] = {}
         self._savepoints: dict[bool, Savepoint] = {}
-        self._changing: frozenset[str] = frozenset()
+        self._changing: Collection[str] = ()  # names of tensors that steps change
+
+    def begin_training(self, *, cut_in_step: bool) -> None:
+        """Look at the module anew, as it has been moved, and make what training keeps on the device."""
+        trainer, by_hand = self.trainer, ranks.needs_averaging_by_hand(self.trainer)
+        self._savepoints.clear()
+        policy = Ranks.of(trainer).in_training(wanted=self._wanted, cut_in_step=cut_in_step, must_average=by_hand)
+        self.policy = policy
+        self.reducer = GradientReducer(ranks.distributed_module(trainer)) if policy.by_hand else None
+
+    def guard_training(self, changing: Collection[str]) -> None:
+        """Act upon errors of training from here on; its step changes the tensors with the names ``changing``."""
+        trainer, policy = self.trainer, self.policy
+        if policy.by_hand:
+            ranks.take_over(trainer)
+        groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+        updated = {id(parameter) for group in groups for parameter in group["params"]}
+        names = {name for name, parameter in trainer.lightning_module.named_parameters() if id(parameter) in updated}
+        self._savepoints.clear()
+        self._changing = {*changing} - names
+        self.lockstep |= {"training"} if policy.lockstep else set()
+        self.undecided = {"training"} if policy.undecided else set()
 
     def batches(self, stage: str) -> StageBatches:
         """Return what is known of the batches of a stage."""
@@ -88,7 +107,7 @@ class Engine:
         limit = self.limits.get(stage)
         if limit is None:
             return 1
-        samples = self.readers.count(part.batch, stage, part.expected, part.loader, on_host=part.move is not None)
+        samples = self._count(stage, part)
         pieces = max(1, -(-samples // limit))
         if stage not in self.lockstep and stage not in self.undecided:
             return pieces
@@ -97,7 +116,7 @@ class Engine:
             return agreed
         if stage not in self.lockstep:
             return pieces
-        raise self.error(fewer_samples_than_ranks(agreed, samples))
+        raise of_rank(fewer_samples_than_ranks(agreed, samples), self.trainer.world_size)
 
     def finish(self, stage: str) -> None:
         """Forget a batch that has run."""
@@ -154,8 +173,45 @@ class Engine:
         limit = self.limits.get(stage)
         if limit is None or self.moves_whole(stage):
             return False
-        expected = self.batches(stage).samples_of_next(batch)
-        return self.readers.count(batch, stage, expected, loader, on_host=True) > limit
+        expected = self.batches(stage).samples_of_next(batch, self.reader(stage, loader))
+        return self._count(stage, Part(batch, 0, self.mover, loader, expected)) > limit
+
+    # --- samples -------------------------------------------------------------------------------
+
+    def reader(self, stage: str, loader: int = 0) -> BatchReader:
+        """Return what counts and cuts the batches of a loader."""
+        key = stage, loader
+        if key not in self._readers:
+            source = self.batches(stage).batch_source(loader)
+            self._readers[key] = BatchReader(transfer.BatchTransfer(self.trainer, loader), source)
+        return self._readers[key]
+
+    def slices(self, stage: str, part: Part) -> BatchSlices:
+        """Return the function that cuts a batch; a ``LayoutError`` says why it cannot be cut."""
+        batches, on_host = self.batches(stage), part.move is not None
+        with self._reading(stage, part):
+            return self.reader(stage, part.loader).slices(
+                part.batch,
+                expected=part.expected,
+                on_host=on_host,
+                samples=lambda: batches.fetch(part.number, part.loader),
+            )
+
+    def _count(self, stage: str, part: Part) -> int:
+        """Return how many samples a batch holds: those expected, if that is known."""
+        if part.expected is not None:
+            return part.expected
+        with self._reading(stage, part):
+            return self.reader(stage, part.loader).count(part.batch, on_host=part.move is not None)
+
+    @contextmanager
+    def _reading(self, stage: str, part: Part) -> Iterator[None]:
+        """Return a context in which samples may be read so that nothing is left of it: hooks take part."""
+        if self.reader(stage, part.loader).is_read(on_host=part.move is not None):
+            yield
+            return
+        with self.suspended(), hooks_apart(self.trainer):
+            yield
 
     # --- errors --------------------------------------------------------------------------------
 
@@ -182,7 +238,7 @@ class Engine:
             return
         if is_ambiguous_out_of_memory(failure):
             raise failure
-        raise self.error(self.out_of_memory(stage).cannot_run_again(why)) from failure
+        raise self.out_of_memory(stage).cannot_run_again(why) from failure
 
     def retry_once(self, run: Callable[[], Any]) -> Any:
         """Run what undoes itself if it fails: with the step's memory freed, there is room for it.
@@ -201,6 +257,7 @@ class Engine:
             yield
         finally:
             self.is_active = before
+            self.allocator.begin_again()  # what ran was not training
 
     def _acts_upon(self, error: Exception) -> bool:
         if is_out_of_memory(error):
@@ -211,7 +268,7 @@ class Engine:
         """Return how many collectives this rank has begun but for those that average gradients."""
         if not self.distributed:
             return 0
-        return collectives_run() - (0 if self.reducer is None else self.reducer.collectives)
+        return agreement.collectives_run() - (0 if self.reducer is None else self.reducer.collectives)
 
     # --- state ---------------------------------------------------------------------------------
 
@@ -221,11 +278,6 @@ class Engine:
         if key not in self._savepoints:
             self._savepoints[key] = Savepoint(self.trainer.lightning_module, self._changing)
         return self._savepoints[key]
-
-    def read_module(self, changing: frozenset[str] = frozenset()) -> None:
-        """Look at the module anew: its buffers and metrics are other objects once it has been moved."""
-        self._savepoints.clear()
-        self._changing = changing
 
     def memory_kept(self) -> Iterator[Tensor]:
         """Yield what is kept on the device while batches run."""
@@ -248,15 +300,18 @@ class Engine:
             tap.release()
         self._taps.clear()
 
-    # --- sentences -----------------------------------------------------------------------------
+    # --- what is told --------------------------------------------------------------------------
 
-    def error(self, error: UserError) -> UserError:
-        """Return the error as one rank of several says it."""
-        return of_rank(error, self.trainer.world_size)
+    def survived(self, stage: str, event: Callable[[], OomEvent]) -> None:
+        """Report an error, in training once it was measured whether the result is the same."""
+        self.allocator.begin_again()  # its counts show the error, which was no struggle
+        self.reporter.note(event)
+        if stage != "training":
+            self.reporter.tell()
 
     def out_of_memory(self, stage: str) -> OutOfMemory:
         """Return the sentences for memory that has run out in a stage."""
-        return OutOfMemory(stage, self.memory())
+        return OutOfMemory(stage, self.memory(), self.trainer.world_size)
 
     def memory(self) -> str:
         """Describe the device's memory."""

@@ -9,55 +9,34 @@ from torch.utils.data import IterableDataset
 from lightning_ga.batch.merge import merge_outputs
 from lightning_ga.compat import closures, dataloaders, loops, ranks
 from lightning_ga.fit.engine import Engine
-from lightning_ga.fit.parts import Part, Piece, Window
-from lightning_ga.fit.running import run_window
+from lightning_ga.fit.parts import Part, Piece, StageBatches, Window
+from lightning_ga.fit.window_run import run_window
 from lightning_ga.loading.reader import BatchSource, CollatedAgain, CollatedBatches, ReadyMadeBatches, is_collated
 from lightning_ga.loading.samples import collect_samples
 
 
-class EvaluationBatches:
-    """What is known of the batches of evaluation.
-
-    Attributes:
-        number: The number of the current batch in its loader.
-        loader: The number of its loader.
-        batch: The batch, while its step runs.
-    """
+class EvaluationBatches(StageBatches):
+    """What is known of the batches of evaluation."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        self.number = self.loader = 0
-        self.batch: Any = None
+        self.number = self.loader = 0  # of the current batch in its loader, and of that loader
+        self.batch: Any = None  # while its step runs
 
-    def source(self, loader: int) -> BatchSource:
+    def batch_source(self, loader: int) -> BatchSource:
         """Return how the batches of a loader are made."""
         loaders, combine = dataloaders.evaluation_loaders(self._trainer, loader)
         if all(map(is_collated, loaders)):
             return CollatedBatches(loaders, combine)
         return ReadyMadeBatches(lambda: [self.batch], prepared=True)
 
-    def samples_of_next(self, batch: Any) -> int | None:
-        """Return nothing, as the loaders are the user's own."""
-        return None
-
-    def found_hooked(self, name: str) -> None:
-        """Do nothing, as each batch is a window of its own: no hook runs within."""
-
-    def verdict(self, hooked: str | None) -> str:
-        """Say what a batch in pieces gives."""
-        return "What they log and return is put together."
-
-    def later_epochs(self) -> str:
-        """Say nothing of later epochs."""
-        return ""
-
-    def fetch(self, number: int, loader_number: int, seed: int) -> CollatedAgain | None:
+    def fetch(self, number: int, loader: int = 0, seed: int = 0) -> CollatedAgain | None:
         """Fetch the samples of a batch again."""
-        (loader, *others), _ = dataloaders.evaluation_loaders(self._trainer, loader_number)
-        if others or not is_collated(loader) or isinstance(loader.dataset, IterableDataset):
+        (source, *others), _ = dataloaders.evaluation_loaders(self._trainer, loader)
+        if others or not is_collated(source) or isinstance(source.dataset, IterableDataset):
             return None
-        indices = next(islice(loader.batch_sampler, number, None), None)
-        return None if indices is None else CollatedAgain(loader, collect_samples(loader, list(indices), seed=seed))
+        indices = next(islice(source.batch_sampler, number, None), None)
+        return None if indices is None else CollatedAgain(source, collect_samples(source, list(indices), seed=seed))
 
 
 class EvaluatedBatch(Window):
@@ -65,21 +44,18 @@ class EvaluatedBatch(Window):
 
     def __init__(self, engine: Engine, stage: str, batches: EvaluationBatches, step: Callable[[Any], Any]) -> None:
         self.stage, self.savepoint = stage, engine.savepoint("evaluation")
-        self._batches, self._step = batches, step
+        self._step = step
         self.parts = [Part(batches.batch, batches.number, engine.move, batches.loader, host=engine.host)]
 
     def run_pass(self, part: Part, batch: Any, piece: Piece | None, weight: float) -> Any:
         """Run the step."""
         return self._step(batch)
 
-    def fetch(self, part: Part, seed: int = 0) -> CollatedAgain | None:
-        """Fetch the samples of the batch again."""
-        return self._batches.fetch(part.number, part.loader, seed)
-
 
 def evaluate(engine: Engine, batches: EvaluationBatches, name: str, step: Callable[..., Any], *arguments: Any) -> Any:
     """Run a step of an evaluation loop."""
     trainer, policy = engine.trainer, engine.policy
+    engine.allocator.begin_again()  # evaluation has a limit of its own
     guarded = engine.is_active and (policy.retries or policy.refusal is not None)
     if not guarded or closures.takes_an_iterator(trainer.lightning_module, name):
         return step(*arguments)

@@ -15,9 +15,9 @@ from lightning_ga.fit.epochs import PlannedEpoch, optimizer_steps, plan_epoch
 from lightning_ga.fit.exactness.later import LaterChecks
 from lightning_ga.fit.exactness.training import TrainingExactness
 from lightning_ga.fit.limit import TrainingLimit
-from lightning_ga.fit.oom_handler import OomHandler, OomReporter
+from lightning_ga.fit.messages import OomReporter
+from lightning_ga.fit.oom_handler import OomHandler
 from lightning_ga.fit.progress import Progress
-from lightning_ga.fit.training_batches import TrainingBatches
 from lightning_ga.fit.training_data import TrainingData
 from lightning_ga.fit.window_gradients import WindowGradients
 from lightning_ga.loading.prebatched import PrebatchedSource
@@ -56,14 +56,13 @@ class Fit:
         self._begun: tuple[TrainingSource, int] | None = None  # what the loops were told of last
         self._frequencies: dict[int, int] = {}  # of schedules by step, as the user wrote them
         self._progress = Progress(trainer)
-        cut_in_step = options.micro_batching == "step"
-        self._data = TrainingData(trainer, cut_in_step=cut_in_step, recipe_factor=self.recipe_factor)
+        cut_in_step, factor = options.micro_batching == "step", self.recipe_factor
+        self._data = TrainingData(trainer, self.exactness, cut_in_step=cut_in_step, recipe_factor=factor)
         self._held = ExitStack()
-        self._batches = TrainingBatches(trainer, self._data, self.exactness)
-        retries = options.on_oom == "split"
-        self.oom_handler = OomHandler(trainer, retries=retries, reporter=reporter, batches=self._batches)
+        self._reporter = reporter
+        self.oom_handler = OomHandler(trainer, retries=options.on_oom == "split", reporter=reporter, data=self._data)
         self._engine = self.oom_handler.engine
-        self._later = LaterChecks(trainer, options, self._engine, self._batches, self.exactness)
+        self._later = LaterChecks(trainer, options, self._engine, self._data, self.exactness)
         self._limit = TrainingLimit(trainer, request, options, self._engine)
         self._held.enter_context(dataloaders.intercepted_loaders(trainer, cut=self.cut, around=self.set_up_data))
 
@@ -80,7 +79,7 @@ class Fit:
     @property
     def source(self) -> TrainingSource:
         """The training data as they are cut."""
-        return self._batches.training_source
+        return self._data.source
 
     @property
     def _fed(self) -> AccumulationPlan:
@@ -116,7 +115,7 @@ class Fit:
         self._hold_to_budget()
         self.gradients.sum_in_float32()
         self._held.callback(self.gradients.release)
-        self.oom_handler.read_module(self.source)
+        self._engine.begin_training(cut_in_step=self.source.cut_in_step)
         with self._engine.suspended():
             self._prepare_training(epoch)
         self._begin(epoch)
@@ -124,7 +123,7 @@ class Fit:
             loops.end_training(trainer)  # what fits on another device may not fit here
             return
         self._frequencies = self._frequencies_in_steps()
-        self.oom_handler.watch_training(self.source, self.gradients, self.exactness.changing)
+        self.oom_handler.guard_training(self.gradients, self.exactness.changing)
         self._held.enter_context(intervals.stopping_only_unless(trainer, lambda: self._progress.within_batch))
         self._progress.resume(self.source, same_epoch=same_epoch)
         with self.source.seeded_as_before():
@@ -143,8 +142,9 @@ class Fit:
 
     def _tell_of_errors(self) -> None:
         """Say which errors were survived, once it is measured whether the result is the same."""
-        if self.oom_handler.has_events:
-            self.oom_handler.tell(was_measured=self._later.measure_kept())
+        if self._reporter.has_untold:
+            self._later.measure_kept()
+            self._reporter.tell()
 
     def prepare(self, batch: Any) -> None:
         """Weigh the next micro-batch, and say whether schedules of the learning rate are due after it."""
@@ -155,9 +155,9 @@ class Fit:
         expected = source.expected(chunk)
         if self.gradients.counts_samples:
             on_host = self._engine.move is not None
-            expected = samples = self._batches.count(batch, chunk, on_host=on_host)
+            expected = samples = self._data.count(batch, chunk, self._reader, on_host=on_host)
             self.gradients.weigh(batch, chunk, index, sharded_ranks=source.sharded_ranks, samples=samples)
-        self._batches.note(index, expected)
+        self._data.note(index, expected)
         self._later.look(batch, accumulates=self._accumulates)
         if self._frequencies:
             intervals.step_schedulers_when_due(self.trainer, self._frequencies, chunk.window)
@@ -169,12 +169,11 @@ class Fit:
 
     def advance(self, batch: Any) -> None:
         """Keep the place after a micro-batch, lower the limit if the allocator struggles, and say what has shown."""
-        window = self.oom_handler.window  # it has asked already whether this was its last micro-batch
-        over = loops.window_is_over(self.trainer) if window is None else window.is_updating
-        self._progress.advance(self.source, window_is_over=over)
-        handler = self.oom_handler
-        handler.after_batch(self._limit.micro_batch or 1, window_is_over=over)
-        if handler.has_events:
+        window_is_over = self.oom_handler.end_batch()
+        self._progress.advance(self.source, window_is_over=window_is_over)
+        if window_is_over:
+            self._limit.lower_if_allocator_struggles()
+        if self._reporter.has_untold:
             self._later.keep(batch)
 
     def check_epoch(self) -> None:
@@ -218,7 +217,6 @@ class Fit:
 
     def _prepare_training(self, epoch: int) -> None:
         """Find out how batches are cut, how large they may be, and whether cutting is exact."""
-        self._batches.reader = self._reader
         self._read_streams()
         if self.source.cut_in_step:  # the probe needs to know how batches are cut
             self._verify(epoch, self.source.recipe.largest_batch(epoch))
@@ -280,7 +278,7 @@ class Fit:
     @property
     def _reader(self) -> BatchReader:
         """Counts and cuts the batches of training."""
-        return self._engine.readers.reader("training")
+        return self._engine.reader("training")
 
     def _read_streams(self) -> None:
         """Look at the batches of a stream before training reads them: later they are gone."""
@@ -324,14 +322,14 @@ class Fit:
 
     def state(self) -> RunState:
         """Return what a checkpoint keeps."""
-        events = self.oom_handler.reporter.events
+        events = self._reporter.events
         lowest = self._engine.limit("training") if events else None
         return RunState(self._progress.position, self._limit.hardware(), self.probe, lowest, events)
 
     def restore(self, state: RunState) -> None:
         """Go on where a checkpoint was written."""
         self._progress.restore(state)
-        self.oom_handler.reporter.count_on(state.oom_events)
+        self._reporter.count_on(state.oom_events)
 
     def save_loop(self, checkpoint: dict[str, Any], key: str) -> None:
         """Let a checkpoint count the recipe's batches, and keep the place of data that have one."""
@@ -347,7 +345,7 @@ class Fit:
     def optimizer_steps(self) -> int | None:
         """Count the optimizer steps of the whole training; ``None`` if the data or the epochs have no end."""
         epochs = loops.all_epochs(self.trainer)
-        if epochs is None or self._data.source is None:
+        if epochs is None or self._planned is None:
             return None
         limit, most = self._limit.micro_batch, self.trainer.max_steps
         return optimizer_steps(self.source, self.request, epochs, micro_batch=limit, max_steps=most)

@@ -1,5 +1,6 @@
 """Find the largest micro-batch of a fit, and lower it if memory runs out."""
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -72,6 +73,18 @@ class TrainingLimit:
             if self._kind is not None:
                 remember(self._kind, self.probe)
 
+    def lower_if_allocator_struggles(self) -> None:
+        """Run smaller passes from here on if the allocator struggles with those that are planned."""
+        engine, samples = self._engine, self.micro_batch or 1
+        if not engine.policy.retries or samples == 1 or not engine.allocator.struggles():
+            return
+        engine.lower("training", max(1, samples * 15 // 16))
+        warnings.warn(
+            f"The allocator had to free its cache to go on with {samples} samples, which is slow and may end in an "
+            f"out-of-memory error: from now on no pass has more than {engine.limit('training')}.",
+            stacklevel=2,
+        )
+
     def _find(self, source: TrainingSource, epoch: int, kept: RunState | None) -> int:
         device, asked = current_device(), self._request.micro_batch
         if asked is not None and device is None:
@@ -141,7 +154,7 @@ class TrainingLimit:
             search.rank_samples,
             self._engine.memory_kept,
             batch_samples=search.recipe_batch if source.cut_in_step else None,
-            reader=self._engine.readers.reader("training"),
+            reader=self._engine.reader("training"),
         )
 
     def _run_probe(self, source: TrainingSource, epoch: int, search: _Search) -> None:

@@ -1,6 +1,9 @@
-"""Sentences and records of out-of-memory errors."""
+"""Records of out-of-memory errors, their sentences, and who tells them."""
 
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from lightning_ga.errors import RankError, UserError
 from lightning_ga.fit.parts import Piece
@@ -46,6 +49,37 @@ class OomEvent:
         )
 
 
+class OomReporter:
+    """Counts the errors that were survived, and reports each: a warning, and a value in the loggers."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._untold: list[Callable[[], OomEvent]] = []
+        self.events = 0  # those before a resume too
+
+    @property
+    def has_untold(self) -> bool:
+        """Whether memory has run out, and the user does not know it yet."""
+        return bool(self._untold)
+
+    def note(self, event: Callable[[], OomEvent]) -> None:
+        """Note an error on this rank: its record is made when it is told, as what the record says is measured first."""
+        self._untold.append(event)
+
+    def count_on(self, events: int) -> None:
+        """Count on from what a checkpoint says."""
+        self.events = events
+
+    def tell(self) -> None:
+        """Report what was survived."""
+        rank = f"Rank {self._trainer.global_rank}: " if self._trainer.world_size > 1 else ""
+        while self._untold:
+            self.events += 1
+            warnings.warn(f"{rank}{self._untold.pop(0)()}", stacklevel=2)
+            for logger in self._trainer.loggers:
+                logger.log_metrics({"oom_events": self.events}, step=self._trainer.global_step)
+
+
 def of_rank(error: UserError, world_size: int) -> UserError:
     """Return the error as one rank of several reports it: the other ranks only see that this one is gone."""
     return RankError(str(error)) if world_size > 1 else error
@@ -53,38 +87,42 @@ def of_rank(error: UserError, world_size: int) -> UserError:
 
 @dataclass(frozen=True, slots=True)
 class OutOfMemory:
-    """An out-of-memory error that ends the run, as each of these sentences tells it."""
+    """An out-of-memory error that ends the run, with a sentence for each reason why."""
 
     stage: str  # as in ``OomEvent``
     memory: str  # state of the device's memory, as text
+    world_size: int = 1
+
+    def _error(self, sentence: str) -> UserError:
+        return of_rank(UserError(f"Memory ran out in {self.stage} {sentence}"), self.world_size)
 
     def one_sample_too_large(self, sample: object) -> UserError:
         """Return the error for a single sample, described so, that does not fit."""
-        return UserError(
-            f"Memory ran out in {self.stage} with one sample alone ({sample}; {self.memory}), so there is nothing left "
+        return self._error(
+            f"with one sample alone ({sample}; {self.memory}), so there is nothing left "
             "to split: train in a lower precision (precision='bf16-mixed'), use activation checkpointing, or raise "
             "memory_budget and free the device of other processes."
         )
 
     def cannot_be_cut(self, why: str) -> UserError:
         """Return the error for a batch that is too large and cannot be cut into samples."""
-        return UserError(
-            f"Memory ran out in {self.stage} ({self.memory}), and the batch cannot be run again in parts. {why} Or use "
+        return self._error(
+            f"({self.memory}), and the batch cannot be run again in parts. {why} Or use "
             "a smaller batch_size in its loader."
         )
 
     def changed_by_the_step(self, what: str) -> UserError:
         """Return the error for a failed step that has changed state of which no copy was made."""
-        return UserError(
-            f"Memory ran out in {self.stage} ({self.memory}) after the step had changed {what}, so it cannot be run "
+        return self._error(
+            f"({self.memory}) after the step had changed {what}, so it cannot be run "
             "again with the same result: let it change a copy, or change weights in a hook such as "
             "on_train_batch_end; or give a lower max_micro_batch_size or memory_budget."
         )
 
     def cannot_run_again(self, why: str) -> UserError:
         """Return the error for a failed rank whose retry would leave the other ranks waiting."""
-        return UserError(
-            f"Memory ran out in {self.stage} ({self.memory}), and this rank cannot run the batch again alone, as "
+        return self._error(
+            f"({self.memory}), and this rank cannot run the batch again alone, as "
             f"others would wait: {why}. Go on from the last checkpoint with a lower max_micro_batch_size or "
             "memory_budget (in evaluation: a smaller batch_size of its loader)."
         )

@@ -3,11 +3,11 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
-from lightning_ga.loading.reader import BatchSource, CollatedAgain
+from lightning_ga.loading.reader import BatchReader, BatchSource, CollatedAgain
 from lightning_ga.snapshot.savepoint import Savepoint
 
 Move = Callable[[Any], Any]
@@ -80,10 +80,6 @@ class Window(ABC):
     def run_pass(self, part: Any, batch: Any, piece: Piece | None, weight: float) -> Any:
         """Run the samples of a batch: all of them, or a piece that weighs so much in means."""
 
-    @abstractmethod
-    def fetch(self, part: Any, seed: int = 0) -> CollatedAgain | None:
-        """Fetch the samples of a batch again, random numbers drawn from a seed; ``None`` if that is not possible."""
-
     def weigh(self, part: Any, cut: Any, piece: Piece) -> float:
         """Return what a piece weighs in means."""
         return float(piece.samples)
@@ -97,23 +93,28 @@ class Window(ABC):
         return ()
 
 
-class StageBatches(Protocol):
-    """What is known of the batches of training, or of evaluation."""
+class StageBatches(ABC):
+    """What is known of the batches of training, or of evaluation, which is less."""
 
-    def source(self, loader: int) -> BatchSource:
+    @abstractmethod
+    def batch_source(self, loader: int) -> BatchSource:
         """Return how the batches of a loader are made."""
 
-    def samples_of_next(self, batch: Any) -> int | None:
-        """Return how many samples the next batch should hold, where that is known."""
+    @abstractmethod
+    def fetch(self, number: int, loader: int = 0, seed: int = 0) -> CollatedAgain | None:
+        """Fetch the samples of a batch again, random numbers drawn from a seed; ``None`` if that is not possible."""
+
+    def samples_of_next(self, batch: Any, reader: BatchReader) -> int | None:
+        """Return how many samples the next batch should hold; ``None`` if that is not known."""
+        return None
 
     def verdict(self, hooked: str | None) -> str:
         """Say in sentences whether a batch in pieces gives the same result, if a hook has changed a tensor."""
-
-    def found_hooked(self, name: str) -> None:
-        """Note that a hook has changed a tensor: whether that matters is to be measured."""
+        return "What they log and return is put together."
 
     def later_epochs(self) -> str:
         """Say in a sentence what an out-of-memory error changes from the next epoch on."""
+        return ""
 
 
 def written_versions(batch: Any) -> list[int]:

@@ -1,4 +1,4 @@
-"""The training data of a fit: the user's loader, and the source that cuts it into micro-batches."""
+"""The training data of a fit: the user's loader, the source that cuts it into micro-batches, and these."""
 
 import warnings
 from collections.abc import Callable
@@ -7,40 +7,57 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from lightning_ga.compat import agreement, dataloaders, intervals
+from lightning_ga.batch.sizes import length_of_first
+from lightning_ga.compat import agreement, dataloaders, intervals, loops
 from lightning_ga.compat import checkpoint as loop_state
 from lightning_ga.errors import UserError
+from lightning_ga.fit.exactness.training import TrainingExactness
+from lightning_ga.fit.parts import StageBatches
 from lightning_ga.loading.prebatched import PrebatchedSource
+from lightning_ga.loading.reader import BatchReader, BatchSource, CollatedAgain
 from lightning_ga.loading.recipe_batches import SourceSettings
 from lightning_ga.loading.streams import load_states, states_of
 from lightning_ga.loading.training_source import MicroBatchSource, TrainingSource
+from lightning_ga.plan.exactness import SAME_RESULT
+from lightning_ga.plan.windows import Chunk
 
 
-class TrainingData:
-    """Sets the data of the fit loop up with a loader that is cut."""
+class TrainingData(StageBatches):
+    """Sets the data of the fit loop up with a loader that is cut, and knows the batches that it yields."""
 
-    def __init__(self, trainer: Any, *, cut_in_step: bool, recipe_factor: int) -> None:
-        self._trainer, self._cut_in_step, self._recipe_factor = trainer, cut_in_step, recipe_factor
-        self.source: TrainingSource | None = None  # the data as they are cut
+    def __init__(self, trainer: Any, exactness: TrainingExactness, *, cut_in_step: bool, recipe_factor: int) -> None:
+        self._trainer, self._exactness = trainer, exactness
+        self._cut_in_step, self._recipe_factor = cut_in_step, recipe_factor
         self.why_in_step = ""  # why batches can be cut in the step only, in a sentence
-        self._given: Any = None  # as the user gave them
+        self._source: TrainingSource | None = None
+        self._given: Any = None  # the data as the user gave them
         self._loader_states: list[Any] = []
+        self._changing: tuple[str, ...] = ()  # names of what changes between the pieces of a batch
+        self._expected: dict[int, int | None] = {}  # samples of the batches of this window, by the batch's number
+
+    @property
+    def source(self) -> TrainingSource:
+        """The data as they are cut."""
+        assert self._source is not None, "the training data are not set up yet"
+        return self._source
+
+    # --- loaders -------------------------------------------------------------------------------
 
     def cut(self, loader: Any, seed: int) -> TrainingSource:
         """Return the source that cuts the user's loader, in an order that the seed draws."""
         dataloaders.warn_of_overfitting(self._trainer, loader)
-        self.source, self._given = self._make_source(loader, seed), loader
+        self._source, self._given = self._make_source(loader, seed), loader
         self._loader_states = []
-        return self.source
+        return self._source
 
     def set_up(self, set_up: Callable[[], None]) -> None:
         """Let the loop set its data up, with the recipe's limits read in the recipe's batches."""
-        trainer, known = self._trainer, self.source
+        trainer, known = self._trainer, self._source
         if known is None:
             dataloaders.forget_loaders(trainer)
         with dataloaders.micro_batch_units(trainer) as (self._shard, self._limit_batches), warnings.catch_warnings():
             set_up()
-        source = self.source
+        source = self._source
         if source is not None and source is not known:
             dataloaders.show_loaders(trainer, self._given)
             intervals.set_validation_interval(trainer, source.epoch_batches)
@@ -48,8 +65,8 @@ class TrainingData:
 
     def save_place(self, checkpoint: dict[str, Any]) -> None:
         """Let a checkpoint keep the place of loaders that have one."""
-        if isinstance(self.source, PrebatchedSource):
-            loop_state.save_loaders(checkpoint, states_of(self.source.loaders))
+        if isinstance(self._source, PrebatchedSource):
+            loop_state.save_loaders(checkpoint, states_of(self._source.loaders))
 
     def load_place(self, checkpoint: dict[str, Any]) -> None:
         """Read the place of loaders from a checkpoint, for those that are set up next."""
@@ -84,3 +101,76 @@ class TrainingData:
         if not any(isinstance(getattr(part, "dataset", None), IterableDataset) for part in source.loaders):
             warnings.filterwarnings("ignore", "Your `IterableDataset` has `__len__` defined")  # it is ours
         return source
+
+    # --- batches -------------------------------------------------------------------------------
+
+    def batch_source(self, loader: int = 0) -> BatchSource:
+        """Return how batches are made."""
+        return self.source.batch_source
+
+    def note(self, number: int, samples: int | None) -> None:
+        """Keep the samples that a batch should hold, if they are known; forget those of the window before."""
+        if loops.begins_window(self._trainer):
+            self._expected.clear()
+        self._expected[number] = samples
+
+    def expected(self, number: int) -> int | None:
+        """Return the samples that a batch of this window should hold, if they are known."""
+        return self._expected.get(number)
+
+    def samples_of_next(self, batch: Any, reader: BatchReader) -> int:
+        """Count the batch that training goes on with, before the loop counts it."""
+        chunk = self.source.chunk(loops.micro_batch_index(self._trainer) + 1)
+        return self.count(batch, chunk, reader, on_host=True)
+
+    def count(self, batch: Any, chunk: Chunk, reader: BatchReader, *, on_host: bool) -> int:
+        """Count the samples of a batch: those planned, minus those that a collate function has dropped."""
+        source = self.source
+        if not chunk.count or not (source.streams or source.may_drop):
+            return chunk.count
+        if not source.may_drop:  # stacked: every part is as long as the batch
+            return min(chunk.count, length_of_first(batch))
+        return reader.count(batch, expected=source.expected(chunk), otherwise=chunk.count, on_host=on_host)
+
+    def is_empty(self, number: int) -> bool:
+        """Return whether a batch holds no sample, and only fills its window up."""
+        return not self.source.chunk(number).count
+
+    @property
+    def can_fetch(self) -> bool:
+        """Whether the samples of a batch can be read again."""
+        return not self.source.streams
+
+    def fetch(self, number: int, loader: int = 0, seed: int = 0) -> CollatedAgain | None:
+        """Fetch the samples of a batch again; ``None`` if they are not at hand."""
+        return self.source.samples_at(number, seed)
+
+    # --- what is told of errors ----------------------------------------------------------------
+
+    def verdict(self, hooked: str | None) -> str:
+        """Say whether a batch in pieces has the gradient of the whole, and whether what a hook has changed matters."""
+        verdict = self._exactness.splitting_sentence(self._changing)
+        if hooked is None or self._exactness.is_harmless(hooked):
+            return verdict
+        sentence = f"A hook had changed {hooked} since the window began; the result may depend on it."
+        return sentence if verdict == SAME_RESULT else f"{verdict} {sentence}"
+
+    def found_hooked(self, name: str) -> None:
+        """Let it be measured whether it matters that a hook has changed a tensor within a window."""
+        self._exactness.found_changed((name,))
+
+    def found_changing(self, names: tuple[str, ...]) -> None:
+        """Note what changes between the pieces of a batch, which is told."""
+        self._changing = names
+        self._exactness.found_changed(names)
+
+    def later_epochs(self) -> str:
+        """Say who meets smaller batches from the next epoch on, after an out-of-memory error."""
+        if self.source.cut_in_step:
+            return ""
+        plateaus = intervals.plateaus_by_step(self._trainer)
+        named = f" ({', '.join(plateaus)})" if plateaus else ""
+        return (
+            f" From the next epoch on the loader yields smaller batches: whatever counts batches, or reads what one of "
+            f"them logs{named}, meets more of them."
+        )

@@ -16,14 +16,13 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from lightning_ga.batch.merge import merge_outputs
 from lightning_ga.batch.sizes import elements
 from lightning_ga.compat import closures, loops, ranks
-from lightning_ga.compat.reduction import GradientReducer, WindowReduction
+from lightning_ga.compat.reduction import WindowReduction
 from lightning_ga.errors import ExactnessWarning
 from lightning_ga.fit.engine import Engine
 from lightning_ga.fit.parts import BatchResult, Part, Piece, Window
-from lightning_ga.fit.running import run_window
-from lightning_ga.fit.training_batches import TrainingBatches
+from lightning_ga.fit.training_data import TrainingData
 from lightning_ga.fit.window_gradients import WindowGradients
-from lightning_ga.loading.reader import CollatedAgain
+from lightning_ga.fit.window_run import run_window
 from lightning_ga.plan.window_weights import WindowWeights
 
 LOOKS = 3  # batches of an epoch before which parts are looked for that hooks may have added
@@ -49,29 +48,16 @@ class MicroBatch(Part):
 class TrainingWindow(Window):
     """Runs the micro-batches of the window that is trained on.
 
-    Args:
-        trainer: The Trainer.
-        engine: Runs batches.
-        gradients: The weights of the window.
-        batches: What is known of the micro-batches.
-        reducer: Averages gradients over ranks, if that is done by hand.
-        fills_up: Whether windows may hold micro-batches without a sample that are not to be run.
+    A window that ``fills_up`` may hold micro-batches without a sample, which are not to be run.
     """
 
     stage = "training"
 
     def __init__(
-        self,
-        trainer: Any,
-        engine: Engine,
-        gradients: WindowGradients,
-        batches: TrainingBatches,
-        reducer: GradientReducer | None,
-        *,
-        fills_up: bool,
+        self, trainer: Any, engine: Engine, gradients: WindowGradients, data: TrainingData, *, fills_up: bool
     ) -> None:
         self._trainer, self._engine, self._gradients = trainer, engine, gradients
-        self._batches, self._reducer, self._fills_up = batches, reducer, fills_up
+        self._data, self._reducer, self._fills_up = data, engine.reducer, fills_up
         self.parts: list[MicroBatch] = []
         self.savepoint = engine.savepoint("training")
         self._evaluates_again = evaluates_again(trainer.optimizers[0])
@@ -104,20 +90,25 @@ class TrainingWindow(Window):
         if self._reducer is not None:
             self._reducer.begin_epoch()
 
+    def end_batch(self) -> bool:
+        """End a micro-batch, and return whether its window is over."""
+        is_over, self.is_updating = self.is_updating, False
+        return is_over
+
     def closure(self, whole: Any, make: Callable[..., Any], given: Any, optimizer: Any, number: int) -> Any:
         """Return what runs one micro-batch; see ``closures.intercepted_closures``."""
         engine = self._engine
         if not engine.is_active:
             return partial(closures.run_closure, whole)
         self.is_updating = False
-        if self._fills_up and self._batches.is_empty(number):
+        if self._fills_up and self._data.is_empty(number):
             return partial(self._run_empty, [])
         self._make, self._whole = make, whole
         part = MicroBatch(
             given["batch"],
             number,
             engine.move,
-            expected=self._batches.expected(number),
+            expected=self._data.expected(number),
             given=given,
             optimizer=optimizer,
             weights=self._gradients.weights,
@@ -238,7 +229,7 @@ class TrainingWindow(Window):
         if part.host is not None:
             part.batch, part.move = part.host, self._engine.mover
             self._kept = elements(part.batch) + (self._kept if len(self.parts) > 1 else 0)
-        if self._batches.can_fetch and (part.host is None or self._kept > KEPT_ON_HOST):
+        if self._data.can_fetch and (part.host is None or self._kept > KEPT_ON_HOST):
             part.batch = part.host = None
 
     # --- what the engine calls -----------------------------------------------------------------
@@ -282,16 +273,14 @@ class TrainingWindow(Window):
         """Return what a piece weighs in its micro-batch: its samples, or what ``normalize`` counts."""
         return self._gradients.share_of(cut, part.batch, samples=piece.samples, whole=piece.of)
 
-    def fetch(self, part: MicroBatch, seed: int = 0) -> CollatedAgain | None:
-        """Fetch the samples of a micro-batch again."""
-        return self._batches.fetch(part.number, seed)
-
     def undo(self) -> str | None:
         """Zero gradients as the optimizer would, and set aside the averages that other ranks have sent."""
         closures.undo_half_made_scale(self._trainer)
         self._whole = self._withheld = None
         first = self.parts[0]
         self._gradients.put_back(first.weights)
+        if self.savepoint.is_taken and self.savepoint.changed_by_hooks:
+            self._data.found_hooked(self.savepoint.changed_by_hooks)
         if self._reduction is not None:
             self._reduction.set_aside()
         if self._lacks_earlier:
@@ -324,7 +313,7 @@ class TrainingWindow(Window):
             zero()
         self._zeroing = "after"
         if in_pieces and self._changed_at_zeroing:
-            self._batches.found_changing(tuple(sorted(self._changed_at_zeroing)))
+            self._data.found_changing(tuple(sorted(self._changed_at_zeroing)))
 
     def _contexts(self, part: MicroBatch, *, completes: bool) -> Iterator[AbstractContextManager[Any]]:
         """Yield contexts in which the backward pass reduces, or calls hooks, only if it should."""

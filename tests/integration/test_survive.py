@@ -458,7 +458,7 @@ def test_random_numbers_on_the_way_to_the_device_are_drawn_again() -> None:
 
 def test_what_an_evaluation_survives_makes_training_no_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only a struggle in training does."""
-    monkeypatch.setattr("lightning_ga.fit.oom_handler.RetryWatch", Counts)
+    monkeypatch.setattr("lightning_ga.fit.engine.RetryWatch", Counts)
 
     class Struggling(Evaluated):
         where = "validation"
@@ -484,7 +484,7 @@ def test_what_an_evaluation_survives_makes_training_no_smaller(monkeypatch: pyte
 
 def test_an_error_that_was_survived_is_no_struggle_on_top(monkeypatch: pytest.MonkeyPatch) -> None:
     """The allocator counts it, too; the limit becomes what went through, not less."""
-    monkeypatch.setattr("lightning_ga.fit.oom_handler.RetryWatch", Counts)
+    monkeypatch.setattr("lightning_ga.fit.engine.RetryWatch", Counts)
 
     class Full(Regression):
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:

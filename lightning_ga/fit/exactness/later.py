@@ -5,7 +5,6 @@ micro-batch of training is measured at a few moments, when memory has run out in
 that no measurement has met, and when something has changed between the passes of a window.
 """
 
-from functools import partial
 from typing import Any
 
 from lightning_ga.batch.counters import kinds_of
@@ -15,7 +14,8 @@ from lightning_ga.fit.exactness.arithmetic import rounding
 from lightning_ga.fit.exactness.check import ExactnessCheck, halves_of
 from lightning_ga.fit.exactness.passes import state_sums, traceless_passes
 from lightning_ga.fit.exactness.training import Again, TrainingExactness, is_inexact
-from lightning_ga.fit.training_batches import TrainingBatches
+from lightning_ga.fit.parts import Part
+from lightning_ga.fit.training_data import TrainingData
 from lightning_ga.loading.reader import BatchSlices
 from lightning_ga.loading.streams import length_of
 from lightning_ga.memory.oom import attempt, is_out_of_memory
@@ -35,9 +35,9 @@ class LaterChecks:
     """Looks at a training before and after its micro-batches."""
 
     def __init__(
-        self, trainer: Any, options: Options, engine: Engine, batches: TrainingBatches, exactness: TrainingExactness
+        self, trainer: Any, options: Options, engine: Engine, data: TrainingData, exactness: TrainingExactness
     ) -> None:
-        self._trainer, self._engine, self._batches, self._exactness = trainer, engine, batches, exactness
+        self._trainer, self._engine, self._data, self._exactness = trainer, engine, data, exactness
         self.are_made = options.verify and not agreement.is_sharded(trainer)
         self._count = options.normalize if callable(options.normalize) else None
         self._passes = self._spent = 0  # of training so far, and of measurements
@@ -109,15 +109,12 @@ class LaterChecks:
         return Again(matters=tuple(self._exactness.suspects))
 
     def _slices(self, batch: Any) -> BatchSlices:
-        number, on_host = loops.micro_batch_index(self._trainer), self._on_host
-        expected, fetch = self._batches.expected(number), partial(self._batches.fetch, number)
-        reader = self._engine.readers.reader("training")
-        with self._engine.readers.reading(reader, on_host=on_host):
-            return reader.slices(batch, expected=expected, on_host=on_host, samples=fetch)
+        number, move = loops.micro_batch_index(self._trainer), self._engine.mover if self._on_host else None
+        return self._engine.slices("training", Part(batch, number, move, expected=self._data.expected(number)))
 
     def _check(self, slices: BatchSlices, size: int, cut: bool) -> Again:
-        trainer, source, on_device = self._trainer, self._batches.training_source, not self._on_host
-        reader, tolerance = self._engine.readers.reader("training"), AGAIN * rounding(trainer)
+        trainer, source, on_device = self._trainer, self._data.source, not self._on_host
+        reader, tolerance = self._engine.reader("training"), AGAIN * rounding(trainer)
         with self._engine.suspended(), traceless_passes(trainer, plain=True, begins=False) as passes:
             samples = length_of(getattr(source.user_loader, "dataset", None))
             check = ExactnessCheck(reader, passes, self._count, tolerance, samples=samples, again=True)

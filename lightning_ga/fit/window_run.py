@@ -1,12 +1,12 @@
-"""Run a batch in pieces that fit; if memory runs out, its window again from the start, in smaller pieces."""
+"""Run a batch of a window: whole if it fits, else in pieces; if memory runs out, the window again, in smaller ones."""
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 from lightning_ga.batch.layout import LayoutError
 from lightning_ga.batch.pytree import same_values
-from lightning_ga.compat import log_capture, transfer
+from lightning_ga.compat import transfer
+from lightning_ga.compat.log_capture import LogTap, current_hook, return_to_hook
 from lightning_ga.errors import UserError
 from lightning_ga.fit.batch_metrics import whole_batch_metrics
 from lightning_ga.fit.engine import Engine
@@ -21,61 +21,93 @@ from lightning_ga.probe.cache import describe_value
 from lightning_ga.snapshot.plain import PlainState
 
 
-class PiecewiseRun:
-    """One run of a window whose last batch does not run whole.
+def run_window(engine: Engine, window: Window, *, begins: bool = True, all_parts: bool = False) -> BatchResult:
+    """Run the last batch of a window; if memory runs out, all of the window again, in smaller pieces.
 
-    Args:
-        engine: Catches errors, and knows the limits.
-        window: The window.
-        tap: Takes what is logged.
-        failure: The error that the whole batch ended in; ``None`` if it was not tried.
-        pieces: In how many pieces the last batch runs at first.
-        takes: Whether the window begins with this run, so that its state is to be kept.
-        all_parts: Whether all batches of the window are to run, though none has failed.
+    ``begins`` if the window begins with this batch; ``all_parts`` if all batches are to run, though none has failed,
+    because an optimizer evaluates its closure again.
     """
+    stage, part, failure = window.stage, window.parts[-1], engine.not_moved
+    tap, hook = engine.tap(stage), current_hook(engine.trainer)
+    tap.begin()
+    takes = (begins or all_parts) and engine.policy.retries
+    if takes:
+        window.savepoint.forget()
+    pieces = engine.pieces(stage, part) if engine.limits else 1
+    if pieces == 1 and part.move is None and not all_parts:
+        held = LogBuffer() if engine.distributed else None
+        part.written = written_versions(part.batch)
+        outcome = engine.catch(stage, _run_whole, window, part, tap, held, takes)
+        if outcome.failure is None:
+            engine.finish(stage)
+            if held is not None:
+                held.replay(tap.log, engine.retry_once)
+            return BatchResult((outcome.result,))
+        failure = outcome.failure
+    run = WindowRun(engine, window, tap, hook, failure, pieces=pieces, takes=takes, all_parts=all_parts)
+    result = run.run()
+    engine.finish(stage)
+    return result
+
+
+def _run_whole(window: Window, part: Part, tap: LogTap, held: LogBuffer | None, takes: bool) -> Any:
+    if takes:
+        window.savepoint.take()
+    if held is None:
+        return window.run_pass(part, part.batch, None, 1.0)
+    # What ranks exchange in logs comes after all passes, as it does on a rank that runs pieces.
+    with tap.held(held.note):
+        result = window.run_pass(part, part.batch, None, 1.0)
+    held.keep(1.0)
+    return result
+
+
+class WindowRun:
+    """One run of a window whose last batch does not run whole."""
 
     def __init__(
         self,
         engine: Engine,
         window: Window,
-        tap: log_capture.LogTap,
-        *,
+        tap: LogTap,
+        hook: str | None,
         failure: Exception | None,
+        *,
         pieces: int,
         takes: bool,
         all_parts: bool,
     ) -> None:
-        self._engine, self._window, self._tap, self._takes = engine, window, tap, takes
-        self._failure, self._pieces, self._all_parts = failure, pieces, all_parts
-        self._stage, self._last = window.stage, window.parts[-1]
+        self._engine, self._window, self._tap, self._hook = engine, window, tap, hook
+        self._stage, self._last, self._batches = window.stage, window.parts[-1], engine.batches(window.stage)
+        self._failure = failure  # of the last pass that ran out of memory, if there was one
+        self._pieces = pieces  # in how many the last batch runs at first
+        self._takes = takes  # whether the window begins with this run, so that its state is to be kept
+        self._all_parts = all_parts  # whether all its batches are to run, though none has failed
         self._refused: list[int] = []  # samples of the passes that ran out of memory
         self._running = 0  # samples of the pass that runs
         self._cut: Any = None  # these samples
-        self._hook = log_capture.current_hook(engine.trainer)
         self._plain: PlainState | None = None  # what does not come back, before the window ran again
         self._skips = False  # whether a step returned nothing for some pieces of a batch
         self._draws = False  # whether samples that are fetched again are others: their dataset draws random numbers
 
     def run(self) -> BatchResult:
         """Run until all goes through, and report the errors that were survived."""
-        engine = self._engine
-        if self._last.batch is None:  # it was let go, as micro-batches without a sample followed
-            self._last.batch, self._last.move = self._fetched(self._last), engine.mover
+        engine, last = self._engine, self._last
+        if last.batch is None:  # it was let go, as micro-batches without a sample followed
+            last.batch, last.move = self._fetched(last), engine.mover
         if self._failure is not None:
-            engine.retry_once(lambda: self._check_batch(self._last))
-        slices = self._slices(self._last)
-        if self._failure is not None:
-            self._refuse(slices.samples, self._last.batch)
+            engine.retry_once(lambda: self._check_batch(last))
+        slices = self._slices(last)
+        self._running, self._cut = slices.samples, last.batch
         while True:
             if self._failure is not None:
-                self._undo()
-            self._running, self._cut = min(self._most, slices.samples), self._last.batch
+                self._refuse(self._failure)
+                self._undo(self._failure)
+            self._running, self._cut = min(self._most, slices.samples), last.batch
             outcome = engine.catch(self._stage, self._run_parts, slices)
             if outcome.failure is None:
                 break
             self._failure = outcome.failure
-            self._refuse(self._running, self._cut)
-            self._cut = None
         result: BatchResult = outcome.result[0]
         logs: LogBuffer = outcome.result[1]
         logs.replay(self._tap.log, engine.retry_once)
@@ -83,17 +115,23 @@ class PiecewiseRun:
             self._report(result)
         return result
 
-    def _undo(self) -> None:
-        """Put everything back as the window began.
+    def _refuse(self, failure: Exception) -> None:
+        """Note that so many samples do not fit; if it was a single one, end with an error."""
+        self._refused.append(self._running)
+        cut, self._cut = self._cut, None
+        if self._running > 1:
+            return
+        if is_ambiguous_out_of_memory(failure):
+            raise failure
+        raise self._engine.out_of_memory(self._stage).one_sample_too_large(describe_value(cut)) from failure
 
-        Raises:
-            UserError: If something cannot be put back.
-        """
-        engine, window = self._engine, self._window
-        log_capture.return_to_hook(engine.trainer, self._hook)
+    def _undo(self, failure: Exception) -> None:
+        """Put everything back as the window began; if something cannot be put back, end with an error."""
+        window = self._window
+        return_to_hook(self._engine.trainer, self._hook)
         lost = window.savepoint.restore() or window.undo()
         if lost is not None:
-            raise engine.error(engine.out_of_memory(self._stage).changed_by_the_step(lost)) from self._failure
+            raise self._engine.out_of_memory(self._stage).changed_by_the_step(lost) from failure
         if window.savepoint.is_taken:
             self._plain = window.savepoint.not_put_back(window.gradients_left())
 
@@ -133,8 +171,7 @@ class PiecewiseRun:
     def _check_batch(self, part: Part) -> None:
         """Take a batch from the host again, as a step may overwrite the one on the device.
 
-        Raises:
-            UserError: If there is no other, and the step has overwritten it.
+        If there is no other, and the step has overwritten it, end with an error.
         """
         engine = self._engine
         if part.move is not None:
@@ -143,14 +180,13 @@ class PiecewiseRun:
             part.batch, part.move = part.host, engine.mover
             return
         if written_versions(part.batch) != part.written or self._is_overwritten(part):
-            error = engine.out_of_memory(self._stage).changed_by_the_step("its batch in place")
-            raise engine.error(error) from self._failure
+            raise engine.out_of_memory(self._stage).changed_by_the_step("its batch in place") from self._failure
 
     def _is_overwritten(self, part: Part) -> bool:
         """Return whether a batch is not what its samples make, though they make the same each time."""
         if part.is_changed or self._stage != "training":  # an evaluation's sampler may draw another order each time
             return False
-        if self._engine.hooks_move_batches or self._window.fetch(part) is None:
+        if self._engine.hooks_move_batches or self._batches.fetch(part.number, part.loader) is None:
             return False
         fetched = self._fetched(part)
         return not self._draws and not same_values(part.batch, fetched)
@@ -159,7 +195,7 @@ class PiecewiseRun:
         """Fetch the samples of a batch again, and notice if its dataset draws random numbers."""
         batches = []
         for seed in (0,) if self._draws else (0, 1):
-            again = self._window.fetch(part, seed)
+            again = self._batches.fetch(part.number, part.loader, seed)
             assert again is not None, "batches that cannot be fetched again are kept"
             batches.append(again.collate(0, again.count, seed=seed))
             self._draws |= again.draws
@@ -206,36 +242,13 @@ class PiecewiseRun:
             raise
 
     def _slices(self, part: Part) -> BatchSlices:
-        """Read where a batch may be cut.
-
-        Raises:
-            UserError: If it cannot be cut, from the out-of-memory error that made it necessary.
-        """
-        engine, on_host = self._engine, part.move is not None
-        reader = engine.readers.reader(self._stage, part.loader)
+        """Read where a batch may be cut; if it cannot be, after an error, say so."""
         try:
-            with engine.readers.reading(reader, on_host=on_host):
-                fetch = partial(self._window.fetch, part)
-                return reader.slices(part.batch, expected=part.expected, on_host=on_host, samples=fetch)
+            return self._engine.slices(self._stage, part)
         except LayoutError as why:
             if self._failure is None:
                 raise
-            raise engine.error(engine.out_of_memory(self._stage).cannot_be_cut(str(why))) from self._failure
-
-    def _refuse(self, samples: int, batch: Any) -> None:
-        """Note that so many samples do not fit.
-
-        Raises:
-            UserError: If it was a single one.
-        """
-        self._refused.append(samples)
-        assert self._failure is not None
-        if samples > 1:
-            return
-        if is_ambiguous_out_of_memory(self._failure):
-            raise self._failure
-        error = self._engine.out_of_memory(self._stage).one_sample_too_large(describe_value(batch))
-        raise self._engine.error(error) from self._failure
+            raise self._engine.out_of_memory(self._stage).cannot_be_cut(str(why)) from self._failure
 
     def _report(self, result: BatchResult) -> None:
         """Lower the limit to the largest piece below all that failed, and say what it cost."""
@@ -245,9 +258,7 @@ class PiecewiseRun:
         savepoint, left = self._window.savepoint, () if self._plain is None else self._plain.changed()
         hooked = savepoint.changed_by_hooks if savepoint.is_taken else None
         draws = self._draws or savepoint.draws_numbers()
-        step, memory, batches = engine.trainer.global_step, engine.memory(), engine.batches(stage)
-        if hooked is not None:
-            batches.found_hooked(hooked)
+        step, memory, batches = engine.trainer.global_step, engine.memory(), self._batches
         apart = HOOKS_APART if self._last.move is not None and engine.hooks_move_batches else None
         known = SKIPPED if stage == "training" and self._skips else apart
 
@@ -256,4 +267,4 @@ class PiecewiseRun:
             result = SAME_BUT_RANDOM if verdict == SAME_RESULT and draws else verdict
             return OomEvent(stage, step, smallest, fits, memory, result, left, batches.later_epochs())
 
-        engine.report(stage, event)
+        engine.survived(stage, event)
