@@ -144,7 +144,7 @@ class AutoAccumulate(Callback):
         checks.check_schedule(self._request, loops.training_epochs(trainer), trainer.world_size)
         self._place = trainer_settings.run_first(trainer, self)
         self._reporter = OomReporter(trainer)
-        self._fit = Fit(trainer, self._request, self._options, self._reporter, active=lambda: self in trainer.callbacks)
+        self._fit = Fit(trainer, self._request, self._options, self._reporter, callback=self)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Find the limit and begin the epoch with it; a resumed run goes on at its sample."""

@@ -38,32 +38,28 @@ from lightning_ga.probe.isolation import hooks_apart
 class Fit:
     """One fit, from ``setup`` to ``teardown``; the Trainer's strategy has its environment set up.
 
-    If the callback is not ``active``, the loop gets the recipe as the user wrote it: Lightning's tuners take all
-    callbacks out while they run steps of their own.
+    While the ``callback`` is not among the Trainer's, the loop gets the recipe as the user wrote it: Lightning's tuners
+    take all callbacks out while they run steps of their own.
     """
 
     def __init__(
-        self, trainer: Any, request: Request, options: Options, reporter: OomReporter, active: Callable[[], bool]
+        self, trainer: Any, request: Request, options: Options, reporter: OomReporter, callback: object
     ) -> None:
-        self.trainer = trainer
-        self.request = request
-        self.options = options
+        self.trainer, self.request, self.options = trainer, request, options
+        self._reporter, self._callback = reporter, callback
         self.recipe_factor: int = trainer.accumulate_grad_batches
         self.gradients = WindowGradients(trainer, options.normalize)
-        self._active = active
-        self._planned: PlannedEpoch | None = None  # none before the data are set up
         self.exactness = TrainingExactness(trainer, options)
+        self._planned: PlannedEpoch | None = None  # none before the data are set up
         self._begun: tuple[TrainingSource, int] | None = None  # what the loops were told of last
         self._frequencies: dict[int, int] = {}  # of schedules by step, as the user wrote them
         self._progress = Progress(trainer)
-        cut_in_step, factor = options.micro_batching == "step", self.recipe_factor
-        self._data = TrainingData(trainer, self.exactness, cut_in_step=cut_in_step, recipe_factor=factor)
-        self._held = ExitStack()
-        self._reporter = reporter
+        self._data = TrainingData(trainer, self.exactness, cut_in_step=options.micro_batching == "step")
         self.oom_handler = OomHandler(trainer, retries=options.on_oom == "split", reporter=reporter, data=self._data)
         self._engine = self.oom_handler.engine
         self._later = LaterChecks(trainer, options, self._engine, self._data, self.exactness)
         self._limit = TrainingLimit(trainer, request, options, self._engine)
+        self._held = ExitStack()
         self._held.enter_context(dataloaders.intercepted_loaders(trainer, cut=self.cut, around=self.set_up_data))
 
     @property
@@ -91,7 +87,7 @@ class Fit:
 
     def cut(self, loader: Any) -> Any:
         """Cut the user's loader into micro-batches; it yields none before the limit is known."""
-        if not self._active():
+        if self._callback not in self.trainer.callbacks:
             return loader
         source = self._data.cut(loader, self._progress.position.seed)
         self._arrange(loops.training_epoch(self.trainer))
@@ -99,7 +95,7 @@ class Fit:
 
     def set_up_data(self, set_up: Callable[[], None]) -> None:
         """Let the loop set its data up, with a loader that is cut."""
-        if self._active():
+        if self._callback in self.trainer.callbacks:
             self._data.set_up(set_up)
         else:
             set_up()
@@ -111,13 +107,12 @@ class Fit:
         trainer = self.trainer
         same_epoch = self._progress.take_over(self.source, self.recipe_factor)
         epoch = loops.training_epoch(trainer)
-        self._progress.enter(self.source, epoch)
         self._hold_to_budget()
         self.gradients.sum_in_float32()
         self._held.callback(self.gradients.release)
         self._engine.begin_training(cut_in_step=self.source.cut_in_step)
         with self._engine.suspended():
-            self._prepare_training(epoch)
+            self._find_limit(epoch)
         self._begin(epoch)
         if current_device() is not None:
             loops.end_training(trainer)  # what fits on another device may not fit here
@@ -136,15 +131,8 @@ class Fit:
         if self._begun != (self.source, epoch):
             self._limit.lower()
             self._begin(epoch)
-            inexact = self._untold()
-            if inexact is not None:
+            for inexact in self._untold():
                 rank_zero_warn(inexact, category=ExactnessWarning)
-
-    def _tell_of_errors(self) -> None:
-        """Say which errors were survived, once it is measured whether the result is the same."""
-        if self._reporter.has_untold:
-            self._later.measure_kept()
-            self._reporter.tell()
 
     def prepare(self, batch: Any) -> None:
         """Weigh the next micro-batch, and say whether schedules of the learning rate are due after it."""
@@ -161,6 +149,12 @@ class Fit:
         self._later.look(batch, accumulates=self._accumulates)
         if self._frequencies:
             intervals.step_schedulers_when_due(self.trainer, self._frequencies, chunk.window)
+
+    def _tell_of_errors(self) -> None:
+        """Say which errors were survived, once it is measured whether the result is the same."""
+        if self._reporter.has_untold:
+            self._later.measure_kept()
+            self._reporter.tell()
 
     def close_window(self, optimizer: Any) -> None:
         """Bring the gradients of a window to their mean, and say if they are not those of all its samples."""
@@ -215,17 +209,18 @@ class Fit:
             dataloaders.resize_epoch(self.trainer, batches)
         self.close()
 
-    def _prepare_training(self, epoch: int) -> None:
+    def _find_limit(self, epoch: int) -> None:
         """Find out how batches are cut, how large they may be, and whether cutting is exact."""
+        source, exactness = self.source, self.exactness
         self._read_streams()
-        if self.source.cut_in_step:  # the probe needs to know how batches are cut
-            self._verify(epoch, self.source.recipe.largest_batch(epoch))
-        limit = self._limit.find(self.source, epoch, self._progress.restored)
+        if source.cut_in_step:  # the probe needs to know how batches are cut
+            exactness.measure(source, self._reader, epoch=epoch, limit=source.recipe.largest_batch(epoch))
+        limit = self._limit.find(source, epoch, self._progress.restored)
         if current_device() is not None:
             return
         self._refuse_what_cannot_be_cut(epoch)
-        if not self.exactness.is_measured:
-            self._verify(epoch, limit)
+        if not exactness.is_measured:
+            exactness.measure(source, self._reader, epoch=epoch, limit=limit)
 
     def _hold_to_budget(self) -> None:
         """Let a CUDA device reserve no more than ``memory_budget`` until training ends."""
@@ -240,8 +235,7 @@ class Fit:
         self._progress.enter(source, epoch)
         self._arrange(epoch)
         self._begun = source, epoch
-        if self.oom_handler.window is not None:
-            self.oom_handler.window.begin_epoch()
+        self.oom_handler.begin_epoch()
         self.gradients.begin_epoch(self._fed.micro_batch_size, known=not source.counted_later)
         # If one rank has a limit, ranks count their pieces together: so all have one.
         if source.cut_in_step and (source.may_grow or self._cuts(epoch) or source.world_size > 1):
@@ -257,8 +251,8 @@ class Fit:
 
     def _cuts(self, epoch: int) -> bool:
         """Return whether batches of the recipe have to be cut, or may have to be."""
-        assert self._limit.micro_batch is not None
-        return self._limit.micro_batch < self.source.largest_extent(epoch)
+        limit = self._limit.micro_batch
+        return limit is not None and limit < self.source.largest_extent(epoch)
 
     def _frequencies_in_steps(self) -> dict[int, int]:
         """Return frequencies of schedules by step, if the loop counts other batches than the recipe's."""
@@ -299,11 +293,6 @@ class Fit:
                 f"AutoAccumulate cuts batches in the training step, where they are too large. {self._data.why_in_step}"
             )
 
-    def _verify(self, epoch: int, limit: int) -> None:
-        """Measure exactness on no more samples than the limit, if that is wanted."""
-        if self.options.verify and current_device() is None:
-            self.exactness.measure(self.source, self._reader, epoch=epoch, limit=limit)
-
     @property
     def _accumulates(self) -> bool:
         """Whether a window takes several passes, be it after an error."""
@@ -314,9 +303,10 @@ class Fit:
     def _plans_several_passes(self) -> bool:
         return self.plan is not None and self.plan.factor > 1
 
-    def _untold(self) -> str | None:
+    def _untold(self) -> list[str]:
         """Return the sentence on windows that are not exact, if the user does not know it yet."""
-        return self.exactness.untold(accumulates=self._plans_several_passes)
+        found = self.exactness.untold() if self._plans_several_passes else None
+        return [] if found is None else [found]
 
     # --- records -------------------------------------------------------------------------------
 
@@ -352,8 +342,7 @@ class Fit:
 
     def warnings(self) -> list[str]:
         """Return what the user should know before training: inexact gradients, wrong horizons of schedules."""
-        inexact, steps = self._untold(), self.optimizer_steps()
-        found = [] if inexact is None else [inexact]
+        found, steps = self._untold(), self.optimizer_steps()
         if self._plans_several_passes and self.source.streams and self.source.recipe.loader.num_workers > 1:
             found.append(
                 "Several data workers read an iterable dataset in turn, a micro-batch each, so windows hold other "

@@ -86,19 +86,25 @@ class TrainingLimit:
         )
 
     def _find(self, source: TrainingSource, epoch: int, kept: RunState | None) -> int:
-        device, asked = current_device(), self._request.micro_batch
+        device, asked, optimizer = current_device(), self._request.micro_batch, self._trainer.optimizers[0]
         if asked is not None and device is None:
             return self._request.capped(asked)
         search = self._search(source, epoch)
-        self._refuse_growing_history()
+        if evaluates_again(optimizer):
+            raise UserError(
+                f"{type(optimizer).__name__} keeps a history that grows over many steps, so that no trial "
+                "of one step shows what it takes: give micro_batch_size=… to do without a probe."
+            )
         if self._cannot_cut(source):
             return NO_LIMIT
         if device is not None:
             setup = self._setup(source, epoch, search)
             self.probe = estimate(setup, device, high=search.high, budget=self._options.budget)
             return self.probe.limit
-        self.probe = self._still_valid(kept, search.high)
-        if self.probe is None:
+        known = kept.probe if kept is not None else None
+        if known is not None and still_holds(known, known.budget_bytes, search.high):
+            self.probe = replace(known, source="checkpoint", steps=0, seconds=0.0)
+        else:
             self._run_probe(source, epoch, search)
         if self.probe is None:
             return recipe_micro_batch(source, self._request, epoch)
@@ -124,14 +130,6 @@ class TrainingLimit:
         # No batch is larger than the epoch, whatever the window may hold.
         share = min(search.rank_samples, search.recipe_batch) if source.cut_in_step else search.rank_samples
         return self._request.capped(max(limit, share))
-
-    def _refuse_growing_history(self) -> None:
-        optimizer = self._trainer.optimizers[0]
-        if evaluates_again(optimizer):
-            raise UserError(
-                f"{type(optimizer).__name__} keeps a history that grows over many steps, so that no trial "
-                "of one step shows what it takes: give micro_batch_size=… to do without a probe."
-            )
 
     def _cannot_cut(self, source: TrainingSource) -> bool:
         """Return whether batches come ready-made and cannot be cut: none of another size can be tried.
@@ -174,9 +172,3 @@ class TrainingLimit:
             )
         else:
             self.probe, self._kind = found or (None, None)
-
-    def _still_valid(self, kept: RunState | None, high: int) -> ProbeResult | None:
-        """Return the probe's result from the checkpoint, if it still holds and is high enough."""
-        if kept is None or kept.probe is None or not still_holds(kept.probe, kept.probe.budget_bytes, high):
-            return None
-        return replace(kept.probe, source="checkpoint", steps=0, seconds=0.0)

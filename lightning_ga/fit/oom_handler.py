@@ -38,6 +38,11 @@ class OomHandler:
             self.window = TrainingWindow(self._trainer, self.engine, gradients, self._data, fills_up=fills_up)
             self._training_held.enter_context(closures.intercepted_closures(self._trainer, self.window.closure))
 
+    def begin_epoch(self) -> None:
+        """Begin an epoch of training."""
+        if self.window is not None:
+            self.window.begin_epoch()
+
     def end_batch(self) -> bool:
         """End a micro-batch of training, and return whether its window is over."""
         return loops.window_is_over(self._trainer) if self.window is None else self.window.end_batch()

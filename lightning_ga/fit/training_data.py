@@ -25,9 +25,9 @@ from lightning_ga.plan.windows import Chunk
 class TrainingData(StageBatches):
     """Sets the data of the fit loop up with a loader that is cut, and knows the batches that it yields."""
 
-    def __init__(self, trainer: Any, exactness: TrainingExactness, *, cut_in_step: bool, recipe_factor: int) -> None:
+    def __init__(self, trainer: Any, exactness: TrainingExactness, *, cut_in_step: bool) -> None:
         self._trainer, self._exactness = trainer, exactness
-        self._cut_in_step, self._recipe_factor = cut_in_step, recipe_factor
+        self._cut_in_step, self._recipe_factor = cut_in_step, int(trainer.accumulate_grad_batches)
         self.why_in_step = ""  # why batches can be cut in the step only, in a sentence
         self._source: TrainingSource | None = None
         self._given: Any = None  # the data as the user gave them

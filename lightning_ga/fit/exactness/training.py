@@ -14,6 +14,7 @@ from lightning_ga.loading.training_source import TrainingSource
 from lightning_ga.plan.config import Options
 from lightning_ga.plan.exactness import INEXACT, Exactness, both, found_to_change, uncuttable
 from lightning_ga.plan.exactness import splitting_sentence as sentence_on_splitting
+from lightning_ga.plan.planned_device import current_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,9 @@ class TrainingExactness:
         return self._changing.union(*(verdict.tensors for verdict in verdicts))
 
     def measure(self, source: TrainingSource, reader: BatchReader, *, epoch: int, limit: int) -> None:
-        """Measure exactness at the begin of an epoch, in passes of at most ``limit`` samples."""
+        """Measure exactness at the begin of an epoch, in passes of at most ``limit`` samples, if that is wanted."""
+        if not self._options.verify or current_device() is not None:
+            return
         count = self._options.normalize if callable(self._options.normalize) else None
         try:
             measured = measure_exactness(self._trainer, source, reader, count, epoch=epoch, limit=limit)
@@ -79,21 +82,20 @@ class TrainingExactness:
             self._user_knows = True
             rank_zero_warn(f"Accumulation is not exact for this training, {self.training}.", category=ExactnessWarning)
 
-    def untold(self, *, accumulates: bool) -> str | None:
+    def untold(self) -> str | None:
         """Return the sentence on windows that are not exact, once, when the first of several passes begins.
 
         That may be in a later epoch, if memory ran out meanwhile.
         """
         verdict = self.training
-        if verdict is None or not accumulates or self._user_knows:
+        if verdict is None or self._user_knows:
             return None
         self._user_knows = True
-        is_expected = verdict.cause == "batch_norm" and self._options.batch_norm != "warn"
         if verdict.cause == "unmeasured":
             return f"Whether accumulation is exact for this model is not known: {verdict}."
-        return (
-            None if is_expected or not is_inexact(verdict) else f"Accumulation is not exact for this model, {verdict}."
-        )
+        if not is_inexact(verdict) or (verdict.cause == "batch_norm" and self._options.batch_norm != "warn"):
+            return None
+        return f"Accumulation is not exact for this model, {verdict}."
 
     def splitting_sentence(self, changing: tuple[str, ...]) -> str:
         """Say whether a batch in parts has the gradient of the whole, if passes were seen to change tensors."""
