@@ -7,17 +7,19 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import DataLoader
 
 from lightning_ga.batch.counters import fitting_counter, kinds_of
 from lightning_ga.batch.layout import LayoutError
 from lightning_ga.batch.pytree import same_values
 from lightning_ga.compat import trial_steps
-from lightning_ga.fit.batch_norm import batch_norm_layers
 from lightning_ga.fit.exactness.differences import Differences, compare, distance, judge, norm
 from lightning_ga.fit.exactness.passes import Passes, PassRunner, named_state
 from lightning_ga.loading.reader import BatchReader
 from lightning_ga.loading.samples import collate_samples
+from lightning_ga.loading.streams import length_of
+from lightning_ga.loading.training_source import TrainingSource
 from lightning_ga.memory.oom import is_out_of_memory
 from lightning_ga.plan.exactness import (
     ACCUMULATED,
@@ -48,6 +50,15 @@ class Halves:
     cut: bool = False  # whether the step cuts them
     on_device: bool = False
 
+    @classmethod
+    def of(
+        cls, take: Callable[[int, int], Any], size: int, batch: Callable[[int], Any] | None = None, **settings: bool
+    ) -> "Halves":
+        """Return the halves of a batch, from which ``take`` makes those samples from a start to a stop."""
+        middle = (size + 1) // 2
+        parts, whole = [take(0, middle), take(middle, size)], batch or (lambda _: take(0, size))
+        return cls(parts, (middle, size - middle), whole, one_sample=partial(take, size - 1, size), **settings)
+
 
 class SampleBatch:
     """A batch of samples, and its halves."""
@@ -62,11 +73,11 @@ class SampleBatch:
 
     def loaded(self) -> Halves:
         """Return the halves as the loader makes them."""
-        return _halves(self._collate, self.fetched, partial(self._collate, 0, self.fetched))
+        return Halves.of(self._collate, self.fetched, partial(self._collate, 0, self.fetched))
 
     def cut(self, take: Callable[[int, int], Any]) -> Halves:
         """Return the halves as the step gets them by ``take``, which comes from ``slices``."""
-        return replace(_halves(take, self.size, lambda _: self.collated), cut=True, on_device=self._cut_on_device)
+        return Halves.of(take, self.size, lambda _: self.collated, cut=True, on_device=self._cut_on_device)
 
     def slices(self, *, anew: bool = False) -> Callable[[int, int], Any]:
         """Return the function by which the step cuts the batch, or makes parts of it ``anew`` out of its samples."""
@@ -86,33 +97,22 @@ class SampleBatch:
         return self._passes.transfer.on_host(batch)
 
 
-def halves_of(take: Callable[[int, int], Any], size: int, *, cut: bool, on_device: bool) -> Halves:
-    """Return the halves of so many samples of a batch of training."""
-    return replace(_halves(take, size, lambda _: take(0, size)), cut=cut, on_device=on_device)
-
-
-def _halves(take: Callable[[int, int], Any], size: int, batch: Callable[[int], Any]) -> Halves:
-    middle = (size + 1) // 2
-    parts = [take(0, middle), take(middle, size)]
-    return Halves(parts, (middle, size - middle), batch, one_sample=partial(take, size - 1, size))
-
-
 class ExactnessCheck:
     """Compares batches with their parts, and gathers which state passes change."""
 
     def __init__(
         self,
+        source: TrainingSource,
         reader: BatchReader,
         passes: PassRunner,
         count: Count | None,
         tolerance: float,
         *,
-        samples: int | None,
         again: bool = False,
     ) -> None:
-        self._again = again  # while training goes on: only what is inexact has to be found
-        self._samples = math.inf if samples is None else samples  # of all data
+        self._loader, self._cut_in_step = source.user_loader, source.cut_in_step
         self._reader, self._passes, self._count, self._tolerance = reader, passes, count, tolerance
+        self._again = again  # while training goes on: only what is inexact has to be found
         self._module = passes.trainer.lightning_module
         is_precise = passes.trainer.strategy.root_device.type == "cpu" and tolerance <= 1e-4
         self._repeated = tolerance / (100 if is_precise else 1)  # largest difference of a repeated step
@@ -128,14 +128,15 @@ class ExactnessCheck:
         """Names of state that changes and is the same however batches are cut: tables, memories of samples."""
         return self._alike - self._unlike
 
-    def run(self, batch: SampleBatch, *, in_step: bool) -> Verdicts:
-        """Compare the whole batch with its parts, as the loader makes them and as the step cuts them."""
+    def run(self, samples: list[Any]) -> Verdicts:
+        """Compare a batch of samples with its parts, as the loader makes them and as the step cuts them."""
+        batch = SampleBatch(samples, self._loader, self._reader, self._passes)
         if batch.size < 2:
             reason = f"the collate function kept {batch.size} of {batch.fetched} samples"
             return both(unmeasured(self._tolerance, reason))
         batch_pass = self._passes.run([batch.collated], seed=0)
         self.kinds |= kinds_of(batch.collated)
-        if in_step:
+        if self._cut_in_step:
             return both(self._judge_cut(batch_pass, batch))
         loaded = batch.loaded()
         training = self.judge(batch_pass, loaded)
@@ -196,13 +197,13 @@ class ExactnessCheck:
             parts = self._run(halves).gradients
             if self._again and error * size <= self._tolerance * max(map(norm, parts)):
                 error = self._tolerance  # near a minimum those of samples cancel each other, and rounding is left
-        if not error <= self._tolerance:
-            alone = compare(batch_pass.gradients[0], *parts, weight=weight)
-            changed = changed or (ACCUMULATED if alone.error <= self._tolerance else ())
+            else:
+                alone = compare(batch_pass.gradients[0], *parts, weight=weight)
+                changed = changed or (ACCUMULATED if alone.error <= self._tolerance else ())
         if not 0 < size < math.inf:
             return unmeasured(self._tolerance, f"the norm of the gradient is {size}" if size else NO_GRADIENT)
         is_clear = self._again and alone is None and not changed
-        noise, layers = 0.0 if is_clear else self._noise(batch_pass, halves), tuple(batch_norm_layers(self._module))
+        noise, layers = 0.0 if is_clear else self._noise(batch_pass, halves), batch_norm_layers(self._module)
         measured = Exactness(error, self._tolerance, "exact", layers, micro_steps=self._passes.steps, tensors=changed)
         verdict = judge(measured, alone, noise=noise)
         return verdict if alone is None else self._explained(verdict, alone, batch_pass, halves, weight)
@@ -275,16 +276,18 @@ class ExactnessCheck:
         No part met what another had changed, as the gradients show. In a queue, a part writes where the one before
         ended; a row of a class may be met by several parts.
         """
-        tensors = named_state(self._module)
-        names = [n for n in changed if n in tensors and tensors[n].dim() and len(tensors[n]) >= self._samples]
+        tensors, rows = named_state(self._module), length_of(getattr(self._loader, "dataset", None))
+        if rows is None:
+            return changed
+        names = [n for n in changed if n in tensors and tensors[n].dim() and len(tensors[n]) >= rows]
         if not names:
             return changed
         both = [halves.batch(0)], halves.parts, *([part] for part in halves.parts)
         runs = [self._run(replace(halves, parts=parts), keep=names) for parts in both]
         values = zip(runs[0].kept[0], *(run.kept[1] for run in runs))
-        rows = {name for name, tensors in zip(names, values) if _is_in_rows(*tensors)}
-        self._alike |= rows
-        return tuple(name for name in changed if name not in rows)
+        by_sample = {name for name, tensors in zip(names, values) if _is_in_rows(*tensors)}
+        self._alike |= by_sample
+        return tuple(name for name in changed if name not in by_sample)
 
     def _noise(self, batch_pass: Passes, halves: Halves) -> float:
         """Measure how far passes over the whole batch with other random numbers differ; several if some are drawn."""
@@ -300,6 +303,12 @@ class ExactnessCheck:
         if self._count is not None:
             return count_items(self._count, part)
         return self._reader.count(part, expected=samples, on_host=not halves.on_device)
+
+
+def batch_norm_layers(module: torch.nn.Module) -> tuple[str, ...]:
+    """Return the names of BatchNorm layers in training mode, which normalize by the samples of a micro-batch."""
+    layers = (name for name, layer in module.named_modules() if isinstance(layer, _BatchNorm) and layer.training)
+    return tuple(layers)
 
 
 def _is_in_rows(

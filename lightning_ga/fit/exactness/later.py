@@ -11,13 +11,12 @@ from lightning_ga.batch.counters import kinds_of
 from lightning_ga.compat import agreement, loops
 from lightning_ga.fit.engine import Engine
 from lightning_ga.fit.exactness.arithmetic import rounding
-from lightning_ga.fit.exactness.check import ExactnessCheck, halves_of
+from lightning_ga.fit.exactness.check import ExactnessCheck, Halves
 from lightning_ga.fit.exactness.passes import state_sums, traceless_passes
 from lightning_ga.fit.exactness.training import Again, TrainingExactness, is_inexact
 from lightning_ga.fit.parts import Part
 from lightning_ga.fit.training_data import TrainingData
 from lightning_ga.loading.reader import BatchSlices
-from lightning_ga.loading.streams import length_of
 from lightning_ga.memory.oom import attempt, is_out_of_memory
 from lightning_ga.plan.config import Options
 from lightning_ga.plan.exactness import LEFT_OUT, Exactness
@@ -116,14 +115,13 @@ class LaterChecks:
         trainer, source, on_device = self._trainer, self._data.source, not self._on_host
         reader, tolerance = self._engine.reader("training"), AGAIN * rounding(trainer)
         with self._engine.suspended(), traceless_passes(trainer, plain=True, begins=False) as passes:
-            samples = length_of(getattr(source.user_loader, "dataset", None))
-            check = ExactnessCheck(reader, passes, self._count, tolerance, samples=samples, again=True)
+            check = ExactnessCheck(source, reader, passes, self._count, tolerance, again=True)
             batch = slices.take(0, size)
             batch_pass = passes.run([batch], seed=0, on_device=on_device)
             matters = check.which_matter(batch_pass, batch, self._exactness.suspects, on_device=on_device)
             if size < 2:
                 return Again(matters=matters)
-            halves = halves_of(slices.take, size, cut=cut or source.cut_in_step, on_device=on_device)
+            halves = Halves.of(slices.take, size, cut=cut or source.cut_in_step, on_device=on_device)
             return Again(check.judge(batch_pass, halves), matters)
 
     def _is_due(self) -> bool:

@@ -11,12 +11,10 @@ from lightning_ga.batch.layout import LayoutError
 from lightning_ga.batch.pytree import open_container
 from lightning_ga.batch.sizes import elements
 from lightning_ga.errors import UserError
-from lightning_ga.fit.batch_norm import batch_norm_layers
 from lightning_ga.fit.exactness.arithmetic import rounding
-from lightning_ga.fit.exactness.check import Count, ExactnessCheck, SampleBatch
+from lightning_ga.fit.exactness.check import Count, ExactnessCheck, batch_norm_layers
 from lightning_ga.fit.exactness.passes import traceless_passes
 from lightning_ga.loading.reader import BatchReader
-from lightning_ga.loading.streams import length_of
 from lightning_ga.loading.training_source import TrainingSource
 from lightning_ga.memory.oom import attempt, is_out_of_memory
 from lightning_ga.plan.exactness import NO_GRADIENT, Exactness, Verdicts, both, unmeasured
@@ -31,20 +29,17 @@ def measure_exactness(
     trainer: Any, source: TrainingSource, reader: BatchReader, count: Count | None, *, epoch: int, limit: int
 ) -> Verdicts:
     """Run the check in passes of at most ``limit`` samples, for a small model of more, and restore all state."""
-    loader, available = source.user_loader, source.looks(epoch).some
-    considered = SAMPLES if source.keeps_groups else CONSIDERED
+    available, considered = source.looks(epoch).some, SAMPLES if source.keeps_groups else CONSIDERED
 
     def check(size: int, plain: bool, tolerance: float) -> Verdicts:
         with traceless_passes(trainer, plain=plain) as passes:
             samples = telling_samples(available.read(size, most=max(size, considered), seconds=_MOMENT), size)
             if len(samples) < 2:
                 return both(unmeasured(tolerance, f"the training data hold {len(samples)} samples"))
-            in_all = length_of(getattr(loader, "dataset", None))
-            checking, in_step = ExactnessCheck(reader, passes, count, tolerance, samples=in_all), source.cut_in_step
-            verdicts = checking.run(SampleBatch(samples, loader, reader, passes), in_step=in_step)
+            checking = ExactnessCheck(source, reader, passes, count, tolerance)
+            verdicts = checking.run(samples)
             if size >= 4 and verdicts.training.cause == "exact":  # one cut is no proof: other samples, in equal parts
-                other = SampleBatch(samples[-4:], loader, reader, passes)
-                verdicts = verdicts.unless(checking.run(other, in_step=in_step))
+                verdicts = verdicts.unless(checking.run(samples[-4:]))
             changing, tables = tuple(checking.changing), tuple(checking.tables)
             return replace(verdicts, changing=changing, tables=tables, kinds=frozenset(checking.kinds))
 
@@ -69,7 +64,7 @@ def _measured(
     tolerance = rounding(trainer, plain=plain)
     if size < 2:
         return both(unmeasured(tolerance, "a micro-batch of one sample has no parts"))
-    layers = tuple(batch_norm_layers(trainer.lightning_module))
+    layers = batch_norm_layers(trainer.lightning_module)
     if layers and size < 4:  # BatchNorm refuses one sample
         return both(Exactness(None, tolerance, "batch_norm", layers=layers))
     outcome = attempt(lambda: check(size, plain, tolerance), lambda _: True)  # the check must never cost a run
