@@ -7,7 +7,7 @@ from its first batch, in smaller pieces (``fit/window_run.py``). Nothing is note
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from torch import Tensor
@@ -54,7 +54,7 @@ class Engine:
         self.lockstep: set[str] = set()  # stages in which ranks wait for each other
         self.undecided: set[str] = set()  # stages of which the first batch has to show that
         self.move: Move | None = None  # of pieces, if the current batch stays on the host
-        self.mover: Move = _stays  # moves any batch of the current loader
+        self.mover: Move = lambda batch: batch  # moves any batch of the current loader
         self._has_host = trainer.strategy.root_device.type != "cpu"
         self.host: Any = None  # the current batch on the host, if that is another than on the device
         self.not_moved: Exception | None = None  # the error of its transfer
@@ -188,14 +188,10 @@ class Engine:
 
     def slices(self, stage: str, part: Part) -> BatchSlices:
         """Return the function that cuts a batch; a ``LayoutError`` says why it cannot be cut."""
-        batches, on_host = self.batches(stage), part.move is not None
+        reader, on_host = self.reader(stage, part.loader), part.move is not None
+        fetch = partial(self.batches(stage).fetch, part.number, part.loader)
         with self._reading(stage, part):
-            return self.reader(stage, part.loader).slices(
-                part.batch,
-                expected=part.expected,
-                on_host=on_host,
-                samples=lambda: batches.fetch(part.number, part.loader),
-            )
+            return reader.slices(part.batch, expected=part.expected, on_host=on_host, samples=fetch)
 
     def _count(self, stage: str, part: Part) -> int:
         """Return how many samples a batch holds: those expected, if that is known."""
@@ -324,7 +320,3 @@ def _tensors_of(batch: Any) -> list[tuple[int, int]]:
         return [(id(batch), -1 if batch.is_inference() else batch._version)]
     inner = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, (list, tuple)) else ()
     return [found for each in inner for found in _tensors_of(each)]
-
-
-def _stays(batch: Any) -> Any:
-    return batch

@@ -57,7 +57,7 @@ class Fit:
         self._data = TrainingData(trainer, self.exactness, cut_in_step=options.micro_batching == "step")
         self.oom_handler = OomHandler(trainer, retries=options.on_oom == "split", reporter=reporter, data=self._data)
         self._engine = self.oom_handler.engine
-        self._later = LaterChecks(trainer, options, self._engine, self._data, self.exactness)
+        self._later = LaterChecks(trainer, self._engine, self._data, wanted=options.verify)
         self._limit = TrainingLimit(trainer, request, options, self._engine)
         self._held = ExitStack()
         self._held.enter_context(dataloaders.intercepted_loaders(trainer, cut=self.cut, around=self.set_up_data))

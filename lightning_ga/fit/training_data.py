@@ -18,7 +18,6 @@ from lightning_ga.loading.reader import BatchReader, BatchSource, CollatedAgain
 from lightning_ga.loading.recipe_batches import SourceSettings
 from lightning_ga.loading.streams import load_states, states_of
 from lightning_ga.loading.training_source import MicroBatchSource, TrainingSource
-from lightning_ga.plan.exactness import SAME_RESULT
 from lightning_ga.plan.windows import Chunk
 
 
@@ -26,7 +25,7 @@ class TrainingData(StageBatches):
     """Sets the data of the fit loop up with a loader that is cut, and knows the batches that it yields."""
 
     def __init__(self, trainer: Any, exactness: TrainingExactness, *, cut_in_step: bool) -> None:
-        self._trainer, self._exactness = trainer, exactness
+        self._trainer, self.exactness = trainer, exactness
         self._cut_in_step, self._recipe_factor = cut_in_step, int(trainer.accumulate_grad_batches)
         self.why_in_step = ""  # why batches can be cut in the step only, in a sentence
         self._source: TrainingSource | None = None
@@ -132,15 +131,6 @@ class TrainingData(StageBatches):
             return min(chunk.count, length_of_first(batch))
         return reader.count(batch, expected=source.expected(chunk), otherwise=chunk.count, on_host=on_host)
 
-    def is_empty(self, number: int) -> bool:
-        """Return whether a batch holds no sample, and only fills its window up."""
-        return not self.source.chunk(number).count
-
-    @property
-    def can_fetch(self) -> bool:
-        """Whether the samples of a batch can be read again."""
-        return not self.source.streams
-
     def fetch(self, number: int, loader: int = 0, seed: int = 0) -> CollatedAgain | None:
         """Fetch the samples of a batch again; ``None`` if they are not at hand."""
         return self.source.samples_at(number, seed)
@@ -149,20 +139,7 @@ class TrainingData(StageBatches):
 
     def verdict(self, hooked: str | None) -> str:
         """Say whether a batch in pieces has the gradient of the whole, and whether what a hook has changed matters."""
-        verdict = self._exactness.splitting_sentence(self._changing)
-        if hooked is None or self._exactness.is_harmless(hooked):
-            return verdict
-        sentence = f"A hook had changed {hooked} since the window began; the result may depend on it."
-        return sentence if verdict == SAME_RESULT else f"{verdict} {sentence}"
-
-    def found_hooked(self, name: str) -> None:
-        """Let it be measured whether it matters that a hook has changed a tensor within a window."""
-        self._exactness.found_changed((name,))
-
-    def found_changing(self, names: tuple[str, ...]) -> None:
-        """Note what changes between the pieces of a batch, which is told."""
-        self._changing = names
-        self._exactness.found_changed(names)
+        return self.exactness.sentence_on_pieces(hooked)
 
     def later_epochs(self) -> str:
         """Say who meets smaller batches from the next epoch on, after an out-of-memory error."""

@@ -101,7 +101,7 @@ class TrainingWindow(Window):
         if not engine.is_active:
             return partial(closures.run_closure, whole)
         self.is_updating = False
-        if self._fills_up and self._data.is_empty(number):
+        if self._fills_up and not self._data.source.chunk(number).count:
             return partial(self._run_empty, [])
         self._make, self._whole = make, whole
         part = MicroBatch(
@@ -229,7 +229,7 @@ class TrainingWindow(Window):
         if part.host is not None:
             part.batch, part.move = part.host, self._engine.mover
             self._kept = elements(part.batch) + (self._kept if len(self.parts) > 1 else 0)
-        if self._data.can_fetch and (part.host is None or self._kept > KEPT_ON_HOST):
+        if not self._data.source.streams and (part.host is None or self._kept > KEPT_ON_HOST):
             part.batch = part.host = None
 
     # --- what the engine calls -----------------------------------------------------------------
@@ -280,7 +280,7 @@ class TrainingWindow(Window):
         first = self.parts[0]
         self._gradients.put_back(first.weights)
         if self.savepoint.is_taken and self.savepoint.changed_by_hooks:
-            self._data.found_hooked(self.savepoint.changed_by_hooks)
+            self._data.exactness.found_changed((self.savepoint.changed_by_hooks,))
         if self._reduction is not None:
             self._reduction.set_aside()
         if self._lacks_earlier:
@@ -313,7 +313,7 @@ class TrainingWindow(Window):
             zero()
         self._zeroing = "after"
         if in_pieces and self._changed_at_zeroing:
-            self._data.found_changing(tuple(sorted(self._changed_at_zeroing)))
+            self._data.exactness.found_between_pieces(tuple(sorted(self._changed_at_zeroing)))
 
     def _contexts(self, part: MicroBatch, *, completes: bool) -> Iterator[AbstractContextManager[Any]]:
         """Yield contexts in which the backward pass reduces, or calls hooks, only if it should."""

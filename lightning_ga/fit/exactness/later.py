@@ -13,12 +13,11 @@ from lightning_ga.fit.engine import Engine
 from lightning_ga.fit.exactness.arithmetic import rounding
 from lightning_ga.fit.exactness.check import ExactnessCheck, Halves
 from lightning_ga.fit.exactness.passes import state_sums, traceless_passes
-from lightning_ga.fit.exactness.training import Again, TrainingExactness, is_inexact
+from lightning_ga.fit.exactness.training import Again, is_inexact
 from lightning_ga.fit.parts import Part
 from lightning_ga.fit.training_data import TrainingData
 from lightning_ga.loading.reader import BatchSlices
 from lightning_ga.memory.oom import attempt, is_out_of_memory
-from lightning_ga.plan.config import Options
 from lightning_ga.plan.exactness import LEFT_OUT, Exactness
 from lightning_ga.snapshot.checksums import differ
 
@@ -33,12 +32,9 @@ FREE, SHARE = 20 * COST, 2e-3  # passes that measurements may take: so many, and
 class LaterChecks:
     """Looks at a training before and after its micro-batches."""
 
-    def __init__(
-        self, trainer: Any, options: Options, engine: Engine, data: TrainingData, exactness: TrainingExactness
-    ) -> None:
-        self._trainer, self._engine, self._data, self._exactness = trainer, engine, data, exactness
-        self.are_made = options.verify and not agreement.is_sharded(trainer)
-        self._count = options.normalize if callable(options.normalize) else None
+    def __init__(self, trainer: Any, engine: Engine, data: TrainingData, *, wanted: bool) -> None:
+        self._trainer, self._engine, self._data, self._exactness = trainer, engine, data, data.exactness
+        self._are_made = wanted and not agreement.is_sharded(trainer)
         self._passes = self._spent = 0  # of training so far, and of measurements
         self._looks = LOOKS  # that are left
         self._before: dict[str, float | None] = {}
@@ -50,7 +46,7 @@ class LaterChecks:
         """Look before a micro-batch at the model and at the samples, and measure the micro-batch if it is time to."""
         self._passes += 1
         self._on_host = self._engine.move is not None
-        if not self.are_made or not accumulates:
+        if not self._are_made or not accumulates:
             return
         exactness, begins = self._exactness, loops.begins_window(self._trainer)
         if self._looks > 0 and self._trainer.accumulate_grad_batches > 1:
@@ -67,13 +63,13 @@ class LaterChecks:
 
     def found_left_out(self) -> None:
         """Learn that the step returned ``None`` for some passes of a window."""
-        if self.are_made:
+        if self._are_made:
             verdict = Exactness(None, rounding(self._trainer), "stateful", reason=LEFT_OUT)
             self._exactness.found(Again(verdict), is_told=False)
 
     def keep(self, batch: Any) -> None:
         """Keep a micro-batch in which memory has run out until all hooks of it have run: it is measured then."""
-        if self.are_made and not is_inexact(self._exactness.splitting):
+        if self._are_made and not is_inexact(self._exactness.splitting):
             self._kept = attempt(self._slices, _any_error, batch).result
 
     def measure_kept(self) -> bool:
@@ -115,7 +111,7 @@ class LaterChecks:
         trainer, source, on_device = self._trainer, self._data.source, not self._on_host
         reader, tolerance = self._engine.reader("training"), AGAIN * rounding(trainer)
         with self._engine.suspended(), traceless_passes(trainer, plain=True, begins=False) as passes:
-            check = ExactnessCheck(source, reader, passes, self._count, tolerance, again=True)
+            check = ExactnessCheck(source, reader, passes, self._exactness.count, tolerance, again=True)
             batch = slices.take(0, size)
             batch_pass = passes.run([batch], seed=0, on_device=on_device)
             matters = check.which_matter(batch_pass, batch, self._exactness.suspects, on_device=on_device)

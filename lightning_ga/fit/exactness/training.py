@@ -12,8 +12,15 @@ from lightning_ga.fit.exactness.measure import measure_exactness
 from lightning_ga.loading.reader import BatchReader
 from lightning_ga.loading.training_source import TrainingSource
 from lightning_ga.plan.config import Options
-from lightning_ga.plan.exactness import INEXACT, Exactness, both, found_to_change, uncuttable
-from lightning_ga.plan.exactness import splitting_sentence as sentence_on_splitting
+from lightning_ga.plan.exactness import (
+    INEXACT,
+    SAME_RESULT,
+    Exactness,
+    both,
+    found_to_change,
+    splitting_sentence,
+    uncuttable,
+)
 from lightning_ga.plan.planned_device import current_device
 
 
@@ -30,11 +37,13 @@ class TrainingExactness:
 
     def __init__(self, trainer: Any, options: Options) -> None:
         self._trainer, self._options = trainer, options
+        self.count = options.normalize if callable(options.normalize) else None  # of the items of a batch
         self.training: Exactness | None = None  # the verdict on the micro-batches of training
         self.splitting: Exactness | None = None  # the verdict on batches that are cut in the step
         self._changing: set[str] = set()  # names of what the step was seen to change
         self.kinds: set[Any] = set()  # of samples that were measured
         self.suspects: set[str] = set()  # names of what changed between two passes: whether that matters is not known
+        self._between_pieces: tuple[str, ...] = ()  # names of what changes between the pieces of a batch
         self._harmless: set[str] = set()  # names of what changed, and no gradient depends on
         self._user_knows = False  # that accumulation is not exact, if it is not
 
@@ -53,9 +62,8 @@ class TrainingExactness:
         """Measure exactness at the begin of an epoch, in passes of at most ``limit`` samples, if that is wanted."""
         if not self._options.verify or current_device() is not None:
             return
-        count = self._options.normalize if callable(self._options.normalize) else None
         try:
-            measured = measure_exactness(self._trainer, source, reader, count, epoch=epoch, limit=limit)
+            measured = measure_exactness(self._trainer, source, reader, self.count, epoch=epoch, limit=limit)
         except LayoutError as why:
             measured = both(uncuttable(rounding(self._trainer), str(why)))
         self.training, self.splitting = measured.training, measured.splitting
@@ -67,9 +75,10 @@ class TrainingExactness:
         """Note that not all passes of a window met the same model; whether that matters is measured."""
         self.suspects.update(name for name in names if name not in self._harmless)
 
-    def is_harmless(self, name: str) -> bool:
-        """Return whether it was measured that no gradient depends on a tensor."""
-        return name in self._harmless
+    def found_between_pieces(self, names: tuple[str, ...]) -> None:
+        """Note what changes between the pieces of a batch, which is told."""
+        self._between_pieces = names
+        self.found_changed(names)
 
     def found(self, again: Again, *, is_told: bool) -> None:
         """Learn from a measurement on a micro-batch of training, and tell what is wrong unless it is told already."""
@@ -97,11 +106,15 @@ class TrainingExactness:
             return None
         return f"Accumulation is not exact for this model, {verdict}."
 
-    def splitting_sentence(self, changing: tuple[str, ...]) -> str:
-        """Say whether a batch in parts has the gradient of the whole, if passes were seen to change tensors."""
+    def sentence_on_pieces(self, hooked: str | None) -> str:
+        """Say whether a batch in pieces has the gradient of the whole, if a hook had changed a tensor before."""
         self._user_knows |= is_inexact(self.splitting)
-        harmful = tuple(name for name in changing if name not in self._harmless)
-        return sentence_on_splitting(found_to_change(self.splitting, harmful))
+        harmful = tuple(name for name in self._between_pieces if name not in self._harmless)
+        verdict = splitting_sentence(found_to_change(self.splitting, harmful))
+        if hooked is None or hooked in self._harmless:
+            return verdict
+        sentence = f"A hook had changed {hooked} since the window began; the result may depend on it."
+        return sentence if verdict == SAME_RESULT else f"{verdict} {sentence}"
 
 
 def is_inexact(verdict: Exactness | None) -> bool:
