@@ -159,7 +159,7 @@ class TrainingWindow(Window):
         self._begin_reduction(is_last=is_last)
         result = run_window(self._engine, self, begins=begins)
         if (self._watches_callbacks or self._module_has_hooks_between) and self.savepoint.is_taken and not is_last:
-            self.savepoint.note_batch()
+            self.savepoint.note_batch(always=self._module_has_hooks_between)
         self._finish(result)
         return result
 

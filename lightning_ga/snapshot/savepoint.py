@@ -7,6 +7,7 @@ lists are not copied: the versions of some of them tell whether they have change
 """
 
 import copy
+import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import chain
@@ -33,7 +34,8 @@ from lightning_ga.snapshot.random_numbers import (
 _CONTAINERS = (deque, dict, set)
 _FEW = 64  # entries of a container that is copied
 _DEEP = 1  # containers in containers that are copied
-_LOOKED_AT = 64  # tensors and parts, spread over the module, that are looked at once a window
+_LOOKED_AT = 32  # tensors and parts, spread over the module, that are looked at once a window
+_NOTED = 8  # windows without a change after which versions are not read after each batch
 _TRAINS, _MODE = attrgetter("requires_grad"), attrgetter("training")
 
 
@@ -47,6 +49,7 @@ class Savepoint:
 
     def __init__(self, module: Module, changing: Collection[str] = ()) -> None:
         self._module, self._changing = module, set(changing)
+        self._to_note = _NOTED  # windows in which versions are read after each batch, too
         self._look()
 
     def _look(self) -> None:
@@ -72,7 +75,7 @@ class Savepoint:
         self._named = [*named.values()]
         self._watched = [pair for key, pair in named.items() if key not in copied]
         self._uncopied = [tensor for _, tensor in _spread(self._watched)]
-        self._seen = [*self._uncopied, *self._copied]
+        self._seen = [*self._uncopied, *_spread(self._copied)]
         self._some_weights, self._some_parts = _spread(self._weights), _spread(self._parts)
         self._read_flags()
         self._start = _Values(self._copied)
@@ -101,7 +104,8 @@ class Savepoint:
         self.changed_by_hooks: str | None = None
         self._noted: tuple[Any, ...] = ()
         self._read(self._start)
-        self._versions = versions(self._uncopied)
+        self._versions, self._lengths = self._summary()
+        self._to_note = max(0, self._to_note - 1)
         self.is_taken = True
 
     def forget(self) -> None:
@@ -113,19 +117,25 @@ class Savepoint:
         self._marks[number] = _Values(self._copied)
         self._read(self._marks[number])
         self._marks[number].keep_tails(self._start)
-        now, after_batch = versions(self._uncopied), self._noted[0] if self._noted else self._versions
+        if not self._noted:  # a pass or a hook may have changed it
+            return
+        now, after_batch = versions(self._uncopied), self._noted[0]
         for place, (name, _) in enumerate(_spread(self._watched)):
             if now[place] != after_batch[place]:  # by a hook: no pass may change it, and no copy is made
                 self._versions[place] = now[place]
                 self.changed_by_hooks = self.changed_by_hooks or name
 
-    def note_batch(self) -> None:
-        """Note what tensors and containers are like after a batch."""
-        self._noted = self._summary()
+    def note_batch(self, *, always: bool) -> None:
+        """Note what tensors and containers are like after a batch, unless no batch ever changed any."""
+        if always or self._to_note:
+            self._noted = self._summary()
 
     def has_changed(self) -> bool:
-        """Return whether hooks have changed something since ``note_batch``."""
-        return self._summary() != self._noted
+        """Return whether hooks may have changed something since the last batch: nothing else has, or was noted."""
+        now, start = self._summary(), (self._versions, self._lengths)
+        if now != start:
+            self._to_note = sys.maxsize
+        return now != (self._noted or start)
 
     def _summary(self) -> tuple[Any, ...]:
         return versions(self._seen), [*map(len, self._start.gathered)]
@@ -141,7 +151,7 @@ class Savepoint:
         zero()
         changed = [each for each, was, now in zip(self._copied, before, versions(self._copied)) if was != now]
         self.changed_by_hooks = self.changed_by_hooks or self._first_changed()
-        self._versions = versions(self._uncopied)
+        self._versions = versions(self._seen)
         if changed:
             self._zeroed = SmallCopies(changed)
             self._zeroed.take()
@@ -174,7 +184,7 @@ class Savepoint:
 
     def _first_changed(self) -> str | None:
         now = versions(self._uncopied)
-        if now == self._versions:
+        if now == self._versions[: len(now)]:
             return None
         pairs = zip(_spread(self._watched), self._versions, now)
         return next(str(name) for (name, _), was, is_now in pairs if was != is_now)
@@ -238,9 +248,7 @@ class _Values:
 
     def read_attributes(self, module: Module) -> None:
         """Remember plain attributes: tensors, and containers of anything but numbers."""
-        own = vars(module)
-        self._names = set(own)
-        self._numbers = _numbers(own)
+        own = self._own = dict(vars(module))
         self.attributes = {n: value for n, value in own.items() if n not in LIGHTNINGS_OWN and _is_gathered(value)}
         self.gathered = [value for value in self.attributes.values() if isinstance(value, (list, *_CONTAINERS))]
         self._contents: list[tuple[Any, Any]] = []
@@ -282,10 +290,10 @@ class _Values:
     @torch.no_grad()
     def write_attributes(self, own: dict[str, Any]) -> None:
         """Put them back. Numbers stay, as what counts attempts goes on counting, but for one that became a tensor."""
-        for name in [name for name in own if name not in self._names and _is_gathered(own[name])]:
+        for name in [name for name in own if name not in self._own and _is_gathered(own[name])]:
             del own[name]
         own.update(self.attributes)
-        own.update({name: number for name, number in self._numbers.items() if _is_gathered(own.get(name))})
+        own.update({name: number for name, number in _numbers(self._own).items() if _is_gathered(own.get(name))})
         for container, content in self._contents:
             refill(container, content)
         for listed, length, tail in self._lists.values():

@@ -159,7 +159,7 @@ def test_hooks_between_batches_have_run_once() -> None:
     savepoint = Savepoint(module)
     savepoint.take()
     module.outputs.append(torch.ones(1))  # by the first batch
-    savepoint.note_batch()
+    savepoint.note_batch(always=True)
     assert not savepoint.has_changed()
     module.place += 5
     module.history["losses"].append(torch.ones(1))
@@ -179,6 +179,7 @@ def test_weights_that_hooks_change_between_batches_are_told() -> None:
     module = Net()
     savepoint = Savepoint(module)
     savepoint.take()
+    savepoint.note_batch(always=True)
     with torch.no_grad():
         module.teacher.weight.mul_(0.9)
     savepoint.mark(1)
