@@ -146,7 +146,8 @@ class Fit:
             expected = samples = self._data.count(batch, chunk, self._reader, on_host=on_host)
             self.gradients.weigh(batch, chunk, index, sharded_ranks=source.sharded_ranks, samples=samples)
         self._data.note(index, expected)
-        self._later.look(batch, accumulates=self._accumulates)
+        if self._later.are_made:
+            self._later.look(batch, accumulates=self._accumulates)
         if self._frequencies:
             intervals.step_schedulers_when_due(self.trainer, self._frequencies, chunk.window)
 

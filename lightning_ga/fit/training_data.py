@@ -109,7 +109,7 @@ class TrainingData(StageBatches):
 
     def note(self, number: int, samples: int | None) -> None:
         """Keep the samples that a batch should hold, if they are known; forget those of the window before."""
-        if loops.begins_window(self._trainer):
+        if number % self._trainer.accumulate_grad_batches == 0:
             self._expected.clear()
         self._expected[number] = samples
 

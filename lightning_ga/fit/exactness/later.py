@@ -34,7 +34,7 @@ class LaterChecks:
 
     def __init__(self, trainer: Any, engine: Engine, data: TrainingData, *, wanted: bool) -> None:
         self._trainer, self._engine, self._data, self._exactness = trainer, engine, data, data.exactness
-        self._are_made = wanted and not agreement.is_sharded(trainer)
+        self.are_made = wanted and not agreement.is_sharded(trainer)  # whether anything is looked at or measured
         self._passes = self._spent = 0  # of training so far, and of measurements
         self._looks = LOOKS  # that are left
         self._before: dict[str, float | None] = {}
@@ -46,7 +46,7 @@ class LaterChecks:
         """Look before a micro-batch at the model and at the samples, and measure the micro-batch if it is time to."""
         self._passes += 1
         self._on_host = self._engine.move is not None
-        if not self._are_made or not accumulates:
+        if not accumulates:
             return
         exactness, begins = self._exactness, loops.begins_window(self._trainer)
         if self._looks > 0 and self._trainer.accumulate_grad_batches > 1:
@@ -63,13 +63,13 @@ class LaterChecks:
 
     def found_left_out(self) -> None:
         """Learn that the step returned ``None`` for some passes of a window."""
-        if self._are_made:
+        if self.are_made:
             verdict = Exactness(None, rounding(self._trainer), "stateful", reason=LEFT_OUT)
             self._exactness.found(Again(verdict), is_told=False)
 
     def keep(self, batch: Any) -> None:
         """Keep a micro-batch in which memory has run out until all hooks of it have run: it is measured then."""
-        if self._are_made and not is_inexact(self._exactness.splitting):
+        if self.are_made and not is_inexact(self._exactness.splitting):
             self._kept = attempt(self._slices, _any_error, batch).result
 
     def measure_kept(self) -> bool:
