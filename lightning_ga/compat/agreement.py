@@ -27,6 +27,14 @@ def sum_over_ranks(trainer: Any, value: float) -> float:
     return float(_reduced(trainer, torch.tensor(value, dtype=torch.float64), "sum"))
 
 
+def of_all_ranks(trainer: Any, value: Any) -> list[Any]:
+    """Return what each rank gives."""
+    found = [value] * int(trainer.world_size)
+    if is_distributed(trainer):
+        dist.all_gather_object(found, value)
+    return found
+
+
 def is_distributed(trainer: Any) -> bool:
     """Return whether gradients are averaged over several ranks."""
     return int(trainer.world_size) > 1

@@ -132,6 +132,8 @@ def enter_trial(trainer: Any, *, begins: bool = True) -> None:
     trainer._loggers = [patching.sibling(trainer, "loggers.logger").DummyLogger() for _ in trainer._loggers]
     trainer.profiler = patching.sibling(trainer, "profilers").PassThroughProfiler()
     loop._results = type(loop._results)(training=True)
+    log = loop._results.log  # ranks run different numbers of passes: what they log is not exchanged
+    vars(loop._results)["log"] = lambda *given, **settings: log(*given, **{**settings, "sync_dist": False})
     loop.batch_progress.is_last_batch = False
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     if scaler is not None and scaler.is_enabled():  # a low copy, so that no step is skipped: optimizer state must exist

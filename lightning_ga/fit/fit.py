@@ -174,6 +174,8 @@ class Fit:
     def check_epoch(self) -> None:
         """Refuse a loader whose own ``__iter__`` has ended the epoch early: its windows are not those planned."""
         self._tell_of_errors()
+        if self._later.are_made:
+            self.exactness.learn_from_ranks()
         checks.check_factor(self.trainer, self._fed.factor)
         done, planned = loops.batches_processed(self.trainer), self.source.length
         if planned is None or done >= planned or not dataloaders.ran_out(self.trainer):

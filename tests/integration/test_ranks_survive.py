@@ -247,6 +247,16 @@ def test_ranks_on_unequal_hosts_resume_together(tmp_path: Path) -> None:
     assert len({record["plan"] for record in (*records["same"], *records["other"])}) == 1
 
 
+def test_what_one_rank_finds_while_it_trains_is_told_by_the_first(tmp_path: Path) -> None:
+    """Only the samples of the second show that the loss couples them."""
+    wanted = {"accumulate": {**LOADER, "verify": True}, "task": {"parts": ["late"]}}
+    scenarios = {"loader": scenario(**wanted), "step": scenario(**{**wanted, "accumulate": {**STEP, "verify": True}})}
+    for first, second in run(tmp_path, scenarios, 2).values():
+        assert first["cause"] == second["cause"] == "coupled"
+        assert ["Accumulation is not exact for this training" in text for text in first["told"]] == [True]
+        assert not second["told"]
+
+
 def test_half_precision_parameters(tmp_path: Path) -> None:
     """Sums in float32 on ranks that run pieces and on those that do not; one micro-batch a window, and several."""
     whole = {"effective_batch_size": 24, "micro_batch_size": 12}

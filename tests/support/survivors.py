@@ -19,7 +19,7 @@ from reference import FEATURES, Samples, network, quiet_trainer
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-from lightning_ga import AutoAccumulate
+from lightning_ga import AutoAccumulate, ExactnessWarning
 
 Run = Callable[[dict[str, Any]], dict[str, Any]]
 
@@ -30,7 +30,8 @@ class Task(pl.LightningModule):
     Args:
         parts: Of ``unused`` (a layer that no sample uses, and one that some do), ``sparse`` (an embedding with sparse
             gradients), ``buffers`` (BatchNorm, without a say in the loss, and a counter), ``twice`` (a layer whose
-            gradients a backward pass adds to twice).
+            gradients a backward pass adds to twice), ``late`` (a term of the last rank that couples samples after some
+            steps).
         faults: Epoch, index of the batch, phase (``forward``, ``backward`` or ``late``) and how often.
         most: Samples above which validation runs out of memory.
         gathers: Whether a step asks other ranks for their loss.
@@ -82,7 +83,8 @@ class Task(pl.LightningModule):
             self.seen += len(inputs)
         self.fail("forward")
         self.error(predicted, targets)
-        return (predicted - targets).square().mean()
+        couples = "late" in self.parts and self.global_rank == self.trainer.world_size - 1 and self.global_step >= 3
+        return (predicted - targets).square().mean() + (predicted.var() if couples else 0.0)
 
     def fail_in_backward(self, tensor: torch.Tensor, phase: str) -> None:
         if self._trainer is not None and tensor.requires_grad:
@@ -198,6 +200,8 @@ def run(scenario: dict[str, Any]) -> dict[str, Any]:
         if "operations" in scenario:
             around.enter_context(last.faults)
         sent = around.enter_context(noted_exchanges())
+        told = around.enter_context(warnings.catch_warnings(record=True))
+        warnings.simplefilter("always", ExactnessWarning)
         trainer.fit(module, loader, *validation.values(), ckpt_path=scenario.get("resume"))
     if "save" in scenario:
         trainer.save_checkpoint(scenario["save"])
@@ -216,6 +220,8 @@ def run(scenario: dict[str, Any]) -> dict[str, Any]:
         "after_backward": list(module.after_backward.values()),
         "operations": last.faults.count,
         "sent": sent,
+        "cause": callback.exactness.cause if callback.exactness else None,
+        "told": [str(each.message) for each in told if issubclass(each.category, ExactnessWarning)],
     }
 
 

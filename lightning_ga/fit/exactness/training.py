@@ -6,6 +6,7 @@ from typing import Any
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_ga.batch.layout import LayoutError
+from lightning_ga.compat import agreement
 from lightning_ga.errors import ExactnessWarning
 from lightning_ga.fit.exactness.arithmetic import rounding
 from lightning_ga.fit.exactness.measure import measure_exactness
@@ -84,6 +85,15 @@ class TrainingExactness:
         """Learn from a measurement on a micro-batch of training, and tell what is wrong unless it is told already."""
         self._harmless.update(self.suspects.difference(again.matters))
         self.suspects.clear()
+        self._learn(again, is_told=is_told)
+
+    def learn_from_ranks(self) -> None:
+        """Learn what other ranks have found on samples of theirs, since it is the first rank that tells."""
+        for verdict in agreement.of_all_ranks(self._trainer, self.training):
+            if is_inexact(verdict):
+                self._learn(Again(verdict), is_told=False)
+
+    def _learn(self, again: Again, *, is_told: bool) -> None:
         before = self.training
         self.training = _after(self.training, again)
         self.splitting = _after(self.splitting, again)
