@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import cached_property
 from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
@@ -163,7 +164,7 @@ class Fit:
             self._later.found_left_out()
 
     def advance(self, batch: Any) -> None:
-        """Keep the place after a micro-batch, lower the limit if the allocator struggles, and say what has shown."""
+        """Keep the place after a micro-batch, and the micro-batch itself if memory has run out in it."""
         window_is_over = self.oom_handler.end_batch()
         self._progress.advance(self.source, window_is_over=window_is_over)
         if window_is_over:
@@ -272,7 +273,7 @@ class Fit:
 
     # --- samples -------------------------------------------------------------------------------
 
-    @property
+    @cached_property
     def _reader(self) -> BatchReader:
         """Counts and cuts the batches of training."""
         return self._engine.reader("training")

@@ -7,10 +7,12 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_ga.fit.log_buffer import LogBuffer
 from lightning_ga.loading.reader import BatchReader, BatchSource, CollatedAgain
 from lightning_ga.snapshot.savepoint import Savepoint
 
 Move = Callable[[Any], Any]
+_NOTHING = LogBuffer()
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,7 @@ class BatchResult:
     results: Sequence[Any]  # what the pieces returned; one result of a batch that ran whole
     sizes: Sequence[int] = ()  # samples of each piece; empty for a batch that ran whole
     weights: Sequence[float] = ()  # what each weighs in means
+    logs: LogBuffer = _NOTHING  # what they have logged
 
 
 class Window(ABC):

@@ -108,9 +108,8 @@ class WindowRun:
             if outcome.failure is None:
                 break
             self._failure = outcome.failure
-        result: BatchResult = outcome.result[0]
-        logs: LogBuffer = outcome.result[1]
-        logs.replay(self._tap.log, engine.retry_once)
+        result: BatchResult = outcome.result
+        result.logs.replay(self._tap.log, engine.retry_once)
         if self._refused:
             self._report(result)
         return result
@@ -135,19 +134,18 @@ class WindowRun:
         if window.savepoint.is_taken:
             self._plain = window.savepoint.not_put_back(window.gradients_left())
 
-    def _run_parts(self, slices: BatchSlices) -> tuple[BatchResult, LogBuffer]:
+    def _run_parts(self, slices: BatchSlices) -> BatchResult:
         """Run the batches of the window; those before the last log again only if they are evaluated again."""
-        window, logs = self._window, LogBuffer()
+        window = self._window
         if self._takes and not window.savepoint.is_taken:
             window.savepoint.take()
         if self._failure is not None or self._all_parts:
             for number, part in enumerate(window.parts[:-1]):
                 self._run_again(part)
                 window.savepoint.go_on(number + 1)
-        with self._tap.held(logs.note):
-            result = self._run_pieces(self._last, slices, logs)
+        result = self._run_pieces(self._last, slices)
         window.savepoint.go_on(len(window.parts))
-        return result, logs
+        return result
 
     def _run_again(self, part: Part) -> None:
         """Run a batch of the window once more, from the host; afterwards no more of it is kept than before."""
@@ -159,12 +157,10 @@ class WindowRun:
         try:
             if part.move is not None and engine.moves_whole(self._stage):
                 part.batch, part.move = engine.move_whole(self._stage, part.move, part.batch), None
-            logs = LogBuffer()
-            with self._tap.held(logs.note):
-                self._run_pieces(part, self._slices(part), logs)
+            result = self._run_pieces(part, self._slices(part))
             if self._failure is None and self._tap.results is not None:
                 with self._tap.of_batch(part.batch):
-                    logs.replay(self._tap.log)
+                    result.logs.replay(self._tap.log)
         finally:
             part.batch, part.move = kept, move
 
@@ -208,15 +204,16 @@ class WindowRun:
         limit = self._engine.limit(self._stage)
         return min([2**31 if limit is None else limit, *((size + 1) // 2 for size in self._refused)])
 
-    def _run_pieces(self, part: Part, slices: BatchSlices, logs: LogBuffer) -> BatchResult:
-        """Run a batch in pieces of near-equal size."""
+    def _run_pieces(self, part: Part, slices: BatchSlices) -> BatchResult:
+        """Run a batch in pieces of near-equal size, and hold back what they log."""
         engine, window, samples = self._engine, self._window, slices.samples
         pieces = self._pieces if part is self._last and not self._refused else 0
         sizes: Sequence[int] = plan_accumulation(samples, micro_batch=self._most).chunks[0]
         sizes = split_evenly(samples, pieces) if len(sizes) <= pieces <= samples else sizes
-        exchanged = engine.collectives()
+        exchanged, logs = engine.collectives(), LogBuffer()
         results, weights = [], []
-        with whole_batch_metrics(window.savepoint.metrics, lambda: self._running / samples):
+        metrics = whole_batch_metrics(window.savepoint.metrics, lambda: self._running / samples)
+        with self._tap.held(logs.note), metrics:
             for piece in even_pieces(sizes):
                 self._running = piece.samples
                 cut = self._cut = slices.take(piece.start, piece.stop)
@@ -229,7 +226,7 @@ class WindowRun:
                     engine.lockstep.add(self._stage)
                     engine.raise_if_others_wait(self._stage, self._failure)
         self._skips |= len({result is None for result in results}) > 1
-        return BatchResult(results, sizes, weights)
+        return BatchResult(results, sizes, weights, logs)
 
     def _run_piece(self, part: Part, batch: Any, piece: Piece, weight: float) -> Any:
         """Run a piece; an error of the user's code tells which samples ran."""

@@ -40,31 +40,21 @@ class Passes:
 
 @contextmanager
 def traceless_passes(trainer: Any, *, plain: bool, begins: bool = True) -> Iterator["PassRunner"]:
-    """Return a context in which passes run without dropout, and with exact arithmetic; all state is restored.
-
-    If training ``begins``, the trained weights are moved a little beforehand, as a first step would move them: so a
-    teacher that starts as a copy of its student is seen to follow it.
-    """
+    """Return a context in which passes run without dropout, and with exact arithmetic; all state is restored."""
     with isolated(trainer, begins=begins) as restore, exact_arithmetic(trainer, plain=plain), WithoutDropout():
-
-        def restart() -> None:
-            restore()
-            stop_dropping(trainer.lightning_module)
-            if begins:  # copies of a weight (averages) move apart from it
-                _move(p for p in trainer.lightning_module.parameters() if p.requires_grad)
-
-        yield PassRunner(trainer, restart)
+        yield PassRunner(trainer, restore, begins=begins)
 
 
 class PassRunner:
-    """Runs micro-batches, each time from the state that ``restart`` puts back.
+    """Runs micro-batches, each time from the state that ``restore`` puts back.
 
     Between the micro-batches of a run no state is restored: state that the step keeps (a queue, a teacher that follows
-    its student) changes as in training.
+    its student) changes as in training. If training ``begins``, the trained weights are moved a little beforehand, as a
+    first step would move them: so a teacher that starts as a copy of its student is seen to follow it.
     """
 
-    def __init__(self, trainer: Any, restart: Callable[[], None]) -> None:
-        self.trainer, self._restart = trainer, restart
+    def __init__(self, trainer: Any, restore: Callable[[], None], *, begins: bool) -> None:
+        self.trainer, self._restore, self._begins = trainer, restore, begins
         self.transfer = BatchTransfer(trainer)
         self.steps = 0  # micro-batches so far
 
@@ -91,9 +81,8 @@ class PassRunner:
         """
         module = self.trainer.lightning_module
         self._begin(seed)
-        tensors = named_state(module) if keep or moved else {}
-        _move(tensors[name] for name in moved)
-        kept = [[tensors[name].detach().to("cpu", copy=True) for name in keep]]
+        _move(_named(module, moved))
+        kept = _copies(_named(module, keep))
         before, random_state = state_sums(module), RandomState()
         generators = [(generator, generator_state(generator)) for generator in generators_of(module)]
         states: list[Sums] = []
@@ -118,19 +107,20 @@ class PassRunner:
                 gradient_dtype.widen(module.parameters())
             gradients.append(_gradients(module))
         self.steps += len(batches)
-        tensors = named_state(module) if keep else {}
-        kept.append([tensors[name].detach().to("cpu", copy=True) for name in keep])
         return Passes(
             gradients,
             changed=_changed(before, state_sums(module)),
             changed_in_step=_changed(*states[:2]),
             draws=not random_state.is_current() or have_moved(generators),
             states=tuple(states[1::2]),
-            kept=tuple(kept),
+            kept=(kept, _copies(_named(module, keep))),
         )
 
     def _begin(self, seed: int) -> None:
-        self._restart()
+        self._restore()
+        stop_dropping(self.trainer.lightning_module)
+        if self._begins:  # copies of a weight (averages) move apart from it
+            _move(p for p in self.trainer.lightning_module.parameters() if p.requires_grad)
         reseed(seed, generators_of(self.trainer.lightning_module))
 
 
@@ -148,6 +138,11 @@ def named_state(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     passed_by = {id(buffer) for part in parts for buffer in part.buffers(recurse=False)}
     named = {name: buffer for name, buffer in module.named_buffers() if id(buffer) not in passed_by}
     return named | dict(module.named_parameters())
+
+
+def _named(module: torch.nn.Module, names: Collection[str]) -> list[torch.Tensor]:
+    named = named_state(module) if names else {}
+    return [named[name] for name in names]
 
 
 def state_sums(module: torch.nn.Module) -> Sums:
@@ -179,6 +174,10 @@ def _move(tensors: Iterable[torch.Tensor]) -> None:
 def _gradients(module: torch.nn.Module) -> Gradient:
     """Return copies of the gradients on the host, zeros if there is none."""
     trained = (parameter for parameter in module.parameters() if parameter.requires_grad)
-    gradients = (torch.zeros_like(p, device="cpu") if p.grad is None else p.grad.detach() for p in trained)
+    gradients = (torch.zeros_like(p, device="cpu") if p.grad is None else p.grad for p in trained)
     with uncounted():
-        return [(g.coalesce() if g.is_sparse else g).to("cpu", copy=True) for g in gradients]
+        return _copies(g.coalesce() if g.is_sparse else g for g in gradients)
+
+
+def _copies(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    return [tensor.detach().to("cpu", copy=True) for tensor in tensors]
