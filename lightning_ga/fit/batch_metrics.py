@@ -6,7 +6,7 @@ separately, piece by piece, and the value is computed from it at the end of the 
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ from torchmetrics import MeanMetric, Metric
 from torchmetrics.metric import CompositionalMetric
 from torchmetrics.wrappers.abstract import WrapperMetric
 
+from lightning_ga.compat.patching import shadowed
 from lightning_ga.snapshot.metrics import beside_states, metric_state, set_metric_state
 
 
@@ -25,25 +26,18 @@ def whole_batch_metrics(metrics: Sequence[Metric], share: Callable[[], float]) -
 
     A mean of losses weighs the current piece by its ``share`` of the batch, of one.
     """
-    updates = [(metric, vars(metric)["update"]) for metric in metrics if isinstance(metric, MeanMetric)]
-    for mean, update in updates:
-        vars(mean)["update"] = partial(_weighted, update, share)
     wrappers = [metric for metric in metrics if isinstance(metric, WrapperMetric)]
     within = {id(part) for wrapper in wrappers for part in wrapper.modules() if part is not wrapper}
     apart = (WrapperMetric, CompositionalMetric)
-    batches: list[_BatchOf] = []
-    try:
-        for metric in metrics:
-            if id(metric) not in within and not isinstance(metric, apart):
-                batches.append(_BatchOf(metric))
+    with ExitStack() as shadows:
+        for mean in [metric for metric in metrics if isinstance(metric, MeanMetric)]:
+            shadows.enter_context(shadowed(mean, "update", partial(_weighted, mean.update, share)))
+        batches = [_BatchOf(each) for each in metrics if id(each) not in within and not isinstance(each, apart)]
+        for batch in batches:
+            shadows.enter_context(shadowed(batch.metric, "forward", batch))
         yield
         for batch in batches:
             batch.close()
-    finally:
-        for batch in reversed(batches):
-            batch.release()
-        for mean, update in updates:
-            vars(mean)["update"] = update
 
 
 def _weighted(update: Callable[..., Any], share: Callable[[], float], value: Any, *weight: Any, **named: Any) -> Any:
@@ -58,17 +52,16 @@ class _BatchOf:
     """Replaces a metric's ``forward`` while one batch runs."""
 
     def __init__(self, metric: Metric) -> None:
-        self._metric = metric
+        self.metric = metric
         self._forward: Callable[..., Any] = metric.forward
         self._before = metric_state(metric)
         self._first: int = metric._update_count
         self._state: dict[str, Any] = {}  # of the batch so far
         self._count = -1  # the metric's updates after the last piece, which tell whether the user's code has reset it
-        vars(metric)["forward"] = self
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         """Run ``forward`` on a piece and return the piece's value to the user's code."""
-        metric, seen, count = self._metric, metric_state(self._metric), self._metric._update_count
+        metric, seen, count = self.metric, metric_state(self.metric), self.metric._update_count
         if count < self._first:  # the user's code has reset the metric
             self._before, self._first = seen, count
         if count == self._count:
@@ -94,20 +87,16 @@ class _BatchOf:
 
     def close(self) -> None:
         """End the batch: the metric counts one update, and shows the batch's value."""
-        metric = self._metric
+        metric = self.metric
         if metric._update_count == self._count:
             metric._forward_cache = self._value()
         if metric._update_count > self._first:
             metric._update_count = self._first + 1
 
-    def release(self) -> None:
-        """Restore the metric's own ``forward``."""
-        vars(self._metric).pop("forward", None)
-
     @torch.no_grad()
     def _value(self) -> Any:
         """Compute the metric from the state of the batch alone."""
-        metric, seen = self._metric, metric_state(self._metric)
+        metric, seen = self.metric, metric_state(self.metric)
         to_sync, metric._to_sync = metric._to_sync, metric.dist_sync_on_step
         try:
             set_metric_state(metric, {**self._state, "_computed": None})

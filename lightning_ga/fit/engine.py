@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_ga.compat import agreement, log_capture, loops, ranks, transfer
 from lightning_ga.compat.reduction import GradientReducer
-from lightning_ga.fit.messages import OomEvent, OomReporter, OutOfMemory, fewer_samples_than_ranks, of_rank
+from lightning_ga.fit.messages import OomEvent, OomReporter, OutOfMemory, fewer_samples_than_ranks
 from lightning_ga.fit.parts import Move, Part, StageBatches
 from lightning_ga.fit.retry_policy import Ranks
 from lightning_ga.loading.reader import BatchReader, BatchSlices
@@ -116,7 +116,7 @@ class Engine:
             return agreed
         if stage not in self.lockstep:
             return pieces
-        raise of_rank(fewer_samples_than_ranks(agreed, samples), self.trainer.world_size)
+        raise fewer_samples_than_ranks(agreed, samples)
 
     def finish(self, stage: str) -> None:
         """Forget a batch that has run."""

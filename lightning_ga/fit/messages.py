@@ -149,9 +149,9 @@ def in_the_update(memory: str) -> str:
     )
 
 
-def fewer_samples_than_ranks(pieces: int, samples: int) -> UserError:
+def fewer_samples_than_ranks(pieces: int, samples: int) -> RankError:
     """Return the error for a rank with too few samples to run the pieces in which the others wait for it."""
-    return UserError(
+    return RankError(
         f"A rank with {samples} samples cannot run {pieces} pieces as others do, and they would wait for it: use "
         'micro_batching="loader", or an effective batch size that the number of ranks divides and drop_last=True.'
     )
