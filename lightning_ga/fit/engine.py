@@ -37,11 +37,10 @@ class Engine:
     def __init__(
         self,
         trainer: Any,
-        *,
-        retries: bool,
         reporter: OomReporter,
         training: StageBatches | None,
         evaluation: StageBatches,
+        retries: bool,
     ) -> None:
         self.trainer, self.reporter, self._wanted = trainer, reporter, retries
         self._training, self._evaluation = training, evaluation

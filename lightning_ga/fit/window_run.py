@@ -44,8 +44,8 @@ def run_window(engine: Engine, window: Window, *, begins: bool = True, all_parts
                 held.replay(tap.log, engine.retry_once)
             return BatchResult((outcome.result,))
         failure = outcome.failure
-    run = WindowRun(engine, window, tap, hook, failure, pieces=pieces, takes=takes, all_parts=all_parts)
-    result = run.run()
+        return_to_hook(engine.trainer, hook)
+    result = WindowRun(engine, window, pieces=pieces, takes=takes, all_parts=all_parts).run(failure)
     engine.finish(stage)
     return result
 
@@ -65,21 +65,11 @@ def _run_whole(window: Window, part: Part, tap: LogTap, held: LogBuffer | None, 
 class WindowRun:
     """One run of a window whose last batch does not run whole."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        window: Window,
-        tap: LogTap,
-        hook: str | None,
-        failure: Exception | None,
-        *,
-        pieces: int,
-        takes: bool,
-        all_parts: bool,
-    ) -> None:
-        self._engine, self._window, self._tap, self._hook = engine, window, tap, hook
-        self._stage, self._last, self._batches = window.stage, window.parts[-1], engine.batches(window.stage)
-        self._failure = failure  # of the last pass that ran out of memory, if there was one
+    def __init__(self, engine: Engine, window: Window, *, pieces: int, takes: bool, all_parts: bool) -> None:
+        self._engine, self._window, self._stage, self._last = engine, window, window.stage, window.parts[-1]
+        self._tap, self._batches = engine.tap(self._stage), engine.batches(self._stage)
+        self._hook = current_hook(engine.trainer)
+        self._failure: Exception | None = None  # of the last pass that ran out of memory
         self._pieces = pieces  # in how many the last batch runs at first
         self._takes = takes  # whether the window begins with this run, so that its state is to be kept
         self._all_parts = all_parts  # whether all its batches are to run, though none has failed
@@ -90,9 +80,9 @@ class WindowRun:
         self._skips = False  # whether a step returned nothing for some pieces of a batch
         self._draws = False  # whether samples that are fetched again are others: their dataset draws random numbers
 
-    def run(self) -> BatchResult:
-        """Run until all goes through, and report the errors that were survived."""
-        engine, last = self._engine, self._last
+    def run(self, failure: Exception | None) -> BatchResult:
+        """Run until all goes through, and report the errors that were survived, that of the whole batch among them."""
+        engine, last, self._failure = self._engine, self._last, failure
         if last.batch is None:  # it was let go, as micro-batches without a sample followed
             last.batch, last.move = self._fetched(last), engine.mover
         if self._failure is not None:
