@@ -35,12 +35,7 @@ class Engine:
     """
 
     def __init__(
-        self,
-        trainer: Any,
-        reporter: OomReporter,
-        training: StageBatches | None,
-        evaluation: StageBatches,
-        retries: bool,
+        self, trainer: Any, reporter: OomReporter, *, retries: bool, training: StageBatches, evaluation: StageBatches
     ) -> None:
         self.trainer, self.reporter, self._wanted = trainer, reporter, retries
         self._training, self._evaluation = training, evaluation
@@ -89,7 +84,7 @@ class Engine:
 
     def batches(self, stage: str) -> StageBatches:
         """Return what is known of the batches of a stage."""
-        return self._training if stage == "training" and self._training is not None else self._evaluation
+        return self._training if stage == "training" else self._evaluation
 
     # --- limits --------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ class OomHandler:
     def __init__(self, trainer: Any, *, retries: bool, reporter: OomReporter, data: TrainingData | None = None) -> None:
         self._trainer, self._retries, self._data = trainer, retries, data
         self.evaluation = batches = EvaluationBatches(trainer)
-        self.engine = Engine(trainer, reporter, data, batches, retries)
+        self.engine = Engine(trainer, reporter, retries=retries, training=data or batches, evaluation=batches)
         self.window: TrainingWindow | None = None
         self._held, self._training_held = ExitStack(), ExitStack()  # what is to be given back, and what after training
         step = partial(evaluate, self.engine, batches)
