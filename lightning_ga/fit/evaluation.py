@@ -67,8 +67,8 @@ def evaluate(engine: Engine, batches: EvaluationBatches, name: str, step: Callab
     window = EvaluatedBatch(engine, stage, batches, lambda batch: step(batch, *others))
     if policy.retries and batches.number == 0:
         window.savepoint.look_again()
-    done = run_window(engine, window)
+    result = run_window(engine, window)
     batches.batch = None
-    if not done.sizes:
-        return done.results[0]
-    return engine.retry_once(lambda: merge_outputs(done.results, done.sizes))
+    if not result.sizes:
+        return result.results[0]
+    return engine.retry_once(lambda: merge_outputs(result.results, result.sizes))

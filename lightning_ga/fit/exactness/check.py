@@ -108,16 +108,16 @@ class ExactnessCheck:
         count: Count | None,
         tolerance: float,
         *,
-        again: bool = False,
+        while_training: bool = False,
     ) -> None:
         self._loader, self._cut_in_step = source.user_loader, source.cut_in_step
         self._reader, self._passes, self._count, self._tolerance = reader, passes, count, tolerance
-        self._again = again  # while training goes on: only what is inexact has to be found
+        self._while_training = while_training  # then only what is inexact has to be found
         self._module = passes.trainer.lightning_module
         is_precise = passes.trainer.strategy.root_device.type == "cpu" and tolerance <= 1e-4
         self._repeated = tolerance / (100 if is_precise else 1)  # largest difference of a repeated step
         # Whether it keeps something that the next step's gradients depend on; ``None`` until that is measured.
-        self._keeps_something = False if again else None
+        self._keeps_something = False if while_training else None
         self._alike: set[str] = set()  # names of state that changed, and for which it was no matter how batches are cut
         self._unlike: set[str] = set()  # and for which it was
         self.changing: set[str] = set()  # names of all that changed, averages that nobody froze among them
@@ -195,14 +195,14 @@ class ExactnessCheck:
         size = norm(batch_pass.gradients[0])
         if not error <= self._tolerance:  # the cause shows in gradients that are not accumulated
             parts = self._run(halves).gradients
-            if self._again and error * size <= self._tolerance * max(map(norm, parts)):
+            if self._while_training and error * size <= self._tolerance * max(map(norm, parts)):
                 error = self._tolerance  # near a minimum those of samples cancel each other, and rounding is left
             else:
                 alone = compare(batch_pass.gradients[0], *parts, weight=weight)
                 changed = changed or (ACCUMULATED if alone.error <= self._tolerance else ())
         if not 0 < size < math.inf:
             return unmeasured(self._tolerance, f"the norm of the gradient is {size}" if size else NO_GRADIENT)
-        is_clear = self._again and alone is None and not changed
+        is_clear = self._while_training and alone is None and not changed
         noise, layers = 0.0 if is_clear else self._noise(batch_pass, halves), batch_norm_layers(self._module)
         measured = Exactness(error, self._tolerance, "exact", layers, micro_steps=self._passes.steps, tensors=changed)
         verdict = judge(measured, alone, noise=noise)

@@ -13,7 +13,7 @@ from lightning_ga.fit.engine import Engine
 from lightning_ga.fit.exactness.arithmetic import rounding
 from lightning_ga.fit.exactness.check import ExactnessCheck, Halves
 from lightning_ga.fit.exactness.passes import state_sums, traceless_passes
-from lightning_ga.fit.exactness.training import Again, is_inexact
+from lightning_ga.fit.exactness.training import Remeasured, is_inexact
 from lightning_ga.fit.parts import Part
 from lightning_ga.fit.training_data import TrainingData
 from lightning_ga.loading.reader import BatchSlices
@@ -65,7 +65,7 @@ class LaterChecks:
         """Learn that the step returned ``None`` for some passes of a window."""
         if self.are_made:
             verdict = Exactness(None, rounding(self._trainer), "stateful", reason=LEFT_OUT)
-            self._exactness.found(Again(verdict), is_told=False)
+            self._exactness.found(Remeasured(verdict), is_told=False)
 
     def keep(self, batch: Any) -> None:
         """Keep a micro-batch in which memory has run out until all hooks of it have run: it is measured then."""
@@ -81,14 +81,14 @@ class LaterChecks:
         """Measure a micro-batch, and tell what is wrong unless it ``is_told`` elsewhere; return whether it was done."""
         exactness = self._exactness
         if "training" in self._engine.lockstep:  # ranks would wait for each other
-            exactness.found(Again(matters=tuple(exactness.suspects)), is_told=is_told)
+            exactness.found(Remeasured(matters=tuple(exactness.suspects)), is_told=is_told)
             return False
         self._looks, self._before = LOOKS, {}
         self._spent += COST
         exactness.found(self._measured(slices, cut=is_told), is_told=is_told)
         return True
 
-    def _measured(self, slices: BatchSlices | None, *, cut: bool) -> Again:
+    def _measured(self, slices: BatchSlices | None, *, cut: bool) -> Remeasured:
         """Run the check on a micro-batch of training, or on some of it if memory is short, and restore all state.
 
         Its parts are other batches of the loop, or pieces if it was ``cut``.
@@ -97,28 +97,28 @@ class LaterChecks:
         for size in filter(None, (largest, largest // 2, largest // 4)):
             outcome = attempt(self._check, _any_error, slices, size, cut)
             if outcome.failure is None:
-                again: Again = outcome.result
-                return again
+                measured: Remeasured = outcome.result
+                return measured
             if not is_out_of_memory(outcome.failure):
                 break
-        return Again(matters=tuple(self._exactness.suspects))
+        return Remeasured(matters=tuple(self._exactness.suspects))
 
     def _slices(self, batch: Any) -> BatchSlices:
         number, move = loops.micro_batch_index(self._trainer), self._engine.mover if self._on_host else None
         return self._engine.slices("training", Part(batch, number, move, expected=self._data.expected(number)))
 
-    def _check(self, slices: BatchSlices, size: int, cut: bool) -> Again:
+    def _check(self, slices: BatchSlices, size: int, cut: bool) -> Remeasured:
         trainer, source, on_device = self._trainer, self._data.source, not self._on_host
         reader, tolerance = self._engine.reader("training"), AGAIN * rounding(trainer)
         with self._engine.suspended(), traceless_passes(trainer, plain=True, begins=False) as passes:
-            check = ExactnessCheck(source, reader, passes, self._exactness.count, tolerance, again=True)
+            check = ExactnessCheck(source, reader, passes, self._exactness.count, tolerance, while_training=True)
             batch = slices.take(0, size)
             batch_pass = passes.run([batch], seed=0, on_device=on_device)
             matters = check.which_matter(batch_pass, batch, self._exactness.suspects, on_device=on_device)
             if size < 2:
-                return Again(matters=matters)
+                return Remeasured(matters=matters)
             halves = Halves.of(slices.take, size, cut=cut or source.cut_in_step, on_device=on_device)
-            return Again(check.judge(batch_pass, halves), matters)
+            return Remeasured(check.judge(batch_pass, halves), matters)
 
     def _is_due(self) -> bool:
         """Return whether a moment has come: in the first window of some epochs, and after some steps."""

@@ -26,7 +26,7 @@ from lightning_ga.plan.planned_device import current_device
 
 
 @dataclass(frozen=True, slots=True)
-class Again:
+class Remeasured:
     """The result of a measurement on a micro-batch of training."""
 
     verdict: Exactness | None = None  # ``None`` if it could not be made
@@ -81,22 +81,22 @@ class TrainingExactness:
         self._between_pieces = names
         self.found_changed(names)
 
-    def found(self, again: Again, *, is_told: bool) -> None:
+    def found(self, measured: Remeasured, *, is_told: bool) -> None:
         """Learn from a measurement on a micro-batch of training, and tell what is wrong unless it is told already."""
-        self._harmless.update(self.suspects.difference(again.matters))
+        self._harmless.update(self.suspects.difference(measured.matters))
         self.suspects.clear()
-        self._learn(again, is_told=is_told)
+        self._learn(measured, is_told=is_told)
 
     def learn_from_ranks(self) -> None:
         """Learn what other ranks have found on samples of theirs, since it is the first rank that tells."""
         for verdict in agreement.of_all_ranks(self._trainer, self.training):
             if is_inexact(verdict):
-                self._learn(Again(verdict), is_told=False)
+                self._learn(Remeasured(verdict), is_told=False)
 
-    def _learn(self, again: Again, *, is_told: bool) -> None:
+    def _learn(self, measured: Remeasured, *, is_told: bool) -> None:
         before = self.training
-        self.training = _after(self.training, again)
-        self.splitting = _after(self.splitting, again)
+        self.training = _after(self.training, measured)
+        self.splitting = _after(self.splitting, measured)
         if is_inexact(self.training) and not is_inexact(before) and not is_told:
             self._user_knows = True
             rank_zero_warn(f"Accumulation is not exact for this training, {self.training}.", category=ExactnessWarning)
@@ -132,8 +132,8 @@ def is_inexact(verdict: Exactness | None) -> bool:
     return verdict is not None and verdict.cause in INEXACT
 
 
-def _after(known: Exactness | None, again: Again) -> Exactness | None:
+def _after(known: Exactness | None, measured: Remeasured) -> Exactness | None:
     """Return what is known after another measurement: what was once found to be wrong stays wrong."""
-    verdict = found_to_change(again.verdict or known, again.matters)
+    verdict = found_to_change(measured.verdict or known, measured.matters)
     is_news = known is None or known.cause == "unmeasured" or (is_inexact(verdict) and not is_inexact(known))
     return verdict if is_news else known
