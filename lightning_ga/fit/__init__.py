@@ -1,1 +1,1 @@
-"""One fit: windows at work, retries after out-of-memory errors, the check of exactness, BatchNorm."""
+"""One fit: to read it, begin with ``fit``, ``engine``, ``window`` and ``window_run``; ``exactness`` is the check."""

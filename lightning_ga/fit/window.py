@@ -1,8 +1,4 @@
-"""The optimizer windows of training: their micro-batches run, and are undone, together.
-
-The closures of the loop run a micro-batch whole, or in pieces if it is too large. If memory runs out, gradients are
-zeroed, what else the window has changed is put back, and its micro-batches run again, from the first on.
-"""
+"""The optimizer windows of training: the closures of the loop run their micro-batches, which are undone together."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
