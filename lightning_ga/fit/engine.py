@@ -295,9 +295,10 @@ class Engine:
     def survived(self, stage: str, event: Callable[[], OomEvent]) -> None:
         """Report an error, in training once it was measured whether the result is the same."""
         self.allocator.begin_again()  # its counts show the error, which was no struggle
-        self.reporter.note(event)
-        if stage != "training":
-            self.reporter.tell()
+        if stage == "training":
+            self.reporter.note(event)
+        else:
+            self.reporter.report(event())
 
     def out_of_memory(self, stage: str) -> OutOfMemory:
         """Return the sentences for memory that has run out in a stage."""

@@ -71,13 +71,17 @@ class OomReporter:
         self.events = events
 
     def tell(self) -> None:
-        """Report what was survived."""
-        rank = f"Rank {self._trainer.global_rank}: " if self._trainer.world_size > 1 else ""
+        """Report the errors that were noted."""
         while self._untold:
-            self.events += 1
-            warnings.warn(f"{rank}{self._untold.pop(0)()}", stacklevel=2)
-            for logger in self._trainer.loggers:
-                logger.log_metrics({"oom_events": self.events}, step=self._trainer.global_step)
+            self.report(self._untold.pop(0)())
+
+    def report(self, event: OomEvent) -> None:
+        """Report an error that was survived on this rank."""
+        self.events += 1
+        rank = f"Rank {self._trainer.global_rank}: " if self._trainer.world_size > 1 else ""
+        warnings.warn(f"{rank}{event}", stacklevel=2)
+        for logger in self._trainer.loggers:
+            logger.log_metrics({"oom_events": self.events}, step=self._trainer.global_step)
 
 
 def of_rank(error: UserError, world_size: int) -> UserError:

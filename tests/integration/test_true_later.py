@@ -91,6 +91,28 @@ def test_an_error_in_a_batch_that_couples_is_not_told_as_the_same(mode: str) -> 
     assert ours.cause in INEXACT
 
 
+class Validated(Second):
+    """Memory runs out in the validation right after that batch, too."""
+
+    def val_dataloader(self) -> Any:
+        return loader(8)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        if len(batch[0]) > 4:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+@pytest.mark.parametrize("mode", ["loader", "step"])
+def test_an_error_in_validation_tells_of_none_before_it_is_measured(mode: str) -> None:
+    """That of training is told afterwards, with what was measured."""
+    callback = AutoAccumulate(micro_batch_size=8, micro_batching=mode)
+    settings = {"val_check_interval": 2, "num_sanity_val_steps": 0}
+    ours = train(Validated(), loader(), callback, memory=Memory(2), **settings)
+    in_validation, in_training = ours.ran_out
+    assert "in validation" in in_validation
+    assert "Its gradient is not that of the batch in one pass" in in_training
+
+
 def test_measurements_are_rare(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the first window of some epochs and after some steps; in long trainings at most a share of the passes."""
     measured: list[tuple[int, int]] = []

@@ -72,21 +72,21 @@ class LaterChecks:
         if self.are_made and not is_inexact(self._exactness.splitting):
             self._kept = attempt(self._slices, _any_error, batch).result
 
-    def measure_kept(self) -> bool:
-        """Measure the micro-batch that was kept, if there is one; return whether that was done."""
+    def measure_kept(self) -> None:
+        """Measure the micro-batch that was kept, if there is one."""
         slices, self._kept = self._kept, None
-        return slices is not None and self._measure(slices, is_told=True)
+        if slices is not None:
+            self._measure(slices, is_told=True)
 
-    def _measure(self, slices: BatchSlices | None, *, is_told: bool) -> bool:
-        """Measure a micro-batch, and tell what is wrong unless it ``is_told`` elsewhere; return whether it was done."""
+    def _measure(self, slices: BatchSlices | None, *, is_told: bool) -> None:
+        """Measure a micro-batch, and tell what is wrong unless it ``is_told`` elsewhere."""
         exactness = self._exactness
         if "training" in self._engine.lockstep:  # ranks would wait for each other
             exactness.found(Remeasured(matters=tuple(exactness.suspects)), is_told=is_told)
-            return False
+            return
         self._looks, self._before = LOOKS, {}
         self._spent += COST
         exactness.found(self._measured(slices, cut=is_told), is_told=is_told)
-        return True
 
     def _measured(self, slices: BatchSlices | None, *, cut: bool) -> Remeasured:
         """Run the check on a micro-batch of training, or on some of it if memory is short, and restore all state.
