@@ -73,6 +73,15 @@ def load_later(trainer: Any, states: list[Any]) -> None:
         trainer.fit_loop._combined_loader_states_to_load = states
 
 
+def shares_shuffled(trainer: Any) -> bool:
+    """Return whether the Trainer shares one order among its ranks: whatever the loader says, it shuffles that.
+
+    Lightning 2.6, ``_DataConnector._requires_distributed_sampler``: by the strategy, also on one rank.
+    """
+    connector = trainer._accelerator_connector
+    return bool(connector.use_distributed_sampler and connector.is_distributed)
+
+
 @contextmanager
 def micro_batch_units(trainer: Any) -> Iterator[tuple[bool, int | float]]:
     """Return a context in which data are set up without sharding them again or applying the recipe's limits.

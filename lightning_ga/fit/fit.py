@@ -90,7 +90,7 @@ class Fit:
         """Cut the user's loader into micro-batches; it yields none before the limit is known."""
         if self._callback not in self.trainer.callbacks:
             return loader
-        source = self._data.cut(loader, self._progress.position.seed)
+        source = self._data.cut(loader, self._progress.position)
         self._arrange(loops.training_epoch(self.trainer))
         return source.loader
 

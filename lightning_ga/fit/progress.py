@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from lightning_ga.compat import agreement, intervals, loops
+from lightning_ga.compat import agreement, dataloaders, intervals, loops
 from lightning_ga.loading.training_source import TrainingSource
 from lightning_ga.plan.checkpoint import Position, RunState
 
@@ -13,7 +13,8 @@ class Progress:
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        self.position = Position(agreement.shared_seed(trainer), loops.training_epoch(trainer), 0, 0)
+        seed, shuffles = agreement.shared_seed(trainer), dataloaders.shares_shuffled(trainer)
+        self.position = Position(seed, loops.training_epoch(trainer), 0, 0, shuffles)
         self.restored: RunState | None = None  # what was read from a checkpoint
         self._passed = 0, 0  # batches of the recipe after the last micro-batch: of its epoch, and before that
         self.within_batch = False  # whether the last micro-batch ended within a batch of the recipe

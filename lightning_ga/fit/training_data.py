@@ -18,6 +18,7 @@ from lightning_ga.loading.reader import BatchReader, BatchSource, CollatedAgain
 from lightning_ga.loading.recipe_batches import SourceSettings
 from lightning_ga.loading.streams import load_states, states_of
 from lightning_ga.loading.training_source import MicroBatchSource, TrainingSource
+from lightning_ga.plan.checkpoint import Position
 from lightning_ga.plan.windows import Chunk
 
 
@@ -42,10 +43,10 @@ class TrainingData(StageBatches):
 
     # --- loaders -------------------------------------------------------------------------------
 
-    def cut(self, loader: Any, seed: int) -> TrainingSource:
-        """Return the source that cuts the user's loader, in an order that the seed draws."""
+    def cut(self, loader: Any, position: Position) -> TrainingSource:
+        """Return the source that cuts the user's loader, in the order that the run has begun with."""
         dataloaders.warn_of_overfitting(self._trainer, loader)
-        self._source, self._given = self._make_source(loader, seed), loader
+        self._source, self._given = self._make_source(loader, position), loader
         self._loader_states = []
         return self._source
 
@@ -71,16 +72,17 @@ class TrainingData(StageBatches):
         """Read the place of loaders from a checkpoint, for those that are set up next."""
         self._loader_states = loop_state.take_loaders(checkpoint)
 
-    def _make_source(self, loader: Any, seed: int) -> TrainingSource:
+    def _make_source(self, loader: Any, position: Position) -> TrainingSource:
         trainer = self._trainer
         settings = SourceSettings(
             recipe_factor=self._recipe_factor,
             world_size=trainer.world_size,
             rank=trainer.global_rank,
-            seed=seed,
+            seed=position.seed,
             limit_batches=self._limit_batches,
             shard=self._shard,
             shuffle=not trainer.overfit_batches,
+            shuffles=position.shuffles,
             largest_over_ranks=partial(agreement.largest_over_ranks, trainer),
             cut_in_step=self._cut_in_step,
         )

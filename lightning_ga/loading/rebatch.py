@@ -37,11 +37,14 @@ class LoaderRecipe:
     shared: bool  # whether the order is that of all ranks together; otherwise each rank has its own
 
 
-def read_loader(loader: object, *, world_size: int, shard: bool = True, shuffle: bool = True) -> LoaderRecipe:
+def read_loader(
+    loader: object, *, world_size: int, shard: bool = True, shuffle: bool = True, shuffles: bool = False
+) -> LoaderRecipe:
     """Read order, batch size and sharding from a loader; refuse one whose batches cannot be made anew.
 
     ``shard``: whether the trainer may share one order among ranks (``Trainer(use_distributed_sampler=…)``);
-    ``shuffle`` is false if the trainer asks for the order of the dataset (``overfit_batches``).
+    ``shuffle`` is false if the trainer asks for the order of the dataset (``overfit_batches``); ``shuffles``: whether
+    it shuffles any other, as stock Lightning does where it gives each of several ranks a share.
     """
     if not isinstance(loader, DataLoader):
         raise UserError(f"The training data is a {type(loader).__name__} and not one torch.utils.data.DataLoader.")
@@ -60,7 +63,7 @@ def read_loader(loader: object, *, world_size: int, shard: bool = True, shuffle:
         return LoaderRecipe(FromBatches(batch_sampler, runs_out=loader.num_workers > 0), None, False, shared)
     if not shuffle and loader.batch_size is not None:  # a batch sampler that was given stays, as in Lightning
         return LoaderRecipe(Sequential(len(dataset)), loader.batch_size, loader.drop_last, shared=True)
-    order, shared = _read_sampler(loader, sampler, world_size, shard=shard or world_size == 1)
+    order, shared = _read_sampler(loader, sampler, world_size, shard=shard or world_size == 1, shuffles=shuffles)
     return LoaderRecipe(order, batch_sampler.batch_size, batch_sampler.drop_last, shared)
 
 
@@ -104,10 +107,11 @@ def copy_loader(
     return clone
 
 
-def _read_sampler(loader: Any, sampler: Any, world_size: int, *, shard: bool) -> tuple[Order, bool]:
+def _read_sampler(loader: Any, sampler: Any, world_size: int, *, shard: bool, shuffles: bool) -> tuple[Order, bool]:
     """Return the order, and whether all ranks share it: by the sampler itself, or because the trainer may shard it."""
     if type(sampler) is SequentialSampler:
-        return Sequential(len(sampler.data_source)), shard
+        size = len(sampler.data_source)
+        return Shuffled(size) if shuffles else Sequential(size), shard
     if type(sampler) is RandomSampler and not sampler.replacement and len(sampler) == len(sampler.data_source):
         own = sampler.generator
         return Shuffled(len(sampler), None if own is None else own.initial_seed()), shard
@@ -122,7 +126,8 @@ def _read_sampler(loader: Any, sampler: Any, world_size: int, *, shard: bool) ->
     size, batches = len(sampler), loader.batch_sampler
     # The loader asks for more than there is: workers fetch ahead, and a last batch is not full.
     runs_out = loader.num_workers > 0 or (not batches.drop_last and size % batches.batch_size > 0)
-    return FromSampler(sampler, size, runs_out=runs_out), shard and not isinstance(sampler, DistributedSampler)
+    shares = isinstance(sampler, DistributedSampler)
+    return FromSampler(sampler, size, runs_out=runs_out, shuffles=shuffles and not shares), shard and not shares
 
 
 def _require_length(sampler: Iterable[Any], what: str) -> None:

@@ -25,6 +25,7 @@ class SourceSettings:
     limit_batches: int | float = 1.0  # ``Trainer(limit_train_batches=…)``: of the recipe's batches
     shard: bool = True  # whether the trainer may share one order among ranks
     shuffle: bool = True  # false where the trainer asks for the order of the dataset
+    shuffles: bool = False  # whether it shuffles whatever the loader says, as it does on several ranks
     largest_over_ranks: Callable[[int], int] = int
     cut_in_step: bool = False  # whether the loader yields the recipe's batches, which are cut in the training step
 

@@ -117,9 +117,9 @@ class _UsersOrder(Order):
 class FromSampler(_UsersOrder):
     """What a sampler of the user's own yields."""
 
-    def __init__(self, sampler: Iterable[Any], size: int, *, runs_out: bool = False) -> None:
+    def __init__(self, sampler: Iterable[Any], size: int, *, runs_out: bool = False, shuffles: bool = False) -> None:
         super().__init__(sampler, runs_out=runs_out)
-        self.sampler, self.size = sampler, size
+        self.sampler, self.size, self._shuffles = sampler, size, shuffles
 
     def draw(self, epoch: int, seed: int) -> Sequence[Any]:
         """Return the sampler's own order for one epoch."""
@@ -129,6 +129,11 @@ class FromSampler(_UsersOrder):
         """Return the order that training begins an epoch with."""
         self._drawn, self._key = self._read_epoch(epoch, seed), (epoch, seed)
         return self._drawn
+
+    def _read_epoch(self, epoch: int, seed: int) -> list[Any]:
+        found = super()._read_epoch(epoch, seed)
+        places = Shuffled(len(found)).draw(epoch, seed) if self._shuffles and found else range(len(found))
+        return [found[int(place)] for place in places]
 
     def _read_all(self) -> list[Any]:
         return self._read(self.size)

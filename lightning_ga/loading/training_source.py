@@ -211,7 +211,8 @@ class MicroBatchSource(TrainingSource):
 
     def __init__(self, loader: "DataLoader[Any]", settings: SourceSettings) -> None:
         loader = peekable(loader)
-        read = read_loader(loader, world_size=settings.world_size, shard=settings.shard, shuffle=settings.shuffle)
+        sharing = {"shard": settings.shard, "shuffle": settings.shuffle, "shuffles": settings.shuffles}
+        read = read_loader(loader, world_size=settings.world_size, **sharing)
         super().__init__(RecipeBatches(loader, read, settings), generator=getattr(loader, "generator", None))
         self.may_drop = loader.collate_fn is not default_collate
         self.batch_source = CollatedBatches(

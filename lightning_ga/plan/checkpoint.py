@@ -16,6 +16,7 @@ class Position:
     epoch: int
     samples_done: int  # of the epoch, by optimizer steps of all ranks
     batches_before: int  # of the recipe, in earlier epochs, on one rank
+    shuffles: bool = False  # whether the run has begun on ranks among which the Trainer shares a shuffled order
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,12 +67,38 @@ def test_an_empty_micro_batch_on_one_rank_is_left_out(tmp_path: Path) -> None:
     """Last in its window, where ranks reduce, and with a mean that is NaN over nothing."""
     accumulate = {"effective_batch_size": 8, "micro_batch_size": 2, "verify": False}
     masked = [6, 7, 12, 13]
-    records = run_ranks(
-        tmp_path, ranks=2, size=16, batch_size=4, accumulate=accumulate, loader="in order", masked=masked
-    )
+    settings: dict[str, Any] = {"trainer": {"overfit_batches": 1.0}, "loader": "in order", "masked": masked}
+    records = run_ranks(tmp_path, ranks=2, size=16, batch_size=4, accumulate=accumulate, **settings)
     windows = [[i for i in window if i not in masked] for window in cut(range(16), 8)] * 2
     for record in records:
         assert worst_error(record["gradients"], plain_loop(Samples(16), windows)) <= 1e-12
+
+
+@pytest.mark.parametrize("micro_batching", ["loader", "step"])
+def test_ranks_shuffle_what_the_loader_does_not(micro_batching: str, tmp_path: Path) -> None:
+    """As stock Lightning does, where it shares the samples out; one rank that goes on keeps that order."""
+    accumulate = {"effective_batch_size": 12, "micro_batch_size": 4, "micro_batching": micro_batching}
+    settings: dict[str, Any] = {"size": 40, "batch_size": 6, "loader": "in order", "accumulate": accumulate}
+    records = run_ranks(tmp_path / "two", ranks=2, save=True, **settings)
+    windows = [w for epoch in range(2) for w in cut(permutation(40, 7, epoch), 12)]
+    assert joined(records) == [sorted(window) for window in windows]
+    for record in records:
+        assert worst_error(record["gradients"], plain_loop(Samples(40), windows)) <= 1e-12
+    checkpoint = str(tmp_path / "two" / "step2.ckpt")
+    settings["batch_size"] = 12
+    assert joined(run_ranks(tmp_path / "one", ranks=1, ckpt_path=checkpoint, **settings))[-4:] == joined(records)[-4:]
+
+
+def test_ranks_that_take_over_from_one_keep_its_order(tmp_path: Path) -> None:
+    """That of the dataset, which one rank reads in order."""
+    settings: dict[str, Any] = {"size": 40, "loader": "in order", "accumulate": {"effective_batch_size": 12}}
+    settings["accumulate"]["micro_batch_size"] = 4
+    alone = {"max_epochs": 1, "strategy": "auto"}
+    first = run_ranks(tmp_path / "one", ranks=1, batch_size=12, save=True, trainer=alone, **settings)
+    assert joined(first) == cut(range(40), 12)
+    checkpoint = str(tmp_path / "one" / "step2.ckpt")
+    records = run_ranks(tmp_path / "two", ranks=2, batch_size=6, ckpt_path=checkpoint, **settings)
+    assert joined(records)[-4:] == cut(range(40), 12)
 
 
 def test_a_resume_with_another_number_of_ranks_goes_on_with_the_same_samples(tmp_path: Path) -> None:

@@ -1,11 +1,13 @@
 """A loader of any make is read and copied with other batches, and is itself left alone."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -107,6 +109,19 @@ class Doubling(DataLoader[int]):
 
     def __len__(self) -> int:
         return 1000
+
+
+class Backwards(Sampler[int]):
+    """An order of the user's own."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.size - 1, -1, -1))
 
 
 class OwnBatches(BatchSampler):
@@ -282,6 +297,19 @@ def test_ranks_share_an_order_unless_it_is_their_own() -> None:
     assert read_loader(LOADERS["stream"](), world_size=1).shared
     assert read_loader(own_batches(SequentialSampler(range(SIZE))), world_size=2).shared
     assert not read_loader(own_batches(DistributedSampler(Numbers(), 2, 0)), world_size=2).shared
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_what_ranks_share_is_shuffled_as_by_lightning(own: bool) -> None:
+    """Its samplers of ranks take turns in one order, of the dataset or of a sampler of the user's own."""
+    given = Backwards(SIZE) if own else SequentialSampler(range(SIZE))
+    order = read_loader(DataLoader(Numbers(), 3, sampler=given), world_size=2, shuffles=True).order
+    of_rank = partial(DistributedSamplerWrapper if own else DistributedSampler, given if own else Numbers())
+    shares = [of_rank(num_replicas=2, rank=rank, shuffle=True, seed=7) for rank in range(2)]
+    for share in shares:
+        share.set_epoch(3)
+    theirs = [index for turn in zip(*shares, strict=True) for index in turn]
+    assert [int(index) for index in order.draw(3, 7)] == theirs[:SIZE]
 
 
 def test_a_stream_and_a_batch_sampler_say_what_they_know() -> None:
