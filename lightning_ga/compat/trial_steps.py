@@ -31,6 +31,7 @@ class PassPlace:
     continues: bool = False  # whether more pieces of its batch follow, for which ``on_after_backward`` waits
     batches: int = 1  # of the loop that one of the recipe makes
     weight: float = 1.0  # factor of its backward signal
+    ahead: int = 0  # batches of the epoch that count as trained before it
 
 
 FIRST_OF_WINDOW = PassPlace(ends=False)
@@ -72,7 +73,7 @@ def _counting(trainer: Any, place: PassPlace) -> Iterator[int]:
         trainer.accumulate_grad_batches = progress.current.ready = place.index + 1
     else:
         trainer.accumulate_grad_batches = 4 * place.batches  # the loop divides the loss by it
-        progress.current.ready = max(1, ready) + (place.index if place.begins else 0)
+        progress.current.ready = max(1, ready) + place.ahead + (place.index if place.begins else 0)
     progress.total.ready += place.begins
     loop.max_batches = planned * place.batches
     goes_on = nullcontext() if place.steps else patching.shadowed(epoch_loop, "_should_accumulate", lambda: True)

@@ -92,7 +92,7 @@ def test_state_in_a_checkpoint_is_plain_values(tmp_path: Path) -> None:
     assert torch.serialization.get_unsafe_globals_in_checkpoint(path) == []
     checkpoint = torch.load(path, weights_only=True)
     state = checkpoint["callbacks"]["AutoAccumulate"]
-    assert state["position"] == {"seed": 7, "epoch": 0, "samples_done": 20, "batches_before": 0}
+    assert state["position"] == {"seed": 7, "epoch": 0, "samples_done": 20, "batches_before": 0, "shuffles": False}
     assert state["probe"] is None
 
 

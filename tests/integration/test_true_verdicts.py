@@ -456,6 +456,8 @@ class Numbered(Task):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         number = {
             "argument": lambda: batch_idx,
+            "every fourth": lambda: float(batch_idx % 4 == 3),  # lazy regularization
+            "from the fifth": lambda: float(batch_idx > 3),
             "hook": lambda: self.batches,
             "loop": lambda: self.trainer.fit_loop.total_batch_idx,
             "all": lambda: 1 / self.trainer.num_training_batches,  # the weight of a prior, say
@@ -466,7 +468,7 @@ class Numbered(Task):
 
 
 @each(WAYS)
-@pytest.mark.parametrize("counts", ["argument", "hook", "loop", "all", "step", "steps"])
+@pytest.mark.parametrize("counts", ["argument", "every fourth", "from the fifth", "hook", "loop", "all", "step", "steps"])
 def test_a_step_that_counts_batches_is_told_where_micro_batches_are_counted(counts: str, way: Way) -> None:
     """Where the loader cuts: at the start, or in the epoch after the one in which memory ran out."""
     case = Case(lambda: Numbered(counts), loader, BATCH, MICRO)

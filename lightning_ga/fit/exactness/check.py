@@ -36,6 +36,7 @@ from lightning_ga.plan.weights import count_items
 
 Count = Callable[[Any], float]  # counts the items of a batch that the loss is a mean over
 
+_MULTIPLES = (3, 6, 10, 12, 30, 60, 100, 120, 200, 300, 600, 1200, 3000, 6000, 12000)  # of many small numbers
 _SEEDS = 8  # further passes with other random numbers, if some are drawn
 
 
@@ -109,7 +110,10 @@ class ExactnessCheck:
         tolerance: float,
         *,
         while_training: bool = False,
+        micro_batches: int = 0,
     ) -> None:
+        self._micro_batches = micro_batches  # of an epoch
+        self._numbers_matter: bool | None = None  # whether gradients depend on a number of them; ``None`` if not known
         self._loader, self._cut_in_step = source.user_loader, source.cut_in_step
         self._reader, self._passes, self._count, self._tolerance = reader, passes, count, tolerance
         self._while_training = while_training  # then only what is inexact has to be found
@@ -140,9 +144,25 @@ class ExactnessCheck:
             return both(self._judge_cut(batch_pass, batch))
         loaded = batch.loaded()
         training = self.judge(batch_pass, loaded)
+        if training.cause == "exact" and self._depends_on_number(batch_pass, batch):
+            training = replace(training, relative_error=None, cause="stateful", reason=COUNTED)
         hooks_matter = batch_pass.changed != batch_pass.changed_in_step or training.reason
         known = None if hooks_matter or batch.size < batch.fetched else (loaded, training)
         return Verdicts(training, self._judge_cut(batch_pass, batch, known))
+
+    def _depends_on_number(self, batch_pass: Passes, batch: SampleBatch) -> bool:
+        """Return whether the gradient is another one at other places of the epoch, which micro-batches number."""
+        if self._numbers_matter is None:
+            self._numbers_matter = False
+            for number in telling_numbers(self._micro_batches):
+                try:
+                    later = self._passes.run([batch.collated], seed=0, ahead=number)
+                except Exception as error:  # the user's code may have no such batch
+                    if is_out_of_memory(error):
+                        raise
+                    continue
+                self._numbers_matter |= distance(batch_pass.gradients[0], later.gradients[0]) > self._repeated
+        return self._numbers_matter
 
     def _judge_cut(
         self, batch_pass: Passes, batch: SampleBatch, known: tuple[Halves, Exactness] | None = None
@@ -303,6 +323,20 @@ class ExactnessCheck:
         if self._count is not None:
             return count_items(self._count, part)
         return self._reader.count(part, expected=samples, on_host=not halves.on_device)
+
+
+def telling_numbers(batches: int) -> list[int]:
+    """Return numbers of an epoch's batches that a step may treat unlike the first.
+
+    Steps do something every n batches, mostly in the last of them, where ``(batch_idx + 1) % n == 0``. So they are as
+    late as the epoch allows, and followed by multiples of many n.
+
+    Examples:
+        >>> telling_numbers(200), telling_numbers(3), telling_numbers(1)
+        ([127, 199], [1, 2], [])
+    """
+    multiples = [1 << max(0, batches.bit_length() - 1), *[n for n in _MULTIPLES if n <= batches][-1:]]
+    return sorted({number - 1 for number in multiples if number > 1})
 
 
 def batch_norm_layers(module: torch.nn.Module) -> tuple[str, ...]:

@@ -22,6 +22,8 @@ from lightning_ga.plan.exactness import NO_GRADIENT, Exactness, Verdicts, both, 
 SAMPLES = 5  # parts of three and two: BatchNorm refuses one sample, and unequal parts show wrong weights
 CONSIDERED = 24  # samples to choose from
 _MOMENT = 0.3  # seconds to read them
+_UNKNOWN = 600  # micro-batches of a stream
+_LOWERED = 4  # by how much errors may lower the limit
 _SMALL = 2**28  # bytes of parameters
 
 
@@ -30,13 +32,14 @@ def measure_exactness(
 ) -> Verdicts:
     """Run the check in passes of at most ``limit`` samples, for a small model of more, and restore all state."""
     available, considered = source.looks(epoch).some, SAMPLES if source.keeps_groups else CONSIDERED
+    micro_batches = _most_micro_batches(source, epoch, limit)
 
     def check(size: int, plain: bool, tolerance: float) -> Verdicts:
         with traceless_passes(trainer, plain=plain) as passes:
             samples = telling_samples(available.read(size, most=max(size, considered), seconds=_MOMENT), size)
             if len(samples) < 2:
                 return both(unmeasured(tolerance, f"the training data hold {len(samples)} samples"))
-            checking = ExactnessCheck(source, reader, passes, count, tolerance)
+            checking = ExactnessCheck(source, reader, passes, count, tolerance, micro_batches=micro_batches)
             verdicts = checking.run(samples)
             if size >= 4 and verdicts.training.cause == "exact":  # one cut is no proof: other samples, in equal parts
                 verdicts = verdicts.unless(checking.run(samples[-4:]))
@@ -55,6 +58,15 @@ def measure_exactness(
         if verdicts is not None:
             return verdicts
     return both(unmeasured(rounding(trainer), f"memory ran out in the check, on {min(sizes)} samples"))
+
+
+def _most_micro_batches(source: TrainingSource, epoch: int, limit: int) -> int:
+    """Return how many micro-batches one rank may train in an epoch, if errors lower the limit, too."""
+    samples = source.recipe.total(epoch)
+    if samples is None:
+        return _UNKNOWN
+    size = min(limit, source.recipe.largest_batch(epoch))
+    return samples // (source.world_size * max(1, size // _LOWERED))
 
 
 def _measured(

@@ -73,11 +73,12 @@ class PassRunner:
         weights: Sequence[float] = (),
         keep: Collection[str] = (),
         moved: Collection[str] = (),
+        ahead: int = 0,
     ) -> Passes:
         """Run micro-batches one after the other; ``as_pieces`` of one batch of the loop, whose hooks run once.
 
         With ``weights``, gradients are accumulated as in training; otherwise each micro-batch begins with none. By
-        their names, tensors may be asked for, or be ``moved`` a little beforehand.
+        their names, tensors may be asked for, or be ``moved`` a little beforehand. Batches are numbered from ``ahead``.
         """
         module = self.trainer.lightning_module
         self._begin(seed)
@@ -99,6 +100,7 @@ class PassRunner:
                 continues=as_pieces and bool(weights) and not is_last,
                 batches=1 if as_pieces else len(batches),
                 weight=weights[index] if weights else 1.0,
+                ahead=ahead,
             )
             batch = _copy_if_possible(batch)
             there = batch if on_device else self.transfer.moved(batch)
