@@ -1,5 +1,6 @@
 """Find the counter whose count a loss is a mean over, from the weights that parts of a batch turned out to have."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -8,8 +9,11 @@ import torch
 from lightning_ga.batch.pytree import open_container
 from lightning_ga.plan.weights import AttentionMaskTokens, TargetTokens
 
+Kind = tuple[str, str]  # the place of values in a batch, and what they are
+
 _OTHERS_IGNORED = (-1, 255, 0)
 _NEAR = 1e-3
+_EVEN = 0.1
 _FEW, _MANY = 2**14, 2**20  # numbers of a tensor of which kinds are looked for: fractions, whole numbers
 
 
@@ -28,25 +32,39 @@ def fitting_counter(batch: Any, parts: Sequence[Any], share: float) -> str:
     return ""
 
 
-def kinds_of(batch: Any, path: str = "") -> set[tuple[str, str]]:
-    """Return what kinds of values a batch holds that losses may leave out, each with its place.
+def kinds_of(batch: Any, path: str = "") -> Counter[Kind]:
+    """Count the values of a batch that losses may leave out or weigh otherwise, by their place and kind.
 
-    These are missing numbers, False, and numbers that stand for padding or for "ignore"; of large tensors nothing is
-    said.
+    These are missing numbers, False, and numbers that stand for padding or for "ignore"; in a tensor of one fraction a
+    sample, those other than one, as weights may be. Nothing is said of large tensors.
 
     Examples:
-        >>> sorted(kinds_of({"x": torch.tensor([0.5, float("nan")]), "y": torch.tensor([3, -100])}))
-        [("['x']", 'nan'), ("['y']", 'negative')]
+        >>> kinds_of({"x": torch.tensor([[0.5, float("nan")]]), "y": torch.tensor([3, -100])})
+        Counter({("['x']", 'nan'): 1, ("['y']", 'negative'): 1})
     """
     if isinstance(batch, torch.Tensor) and batch.layout is torch.strided and not batch.is_nested:
         if batch.numel() > (_FEW if batch.is_floating_point() else _MANY) or batch.is_complex():
-            return set()
-        if batch.dtype == torch.bool:
-            return set() if bool(batch.all()) else {(path, "False")}
-        marks = {str(mark): batch == mark for mark in ((0, -1) if batch.is_floating_point() else (0, 255))}
-        marks |= {"nan": batch.isnan()} if batch.is_floating_point() else {"negative": batch < 0}
-        return {(path, name) for name, found in marks.items() if bool(found.any())}
-    return set().union(*(kinds_of(child, path + name) for name, child in open_container(batch) or ()))
+            return Counter()
+        counts = {name: int(found.sum()) for name, found in _marks(batch)}
+        return Counter({(path, name): count for name, count in counts.items() if count})
+    return sum((kinds_of(child, path + name) for name, child in open_container(batch) or ()), start=Counter())
+
+
+def _marks(values: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield each kind of value, and where the values are of it."""
+    if values.dtype == torch.bool:
+        yield "False", ~values
+    elif not values.is_floating_point():
+        yield from (("0", values == 0), ("255", values == 255), ("negative", values < 0))
+    else:
+        yield from (("0", values == 0), ("-1", values == -1), ("nan", values.isnan()))
+        if values.dim() and values.numel() == len(values):
+            yield "other than 1", values != 1
+
+
+def is_uneven(of_part: float, of_rest: float) -> bool:
+    """Return whether two numbers of values a sample differ so much that parts with them differ in weight."""
+    return abs(of_part - of_rest) > _EVEN * max(of_part, of_rest)
 
 
 def _counters(fields: Mapping[Any, torch.Tensor]) -> Iterator[AttentionMaskTokens | TargetTokens]:

@@ -193,6 +193,60 @@ def test_kinds_of_samples_that_come_later_are_measured(name: str, way: Way, monk
         assert any(f"normalize={counter}" in text for text in ours.told)
 
 
+@pytest.mark.parametrize("places", [(5,), (0,), (7,), (0, 1), (0, 2), (5, 6), (0, 4), (1, 3, 5, 7)], ids=str)
+@each_cut
+def test_a_rare_sample_is_found_wherever_it_lies_in_its_batch(places: tuple[int, ...], way: Way) -> None:
+    """In any piece, and also where the halves of a piece hold as many."""
+    samples = pairs(96)
+    for place in places:
+        samples[64 + place] = samples[64 + place][0], torch.full((1,), torch.nan, dtype=torch.float64)
+    case = Case(IgnoresNan, lambda: DataLoader(samples, batch_size=8), batch=8, micro=4)
+    ours = run(case, way)
+    if places == (0, 4) or len(places) == 4:  # each piece holds as many
+        assert error(ours, one_pass(case)) <= ROUNDING
+    else:
+        assert error(ours, one_pass(case)) > 1e-4
+    assert ours.cause == "weighted"
+    assert len(ours.told) == 1
+
+
+class Weighed(Task):
+    """A mean by weights of samples, of which few are not one."""
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        errors = (self.predict(batch[0]) - batch[1]).square().mean(1)
+        return (errors * batch[2]).sum() / batch[2].sum()
+
+
+@pytest.mark.parametrize("rare", [(7, 22), (70, 75)], ids=["before training", "later"])
+@each_way
+def test_rare_weights_of_samples_are_found(rare: tuple[int, ...], way: Way) -> None:
+    """Among the samples that are looked at first, and after them."""
+    weights = [torch.tensor(0.25 if number in rare else 1.0).double() for number in range(96)]
+    samples = [(*pair, weight) for pair, weight in zip(pairs(96), weights, strict=True)]
+    case = Case(Weighed, lambda: DataLoader(samples, batch_size=8))
+    ours = run(case, way)
+    assert error(ours, one_pass(case)) > 1e-4
+    assert ours.cause == "weighted"
+    assert ours.told or all("Its gradient is not that" in text for text in ours.ran_out)
+
+
+def test_kinds_that_every_sample_holds_alike_cost_no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No cut of a batch could show them."""
+    measured: list[int] = []
+    monkeypatch.setattr(later.LaterChecks, "_measure", lambda self, *_, **__: measured.append(self._passes))
+    samples = [(*pair, torch.zeros(3)) for pair in pairs(24)]  # in each of them as many zeros
+    train(Padded(), DataLoader(samples, batch_size=8), AutoAccumulate(micro_batch_size=4))
+    assert measured == []
+
+
+class Padded(Task):
+    """Has no use for the third field."""
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        return super().loss(batch[:2])
+
+
 # --- losses that need pairs -------------------------------------------------------------------------
 
 

@@ -468,7 +468,9 @@ class Numbered(Task):
 
 
 @each(WAYS)
-@pytest.mark.parametrize("counts", ["argument", "every fourth", "from the fifth", "hook", "loop", "all", "step", "steps"])
+@pytest.mark.parametrize(
+    "counts", ["argument", "every fourth", "from the fifth", "hook", "loop", "all", "step", "steps"]
+)
 def test_a_step_that_counts_batches_is_told_where_micro_batches_are_counted(counts: str, way: Way) -> None:
     """Where the loader cuts: at the start, or in the epoch after the one in which memory ran out."""
     case = Case(lambda: Numbered(counts), loader, BATCH, MICRO)

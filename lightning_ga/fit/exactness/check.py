@@ -10,13 +10,13 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import DataLoader
 
-from lightning_ga.batch.counters import fitting_counter, kinds_of
+from lightning_ga.batch.counters import Kind, fitting_counter, is_uneven, kinds_of
 from lightning_ga.batch.layout import LayoutError
 from lightning_ga.batch.pytree import same_values
 from lightning_ga.compat import trial_steps
 from lightning_ga.fit.exactness.differences import Differences, compare, distance, judge, norm
 from lightning_ga.fit.exactness.passes import Passes, PassRunner, named_state
-from lightning_ga.loading.reader import BatchReader
+from lightning_ga.loading.reader import BatchReader, BatchSlices
 from lightning_ga.loading.samples import collate_samples
 from lightning_ga.loading.streams import length_of
 from lightning_ga.loading.training_source import TrainingSource
@@ -37,12 +37,13 @@ from lightning_ga.plan.weights import count_items
 Count = Callable[[Any], float]  # counts the items of a batch that the loss is a mean over
 
 _MULTIPLES = (3, 6, 10, 12, 30, 60, 100, 120, 200, 300, 600, 1200, 3000, 6000, 12000)  # of many small numbers
+_CUTS = 16  # of some samples, of which the one that tells most is taken
 _SEEDS = 8  # further passes with other random numbers, if some are drawn
 
 
 @dataclass(frozen=True, slots=True)
 class Halves:
-    """A batch in two parts, as the loader makes them or as the step cuts them."""
+    """A batch in two parts, mostly halves, as the loader makes them or as the step cuts them."""
 
     parts: list[Any]
     sizes: tuple[int, int]  # in samples
@@ -53,10 +54,15 @@ class Halves:
 
     @classmethod
     def of(
-        cls, take: Callable[[int, int], Any], size: int, batch: Callable[[int], Any] | None = None, **settings: bool
+        cls,
+        take: Callable[[int, int], Any],
+        size: int,
+        batch: Callable[[int], Any] | None = None,
+        middle: int | None = None,
+        **settings: bool,
     ) -> "Halves":
-        """Return the halves of a batch, from which ``take`` makes those samples from a start to a stop."""
-        middle = (size + 1) // 2
+        """Return the parts of a batch, from which ``take`` makes those samples from a start to a stop."""
+        middle = middle or (size + 1) // 2
         parts, whole = [take(0, middle), take(middle, size)], batch or (lambda _: take(0, size))
         return cls(parts, (middle, size - middle), whole, one_sample=partial(take, size - 1, size), **settings)
 
@@ -125,7 +131,7 @@ class ExactnessCheck:
         self._alike: set[str] = set()  # names of state that changed, and for which it was no matter how batches are cut
         self._unlike: set[str] = set()  # and for which it was
         self.changing: set[str] = set()  # names of all that changed, averages that nobody froze among them
-        self.kinds: set[tuple[str, str]] = set()  # of samples that were seen
+        self.kinds: set[Kind] = set()  # of values of which one part held more than the other
 
     @property
     def tables(self) -> set[str]:
@@ -139,7 +145,6 @@ class ExactnessCheck:
             reason = f"the collate function kept {batch.size} of {batch.fetched} samples"
             return both(unmeasured(self._tolerance, reason))
         batch_pass = self._passes.run([batch.collated], seed=0)
-        self.kinds |= kinds_of(batch.collated)
         if self._cut_in_step:
             return both(self._judge_cut(batch_pass, batch))
         loaded = batch.loaded()
@@ -205,6 +210,7 @@ class ExactnessCheck:
         if not all(number > 0 for number in counts):
             return unmeasured(self._tolerance, f"normalize counts {counts} in the parts of a batch")
         weight = counts[0] / sum(counts)
+        self.kinds |= uneven_kinds(halves.parts, halves.sizes)
         changed, alone = self._changed(batch_pass, halves), None
         accumulated = self._run(halves, weights=(weight, 1 - weight))
         error = distance(batch_pass.gradients[0], accumulated.gradients[-1])
@@ -323,6 +329,32 @@ class ExactnessCheck:
         if self._count is not None:
             return count_items(self._count, part)
         return self._reader.count(part, expected=samples, on_host=not halves.on_device)
+
+
+def uneven_kinds(parts: Sequence[Any], sizes: Sequence[int]) -> set[Kind]:
+    """Return the kinds of values of which two parts of so many samples hold different shares: they show a weight."""
+    one, other = map(kinds_of, parts)
+    return {kind for kind in one | other if is_uneven(one[kind] / sizes[0], other[kind] / sizes[1])}
+
+
+def telling_cut(slices: BatchSlices, size: int, kinds: Collection[Kind]) -> tuple[int, int, int] | None:
+    """Return start, middle and stop of at most ``size`` samples, where the parts hold unlike shares of these kinds.
+
+    Of the cuts that tell most, the one whose parts are least made up of such values: these may have no gradient.
+    """
+    for start in range(0, slices.samples, size):
+        stop = min(start + size, slices.samples)
+        whole = kinds_of(slices.take(start, stop))
+        found = [kind for kind in kinds if whole[kind]]
+        cuts: list[tuple[float, float, int]] = []
+        for middle in range(start + 1, stop, -(-size // _CUTS)) if found else ():
+            part = kinds_of(slices.take(start, middle))
+            shares = [(part[kind] / (middle - start), (whole[kind] - part[kind]) / (stop - middle)) for kind in found]
+            cuts += [(abs(one - other), max(one, other), middle) for one, other in shares if is_uneven(one, other)]
+        if cuts:
+            most = max(difference for difference, _, _ in cuts)
+            return start, min(cut[1:] for cut in cuts if cut[0] >= most / 2)[1], stop
+    return None
 
 
 def telling_numbers(batches: int) -> list[int]:

@@ -98,9 +98,10 @@ def judge(measured: Exactness, alone: Differences | None, *, noise: float) -> Ex
         return replace(unknown, cause="batch_norm" if layers else "coupled")
     if error <= tolerance or alone is None:
         return replace(measured, cause="exact", layers=())
-    if alone.summed <= tolerance:
+    least_weight = min(alone.best_weight, 1 - alone.best_weight)
+    between = least_weight >= -tolerance and alone.best_error <= tolerance
+    if alone.summed <= tolerance and not (between and least_weight <= tolerance):  # or a part counts for nothing
         return replace(measured, cause="sum", layers=())
     if layers:
         return replace(measured, cause="batch_norm")
-    between = 0 <= alone.best_weight <= 1 and alone.best_error <= tolerance
     return replace(measured, cause="weighted" if between else "coupled")

@@ -5,13 +5,14 @@ micro-batch of training is measured at a few moments, when memory has run out in
 that no measurement has met, and when something has changed between the passes of a window.
 """
 
+from collections import Counter
 from typing import Any
 
-from lightning_ga.batch.counters import kinds_of
+from lightning_ga.batch.counters import Kind, kinds_of
 from lightning_ga.compat import agreement, loops
 from lightning_ga.fit.engine import Engine
 from lightning_ga.fit.exactness.arithmetic import rounding
-from lightning_ga.fit.exactness.check import ExactnessCheck, Halves
+from lightning_ga.fit.exactness.check import ExactnessCheck, Halves, telling_cut
 from lightning_ga.fit.exactness.passes import state_sums, traceless_passes
 from lightning_ga.fit.exactness.training import Remeasured, is_inexact
 from lightning_ga.fit.parts import Part
@@ -23,6 +24,7 @@ from lightning_ga.snapshot.checksums import differ
 
 LOOKS = 8  # micro-batches before which the model is looked at, and again from each moment on
 LOOKED_AT = 1000  # micro-batches of which the samples are looked at
+TRIED = 4  # of them that are cut so that a kind of value would show; every sample may have as many of it
 FIRST_STEP = 4  # after it a micro-batch is measured, and after 8, 16, 32 … steps
 COST = 3  # passes of one measurement: the whole and two parts
 AGAIN = 10  # times the tolerance of the check before training: gradients become small, and rounding does not
@@ -38,6 +40,7 @@ class LaterChecks:
         self._passes = self._spent = 0  # of training so far, and of measurements
         self._looks = LOOKS  # that are left
         self._before: dict[str, float | None] = {}
+        self._met: Counter[Kind] = Counter()  # micro-batches with new kinds of values
         self._kept: BatchSlices | None = None
         self._on_host = False  # whether the micro-batch is moved to the device in parts
         self._epoch = 0  # the last in which a moment was due
@@ -53,13 +56,30 @@ class LaterChecks:
             self._looks -= 1
             self._compare_state()
         is_due = begins and self._is_due()
-        if self._passes <= LOOKED_AT and not is_inexact(exactness.training):
-            host = self._engine.host
-            kinds = kinds_of(batch if host is None else host)
-            is_due |= not kinds <= exactness.kinds
-            exactness.kinds |= kinds
-        if (is_due or exactness.suspects) and not is_inexact(exactness.training):
-            self._measure(attempt(self._slices, _any_error, batch).result, is_told=False)
+        if is_inexact(exactness.training):
+            return
+        kinds = self._new_kinds(batch) if self._passes <= LOOKED_AT else set()
+        if is_due or kinds or exactness.suspects:
+            slices = attempt(self._slices, _any_error, batch).result
+            if is_due or exactness.suspects or self._shows(kinds, slices):
+                self._measure(slices, is_told=False)
+
+    def _new_kinds(self, batch: Any) -> set[Kind]:
+        """Return the kinds of values in a micro-batch that no measurement has met; they are tried a few times."""
+        host = self._engine.host
+        kinds = kinds_of(batch if host is None else host).keys() - self._exactness.kinds
+        self._met.update(kinds)
+        self._exactness.kinds |= {kind for kind in kinds if self._met[kind] >= TRIED}
+        return kinds
+
+    def _shows(self, kinds: set[Kind], slices: BatchSlices | None) -> bool:
+        """Return whether a batch can be cut so that its parts hold unlike shares of these kinds."""
+        if slices is None:
+            return False
+        return attempt(telling_cut, _any_error, slices, self._largest(slices), kinds).result is not None
+
+    def _largest(self, slices: BatchSlices) -> int:
+        return min(slices.samples, self._engine.limit("training") or slices.samples)
 
     def found_left_out(self) -> None:
         """Learn that the step returned ``None`` for some passes of a window."""
@@ -93,7 +113,7 @@ class LaterChecks:
 
         Its parts are other batches of the loop, or pieces if it was ``cut``.
         """
-        largest = 0 if slices is None else min(slices.samples, self._engine.limit("training") or slices.samples)
+        largest = 0 if slices is None else self._largest(slices)
         for size in filter(None, (largest, largest // 2, largest // 4)):
             outcome = attempt(self._check, _any_error, slices, size, cut)
             if outcome.failure is None:
@@ -110,15 +130,20 @@ class LaterChecks:
     def _check(self, slices: BatchSlices, size: int, cut: bool) -> Remeasured:
         trainer, source, on_device = self._trainer, self._data.source, not self._on_host
         reader, tolerance = self._engine.reader("training"), AGAIN * rounding(trainer)
+        kinds = kinds_of(slices.take(0, slices.samples)).keys() - self._exactness.kinds
+        start, middle, stop = telling_cut(slices, size, kinds) or (0, None, size)
         with self._engine.suspended(), traceless_passes(trainer, plain=True, begins=False) as passes:
             check = ExactnessCheck(source, reader, passes, self._exactness.count, tolerance, while_training=True)
-            batch = slices.take(0, size)
+            batch, take = slices.take(start, stop), lambda a, b: slices.take(start + a, start + b)
             batch_pass = passes.run([batch], seed=0, on_device=on_device)
             matters = check.which_matter(batch_pass, batch, self._exactness.suspects, on_device=on_device)
-            if size < 2:
+            if stop - start < 2:
                 return Remeasured(matters=matters)
-            halves = Halves.of(slices.take, size, cut=cut or source.cut_in_step, on_device=on_device)
-            return Remeasured(check.judge(batch_pass, halves), matters)
+            is_cut, middle = cut or source.cut_in_step, middle and middle - start
+            halves = Halves.of(take, stop - start, middle=middle, cut=is_cut, on_device=on_device)
+            verdict = check.judge(batch_pass, halves)
+            self._exactness.kinds |= check.kinds
+            return Remeasured(verdict, matters)
 
     def _is_due(self) -> bool:
         """Return whether a moment has come: in the first window of some epochs, and after some steps."""

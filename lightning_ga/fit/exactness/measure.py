@@ -108,12 +108,14 @@ def telling_samples(samples: list[Any], size: int) -> list[Any]:
 def _traits(path: str, node: Any) -> Iterator[tuple[str, str]]:
     """Yield the traits by which samples differ: small values, shapes, ignored targets, missing numbers."""
     if isinstance(node, float):
-        yield path, str(node > 0) if node == node else "nan"
+        yield path, str(node)
     elif isinstance(node, (bool, int, str, np.generic)) or node is None:
         yield path, str(node)[:40]
     elif isinstance(node, torch.Tensor) and not node.is_nested and node.layout is torch.strided:
         yield path, str(tuple(node.shape))
-        if node.is_floating_point():
+        if node.is_floating_point() and node.numel() == 1:
+            yield path, str(float(node))
+        elif node.is_floating_point():
             yield path, str(bool(node.isnan().any()))
         elif node.numel() and not node.is_complex():
             yield path, f"{int(node.min())} {int(node.max())}"

@@ -10,6 +10,9 @@ from lightning_ga.plan.exactness import Exactness
 
 SUMMED = Differences(error=0.5, summed=0.0, best_weight=2.0, best_error=0.3)
 WEIGHTED = Differences(error=0.5, summed=0.7, best_weight=0.3, best_error=0.0)
+FOR_NOTHING = Differences(
+    error=0.5, summed=0.0, best_weight=-1e-17, best_error=0.0
+)  # the first part holds padding only
 COUPLED = Differences(error=0.5, summed=0.7, best_weight=0.3, best_error=0.4)
 NAN = float("nan")
 
@@ -26,6 +29,7 @@ NAN = float("nan")
         (NAN, COUPLED, 0.0, {"layers": ("norm",)}, "batch_norm", False),
         (NAN, COUPLED, 0.0, {}, "coupled", False),
         (0.5, SUMMED, 0.0, {"layers": ("norm",)}, "sum", True),
+        (0.5, FOR_NOTHING, 0.0, {}, "weighted", True),
         (0.5, COUPLED, 0.0, {"layers": ("norm",)}, "batch_norm", True),
         (0.5, WEIGHTED, 0.0, {}, "weighted", True),
         (0.5, COUPLED, 0.0, {}, "coupled", True),
