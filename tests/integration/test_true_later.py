@@ -74,6 +74,22 @@ def test_a_term_that_begins_later_is_told_once(kind: type[Late], way: Way) -> No
     assert ["Accumulation is not exact for this training" in text for text in ours.told] == [True]
 
 
+class Standardized(LateByStep):
+    """A hook of the transfer changes batches: a second call would change them again."""
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return [2 * batch[0] + 1, batch[1]]
+
+
+@each_way
+def test_a_later_measurement_calls_hooks_of_the_transfer_once(way: Way) -> None:
+    """Batches that are there have been through them."""
+    ours = run(Case(Standardized, loader), way, max_epochs=6)
+    assert error(ours, one_pass(Case(Standardized, loader), max_epochs=6)) > 1e-4
+    assert ours.cause == "coupled"
+    assert len(ours.told) == 1
+
+
 class Second(Late):
     """The term begins with the second batch, which runs out of memory."""
 

@@ -267,14 +267,17 @@ class Counting(Task):
         return self.loss(batch) + self.matters * self.seen * self.net(batch[0]).square().mean()
 
 
-@each_mode
+@each(WAYS)
 @pytest.mark.parametrize("matters", [True, False])
-def test_a_count_of_samples_is_told(matters: bool, way: Way) -> None:
-    """Parts of a window meet other counts than one pass does; gradients may depend on that later."""
-    ours = judged(lambda: Counting(matters=matters), way)
+def test_a_count_of_samples_is_told_if_the_loss_reads_it(matters: bool, way: Way) -> None:
+    """Parts of a window meet other counts than one pass does, and leave the same."""
+    case = Case(lambda: Counting(matters=matters), loader, BATCH, MICRO)
+    if not matters:
+        assert cut_rightly(case, way).module.seen == 36
+        return
+    ours = run(case, way)
     assert ours.cause == "stateful"
-    (text,) = ours.told
-    assert "seen" in text
+    assert "seen" in (*ours.told, *ours.ran_out)[0]
 
 
 class Jagged(Task):
@@ -385,9 +388,9 @@ def test_the_difference_that_is_told_is_that_of_training() -> None:
 class Tables(Task):
     """Tables that are filled when they are first needed: as large as is needed, by the samples, or by how many came."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, matters_from: int | None = None) -> None:
         super().__init__()
-        self.kind = kind
+        self.kind, self.matters_from = kind, matters_from
         self.register_buffer("table", torch.zeros(FEATURES, dtype=torch.float64))
 
     def loss(self, batch: Any) -> torch.Tensor:
@@ -397,22 +400,37 @@ class Tables(Task):
             self.table[(batch[1][:, 0] > 0).long()] = 1.0
         elif self.kind == "count":
             self.table += len(batch[0])
+        elif self.kind == "average":
+            self.table.lerp_(batch[0].mean(0), 0.1)
         elif not self.table.any():
             self.table.copy_(torch.arange(1, FEATURES + 1).cos())
-        rotated = batch[0] * self.table if self.kind == "positions" else batch[0]
-        return super().loss((rotated, batch[1]))
+        is_read = self.kind == "positions" or (self.matters_from is not None and self.global_step >= self.matters_from)
+        return super().loss((batch[0] * self.table if is_read else batch[0], batch[1]))
 
 
 @each(WAYS)
-def test_a_table_that_any_pass_fills_alike_is_none_of_what_steps_change(way: Way) -> None:
-    """The cosines of positions, say; training fills it in its first micro-batch."""
-    cut_rightly(Case(lambda: Tables("positions"), loader, BATCH, MICRO), way)
+@pytest.mark.parametrize("kind", ["positions", "samples", "kinds", "count"])
+def test_state_that_parts_leave_as_the_whole_does_is_none_of_what_steps_change(kind: str, way: Way) -> None:
+    """The cosines of positions; marks and counts that no loss reads."""
+    ours = cut_rightly(Case(lambda: Tables(kind), loader, BATCH, MICRO), way)
+    whole = train(Tables(kind), loader(), AutoAccumulate(BATCH, micro_batch_size=BATCH, verify=False))
+    assert torch.equal(ours.module.table, whole.module.table)
 
 
 @each_mode
-@pytest.mark.parametrize("kind", ["samples", "kinds", "count"])
-def test_what_depends_on_samples_is_told_though_no_gradient_depends_on_it(kind: str, way: Way) -> None:
-    ours = run(Case(lambda: Tables(kind), loader, BATCH, MICRO), way)
+def test_state_that_a_loss_reads_later_is_told_then(way: Way) -> None:
+    """Parts of a window meet what the parts before them have changed."""
+    ours = run(Case(lambda: Tables("count", matters_from=5), loader, BATCH, MICRO), way, max_epochs=4)
+    assert ours.cause == "stateful"
+    (text,) = ours.told
+    assert "for this training" in text
+    assert "table" in text
+
+
+@each_mode
+def test_state_that_parts_leave_otherwise_is_told_though_no_gradient_depends_on_it(way: Way) -> None:
+    """An average that moves once for each part."""
+    ours = run(Case(lambda: Tables("average"), loader, BATCH, MICRO), way)
     assert ours.cause == "stateful"
     (text,) = ours.told
     assert "table" in text

@@ -50,7 +50,8 @@ class Halves:
     batch: Callable[[int], Any]  # makes the whole batch once more, with random numbers of a seed
     one_sample: Callable[[], Any]  # makes a batch of one of its samples
     cut: bool = False  # whether the step cuts them
-    on_device: bool = False
+    on_device: bool = False  # whether the parts are there, where hooks of the transfer have run
+    batch_on_device: bool = False  # whether the whole batch is
 
     @classmethod
     def of(
@@ -217,6 +218,7 @@ class ExactnessCheck:
         if error <= self._tolerance:
             changed = self._without_tables(changed, halves, batch_pass, accumulated)
             changed = self._without_rows(changed, halves)
+            changed = self._without_counts(changed, halves, batch_pass)
         self._unlike |= set(changed)
         size = norm(batch_pass.gradients[0])
         if not error <= self._tolerance:  # the cause shows in gradients that are not accumulated
@@ -241,7 +243,7 @@ class ExactnessCheck:
         if verdict.cause not in ("coupled", "weighted", "sum"):
             return verdict
         with trial_steps.without_gradient_hooks(self._passes.trainer) as has_hooks:
-            if has_hooks and self._is_same(self._passes.run([halves.batch(0)], seed=0), self._run(halves), weight):
+            if has_hooks and self._is_same(self._run_whole(halves), self._run(halves), weight):
                 return replace(verdict, cause="stateful", reason=HOOKED)
         if not halves.cut and self._is_same(batch_pass, self._run(replace(halves, cut=True)), weight):
             return replace(verdict, cause="stateful", reason=COUNTED)
@@ -252,6 +254,13 @@ class ExactnessCheck:
     def _run(self, halves: Halves, weights: Sequence[float] = (), keep: Collection[str] = ()) -> Passes:
         cut, on_device = halves.cut, halves.on_device
         return self._passes.run(halves.parts, seed=1, as_pieces=cut, on_device=on_device, weights=weights, keep=keep)
+
+    def _run_whole(
+        self, halves: Halves, *, seed: int = 0, times: int = 1, keep: Collection[str] = (), moved: Collection[str] = ()
+    ) -> Passes:
+        """Run the whole batch; several times as one batch of the loop."""
+        batches, on_device = [halves.batch(seed) for _ in range(times)], halves.batch_on_device
+        return self._passes.run(batches, seed=seed, as_pieces=times > 1, on_device=on_device, keep=keep, moved=moved)
 
     def _is_same(self, batch_pass: Passes, parts: Passes, weight: float) -> bool:
         return compare(batch_pass.gradients[0], *parts.gradients, weight=weight).error <= self._tolerance
@@ -273,8 +282,7 @@ class ExactnessCheck:
     def _depends_on_last(self, halves: Halves) -> bool:
         """Return whether the same batch gets another gradient in the next step, as the module keeps something."""
         if self._keeps_something is None:
-            twice = self._passes.run([halves.batch(0), halves.batch(0)], seed=0, as_pieces=True)
-            self._keeps_something = distance(*twice.gradients) > self._repeated
+            self._keeps_something = distance(*self._run_whole(halves, times=2).gradients) > self._repeated
         return self._keeps_something
 
     def _without_tables(self, changed: tuple[str, ...], halves: Halves, *passes: Passes) -> tuple[str, ...]:
@@ -308,18 +316,39 @@ class ExactnessCheck:
         names = [n for n in changed if n in tensors and tensors[n].dim() and len(tensors[n]) >= rows]
         if not names:
             return changed
-        both = [halves.batch(0)], halves.parts, *([part] for part in halves.parts)
-        runs = [self._run(replace(halves, parts=parts), keep=names) for parts in both]
+        parts = halves.parts, *([part] for part in halves.parts)
+        runs = [self._run_whole(halves, keep=names)]
+        runs += [self._run(replace(halves, parts=each), keep=names) for each in parts]
         values = zip(runs[0].kept[0], *(run.kept[1] for run in runs))
         by_sample = {name for name, tensors in zip(names, values) if _is_in_rows(*tensors)}
         self._alike |= by_sample
         return tuple(name for name in changed if name not in by_sample)
 
+    def _without_counts(self, changed: tuple[str, ...], halves: Halves, batch_pass: Passes) -> tuple[str, ...]:
+        """Leave out what the parts leave as the whole batch does, and no gradient depends on: counts, histograms.
+
+        A gradient may come to depend on them later; then a later measurement does not leave them out.
+        """
+        tensors = named_state(self._module)
+        names = [name for name in changed if name in tensors]
+        if not names:
+            return changed
+        whole, parts = (run.kept[1] for run in (self._run_whole(halves, keep=names), self._run(halves, keep=names)))
+        counts = {name for name, one, other in zip(names, whole, parts) if torch.allclose(one, other, rtol=1e-5)}
+        if not counts or self._depends_on(counts, halves, batch_pass):
+            return changed
+        self._alike |= counts
+        return tuple(name for name in changed if name not in counts)
+
+    def _depends_on(self, names: Collection[str], halves: Halves, batch_pass: Passes) -> bool:
+        moved = self._run_whole(halves, moved=names)
+        return distance(batch_pass.gradients[0], moved.gradients[0]) > self._repeated
+
     def _noise(self, batch_pass: Passes, halves: Halves) -> float:
         """Measure how far passes over the whole batch with other random numbers differ; several if some are drawn."""
         noise = 0.0
         for seed in range(1, 2 + _SEEDS):
-            passes = self._passes.run([halves.batch(seed)], seed=seed)
+            passes = self._run_whole(halves, seed=seed)
             noise = max(noise, distance(*batch_pass.gradients, *passes.gradients))
             if noise > self._tolerance or not passes.draws:
                 break

@@ -139,8 +139,14 @@ class LaterChecks:
             matters = check.which_matter(batch_pass, batch, self._exactness.suspects, on_device=on_device)
             if stop - start < 2:
                 return Remeasured(matters=matters)
-            is_cut, middle = cut or source.cut_in_step, middle and middle - start
-            halves = Halves.of(take, stop - start, middle=middle, cut=is_cut, on_device=on_device)
+            halves = Halves.of(
+                take,
+                stop - start,
+                middle=middle and middle - start,
+                cut=cut or source.cut_in_step,
+                on_device=on_device,
+                batch_on_device=on_device,
+            )
             verdict = check.judge(batch_pass, halves)
             self._exactness.kinds |= check.kinds
             return Remeasured(verdict, matters)
