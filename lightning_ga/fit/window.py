@@ -19,7 +19,7 @@ from lightning_ga.fit.parts import BatchResult, Part, Piece, Window
 from lightning_ga.fit.training_data import TrainingData
 from lightning_ga.fit.window_gradients import WindowGradients
 from lightning_ga.fit.window_run import run_window
-from lightning_ga.plan.window_weights import WindowWeights
+from lightning_ga.plan.weights import WindowWeights
 
 LOOKS = 3  # batches of an epoch before which parts are looked for that hooks may have added
 WATCHED = 8  # windows in which it is looked at what hooks around the zeroing of gradients change

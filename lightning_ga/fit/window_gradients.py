@@ -10,8 +10,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from lightning_ga.compat import agreement, gradient_dtype, ranks
 from lightning_ga.errors import ExactnessWarning
 from lightning_ga.plan.config import Normalize
-from lightning_ga.plan.weights import count_items
-from lightning_ga.plan.window_weights import KnownWindow, LateWindow, StockWindow, WindowWeights
+from lightning_ga.plan.weights import KnownWindow, LateWindow, WindowWeights, count_items
 from lightning_ga.plan.windows import Chunk
 from lightning_ga.snapshot.gradients import AccumulationHooks, coalesce_gradients, sparse_parameters, zeros
 
@@ -27,7 +26,7 @@ class WindowGradients:
         self._trainer = trainer
         self._counts: Callable[[Any], Any] | None = normalize if callable(normalize) else None
         self._by_samples = normalize == "samples"
-        self.weights: WindowWeights = StockWindow()  # of the window, as far as it has come
+        self.weights = WindowWeights()  # of the window, as far as it has come
         self.counts_samples = False  # whether the samples of each micro-batch have to be known
         self._zeroing: AccumulationHooks | None = None
         self._sparse: list[torch.nn.Parameter] | None = None
@@ -64,9 +63,9 @@ class WindowGradients:
             self.weights = KnownWindow(world_size)
         elif self._by_samples:
             self.weights = LateWindow(world_size, sum_over_ranks=sum_over_ranks, reference=micro_batch, fixed=True)
-        elif self._counts is not None and isinstance(self.weights, StockWindow):
+        elif self._counts is not None and not isinstance(self.weights, LateWindow):
             self.weights = LateWindow(world_size, sum_over_ranks=sum_over_ranks)
-        self.counts_samples = not isinstance(self.weights, StockWindow)
+        self.counts_samples = self._by_samples or self._counts is not None
 
     def weigh(self, batch: Any, chunk: Chunk, index: int, *, sharded_ranks: int, samples: int) -> None:
         """Weigh the next micro-batch, the ``index``-th of its epoch, of which ``chunk`` was planned."""

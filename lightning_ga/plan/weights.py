@@ -1,20 +1,22 @@
-"""Weights of micro-batches, so that a window's gradient is that of its samples in one pass.
+"""Weigh the micro-batches of a window, so that its gradient is that of its samples in one pass. Pure.
 
 A loss is a mean over the samples of one micro-batch. Lightning divides it by the accumulation factor A
 (``loops/optimization/automatic.py`` of 2.6.6, ``ClosureResult``) and data parallelism averages gradients over W ranks,
 so the optimizer sees Σ gᵢ / (A·W). The mean over the whole window of N samples is Σ nᵢ gᵢ / N: the micro-batch of nᵢ
 samples must weigh A·W·nᵢ / N. The same holds for a mean over tokens, with nᵢ tokens of N.
+
+The weights of a window are a frozen record: to undo a failed pass, go on with the record from before it.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 from lightning_ga.errors import UserError
 
 
 def known_weight(count: float, window: float, *, factor: int, world_size: int) -> float:
-    """Return the weight of a micro-batch whose window is known in advance; 1.0 where all are equal.
+    """Return the weight of a micro-batch whose window is known in advance; 1.0 if all are equal.
 
     Args:
         count: Samples (or tokens) of this micro-batch.
@@ -32,7 +34,7 @@ def known_weight(count: float, window: float, *, factor: int, world_size: int) -
 def window_scale(total: float, *, reference: float, factor: int, world_size: int) -> float:
     """Return the scale for the gradients of a window whose micro-batches weighed ``count / reference``.
 
-    Used where the total of the window is known only at its end. The reference is near the mean count, so
+    It is needed if the total of the window is known only at its end. The reference is near the mean count, so
     that the weights are near one and half precision neither overflows nor loses digits.
 
     Args:
@@ -46,6 +48,134 @@ def window_scale(total: float, *, reference: float, factor: int, world_size: int
         1.3333333333333333
     """
     return factor * world_size * reference / total
+
+
+@dataclass(frozen=True, slots=True)
+class WindowWeights:
+    """Weights as in stock Lightning: every micro-batch counts as one of the nominal factor."""
+
+    world_size: int = 1
+    weight: float = 1.0  # of the micro-batch
+    share: float = 1.0  # of the micro-batch in the next backward pass
+    count: float = 0.0  # samples or tokens of the micro-batch
+    pending: float = 0.0  # part of the count that has not reached a backward pass
+    reached: float = 0.0  # counts that have reached their backward passes in this window
+
+    def weigh(self, count: float, *, window: float, factor: int, first: bool, planned: float | None = None) -> Self:
+        """Weigh the next micro-batch of this rank.
+
+        ``window`` are the samples that were planned for the window over all ranks, and ``planned`` those of the
+        micro-batch, if a collate_fn has dropped some.
+        """
+        return self
+
+    def part(self, share: float) -> Self:
+        """Set the share of the micro-batch in the next backward pass."""
+        return replace(self, share=share, pending=share * self.count)
+
+    def whole(self) -> Self:
+        """Let the next backward pass cover the whole micro-batch."""
+        return self if self.share == 1.0 else replace(self, share=1.0)
+
+    def trained(self) -> Self:
+        """Note that the backward pass has been reached; a step that returns ``None`` does not reach it."""
+        return replace(self, reached=self.reached + self.pending, pending=0.0)
+
+    def close(self, factor: int) -> tuple[float, Self]:
+        """Return the scale of the window's gradients, and the record for the next window; ranks call it together."""
+        return 1.0, self
+
+
+@dataclass(frozen=True, slots=True)
+class KnownWindow(WindowWeights):
+    """Weights of windows whose samples are known in advance.
+
+    Examples:
+        >>> KnownWindow(world_size=1).weigh(43, window=128, factor=3, first=True).weight
+        1.0078125
+    """
+
+    window: float = 0.0  # its samples as planned, over all ranks
+    seen: float = 0.0  # samples of this rank's micro-batches so far, as planned
+
+    def weigh(self, count: float, *, window: float, factor: int, first: bool, planned: float | None = None) -> Self:
+        """Weigh the next micro-batch by its samples of those planned."""
+        if count and planned == window:  # a window of one micro-batch is its own mean, to the bit
+            window = planned = count
+        weight = known_weight(count, window, factor=factor, world_size=self.world_size)
+        reached, seen = (0.0, 0.0) if first else (self.reached, self.seen)
+        seen += count if planned is None else planned
+        # ``replace`` takes twice as long.
+        return type(self)(self.world_size, weight, 1.0, count, count, reached, window, seen)
+
+    def close(self, factor: int) -> tuple[float, Self]:
+        """Return a scale above one if micro-batches were skipped or samples dropped.
+
+        It is computed without the other ranks, because Lightning allows one rank alone to skip a step.
+        """
+        skipped = self.seen - self.reached
+        return self.window / (self.window - skipped) if 0 < skipped < self.window else 1.0, self
+
+
+@dataclass(frozen=True, slots=True)
+class LateWindow(WindowWeights):
+    """Weights of windows whose samples or tokens are counted during the window.
+
+    A micro-batch weighs its count ÷ a reference near the mean count, and the window's gradients are
+    scaled once, when its total is known. The reference is twice the largest mean of a window so far:
+    hardly any weight is then above one, and half precision overflows no more often than without.
+    Without one at the start it is taken from the first micro-batch with a count above zero.
+
+    Examples:
+        >>> window = LateWindow(world_size=1, reference=2, fixed=True)
+        >>> for count in (2, 2, 1):
+        ...     window = window.weigh(count, window=8, factor=4, first=count == 2).trained()
+        >>> window.weight
+        0.5
+        >>> window.close(4)[0]  # a stream that ended before the window was full
+        2.6666666666666665
+    """
+
+    sum_over_ranks: Callable[[float], float] = float
+    reference: float | None = None
+    fixed: bool = False  # whether the reference stays
+    largest_mean: float = 0.0  # count of a window ÷ its micro-batches, so far
+    any_reached: bool = False  # whether a backward pass of the window has been reached
+
+    def weigh(self, count: float, *, window: float, factor: int, first: bool, planned: float | None = None) -> Self:
+        """Weigh the next micro-batch by its count; the window's samples are not needed."""
+        if not 0 <= count < float("inf"):
+            raise UserError(f"normalize counted {count} in a micro-batch: a count is a finite number of at least 0.")
+        reference = self._reference_for(count, factor=factor, first=first)
+        begun = replace(self, reached=0.0, any_reached=False) if first else self
+        weight = 0.0 if reference is None else count / reference
+        return replace(begun, reference=reference, weight=weight, share=1.0, count=count, pending=count)
+
+    def trained(self) -> Self:
+        """Note that the backward pass has been reached."""
+        return replace(self, reached=self.reached + self.pending, pending=0.0, any_reached=True)
+
+    def close(self, factor: int) -> tuple[float, Self]:
+        """Return the scale that makes the weighted sum of all ranks the mean over what was counted."""
+        if not self.any_reached and self.world_size == 1:
+            return 1.0, self
+        total = self.sum_over_ranks(self.reached)
+        if not total:
+            raise UserError(
+                "normalize counted 0 in all micro-batches of a window, so its gradient is no mean of anything: check "
+                "what it counts (the key, ignore_index), or leave such samples out."
+            )
+        assert self.reference is not None
+        scale = window_scale(total, reference=self.reference, factor=factor, world_size=self.world_size)
+        return scale, replace(self, largest_mean=max(self.largest_mean, total / (factor * self.world_size)))
+
+    def _reference_for(self, count: float, *, factor: int, first: bool) -> float | None:
+        """Return the divisor of the next count; ``None`` while nothing was counted."""
+        if factor == self.world_size == 1 and count:  # a window of one micro-batch is its own mean, to the bit
+            return count
+        if self.reference is None:
+            return 2.0 * self.sum_over_ranks(count) / self.world_size or None
+        return max(self.reference, 2.0 * self.largest_mean) if first and not self.fixed else self.reference
 
 
 def count_items(normalize: Callable[[Any], Any], batch: Any) -> float:

@@ -7,13 +7,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from window_counts import COUNTS, means_and_all, seen_by_the_optimizer
+from window_counts import COUNTS, gradient_of, means_and_all, seen_by_the_optimizer
 
 from lightning_ga.errors import UserError
+from lightning_ga.plan.accumulation import plan_accumulation
 from lightning_ga.plan.weights import (
     AttentionMaskTokens,
+    KnownWindow,
+    LateWindow,
     Samples,
     TargetTokens,
+    WindowWeights,
     count_items,
     known_weight,
 )
@@ -80,3 +84,131 @@ def test_a_wrong_key_is_refused_with_the_keys_there_are() -> None:
         TargetTokens()({"target": LABELS, "input_ids": LABELS})
     with pytest.raises(UserError, match="looks for 2 in a tuple"):
         TargetTokens(key=2)((LABELS, LABELS))
+
+
+@settings(deadline=None)
+@given(st.integers(1, 20), st.integers(1, 20), st.integers(1, 20))
+def test_equal_micro_batches_weigh_exactly_one(micro_batch: int, factor: int, world_size: int) -> None:
+    """Where nothing is ragged nothing is done: the weight is 1.0 and not merely near."""
+    plan = plan_accumulation(micro_batch * factor * world_size, micro_batch=micro_batch, world_size=world_size)
+    window = KnownWindow(world_size)
+    for position, count in enumerate(plan.chunks[0]):
+        window = window.weigh(count, window=plan.effective_batch_size, factor=factor, first=position == 0).trained()
+        assert window.weight == 1.0
+    assert window.close(factor)[0] == 1.0
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 60), min_size=2, max_size=6), st.data())
+def test_a_skipped_micro_batch_leaves_the_mean_over_the_others(row: list[int], data: st.DataObject) -> None:
+    """Steps that return ``None`` have no gradient; the window is then the rest, one window after another."""
+    window = KnownWindow(world_size=1)
+    for _ in range(2):
+        skipped = data.draw(st.sets(st.integers(0, len(row) - 1), max_size=len(row) - 1))
+        means, _all = means_and_all([row])
+        weights = []
+        for i, count in enumerate(row):
+            window = window.weigh(count, window=sum(row), factor=len(row), first=i == 0)
+            weights.append(0.0 if i in skipped else window.weight)
+            window = window if i in skipped else window.trained()
+        scale, window = window.close(len(row))
+        rest = torch.cat([gradient_of(n, i) for i, n in enumerate(row) if i not in skipped]).mean(0)
+        torch.testing.assert_close(seen_by_the_optimizer(means, [weights], len(row)) * scale, rest)
+
+
+@settings(deadline=None)
+@given(COUNTS.filter(lambda counts: sum(map(sum, counts)) > 0), st.sampled_from([1.0, 7.0, 64.0]), st.integers(0, 3))
+def test_late_weights_give_the_mean_once_the_window_is_over(
+    counts: list[list[int]], reference: float, missing: int
+) -> None:
+    """Counts that are known only as they come: gradients are scaled once, by the counts of all ranks."""
+    factor, world_size = len(counts[0]) + missing, len(counts)
+    means, whole = means_and_all(counts)
+    weights, scales = [], []
+    for row in counts:
+        asked: list[float] = []
+
+        def sum_over_ranks(value: float, asked: list[float] = asked) -> float:
+            asked.append(value)
+            return float(sum(map(sum, counts)))
+
+        window = LateWindow(world_size, sum_over_ranks=sum_over_ranks, reference=reference, fixed=True)
+        weights.append([])
+        for i, n in enumerate(row):
+            window = window.weigh(n, window=-1, factor=factor, first=i == 0).trained()
+            weights[-1].append(window.weight)
+        scales.append(window.close(factor)[0])
+        assert asked == [sum(row)]  # one number a window
+    assert len(set(scales)) == 1
+    torch.testing.assert_close(seen_by_the_optimizer(means, weights, factor) * scales[0], whole, rtol=1e-12, atol=1e-14)
+
+
+@settings(deadline=None)
+@given(st.lists(st.lists(st.integers(0, 60), min_size=4, max_size=4).filter(any), min_size=1, max_size=5))
+def test_late_weights_find_their_reference(windows: list[list[int]]) -> None:
+    """With nothing known to start from each window is right, and its weights soon stay at one or below."""
+    late, largest_mean = LateWindow(world_size=1), 0.0
+    for row in windows:
+        means, whole = means_and_all([row])
+        weights = []
+        for i, n in enumerate(row):
+            late = late.weigh(n, window=-1, factor=4, first=i == 0).trained()
+            weights.append(late.weight)
+        scale, late = late.close(4)
+        torch.testing.assert_close(seen_by_the_optimizer(means, [weights], 4) * scale, whole, rtol=1e-12, atol=1e-14)
+        if largest_mean:
+            assert max(weights) <= max(row) / (2 * largest_mean) + 1e-9
+        largest_mean = max(largest_mean, sum(row) / 4)
+
+
+def test_a_late_window_leaves_skipped_micro_batches_out() -> None:
+    """A step that returned ``None`` does not count; a window of such steps only is left alone."""
+    late = LateWindow(world_size=1, reference=4.0, fixed=True).weigh(8, window=-1, factor=2, first=True)
+    assert late.weight == 2.0
+    late = late.trained().weigh(100, window=-1, factor=2, first=False)
+    assert late.close(2)[0] == 2 * 4.0 / 8
+    assert late.weigh(5, window=-1, factor=2, first=True).close(2)[0] == 1.0
+
+
+def test_a_micro_batch_with_two_backward_passes_counts_once() -> None:
+    """However often its loss is gone back from."""
+    late = LateWindow(1, reference=4.0, fixed=True).weigh(8, window=-1, factor=2, first=True).trained().trained()
+    assert late.close(2)[0] == 2 * 4.0 / 8
+    known = KnownWindow(world_size=1).weigh(8, window=16, factor=2, first=True).trained().trained()
+    assert known.weigh(8, window=16, factor=2, first=False).close(2)[0] == 2.0  # the second was skipped
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(0.01, 1.0), min_size=1, max_size=5), st.booleans())
+def test_parts_of_a_micro_batch_count_as_the_whole(parts: list[float], late: bool) -> None:
+    """Each weighs its share, and what has reached a backward pass adds up to the micro-batch."""
+    begun = LateWindow(1, reference=8.0, fixed=True) if late else KnownWindow(1)
+    window = begun.weigh(12, window=24, factor=2, first=True)
+    whole, shares = window.trained(), [part / sum(parts) for part in parts]
+    for share in shares:
+        window = window.part(share)
+        assert window.weight * window.share == whole.weight * share
+        window = window.trained().whole()
+    assert (window.weight, window.share) == (whole.weight, 1.0)
+    assert window.close(2)[0] == pytest.approx(whole.close(2)[0])
+
+
+def test_stock_windows_weigh_one() -> None:
+    """A part weighs its share."""
+    window = WindowWeights().part(0.25)
+    assert (window.weight * window.share, window.trained().close(4)[0], window.whole()) == (0.25, 1.0, WindowWeights())
+
+
+def test_a_window_that_counts_nothing_is_refused() -> None:
+    """A mean over nothing is none: the message says what to check."""
+    late = LateWindow(world_size=1).weigh(0, window=-1, factor=1, first=True).trained()
+    assert late.weight == 0.0
+    with pytest.raises(UserError, match=r"counted 0 in all micro-batches of a window.*ignore_index"):
+        late.close(1)
+
+
+@pytest.mark.parametrize("count", [-1, float("nan")])
+def test_a_count_below_zero_is_refused(count: float) -> None:
+    """So is one that is no number."""
+    with pytest.raises(UserError, match=f"normalize counted {count} in a micro-batch"):
+        LateWindow(world_size=1).weigh(count, window=-1, factor=1, first=True)
