@@ -7,6 +7,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from torch.utils.data import Dataset
 
 from lightning_ga.callback import AutoAccumulate
 from lightning_ga.compat.namespaces import MODULES
@@ -81,6 +82,10 @@ def plan_for_device(
     require_count("devices", devices)
     if not isinstance(module, MODULES):
         raise UserError(f"module must be a LightningModule, not {type(module).__name__}.")
+    if isinstance(data, Dataset):
+        raise UserError(
+            f"data must be a DataLoader or a datamodule, not a {type(data).__name__}: make DataLoader(data)."
+        )
     root = "lightning.pytorch" if isinstance(module, pl.LightningModule) else "pytorch_lightning"
     given = trainer.pop("callbacks", None)
     callbacks = list(given) if isinstance(given, (list, tuple)) else [] if given is None else [given]
@@ -98,7 +103,11 @@ def plan_for_device(
         made.fit(module, **{"datamodule" if hasattr(data, "train_dataloader") else "train_dataloaders": data})
     plan, probe = callback.plan, callback.probe
     assert plan is not None, "the start of training plans"
-    assert probe is not None, "and estimates"
+    if probe is None:
+        raise UserError(
+            f"data={type(data).__name__} gives batches that are ready-made and cannot be cut, so no other size can be "
+            "planned: give a DataLoader, or a datamodule that makes one."
+        )
     return DevicePlan(plan, probe, device.total_bytes, device.reserved_bytes, tuple(device.unreliable))
 
 

@@ -150,9 +150,8 @@ class TrainingLimit:
             source.user_loader,
             source.looks(epoch),
             search.rank_samples,
-            self._engine.memory_kept,
+            self._engine,
             batch_samples=search.recipe_batch if source.cut_in_step else None,
-            reader=self._engine.reader("training"),
         )
 
     def _run_probe(self, source: TrainingSource, epoch: int, search: _Search) -> None:

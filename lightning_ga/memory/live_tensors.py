@@ -77,7 +77,7 @@ class LiveTensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._held: dict[int, HeldStorage] = {}
         self._recording = 0
         self._events: list[int] | None = None
-        self._sizes: list[int] = []
+        self._sizes: list[int] = []  # of recorded storages, by number; the first is for all that outlive the step
         self._initial: list[int] = []  # storages that were alive at the start and died since
         self._marks: list[int] = []
         self._floor = 0  # bytes alive since the start
@@ -112,7 +112,7 @@ class LiveTensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.peak_bytes, self.wanted_bytes = self.live_bytes, 0
         self._recording += 1
         self._events = [] if record else None
-        self._sizes, self._initial, self._marks, self._floor = [], [], [], self.live_bytes
+        self._sizes, self._initial, self._marks, self._floor = [0], [], [], self.live_bytes
 
     def mark(self) -> None:
         """Note in the recording that a phase of the step ends here."""
@@ -124,10 +124,8 @@ class LiveTensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         events, self._events = self._events, None
         if events is None:
             raise RuntimeError("trace() needs start(record=True) before the step.")
-        old = [n + 1 for n in self._initial]
-        stream = [0, *old, *(event + 1 if event >= 0 else event - 1 for event in events)]
-        marks = tuple(mark + 1 + len(old) for mark in self._marks)
-        return MemoryTrace(samples, (self._floor, *self._sizes), canonical(stream), marks)
+        marks = tuple(mark + 1 + len(self._initial) for mark in self._marks)
+        return MemoryTrace(samples, (self._floor, *self._sizes[1:]), canonical([0, *self._initial, *events]), marks)
 
     def _counts(self, tensor: Tensor) -> bool:
         device = tensor.device

@@ -1,7 +1,7 @@
 """What holds the memory at the peak of a training step, as a record and in words."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,32 +61,32 @@ class Attribution:
         """What usually makes the largest kind smaller."""
         return REMEDIES[self.by_kind()[0][0]] if self.parts else ""
 
-    def lines(self, amount: Callable[[int], str] = format_bytes) -> tuple[str, str, str]:
-        """Say where the peak is, what holds it, and the usual remedy, with bytes as text by ``amount``."""
+    def lines(self) -> tuple[str, str, str]:
+        """Say where the peak is, what holds it, and the usual remedy."""
         kinds = self.by_kind()
         large = [(kind, size) for kind, size in kinds if size >= SMALL * self.peak_bytes]
-        told = [f"{kind.removesuffix(' of')} {amount(size)}{self._blocks(kind, amount)}" for kind, size in large]
+        told = [f"{kind.removesuffix(' of')} {format_bytes(size)}{self._blocks(kind)}" for kind, size in large]
         rest = sum(size for _, size in kinds) - sum(size for _, size in large)
         where = "in the optimizer's step" if self.phase == "update" else f"in the {self.phase} pass, at {self.place}"
-        peak = f"{amount(self.peak_bytes)} with {counted(self.samples, 'sample')}"
+        peak = f"{format_bytes(self.peak_bytes)} with {counted(self.samples, 'sample')}"
         return (
             f"At the peak of {peak}, {where}, the memory is held by:",
-            ", ".join([*told, *([f"others {amount(rest)}"] if rest else [])]),
+            ", ".join([*told, *([f"others {format_bytes(rest)}"] if rest else [])]),
             f"What usually makes the largest part smaller: {self.remedy}.",
         )
 
-    def sentence(self, amount: Callable[[int], str] = format_bytes) -> str:
+    def sentence(self) -> str:
         """Say the same on one line, to follow an error."""
-        where, held, remedy = self.lines(amount)
+        where, held, remedy = self.lines()
         return f"{where[0].lower()}{where[1:]} {held}. {remedy}"
 
-    def _blocks(self, kind: str, amount: Callable[[int], str]) -> str:
+    def _blocks(self, kind: str) -> str:
         blocks: Counter[str] = Counter()
         for name, size in self.parts:
             if kind_of(name) == kind and name != kind:
                 blocks[name.removeprefix(kind).strip()] += size
         large = [block for block in blocks.most_common(MOST_BLOCKS) if block[1] >= SMALL * self.peak_bytes]
-        told = [f"{name} {amount(size)}" for name, size in large]
+        told = [f"{name} {format_bytes(size)}" for name, size in large]
         more = [f"{len(blocks) - len(large)} more"] if len(blocks) > len(large) > 0 else []
         return f" ({', '.join([*told, *more])})" if told else ""
 

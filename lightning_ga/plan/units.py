@@ -5,7 +5,6 @@ A budget is in bytes, a share of the device (0.8 or ``"80%"``), or text with a u
 """
 
 import re
-from decimal import Decimal
 from math import ceil, floor, log10
 
 from lightning_ga.errors import UserError
@@ -16,7 +15,6 @@ _UNITS = {
     **{f"{prefix}I": 1024**power for power, prefix in enumerate("KMGT", start=1)},
 }
 _AMOUNT = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*(?:([KMGT]I?)?B?|(%))\s*", re.IGNORECASE)
-_DIGITS = 3  # of an amount that is proposed
 
 
 def parse_budget(value: int | float | str | None, total_bytes: int | None = None) -> int | None:
@@ -48,9 +46,7 @@ def require_bytes(name: str, value: object, total_bytes: int | None = None) -> i
 
 def _read_amount(value: object, total: int | None) -> int | None:
     """Return the bytes of a budget; ``None`` if it cannot be read."""
-    if isinstance(value, bool):
-        return None
-    if isinstance(value, int):
+    if isinstance(value, int) and not isinstance(value, bool):
         return value
     if isinstance(value, float):
         return int(value * total) if total is not None and 0 < value <= 1 else None
@@ -64,52 +60,17 @@ def _read_amount(value: object, total: int | None) -> int | None:
     return round(float(number) * scale)
 
 
-def sufficient(value: int | float | str, needed: int, total_bytes: int | None = None) -> int | float | str | None:
-    """Return the least budget that leaves ``needed`` bytes, rounded up to three digits as the user wrote ``value``.
-
-    ``None`` if the whole device is too little.
+def least_budget(needed: int) -> str:
+    """Return the least budget that leaves so many bytes, rounded up to three digits, as text that is read here.
 
     Examples:
-        >>> sufficient("20MiB", 40_400_000), sufficient(1000, 1234), sufficient(0.1, 1234, 8000)
-        ('38.6MiB', 1234, 0.155)
+        >>> least_budget(40_400_000), least_budget(1000)
+        ('38.6MiB', '1000B')
     """
-    if total_bytes is not None and needed > total_bytes:
-        return None
-    if isinstance(value, int):
-        return needed
-    if isinstance(value, float):
-        return None if total_bytes is None else min(1.0, _rounded_up((needed + 1) / total_bytes))  # a share is cut off
-    found = _AMOUNT.fullmatch(value)
-    if found is None or (found[3] and total_bytes is None):
-        return None
-    number, unit, percent = found.groups()
-    scale = (total_bytes or 0) / 100 if percent else _UNITS[(unit or "").upper()]
-    amount = format(Decimal(repr(_rounded_up((needed + bool(percent)) / scale))).normalize(), "f")
-    return f"{amount}{value.strip()[len(number) :]}"
-
-
-def written_like(value: int | float | str, count: int) -> str:
-    """Return bytes in the unit of a budget, rounded up.
-
-    Examples:
-        >>> written_like("20MiB", 40_400_000), written_like(1000, 1234), written_like(0.5, 2**20)
-        ('38.6MiB', '1,234 bytes', '1.0 MiB')
-    """
-    if isinstance(value, int):
-        return f"{count:,} bytes"
-    found = _AMOUNT.fullmatch(value) if isinstance(value, str) else None
-    return format_bytes(count) if found is None or found[3] else str(sufficient(value, max(1, count)))
-
-
-def _rounded_up(amount: float) -> float:
-    """Round up to three digits.
-
-    Examples:
-        >>> _rounded_up(38.52), _rounded_up(1234.5)
-        (38.6, 1235)
-    """
-    decimals = max(0, _DIGITS - 1 - floor(log10(amount)))
-    return ceil(amount * 10**decimals) / 10**decimals if decimals else ceil(amount)
+    power = min(max(1, needed).bit_length() - 1, 49) // 10
+    amount = needed / 1024**power
+    decimals = max(0, 2 - floor(log10(amount))) if power else 0
+    return f"{ceil(amount * 10**decimals) / 10**decimals:g}{('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
 
 
 def format_bytes(count: float) -> str:

@@ -12,18 +12,19 @@ A plain loop, in full::
 """
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from lightning_ga.memory.device import total_memory
+from lightning_ga.memory.holders import OriginMeter
 from lightning_ga.memory.vendors import WITH_STATISTICS
 from lightning_ga.plan.accumulation import require_count
 from lightning_ga.plan.records import ProbeResult
-from lightning_ga.plan.units import parse_budget
+from lightning_ga.probe.budget import Budget
 from lightning_ga.probe.meters import meter_of
 from lightning_ga.probe.prober import Prober
-from lightning_ga.probe.shortage import Shortage
 from lightning_ga.probe.training import ProbedTraining
 
 
@@ -76,12 +77,56 @@ def find_micro_batch(
         Exception: Whatever ``step`` raises that is not about memory, after ``reset``.
     """
     require_count("high", high)
-    training = ProbedTraining(step, resident=resident, reset=reset, agree=agree, on_step=on_step, warm_up=warm_up)
+    training = _Loop(step, resident, reset, agree, on_step, warm_up)
     chosen = numbered(device)
-    total = total_memory(chosen) if budget is not None else None
-    meter, shortage = meter_of(chosen, owners=training.owned), Shortage.of_budget(budget, total)
-    prober = Prober(training, meter, budget=parse_budget(budget, total), shortage=shortage)
-    return prober.find(high, known=known, predict_only=predict_only)
+    allowed = Budget(budget, total_memory(chosen) if budget is not None else None)
+    return Prober(training, meter_of(chosen, training), allowed).find(high, known=known, predict_only=predict_only)
+
+
+@dataclass(eq=False)
+class _Loop(ProbedTraining):
+    """A training given by functions, as ``find_micro_batch`` takes them."""
+
+    run: Callable[[int], object]
+    given: Callable[[], Iterable[Tensor | None]] | None
+    put_all_back: Callable[[], object] | None
+    vote: Callable[[bool], bool] | None
+    tell: Callable[[int], object] | None
+    make_state: Callable[[], object] | None
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def step(self, samples: int, meter: OriginMeter) -> object:
+        """Run the user's step."""
+        return self.run(samples)
+
+    def resident(self) -> Iterable[Tensor | None]:
+        """Return what the user names, or what is seen of the optimizers."""
+        return super().resident() if self.given is None else self.given()
+
+    def reset(self) -> bool:
+        """Put back what the user puts back."""
+        return _called(self.put_all_back)
+
+    def agree(self, value: bool) -> bool:
+        """Ask the user's function."""
+        return super().agree(value) if self.vote is None else self.vote(value)
+
+    def announce(self, samples: int) -> None:
+        """Tell the user the size of the step that runs next."""
+        if self.tell is not None:
+            self.tell(samples)
+
+    def warm_up(self) -> bool:
+        """Make the optimizer's state as the user does."""
+        return _called(self.make_state)
+
+
+def _called(function: Callable[[], object] | None) -> bool:
+    if function is not None:
+        function()
+    return function is not None
 
 
 def numbered(device: torch.device | str | None) -> torch.device:

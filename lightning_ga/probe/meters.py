@@ -2,24 +2,25 @@
 
 import gc
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_ga.memory.allocator import AllocatorMeter
-from lightning_ga.memory.attribution import OriginMeter, Owners, StepOrigins, attribute
 from lightning_ga.memory.device import available_memory, is_emulated, may_reserve
+from lightning_ga.memory.holders import OriginMeter, Owner, StepOrigins, attribute
 from lightning_ga.memory.live_tensors import plain_tensors
 from lightning_ga.memory.segments import ROUNDING, SegmentRules
 from lightning_ga.memory.trace import MemoryTrace, Segment
 from lightning_ga.memory.vendors import WITH_STATISTICS
 from lightning_ga.plan.attribution import Attribution
 from lightning_ga.probe.prediction import extrapolate
+from lightning_ga.probe.training import ProbedTraining
 
 # Share of a CPU's available memory that a step may take: the rest is for kernels' scratch and other processes.
 CPU_SHARE = 0.8
@@ -48,18 +49,17 @@ class TensorMeter:
     def __init__(
         self,
         device: torch.device,
+        owner: Owner,
         *,
         rounding: int = 1,
         room: int | None = None,  # bytes that a device that is not this machine's can still give
-        module: nn.Module | None = None,
-        owners: Owners = dict,
-        handed_out: Callable[[], int] = int,
+        allocator: AllocatorMeter | None = None,
     ) -> None:
         self.device, self.rounding = device, rounding
         # Whether running out of memory ends the process instead of raising an error.
         self.deadly = room is None and device.type == "cpu" and not is_emulated(device)
         self._given = room
-        self.tensors = OriginMeter(module, owners, handed_out, device=device, rounding=rounding)
+        self.tensors = OriginMeter(owner, allocator, device=device, rounding=rounding)
 
     def count(self, tensors: Iterable[Tensor | None]) -> int:
         """Return the bytes that are alive, these tensors included."""
@@ -88,10 +88,10 @@ class TensorMeter:
         """Return the segments that the next step finds, as far as they are known."""
         return ()
 
-    def run(self, step: Callable[[], object], samples: int, *, budget: int, record: bool) -> Measurement:
+    def run(self, training: ProbedTraining, samples: int, *, budget: int, record: bool) -> Measurement:
         """Run a step; it is recorded in any case, as that changes nothing here."""
         self.tensors.start(record=True, budget=budget)
-        failure, seconds = _run(step, self.tensors)
+        failure, seconds = self._run(training, samples, self.tensors)
         peak = max(self.tensors.peak_bytes, self.tensors.wanted_bytes)
         origins = self.tensors.origins(complete=failure is None)
         return Measurement(peak, seconds, failure, traces=(self.tensors.trace(samples),), origins=origins)
@@ -103,6 +103,23 @@ class TensorMeter:
     def stop(self) -> None:
         """Do nothing: every recording ends with its step."""
 
+    def _run(
+        self, training: ProbedTraining, samples: int, mode: AbstractContextManager[Any]
+    ) -> tuple[Exception | None, float]:
+        """Run a step without the cycle collector, so that every run releases memory at the same places."""
+        started, collecting = time.perf_counter(), gc.isenabled()
+        gc.disable()
+        failure = None
+        try:
+            with mode:
+                training.step(samples, self.tensors)
+        except Exception as error:
+            failure = error
+        finally:
+            if collecting:
+                gc.enable()
+        return failure, time.perf_counter() - started
+
 
 class CachingMeter(TensorMeter):
     """Reads an allocator's statistics, and records its events and the live tensors.
@@ -112,9 +129,9 @@ class CachingMeter(TensorMeter):
 
     sees_kernels = True
 
-    def __init__(self, device: torch.device, *, module: nn.Module | None = None, owners: Owners = dict) -> None:
+    def __init__(self, device: torch.device, owner: Owner) -> None:
         self._allocator = AllocatorMeter(device)
-        super().__init__(device, rounding=ROUNDING, module=module, owners=owners, handed_out=self._allocator.handed_out)
+        super().__init__(device, owner, rounding=ROUNDING, allocator=self._allocator)
         self._residents: dict[int, int] = {}  # by address: which of the tensors that are alive before a step
 
     def count(self, tensors: Iterable[Tensor | None]) -> int:
@@ -143,11 +160,11 @@ class CachingMeter(TensorMeter):
         """Return whether much more is alive than these tensors."""
         return self.count(tensors) - self.tensors.live_bytes > GARBAGE * self.room()
 
-    def run(self, step: Callable[[], object], samples: int, *, budget: int, record: bool) -> Measurement:
+    def run(self, training: ProbedTraining, samples: int, *, budget: int, record: bool) -> Measurement:
         """Run a step: the device's own limit stops it."""
         self.tensors.start(record=record)
         self._allocator.start(record=record, residents=self._residents)
-        failure, seconds = _run(step, self.tensors if record else nullcontext())
+        failure, seconds = self._run(training, samples, self.tensors if record else nullcontext())
         peak, undisturbed = self._allocator.finish()
         origins = self.tensors.origins(complete=failure is None) if record else None
         recorded = (self._allocator.trace(samples), self.tensors.trace(samples)) if record else ()
@@ -159,26 +176,9 @@ class CachingMeter(TensorMeter):
         self._allocator.stop()
 
 
-def meter_of(device: torch.device, *, module: nn.Module | None = None, owners: Owners = dict) -> TensorMeter:
-    """Choose the meter for a device, with the arguments of ``TensorMeter``."""
-    kind = CachingMeter if device.type in WITH_STATISTICS else TensorMeter
-    return kind(device, module=module, owners=owners)
-
-
-def _run(step: Callable[[], object], mode: AbstractContextManager[Any]) -> tuple[Exception | None, float]:
-    """Run a step without the cycle collector, so that every run releases memory at the same places."""
-    started, collecting = time.perf_counter(), gc.isenabled()
-    gc.disable()
-    failure = None
-    try:
-        with mode:
-            step()
-    except Exception as error:
-        failure = error
-    finally:
-        if collecting:
-            gc.enable()
-    return failure, time.perf_counter() - started
+def meter_of(device: torch.device, owner: Owner) -> TensorMeter:
+    """Choose the meter for a device."""
+    return (CachingMeter if device.type in WITH_STATISTICS else TensorMeter)(device, owner)
 
 
 class PeakHolders:

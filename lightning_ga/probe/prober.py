@@ -16,10 +16,10 @@ from lightning_ga.memory.device import enforced_budget, lifted_budget
 from lightning_ga.memory.oom import is_ambiguous_out_of_memory, is_out_of_memory, release
 from lightning_ga.memory.trace import Segment
 from lightning_ga.plan.records import ProbeResult, Trial, still_holds
+from lightning_ga.probe.budget import Budget
 from lightning_ga.probe.curve import Step
 from lightning_ga.probe.meters import Measurement, PeakHolders, TensorMeter
 from lightning_ga.probe.search import MARGIN, Search, affordable_samples, trace_sizes
-from lightning_ga.probe.shortage import Shortage
 from lightning_ga.probe.training import ProbedTraining
 
 CLOSEST = 0.25  # share of the budget that a trial may take where nothing can be predicted and running out is deadly
@@ -31,9 +31,8 @@ class Prober:
     With several ranks, one may know something from before and another nothing; all run steps of the same sizes.
     """
 
-    # A budget is in bytes; ``None`` is what the device has.
-    def __init__(self, training: ProbedTraining, meter: TensorMeter, *, budget: int | None, shortage: Shortage) -> None:
-        self._training, self._meter, self._asked, self._shortage = training, meter, budget, shortage
+    def __init__(self, training: ProbedTraining, meter: TensorMeter, budget: Budget) -> None:
+        self._training, self._meter, self._budget = training, meter, budget
         self._holders = PeakHolders(meter.rounding)
         self._trials: list[Trial] = []
         self._steps = 0
@@ -63,7 +62,7 @@ class Prober:
         try:
             if mine:
                 gc.freeze()
-            with enforced_budget(self._meter.device, self._asked):
+            with enforced_budget(self._meter.device, self._budget.asked):
                 yield
         finally:
             hook.remove()
@@ -73,8 +72,7 @@ class Prober:
 
     def _verified(self, known: ProbeResult, high: int, *, cautious: bool) -> ProbeResult | None:
         """Try a known limit; ``None`` unless it still holds, on all ranks."""
-        if self._training.warm_up is not None:
-            self._training.warm_up()
+        if self._training.warm_up():
             self._training.put_back()
         limit = self._training.smallest(min(known.limit, high))
         self._least = 0  # an error of two meanings is for the search to judge, which follows a failure
@@ -164,7 +162,7 @@ class Prober:
         self._training.lend()
         alive = self._meter.count(self._training.resident())
         room = alive + self._meter.room()
-        return alive, room if self._asked is None else min(self._asked, room)
+        return alive, room if self._budget.asked is None else min(self._budget.asked, room)
 
     def _layout(self, search: Search) -> tuple[Segment, ...]:
         """Make ready for a step where segments count, and return those that it finds."""
@@ -176,7 +174,7 @@ class Prober:
     def _is_cautious(self, alive: int, predict_only: bool | None) -> bool:
         """Whether no rank may run a step near the budget: it might end the process, or the caller forbids it."""
         if predict_only is None:
-            bounded = self._asked is not None and self._asked <= alive + self._meter.room()
+            bounded = self._budget.asked is not None and self._budget.asked <= alive + self._meter.room()
             predict_only = self._meter.deadly and not bounded
         return not self._training.agree(not predict_only)
 
@@ -185,13 +183,13 @@ class Prober:
 
         One that is not ``bounded`` by the budget is by the device alone, and raises no error.
         """
-        self._training.on_step(size)
+        self._training.announce(size)
         alive, budget = self._prepare()
         had_gradients = self._training.graded()
         self._steps += 1
         with nullcontext() if bounded else lifted_budget(self._meter.device):
             budget = budget if bounded else self._meter.most(alive)
-            measured = self._meter.run(lambda: self._training.step(size), size, budget=budget, record=record)
+            measured = self._meter.run(self._training, size, budget=budget, record=record)
         if measured.origins is not None:
             self._holders.record(measured.traces[-1], measured.origins)
         failure = measured.failure
@@ -223,14 +221,14 @@ class Prober:
     def _does_not_fit(self, alive: int, budget: int, high: int, *, cautious: bool) -> UserError:
         smallest = None if cautious else self._smallest_step(budget, high)
         if smallest is None and not self._trials:
-            return self._shortage.error("The model and its optimizer alone take", alive, budget)
+            return self._budget.shortage("The model and its optimizer alone take", alive, budget)
         refused = [trial for trial in self._trials if trial.peak_bytes > budget] or self._trials
         trial = smallest[0] if smallest else min(refused, key=lambda trial: trial.micro_batch_size)
         size, needed = trial.micro_batch_size, smallest[1] if smallest else trial.peak_bytes
         holders = self._holders.at(size, trial.peak_bytes)
         least = "" if smallest else " at least"
         what = f"A training step with micro_batch_size={size}, the smallest that runs, takes{least}"
-        return self._shortage.error(what, needed, budget, measured=smallest is not None, holders=holders)
+        return self._budget.shortage(what, needed, budget, measured=smallest is not None, holders=holders)
 
     def _smallest_step(self, budget: int, high: int) -> tuple[Trial, int] | None:
         """Run the smallest step that runs, bounded by the device alone; ``None`` if the budget is all that it has.

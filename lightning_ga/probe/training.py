@@ -1,42 +1,59 @@
 """A training to probe: its steps, what is alive when they begin, and how it is put back after them."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from copy import copy
 from itertools import chain
 from typing import Any
 from weakref import WeakSet
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_ga.memory.attribution import state_of
+from lightning_ga.memory.holders import OriginMeter, state_of
 
 _MOST = 1 << 62
 
 
 class ProbedTraining:
-    """A training to probe, given by functions as ``find_micro_batch`` takes them, and by optimizers that are seen.
+    """A training whose optimizers are seen as they step; a subclass says what a step is.
 
     A first step of Adam makes its state, and takes less memory before that than every later one.
     So what a step made is borrowed before the training is put back, and lent to the next trial.
     """
 
-    def __init__(
-        self,
-        step: Callable[[int], object],
-        *,
-        resident: Callable[[], Iterable[Tensor | None]] | None = None,
-        reset: Callable[[], object] | None = None,
-        agree: Callable[[bool], bool] | None = None,  # whether something is so on every rank
-        on_step: Callable[[int], object] | None = None,  # told the size of each step before it runs
-        warm_up: Callable[[], object] | None = None,
-    ) -> None:
-        self.step, self.agree, self.on_step, self.warm_up = step, agree or bool, on_step or int, warm_up
-        self.resident = resident or (lambda: chain(*self.owned().values()))
-        self._reset = reset
+    module: nn.Module | None = None  # its parts are named where memory is attributed
+
+    def __init__(self) -> None:
         self._stepping: WeakSet[Optimizer] = WeakSet()
         self._warm: list[tuple[Optimizer, dict[Any, Any]]] = []
+
+    def step(self, samples: int, meter: OriginMeter) -> object:
+        """Run one whole training step on so many samples; the meter can be told which tensors are the batch."""
+        raise NotImplementedError
+
+    def resident(self) -> Iterable[Tensor | None]:
+        """Return the tensors that are alive when a step starts."""
+        return chain(*self.owned().values())
+
+    def owned(self) -> Mapping[str, Iterable[Tensor]]:
+        """Return parameters, gradients and state of the optimizers, by what they are."""
+        return state_of(self._parameters(), self._stepping)
+
+    def reset(self) -> bool:
+        """Put the training's state back; return whether that is done at all."""
+        return False
+
+    def agree(self, value: bool) -> bool:
+        """Return whether something is so on every rank."""
+        return bool(value)
+
+    def announce(self, samples: int) -> None:
+        """Note the size of the step that runs next."""
+
+    def warm_up(self) -> bool:
+        """Make the optimizer's state without a training step; return whether that was done."""
+        return False
 
     def note(self, optimizer: Optimizer) -> None:
         """Remember an optimizer that steps."""
@@ -56,18 +73,13 @@ class ProbedTraining:
         After a failed step that nothing resets, the parameters have gradients if they had some before (``graded``).
         """
         self._warm = [(o, {key: copy(state) for key, state in o.state.items()}) for o in self._stepping]
-        if self._reset is not None:
-            self._reset()
+        if self.reset():
             return
         for parameter, had_gradient in graded or ():
             if not had_gradient:
                 parameter.grad = None
             elif parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-
-    def owned(self) -> dict[str, list[Tensor]]:
-        """Return the parameters, gradients and state of the optimizers, by what they are."""
-        return state_of(self._parameters(), self._stepping)
 
     def graded(self) -> list[tuple[Tensor, bool]]:
         """Tell which parameters have a gradient."""
@@ -77,7 +89,7 @@ class ProbedTraining:
         """Return the smallest value over ranks, from answers of ``agree`` alone: all ranks ask the same questions.
 
         Examples:
-            >>> ProbedTraining(print).smallest(300)
+            >>> ProbedTraining().smallest(300)
             300
         """
         bound = 1
@@ -90,12 +102,7 @@ class ProbedTraining:
         return low
 
     def largest(self, value: int) -> int:
-        """Return the largest value over ranks, in the same way.
-
-        Examples:
-            >>> ProbedTraining(print).largest(300)
-            300
-        """
+        """Return the largest value over ranks, in the same way."""
         return _MOST - self.smallest(_MOST - value)
 
     def _parameters(self) -> Iterator[Tensor]:

@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain, count
-from typing import Any
+from itertools import count
+from typing import Any, Protocol
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_ga.batch.layout import LayoutError
@@ -27,24 +28,33 @@ from lightning_ga.compat.trial_steps import FIRST_OF_WINDOW, LAST_OF_WINDOW, Pas
 from lightning_ga.loading.largest_samples import LargestSamples, ScanOrder, largest_samples
 from lightning_ga.loading.reader import BatchReader
 from lightning_ga.loading.samples import collate_samples
-from lightning_ga.memory.attribution import state_of
 from lightning_ga.memory.device import synchronize, total_memory
+from lightning_ga.memory.holders import OriginMeter, state_of
 from lightning_ga.memory.live_tensors import uncounted
-from lightning_ga.memory.oom import attempt
+from lightning_ga.memory.oom import attempt, is_out_of_memory
 from lightning_ga.plan.attribution import RETRIES
 from lightning_ga.plan.config import Options
 from lightning_ga.plan.records import ProbeResult, Timing
-from lightning_ga.plan.units import parse_budget
+from lightning_ga.probe.budget import Budget
 from lightning_ga.probe.cache import describe_step, remember, remembered
 from lightning_ga.probe.finder import numbered
 from lightning_ga.probe.isolation import isolated
 from lightning_ga.probe.meters import meter_of
 from lightning_ga.probe.prober import Prober
-from lightning_ga.probe.shortage import Shortage
 from lightning_ga.probe.throughput import fastest, time_windows
 from lightning_ga.probe.training import ProbedTraining
 
 TIMED = 3  # passes of a size, after one to warm up
+
+
+class Survival(Protocol):
+    """What runs a training's passes, and keeps what it needs to run them again."""
+
+    def memory_kept(self) -> Iterable[Tensor]:
+        """Return what it holds on the device besides the model."""
+
+    def reader(self, stage: str) -> BatchReader | None:
+        """Return what cuts batches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,15 +65,8 @@ class TrainingSetup:
     loader: "DataLoader[Any]"  # the user's, for its dataset and the way it collates samples
     order: ScanOrder  # which samples to look at; the largest of them make up the trial batches
     rank_samples: int  # of a window on one rank
-    extra_resident: Callable[[], Iterable[torch.Tensor]]  # what training holds on the device besides the model
+    survival: Survival
     batch_samples: int | None = None  # of the batches that are cut in the step; ``None`` if the loader cuts them
-    reader: BatchReader | None = None  # cuts them
-
-    def resident(self) -> dict[str, list[torch.Tensor]]:
-        """Return the tensors that lie on the device before a step, by what they are."""
-        module = self.trainer.lightning_module
-        state = state_of((*module.parameters(), *module.buffers()), self.trainer.optimizers)
-        return {**state, RETRIES: list(self.extra_resident())}
 
 
 def probe(setup: TrainingSetup, options: Options, *, high: int) -> tuple[ProbeResult, Mapping[str, Any] | None] | None:
@@ -71,7 +74,7 @@ def probe(setup: TrainingSetup, options: Options, *, high: int) -> tuple[ProbeRe
 
     Beside it is the description of the step that it is remembered for; ``None`` without a cache.
     """
-    trainer, loader, rank_samples = setup.trainer, setup.loader, setup.rank_samples
+    trainer, loader = setup.trainer, setup.loader
     started = time.perf_counter()
     with announcing(trainer) as announce, isolated(trainer) as restore:
         samples = largest_samples(loader, setup.order)
@@ -79,33 +82,14 @@ def probe(setup: TrainingSetup, options: Options, *, high: int) -> tuple[ProbeRe
             return None
         if not samples.complete:
             _warn_of_unseen(samples.seen, setup.order.total)
-        device = numbered(trainer.strategy.root_device)
-        total = total_memory(device)
-        meter = meter_of(device, module=trainer.lightning_module, owners=setup.resident)
-        step = TrialStep(setup, samples, meter.tensors.note_batch)
+        few = min(2, high)
+        training = ProbedTrainer(setup, samples, restore, announce)
         with uncounted():
-            few = min(2, high)
             batches = _small_batches(trainer, loader, samples.by_weight, few)
-            different = min(few, len(samples.by_weight))
-            alive = WindowGradientsAlive(trainer, batches, batch_samples=different, rank_samples=rank_samples)
-
-        def reset() -> None:
-            restore()
-            alive.fill()
-
-        reset()
-        steps = count(1)
-        training = ProbedTraining(
-            step,
-            resident=lambda: chain(*setup.resident().values()),
-            reset=reset,
-            agree=lambda fits: agreement.sum_over_ranks(trainer, float(not fits)) == 0,
-            on_step=lambda n: announce(f"Looking for the largest micro-batch: step {next(steps)}, {n} samples …"),
-            warm_up=partial(make_optimizer_state, trainer),
-        )
-        shortage = Shortage.of_budget(options.budget, total)
-        prober = Prober(training, meter, budget=parse_budget(options.budget, total), shortage=shortage)
-        described = trainer, loader.collate_fn, samples.by_weight, options, rank_samples, setup.batch_samples
+            training.begin(batches, batch_samples=min(few, len(samples.by_weight)))
+        device = numbered(trainer.strategy.root_device)
+        prober = Prober(training, meter_of(device, training), Budget(options.budget, total_memory(device)))
+        described = trainer, loader.collate_fn, samples.by_weight, options, setup.rank_samples, setup.batch_samples
         kind = describe_step(*described) if options.cache else None
         found = prober.find(
             high,
@@ -114,7 +98,7 @@ def probe(setup: TrainingSetup, options: Options, *, high: int) -> tuple[ProbeRe
         )
         if found.source != "cache" and options.objective == "throughput":
             announce("Looking for the fastest micro-batch …")
-            timings = timed_windows(trainer, step, reset, rank_samples=rank_samples, limit=found.limit)
+            timings = timed_windows(training, rank_samples=setup.rank_samples, limit=found.limit)
             found = replace(found, timings=timings, fastest=fastest(timings))
         if found.source != "cache" and kind:
             remember(kind, found)
@@ -153,48 +137,88 @@ def announcing(trainer: Any) -> Iterator[Callable[[str], None]]:
         write("")
 
 
-class TrialStep:
-    """One training step on a batch of a given size, made of the largest samples."""
+class ProbedTrainer(ProbedTraining):
+    """The training of a Trainer: steps on batches of its largest samples, from the same state each."""
 
     def __init__(
-        self, setup: TrainingSetup, samples: LargestSamples, note_batch: Callable[[Iterator[torch.Tensor]], object]
+        self,
+        setup: TrainingSetup,
+        samples: LargestSamples,
+        restore: Callable[[], None],
+        announce: Callable[[str], object] = len,
     ) -> None:
-        self._trainer, self._loader, self._samples, self._note_batch = setup.trainer, setup.loader, samples, note_batch
-        self._batch_samples, self._reader = setup.batch_samples or 0, setup.reader
+        super().__init__()
+        self.trainer, self.module = setup.trainer, setup.trainer.lightning_module
+        self._setup, self._samples, self._restore, self._write = setup, samples, restore, announce
+        self._batch_samples, self._reader = setup.batch_samples or 0, setup.survival.reader("training")
         self._transfer = BatchTransfer(setup.trainer)
         self._held: Any = None  # the batch that a trial's samples are cut from
+        self._gradients: WindowGradientsAlive | None = None
+        self._steps = count(1)
 
-    def __call__(self, micro_batch_size: int) -> None:
+    def begin(self, batches: Iterable[Any], *, batch_samples: int) -> None:
+        """See which gradients small batches of so many different samples make, and make ready for the first step."""
+        self._gradients = WindowGradientsAlive(self._setup, batches, batch_samples=batch_samples)
+        self.reset()
+
+    def step(self, samples: int, meter: OriginMeter) -> None:
         """Run forward, backward, clipping and the optimizer step on so many samples."""
-        batch = self.batch(micro_batch_size)
-        self._note_batch(_tensors((self._held, batch)))
-        run_pass(self._trainer, batch, LAST_OF_WINDOW)
+        batch = self.batch(samples)
+        meter.note_batch(_tensors((self._held, batch)))
+        run_pass(self.trainer, batch, LAST_OF_WINDOW)
 
-    def batch(self, micro_batch_size: int) -> Any:
+    def owned(self) -> dict[str, list[Tensor]]:
+        """Return the tensors that lie on the device before a step, by what they are."""
+        module = self.trainer.lightning_module
+        state = state_of((*module.parameters(), *module.buffers()), self.trainer.optimizers)
+        return {**state, RETRIES: list(self._setup.survival.memory_kept())}
+
+    def reset(self) -> bool:
+        """Put everything back, and let the gradients of earlier micro-batches be alive."""
+        self._restore()
+        if self._gradients is not None:
+            self._gradients.fill()
+        return True
+
+    def agree(self, value: bool) -> bool:
+        """Return whether something is so on every rank."""
+        return agreement.sum_over_ranks(self.trainer, float(not value)) == 0
+
+    def announce(self, samples: int) -> None:
+        """Say which step runs next."""
+        self._write(f"Looking for the largest micro-batch: step {next(self._steps)}, {samples} samples …")
+
+    def warm_up(self) -> bool:
+        """Make what the first training step would, by a step on gradients of zeros."""
+        for optimizer in self.trainer.optimizers:
+            optimizer.step(lambda: torch.zeros(()))
+        return True
+
+    def batch(self, samples: int) -> Any:
         """Make a batch of so many samples on the device, with the rest of their batch if they are cut from one."""
-        batch = self._on_host(max(micro_batch_size, self._batch_samples))
-        if self._batch_samples <= micro_batch_size or self._reader is None:
+        batch = self._on_host(max(samples, self._batch_samples))
+        if self._batch_samples <= samples or self._reader is None:
             return self._transfer.moved(batch)
         self._held, moved = batch, None  # on a CPU, a part is a view of its batch, in the same memory
         if self._transfer.has_hooks:
             moved = attempt(partial(self._transfer.moved, batch)).result
         if moved is None:
-            return self._transfer.moved(self._part(batch, micro_batch_size, on_host=True))
+            return self._transfer.moved(self._part(batch, samples, on_host=True))
         self._held = moved
-        return self._part(moved, micro_batch_size, on_host=False)
+        return self._part(moved, samples, on_host=False)
 
-    def _part(self, batch: Any, micro_batch_size: int, *, on_host: bool) -> Any:
-        """The first samples of a batch, as training cuts them out."""
+    def _part(self, batch: Any, samples: int, *, on_host: bool) -> Any:
+        """Return the first samples of a batch, as training cuts them out."""
         assert self._reader is not None
         if not self._reader.makes_anew:
             with suppress(LayoutError):
                 slices = self._reader.slices(batch, expected=self._batch_samples, on_host=on_host)
-                return slices.take(0, micro_batch_size)
-        part = self._on_host(micro_batch_size)
+                return slices.take(0, samples)
+        part = self._on_host(samples)
         return part if on_host else self._transfer.moved(part)
 
-    def _on_host(self, count: int) -> Any:
-        return self._transfer.on_host(self._samples.batch(self._loader, count))
+    def _on_host(self, samples: int) -> Any:
+        return self._transfer.on_host(self._samples.batch(self._setup.loader, samples))
 
 
 class WindowGradientsAlive:
@@ -205,14 +229,14 @@ class WindowGradientsAlive:
     many for each sample as these have.
     """
 
-    def __init__(self, trainer: Any, batches: Iterable[Any], *, batch_samples: int, rank_samples: int) -> None:
+    def __init__(self, setup: TrainingSetup, batches: Iterable[Any], *, batch_samples: int) -> None:
         def runs(batch: Any) -> bool:
-            return attempt(lambda: run_pass(trainer, batch, FIRST_OF_WINDOW)).failure is None
+            return attempt(run_pass, is_out_of_memory, setup.trainer, batch, FIRST_OF_WINDOW).failure is None
 
-        parameters, remaining = list(trainer.lightning_module.parameters()), iter(batches)
+        parameters, remaining = list(setup.trainer.lightning_module.parameters()), iter(batches)
         first_runs = runs(next(remaining))  # if not, the prober will say that nothing fits
         having = [p for p in parameters if (p.grad is not None if first_runs else p.requires_grad)]
-        self._rows: dict[torch.Tensor, int | None] = dict.fromkeys(having)  # of sparse gradients
+        self._rows: dict[Tensor, int | None] = dict.fromkeys(having)  # of sparse gradients
         samples, sums = batch_samples, _sparse_gradients(parameters) if first_runs else {}
         for batch in remaining if sums else ():
             if not runs(batch):
@@ -221,7 +245,7 @@ class WindowGradientsAlive:
             for parameter, gradient in _sparse_gradients(parameters).items():
                 sums[parameter] = (sums[parameter] + gradient).coalesce() if parameter in sums else gradient
         for parameter, gradient in sums.items():
-            self._rows[parameter] = min(len(parameter), -(-gradient.indices().shape[1] * rank_samples // samples))
+            self._rows[parameter] = min(len(parameter), -(-gradient.indices().shape[1] * setup.rank_samples // samples))
 
     def fill(self) -> None:
         """Give every parameter its gradient, of zeros."""
@@ -229,52 +253,45 @@ class WindowGradientsAlive:
             parameter.grad = _zeros(parameter) if rows is None else _sparse_zeros(parameter, rows)
 
 
-def _sparse_gradients(parameters: Iterable[torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
+def _sparse_gradients(parameters: Iterable[Tensor]) -> dict[Tensor, Tensor]:
     return {p: p.grad.coalesce() for p in parameters if p.grad is not None and p.grad.is_sparse}
 
 
-def _tensors(batch: Any) -> Iterator[torch.Tensor]:
-    if isinstance(batch, torch.Tensor):
+def _tensors(batch: Any) -> Iterator[Tensor]:
+    if isinstance(batch, Tensor):
         yield batch
     for _, part in open_container(batch) or ():
         yield from _tensors(part)
 
 
-def _zeros(parameter: torch.Tensor) -> torch.Tensor:
+def _zeros(parameter: Tensor) -> Tensor:
     return torch.zeros_like(parameter, dtype=dtype_of_sum(parameter))
 
 
-def _sparse_zeros(parameter: torch.Tensor, rows: int) -> torch.Tensor:
+def _sparse_zeros(parameter: Tensor, rows: int) -> Tensor:
     values = parameter.new_zeros(rows, *parameter.shape[1:], dtype=dtype_of_sum(parameter))
     indices = torch.arange(rows, device=parameter.device)[None]
     return torch.sparse_coo_tensor(indices, values, parameter.shape, is_coalesced=True, check_invariants=False)
 
 
-def make_optimizer_state(trainer: Any) -> None:
-    """Make what the first training step would, by a step on gradients of zeros."""
-    for optimizer in trainer.optimizers:
-        optimizer.step(lambda: torch.zeros(()))
-
-
-def timed_windows(
-    trainer: Any, step: TrialStep, reset: Callable[[], None], *, rank_samples: int, limit: int
-) -> tuple[Timing, ...]:
+def timed_windows(training: ProbedTrainer, *, rank_samples: int, limit: int) -> tuple[Timing, ...]:
     """Time windows at several micro-batches up to the limit, from passes and steps of a Trainer.
 
     Each is run once to warm up. The best of some counts, and the slowest rank's, because ranks wait for each other.
     """
+    trainer = training.trainer
 
     def best_seconds(place: PassPlace, size: int) -> float:
         seconds = []
         for _ in range(1 + TIMED):
-            reset()
-            batch = step.batch(size)
+            training.reset()
+            batch = training.batch(size)
             synchronize(trainer.strategy.root_device)
             started = time.perf_counter()
             run_pass(trainer, batch, place)
             synchronize(trainer.strategy.root_device)
             seconds.append(time.perf_counter() - started)
-        reset()
+        training.reset()
         return agreement.largest_over_ranks(trainer, int(1e6 * min(seconds[1:]))) / 1e6
 
     pass_seconds = partial(best_seconds, FIRST_OF_WINDOW)

@@ -15,11 +15,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ga import AutoAccumulate, UserError
 from lightning_ga.app.errors import explain
-from lightning_ga.memory.attribution import OriginMeter
+from lightning_ga.memory.holders import OriginMeter
 from lightning_ga.memory.live_tensors import LiveTensorMeter
 from lightning_ga.plan.attribution import Attribution
 from lightning_ga.probe.finder import find_micro_batch, numbered
 from lightning_ga.probe.meters import meter_of
+from lightning_ga.probe.training import ProbedTraining
 from lightning_ga.testing import limit_memory
 
 SAMPLES, TOKENS, WIDTH = 64, 32, 16
@@ -92,7 +93,7 @@ class Wide(Plain):
 class Blind(LiveTensorMeter):  # type: ignore[no-untyped-call]
     """Meters as before, and looks at no origin."""
 
-    def __init__(self, module: Any, owners: Any, handed_out: Any, **arguments: Any) -> None:
+    def __init__(self, owner: Any, allocator: Any, **arguments: Any) -> None:
         super().__init__(**arguments)
 
     def note_batch(self, tensors: Any) -> None:
@@ -144,7 +145,7 @@ def test_the_culprit_is_the_largest_part(make: Callable[[], Plain], name: str, r
 def test_state_is_told_to_the_byte() -> None:
     """Parameters, gradients, moments and the batch, beside an optimizer's step."""
     module = Wide()
-    rounding = meter_of(numbered(None)).rounding
+    rounding = meter_of(numbered(None), ProbedTraining()).rounding
     weights = sum(-(-parameter.nbytes // rounding) * rounding for parameter in module.parameters())
     parts = dict(held(trained(module)).parts)
     assert parts["parameters"] == parts["gradients"] == weights

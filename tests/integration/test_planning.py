@@ -314,7 +314,7 @@ def test_metrics_that_need_values_are_left_out_and_named() -> None:
 
 def test_a_model_that_does_not_fit_is_refused() -> None:
     """With what it takes, what the device leaves, and a device that is enough."""
-    with pytest.raises(UserError, match=r"takes [\d.]+ KiB, and a device of 572.7 MiB leaves") as caught:
+    with pytest.raises(UserError, match=r"takes [\d,]+ bytes, and a device of 572.7 MiB leaves") as caught:
         plan_for_device(Pictures(), loader(), "600.5MB", effective_batch_size=8)
     proposed = re.search(r"a device of (\S+) is enough", str(caught.value))[1]
     assert plan_for_device(Pictures(), loader(), proposed, effective_batch_size=8).plan.micro_batch_size >= 1
@@ -330,6 +330,8 @@ def test_a_model_that_does_not_fit_is_refused() -> None:
         ({"effective_batch_size": 0}, "effective_batch_size=0 must be at least 1"),
         ({"effective_batch_size": 8, "callbacks": AutoAccumulate(16)}, "give one of them"),
         ({"strategy": "fsdp"}, "only data parallelism"),
+        ({"data": TensorDataset(torch.zeros(8, 3))}, "must be a DataLoader or a datamodule, not a TensorDataset"),
+        ({"data": [next(iter(loader()))]}, "data=list gives batches that are ready-made and cannot be cut"),
     ],
 )
 def test_a_wrong_argument_is_refused(arguments: dict[str, Any], message: str) -> None:

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from lightning_ga import AutoAccumulate, UserError
 from lightning_ga.memory import device as memory
 from lightning_ga.memory.live_tensors import LiveTensorMeter
-from lightning_ga.probe.trials import TrialStep
+from lightning_ga.probe.trials import ProbedTrainer
 from lightning_ga.testing import limit_memory
 
 MOST = 21
@@ -79,13 +79,13 @@ class Failing(Small):
 def trials(monkeypatch: pytest.MonkeyPatch, meter: LiveTensorMeter) -> list[tuple[int, int]]:
     """Size of every trial, and the bytes alive when it starts."""
     seen: list[tuple[int, int]] = []
-    run = TrialStep.__call__
+    run = ProbedTrainer.step
 
-    def noted(step: TrialStep, size: int) -> None:
+    def noted(training: ProbedTrainer, size: int, recorder: Any) -> None:
         seen.append((size, meter.live_bytes))
-        run(step, size)
+        run(training, size, recorder)
 
-    monkeypatch.setattr(TrialStep, "__call__", noted)
+    monkeypatch.setattr(ProbedTrainer, "step", noted)
     return seen
 
 
@@ -185,18 +185,18 @@ def container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def measured(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, int]]]:
     """Size of every trial, and the most bytes that it took beside what was alive."""
     peaks: list[tuple[int, int]] = []
-    run = TrialStep.__call__
+    run = ProbedTrainer.step
     with LiveTensorMeter() as meter:
 
-        def noted(step: TrialStep, size: int) -> None:
+        def noted(training: ProbedTrainer, size: int, recorder: Any) -> None:
             meter.start()
             before = meter.live_bytes
             try:
-                run(step, size)
+                run(training, size, recorder)
             finally:
                 peaks.append((size, meter.peak_bytes - before))
 
-        monkeypatch.setattr(TrialStep, "__call__", noted)
+        monkeypatch.setattr(ProbedTrainer, "step", noted)
         yield peaks
 
 

@@ -1,6 +1,5 @@
 """``find_micro_batch`` on real training steps: the truth is an exhaustive check under ``limit_memory``."""
 
-import ast
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -215,7 +214,9 @@ def test_batch_norm_needs_two_samples() -> None:
     budget = fits(batch_norm, 2, "1TiB")
     assert budget is not None
     assert find_micro_batch(batch_norm(), high=64, budget=budget, device="cpu").limit == 2
-    with pytest.raises(UserError, match=r"micro_batch_size=2, the smallest that runs.*memory_budget=2208016 is enough"):
+    with pytest.raises(
+        UserError, match=r"micro_batch_size=2, the smallest that runs.*memory_budget='2.11MiB' is enough"
+    ):
         find_micro_batch(batch_norm(), high=64, budget=budget - 1, device="cpu")
 
 
@@ -236,15 +237,13 @@ def test_one_sample_may_be_the_limit() -> None:
     assert (found.limit, found.steps, tried(found)) == (1, 3, [2, 1])
 
 
-@pytest.mark.parametrize("budget", [1, 250_000, 300_000, "0.001MiB", "200 kB", "270KiB"])
+@pytest.mark.parametrize("budget", [1, 300_000, "0.001MiB", "270KiB"])
 def test_a_budget_that_no_step_fits_in_says_what_is_enough(budget: int | str) -> None:
-    """In the unit that the user wrote; whoever follows it can train, and with a hundredth less nobody can."""
+    """Whoever follows it can train, and with a hundredth less nobody can."""
     with pytest.raises(UserError, match="micro_batch_size=1, the smallest that runs, takes ") as caught:
         find_micro_batch(mlp(), high=64, budget=budget, device="cpu")
     message = str(caught.value)
-    proposed = ast.literal_eval(re.search(r"memory_budget=(\S+|'[^']+') is enough", message)[1])  # type: ignore[index]
-    assert type(proposed) is type(budget)
-    assert isinstance(budget, int) or proposed.lstrip("0123456789.") == budget.lstrip("0123456789.")
+    proposed = re.search(r"memory_budget='(\S+)' is enough", message)[1]  # type: ignore[index]
     assert "What usually makes the largest part smaller: " in message
     found = find_micro_batch(mlp(), high=64, budget=proposed, device="cpu")
     assert found.limit >= 1
@@ -256,7 +255,7 @@ def test_where_one_sample_is_refused_two_are_named() -> None:
     """BatchNorm takes no batch of one."""
     with pytest.raises(UserError, match=r"micro_batch_size=2, the smallest that runs, takes [\d,]+ bytes") as caught:
         find_micro_batch(batch_norm(), high=64, budget=1000, device="cpu")
-    proposed = int(re.search(r"memory_budget=(\d+) is enough", str(caught.value))[1])  # type: ignore[index]
+    proposed = re.search(r"memory_budget='(\S+)' is enough", str(caught.value))[1]  # type: ignore[index]
     assert find_micro_batch(batch_norm(), high=64, budget=proposed, device="cpu").limit >= 2
 
 
@@ -267,7 +266,7 @@ def test_a_budget_that_not_even_the_model_fits_in() -> None:
     def step(samples: int) -> None:
         raise AssertionError("a bug of the step")
 
-    with pytest.raises(UserError, match=r"model and its optimizer alone take 4.01MB, .*'1MB' leaves 1MB: more memory"):
+    with pytest.raises(UserError, match=r"optimizer alone take 4,004,000 bytes, .*'1MB' leaves 1,000,000 bytes: more"):
         find_micro_batch(step, high=8, budget="1MB", device="cpu", resident=model.parameters)
 
 

@@ -11,7 +11,7 @@ def stepped() -> tuple[nn.Module, torch.optim.Optimizer, ProbedTraining]:
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.ones(1, 4)).sum().backward()
     optimizer.step()
-    seen = ProbedTraining(int)
+    seen = ProbedTraining()
     seen.note(optimizer)
     return model, optimizer, seen
 

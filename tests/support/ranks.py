@@ -13,7 +13,7 @@ from reference import LossBySample, Samples, StreamOf, fit
 from torch.utils.data import DataLoader, Sampler, Subset
 
 from lightning_ga import AutoAccumulate
-from lightning_ga.probe.trials import TrialStep
+from lightning_ga.probe.trials import ProbedTrainer
 from lightning_ga.testing import limit_memory
 
 
@@ -108,16 +108,16 @@ class Trouble(Callback):
 
     def watch(self) -> None:
         """Note collectives of ranks that run within trial steps."""
-        run = TrialStep.__call__
+        run = ProbedTrainer.step
 
-        def watched(step: TrialStep, size: int) -> None:
+        def watched(training: ProbedTrainer, size: int, meter: Any) -> None:
             self.in_trial = True
             try:
-                run(step, size)
+                run(training, size, meter)
             finally:
                 self.in_trial = False
 
-        TrialStep.__call__ = watched  # type: ignore[method-assign]
+        ProbedTrainer.step = watched  # type: ignore[method-assign]
         for name in ("all_reduce", "broadcast", "all_gather", "all_gather_object", "barrier", "reduce"):
             setattr(torch.distributed, name, self.noted(name, getattr(torch.distributed, name)))
 

@@ -9,30 +9,27 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from itertools import chain
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._python_dispatch import _disable_current_modes
 
-from lightning_ga.compat import agreement, transfer
+from lightning_ga.compat import agreement
 from lightning_ga.errors import UserError
 from lightning_ga.loading.largest_samples import largest_samples
+from lightning_ga.memory.holders import OriginMeter
 from lightning_ga.memory.oom import is_out_of_memory
 from lightning_ga.plan.planned_device import PlannedDevice
 from lightning_ga.plan.records import ProbeResult
-from lightning_ga.plan.units import format_bytes, written_like
+from lightning_ga.plan.units import format_bytes, least_budget
+from lightning_ga.probe.budget import Budget
 from lightning_ga.probe.isolation import isolated
 from lightning_ga.probe.meters import TensorMeter
 from lightning_ga.probe.planned.fakes import Answers, PlainCopies, grown, hidden_workspaces, without_values
 from lightning_ga.probe.planned.like_cuda import LikeCuda
 from lightning_ga.probe.prober import Prober
-from lightning_ga.probe.shortage import Shortage
-from lightning_ga.probe.training import ProbedTraining
-from lightning_ga.probe.trials import TrainingSetup, TrialStep, WindowGradientsAlive
-
-_ADVICE = "plan for a larger device, a lower precision or a smaller model, or use activation checkpointing"
+from lightning_ga.probe.trials import ProbedTrainer, TrainingSetup
 
 
 def estimate(
@@ -43,28 +40,36 @@ def estimate(
     Seconds are those of working the step out, not of running it.
     """
     trainer, samples = setup.trainer, largest_samples(setup.loader, setup.order)
-    allowed = device.budget(budget, buckets=_bucket_bytes(trainer))
-    meter = TensorMeter(
-        torch.device("cpu"),
-        rounding=device.rounding,
-        room=allowed,
-        module=trainer.lightning_module,
-        owners=setup.resident,
-    )
-    step = StepWithoutValues(setup, samples, meter.tensors.note_batch)
+    if not samples.by_weight:
+        raise UserError("The data have no sample to plan with.")
+    allowed = DeviceBudget(device, budget, buckets=_bucket_bytes(trainer))
     with _without_values(trainer, device) as prepare:
+        training = TrainerWithoutValues(setup, samples, prepare)
         with _explained():
-            alive = WindowGradientsAlive(trainer, [step.batch(2)], batch_samples=2, rank_samples=setup.rank_samples)
-
-        def reset() -> None:
-            prepare()
-            alive.fill()
-
-        reset()
-        training = ProbedTraining(step, resident=lambda: chain(*setup.resident().values()), reset=reset)
-        prober = Prober(training, meter, budget=allowed, shortage=_shortage(device, budget, allowed))
-        found = prober.find(high, predict_only=False)
+            training.begin([training.batch(2)], batch_samples=2)
+        meter = TensorMeter(torch.device("cpu"), training, rounding=device.rounding, room=allowed.asked)
+        found = Prober(training, meter, allowed).find(high, predict_only=False)
     return replace(found, source="estimate")
+
+
+class DeviceBudget(Budget):
+    """What a device that is not here leaves to a training, or the budget if that leaves less."""
+
+    def __init__(self, device: PlannedDevice, value: int | float | str | None, *, buckets: int) -> None:
+        super().__init__(value, device.total_bytes)
+        self._device, self.asked = device, device.budget(value, buckets=buckets)
+        self._is_whole = value is None or self.asked >= device.total_bytes - device.reserved_bytes
+        if self._is_whole:
+            self.bound = f"a device of {format_bytes(device.total_bytes)}"
+            self.advice = (
+                "plan for a larger device, a lower precision or a smaller model, or use activation checkpointing"
+            )
+
+    def enough(self, needed: int) -> str | None:
+        """Say which device, or which budget, would leave so many bytes."""
+        if not self._is_whole:
+            return super().enough(needed)
+        return f"a device of {least_budget(self._device.total_for(needed))} is enough"
 
 
 @contextmanager
@@ -90,26 +95,30 @@ def _without_values(trainer: Any, device: PlannedDevice) -> Iterator[Callable[[]
         yield prepare
 
 
-class StepWithoutValues(TrialStep):
-    """A training step on a batch of any size, made out of two small ones."""
+class TrainerWithoutValues(ProbedTrainer):
+    """The training of a Trainer on batches of any size without values, made out of two small ones."""
 
-    def __call__(self, micro_batch_size: int) -> None:
-        """Forward, backward, clipping and the optimizer step on so many samples."""
+    def step(self, samples: int, meter: OriginMeter) -> None:
+        """Work out forward, backward, clipping and the optimizer step on so many samples."""
         with _explained():
-            super().__call__(micro_batch_size)
+            super().step(samples, meter)
 
-    def batch(self, micro_batch_size: int) -> Any:
+    def agree(self, value: bool) -> bool:
+        """Return it: one process plans for all ranks."""
+        return value
+
+    def batch(self, samples: int) -> Any:
         """So many samples on the device, without values.
 
         Batches repeat the samples at hand in turn, so two of them that are one period apart tell every larger one.
         """
         period = len(self._samples.by_field)
-        periods = max(0, micro_batch_size // period - 1)
-        first = micro_batch_size - periods * period
+        periods = max(0, samples // period - 1)
+        first = samples - periods * period
         with _disable_current_modes():
             small = self._on_host(first)
             large = self._on_host(first + period) if periods else small
-        return transfer.BatchTransfer(self._trainer).moved(grown(small, large, periods))
+        return self._transfer.moved(grown(small, large, periods))
 
 
 def _let_steps_go_on(trainer: Any, doubt: Callable[[str], None]) -> None:
@@ -153,18 +162,6 @@ def _explained() -> Iterator[None]:
             "The training step cannot be planned for another device, because it fails on tensors without values "
             f"({type(error).__name__}: {first}): train on the device itself, where the probe measures the limit."
         ) from error
-
-
-def _shortage(device: PlannedDevice, budget: int | float | str | None, allowed: int) -> Shortage:
-    """How a step that does not fit is explained: by the budget, if that leaves less than the device."""
-    if budget is not None and allowed < device.total_bytes - device.reserved_bytes:
-        return Shortage.of_budget(budget, device.total_bytes)
-    return Shortage(
-        f"a device of {format_bytes(device.total_bytes)}",
-        _ADVICE,
-        lambda needed: f"a device of {written_like('1GiB', device.total_for(needed))} is enough",
-        format_bytes,
-    )
 
 
 def _bucket_bytes(trainer: Any) -> int:

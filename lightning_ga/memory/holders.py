@@ -6,10 +6,10 @@ of the backward pass are named after the module that made them. Both are there f
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,16 +18,25 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from lightning_ga.memory.allocator import AllocatorMeter
 from lightning_ga.memory.live_tensors import HeldStorage, LiveTensorMeter, addresses
 from lightning_ga.memory.trace import MemoryTrace, bytes_alive, rounded_up
 from lightning_ga.plan import attribution as holder
 from lightning_ga.plan.attribution import Attribution
 
 THE_STEP = "the step itself"
-Owners = Callable[[], Mapping[str, Iterable[Tensor]]]
 _NODE_NAME = "lightning_ga.module"  # in the metadata of autograd's nodes: which module made them
 _ADD = torch.ops.aten.add.Tensor
 _LOSSES = ("log_softmax", "nll_loss", "cross_entropy", "binary_cross_entropy_with_logits")
+
+
+class Owner(Protocol):
+    """A training whose memory is told apart."""
+
+    module: nn.Module | None  # its parts name places; without one, places are named by the classes of modules
+
+    def owned(self) -> Mapping[str, Iterable[Tensor]]:
+        """Return the tensors of its state, by what they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,23 +133,16 @@ def _part(origin: Origin | None, released_in: str) -> str:
 
 
 class OriginMeter(LiveTensorMeter):  # type: ignore[no-untyped-call]
-    """Meters live tensors, and records where they are made.
+    """Meters live tensors of a training, and records where they are made, and by which blocks of an allocator."""
 
-    Parts of the module are named; without one, parts are named by their class. ``owners`` returns the tensors of a
-    training's state by what they are, as ``state_of`` does, and ``handed_out`` how many blocks an allocator ever gave.
-    """
-
-    def __init__(
-        self, module: nn.Module | None, owners: Owners = dict, handed_out: Callable[[], int] = int, **arguments: Any
-    ) -> None:
+    def __init__(self, owner: Owner, allocator: AllocatorMeter | None = None, **arguments: Any) -> None:
         super().__init__(**arguments)
-        self._handed_out, self._handed_out_before = handed_out, 0
-        parts = {} if module is None else dict(module.named_modules())
-        self._names = None if module is None else {id(part): name for name, part in parts.items() if name}
+        self._owner, self._allocator, self._blocks_before = owner, allocator, 0
+        parts = {} if owner.module is None else dict(owner.module.named_modules())
+        self._names = {id(part): name for name, part in parts.items() if name}
         # Bytes of the parameters that each module has of its own.
         self._weights = {name: {p.nbytes for p in part.parameters(recurse=False)} for name, part in parts.items()}
-        self._owners = owners
-        self._stack: list[str] = []
+        self._stack: list[str] = []  # names of the modules that run
         self._hooks: list[RemovableHandle] = []
         self._origins: dict[int, Origin] = {}
         self._sums: list[tuple[int, int]] = []
@@ -168,18 +170,14 @@ class OriginMeter(LiveTensorMeter):  # type: ignore[no-untyped-call]
     def start(self, *, record: bool = False, budget: int | None = None) -> None:
         """Begin a step: the peak starts at what is alive, and what is alive is known by its owners."""
         super().start(record=record, budget=budget)
-        self._origins.clear()
-        self._sums.clear()
-        self._addresses.clear()
+        self._origins, self._sums, self._addresses = {}, [], {}
         self._was_backward = False
         self._kinds = self._owned() if record else {}
-        self._handed_out_before = self._handed_out() if record else 0
+        self._blocks_before = self._allocator.handed_out() if record and self._allocator is not None else 0
 
     def note_batch(self, tensors: Iterable[Tensor]) -> None:
         """Note in the recording that these are the batch."""
-        if self._events is None:
-            return
-        for storage in addresses(tensors):
+        for storage in addresses(tensors) if self._events is not None else ():
             self._name(storage, holder.BATCH)
 
     def origins(self, *, complete: bool = True) -> StepOrigins:
@@ -191,13 +189,18 @@ class OriginMeter(LiveTensorMeter):  # type: ignore[no-untyped-call]
                 self._name(storage, kind)
                 if held.recording != self._recording:
                     resident[kind] += rounded_up(held.size, self.rounding)
-        made = {number + 1: origin for number, origin in self._origins.items()}  # a trace numbers them from 1
-        return StepOrigins(made, resident, complete)
+        return StepOrigins(self._origins, resident, complete)
+
+    def trace(self, samples: int) -> MemoryTrace:
+        """Return the recording, with the addresses of its storages and the sums of gradients."""
+        trace = super().trace(samples)
+        addresses, handed_out = zip(*(self._addresses.get(number, (0, 0)) for number in range(len(trace.sizes))))
+        return replace(trace, addresses=addresses, sums=tuple(self._sums), handed_out=handed_out)
 
     def _owned(self) -> dict[int, str]:
-        """What storages are to a training, by their addresses; the first owner counts."""
+        """Return what storages are to the training, by their addresses; the first owner counts."""
         kinds: dict[int, str] = {}
-        for kind, tensors in self._owners().items():
+        for kind, tensors in self._owner.owned().items():
             for storage in addresses(tensors):
                 kinds.setdefault(storage, kind)
         return kinds
@@ -215,7 +218,8 @@ class OriginMeter(LiveTensorMeter):  # type: ignore[no-untyped-call]
         outer = self._stack[-1] if self._stack else ""
         self._was_backward &= torch._C._current_graph_task_id() != -1
         _name_nodes(inputs, outer)
-        self._stack.append(type(part).__name__ if self._names is None else self._names.get(id(part), outer))
+        is_named = self._owner.module is not None
+        self._stack.append(self._names.get(id(part), outer) if is_named else type(part).__name__)
 
     def _leave_module(self, _: nn.Module, __: Any, outputs: Any) -> None:
         if self._stack:
@@ -231,9 +235,11 @@ class OriginMeter(LiveTensorMeter):  # type: ignore[no-untyped-call]
     def _see(self, outputs: Iterable[Tensor], func: Any, args: Any, kwargs: Any) -> None:
         self._operation = func
         super()._see(outputs, func, args, kwargs)
-        if self._events is not None and func is _ADD and torch._C._current_graph_task_id() != -1:
+        if self._events is None:
+            return
+        if func is _ADD and torch._C._current_graph_task_id() != -1:
             self._note_sum(args[0], *outputs)
-        if self._events is not None and _described(func)[1]:
+        if _described(func)[1]:
             tensors = (value for value in args if isinstance(value, Tensor) and value.is_floating_point())
             for storage in addresses(tensors):
                 self._name(storage, holder.LOGITS)
@@ -243,19 +249,13 @@ class OriginMeter(LiveTensorMeter):  # type: ignore[no-untyped-call]
         held = [self._held.get(storage) for storage in addresses((gradient, total))]
         numbers = [each.number for each in held if each and each.counts and each.recording == self._recording]
         if len(numbers) == 2:
-            self._sums.append((numbers[0] + 1, numbers[1] + 1))  # a trace numbers them from 1
+            self._sums.append((numbers[0], numbers[1]))
 
     def _hold(self, storage: torch.UntypedStorage, *, counts: bool) -> None:
         super()._hold(storage, counts=counts)
-        if counts and self._events is not None and storage.device.type == "cuda":
-            handed_out = self._handed_out() - self._handed_out_before
-            self._addresses[len(self._sizes)] = storage.data_ptr(), handed_out
-
-    def trace(self, samples: int) -> MemoryTrace:
-        """Return the recording, with the addresses of its storages and the sums of gradients."""
-        trace = super().trace(samples)
-        addresses, handed_out = zip(*(self._addresses.get(number, (0, 0)) for number in range(len(trace.sizes))))
-        return replace(trace, addresses=addresses, sums=tuple(self._sums), handed_out=handed_out)
+        if counts and self._events is not None and self._allocator is not None:
+            handed_out = self._allocator.handed_out() - self._blocks_before
+            self._addresses[len(self._sizes) - 1] = storage.data_ptr(), handed_out
 
     def _origin(self, size: int) -> Origin:
         operation, is_loss = _described(self._operation)
