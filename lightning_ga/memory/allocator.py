@@ -166,13 +166,7 @@ def _settings(device: torch.device) -> dict[str, Any]:
 
 
 def rules_of(settings: Mapping[str, Any]) -> SegmentRules | None:
-    """Read the rules of segments off an allocator's settings; ``None`` if segments have another size.
-
-    Examples:
-        >>> rules_of({"expandable_segments": False, "max_split_size": 2**26}).max_split_size
-        67108864
-        >>> rules_of({"PYTORCH_CUDA_ALLOC_CONF": "large_segment_size_mb:64"})
-    """
+    """Read the rules of segments off an allocator's settings; ``None`` if segments have another size."""
     text = settings.get("PYTORCH_CUDA_ALLOC_CONF", "").lower().replace(" ", "")
     if "large_segment_size_mb" in text or "max_non_split_rounding_mb" in text:
         return None
@@ -198,12 +192,6 @@ def events_as_trace(
 
     A block is released when its release is requested: that is when the allocator's count of bytes
     falls. A block that is released without an allocation was alive before the step.
-
-    Examples:
-        >>> step = [{"action": "alloc", "addr": 1, "size": 8}, {"action": "free_requested", "addr": 1, "size": 8}]
-        >>> trace = events_as_trace(step, samples=2, alive=100)
-        >>> trace.sizes, trace.events
-        ((100, 8), (0, 1, -2))
     """
     sizes, addresses, stream = [alive], [0], []
     initial: dict[int, int] = {}  # by address

@@ -58,14 +58,7 @@ class StepOrigins:
 
 
 def attribute(trace: MemoryTrace, origins: StepOrigins, *, rounding: int = 1, peak: int = 0) -> Attribution:
-    """Say what holds the memory at the peak of a step; ``peak`` is that of an allocator, which may be higher.
-
-    Examples:
-        >>> trace = MemoryTrace(2, sizes=(100, 8, 16, 4), events=(0, 1, 2, 3, ~3, ~2, ~1))
-        >>> made = {1: Origin("forward", "a"), 2: Origin("forward", "b"), 3: Origin("backward", "b")}
-        >>> attribute(trace, StepOrigins(made, {"parameters": 100})).parts
-        (('parameters', 100), ('activations of b', 16), ('activations of a', 8), ('temporaries of b', 4))
-    """
+    """Say what holds the memory at the peak of a step; ``peak`` is that of an allocator, which may be higher."""
     totals = bytes_alive(trace.sizes, trace.events, rounding)
     seen = max(totals)
     begun = trace.events[: totals.index(seen) + 1]
@@ -82,12 +75,7 @@ def attribute(trace: MemoryTrace, origins: StepOrigins, *, rounding: int = 1, pe
 
 
 def block(name: str) -> str:
-    """Return the block of a network that a module belongs to: its name up to the first number.
-
-    Examples:
-        >>> block("net.blocks.11.mlp.fc1"), block("head")
-        ('net.blocks.11', 'head')
-    """
+    """Return the block of a network that a module belongs to: its name up to the first number."""
     parts = name.split(".")
     number = next((place for place, part in enumerate(parts) if part.isdigit()), len(parts))
     return ".".join(parts[: number + 1])

@@ -43,12 +43,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def is_ambiguous_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error may mean that memory ran out: it does if a smaller size passes.
-
-    Examples:
-        >>> is_ambiguous_out_of_memory(RuntimeError("GET was unable to find an engine to execute this computation"))
-        True
-    """
+    """Return whether an error may mean that memory ran out: it does if a smaller size passes."""
     if not isinstance(error, Exception) or is_out_of_memory(error):
         return False
     return any(_says(link, _AMBIGUOUS) for link in _chain(error))

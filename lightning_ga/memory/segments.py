@@ -47,12 +47,7 @@ class SegmentRules:
     grows_freely: bool = False
 
     def rounded(self, size: int) -> int:
-        """Return the bytes of a block for a request.
-
-        Examples:
-            >>> SegmentRules(divisions=(4,)).rounded(1200 * KIB) // KIB
-            1280
-        """
+        """Return the bytes of a block for a request."""
         floor = size.bit_length() - 1
         steps = self.divisions[min(max(floor - 20, 0), len(self.divisions) - 1)] if self.divisions else 0
         if steps > 1 and size > ROUNDING * steps:
@@ -361,10 +356,6 @@ def replay_segments(sizes: Iterable[int], trace: MemoryTrace, rules: SegmentRule
     """Return the peaks of a stream with storages of these sizes, from an empty cache.
 
     If the segments before it are not known, what was alive before has segments of its own without holes.
-
-    Examples:
-        >>> replay_segments([0, 3 * MIB, 3 * MIB], MemoryTrace(1, (0, 1, 1), (0, 1, 2, ~1, ~2)))
-        Peaks(allocated=6291456, reserved=20971520, needed=20971520)
     """
     held = list(sizes)
     segments = segments_of(rules)

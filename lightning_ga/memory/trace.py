@@ -90,12 +90,7 @@ class MemoryTrace:
         return replace(self, events=canonical(events), sums=())
 
     def phase_peaks(self, rounding: int = 1) -> tuple[int, ...]:
-        """Return the most bytes alive at once in each phase: one more than there are marks.
-
-        Examples:
-            >>> MemoryTrace(2, sizes=(100, 8, 16), events=(0, 1, ~1, 2, ~2), marks=(3,)).phase_peaks()
-            (108, 116)
-        """
+        """Return the most bytes alive at once in each phase: one more than there are marks."""
         alive = bytes_alive(self.sizes, self.events, rounding)
         bounds = [0, *self.marks, len(self.events)]
         return tuple(max(alive[max(start - 1, 0) : end], default=0) for start, end in pairwise(bounds))

@@ -94,10 +94,6 @@ def in_groups(windows: Sequence[Sequence[int]], *, pieces: int) -> AccumulationP
 
     The plan is that of the window with the most samples; where another window holds more batches, empty
     chunks are added.
-
-    Examples:
-        >>> in_groups([[8, 8], [3]], pieces=2).chunks
-        ((4, 4, 4, 4),)
     """
     largest = max(windows, key=sum, default=[1])
     factor = max(map(len, windows), default=1) * pieces
@@ -107,12 +103,7 @@ def in_groups(windows: Sequence[Sequence[int]], *, pieces: int) -> AccumulationP
 
 
 def cut_window(samples: int, *, micro_batch: int, world_size: int) -> tuple[tuple[int, ...], ...]:
-    """Cut a window of any size into chunks, one tuple per rank and all of the same length.
-
-    Examples:
-        >>> cut_window(7, micro_batch=2, world_size=2)  # a ragged window on two ranks
-        ((2, 2), (2, 1))
-    """
+    """Cut a window of any size into chunks, one tuple per rank and all of the same length."""
     shares = split_evenly(samples, world_size)
     factor = -(-shares[0] // micro_batch)
     return tuple(split_evenly(share, factor) for share in shares)
@@ -151,10 +142,6 @@ def cut_further(plan: AccumulationPlan, *, micro_batch: int) -> AccumulationPlan
     """Cut each chunk of a plan into the fewest near-equal chunks of at most ``micro_batch`` samples.
 
     Ranks may then hold different numbers of chunks; ``factor`` is the largest.
-
-    Examples:
-        >>> cut_further(plan_accumulation(16, micro_batch=8), micro_batch=3).chunks
-        ((3, 3, 2, 3, 3, 2),)
     """
     chunks = tuple(
         tuple(size for chunk in rank for size in split_evenly(chunk, max(1, -(-chunk // micro_batch))))

@@ -92,12 +92,7 @@ class Attribution:
 
 
 def kind_of(name: str) -> str:
-    """Return the kind of a part, without its place.
-
-    Examples:
-        >>> kind_of("activations of head"), kind_of("parameters")
-        ('activations of', 'parameters')
-    """
+    """Return the kind of a part, without its place."""
     return next(kind for kind in REMEDIES if name.startswith(kind))
 
 

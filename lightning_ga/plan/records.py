@@ -85,11 +85,6 @@ def still_holds(known: ProbeResult, budget: int, high: int) -> bool:
 
     It is not where its peak is above the budget, where nothing larger was asked for then, and where more memory is
     free. That is never twice the same to the byte: up to two percent more counts as the same.
-
-    Examples:
-        >>> found = ProbeResult(8, 1000, 900, (), 4, 0.1, "replay", curve=((8, 900), (9, 1010)))
-        >>> still_holds(found, 1000, high=64), still_holds(found, 800, high=64)
-        (True, False)
     """
     if known.peak_bytes > budget:
         return False

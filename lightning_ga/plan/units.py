@@ -18,22 +18,12 @@ _AMOUNT = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*(?:([KMGT]I?)?B?|(%))\s*", re.
 
 
 def parse_budget(value: int | float | str | None, total_bytes: int | None = None) -> int | None:
-    """Return the bytes of a memory budget; ``None`` stays ``None``, and a share needs the device's total.
-
-    Examples:
-        >>> parse_budget("10GiB"), parse_budget(0.5, 8000), parse_budget("80%", 1000)
-        (10737418240, 4000, 800)
-    """
+    """Return the bytes of a memory budget; ``None`` stays ``None``, and a share needs the device's total."""
     return None if value is None else require_bytes("memory_budget", value, total_bytes)
 
 
 def require_bytes(name: str, value: object, total_bytes: int | None = None) -> int:
-    """Return an amount of memory in bytes.
-
-    Examples:
-        >>> require_bytes("device_memory", "80 GB")
-        80000000000
-    """
+    """Return an amount of memory in bytes."""
     amount = _read_amount(value, total_bytes)
     if amount is None or amount < 1:
         share = "a fraction above 0 and up to 1, " if total_bytes is not None else ""
@@ -61,12 +51,7 @@ def _read_amount(value: object, total: int | None) -> int | None:
 
 
 def least_budget(needed: int) -> str:
-    """Return the least budget that leaves so many bytes, rounded up to three digits, as text that is read here.
-
-    Examples:
-        >>> least_budget(40_400_000), least_budget(1000)
-        ('38.6MiB', '1000B')
-    """
+    """Return the least budget that leaves so many bytes, rounded up to three digits, as text that is read here."""
     power = min(max(1, needed).bit_length() - 1, 49) // 10
     amount = needed / 1024**power
     decimals = max(0, 2 - floor(log10(amount))) if power else 0
@@ -74,12 +59,7 @@ def least_budget(needed: int) -> str:
 
 
 def format_bytes(count: float) -> str:
-    """Return bytes in the largest binary unit that keeps a digit before the point.
-
-    Examples:
-        >>> format_bytes(512), format_bytes(3 * 2**29)
-        ('512 B', '1.5 GiB')
-    """
+    """Return bytes in the largest binary unit that keeps a digit before the point."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(count) < 1024:
             return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
@@ -88,10 +68,5 @@ def format_bytes(count: float) -> str:
 
 
 def counted(count: int, thing: str) -> str:
-    """Return a number of things.
-
-    Examples:
-        >>> counted(1, "trial"), counted(3, "trial")
-        ('1 trial', '3 trials')
-    """
+    """Return a number of things."""
     return f"{count} {thing}{'s' * (count != 1)}"

@@ -88,12 +88,7 @@ class WindowWeights:
 
 @dataclass(frozen=True, slots=True)
 class KnownWindow(WindowWeights):
-    """Weights of windows whose samples are known in advance.
-
-    Examples:
-        >>> KnownWindow(world_size=1).weigh(43, window=128, factor=3, first=True).weight
-        1.0078125
-    """
+    """Weights of windows whose samples are known in advance."""
 
     window: float = 0.0  # its samples as planned, over all ranks
     seen: float = 0.0  # samples of this rank's micro-batches so far, as planned
@@ -125,15 +120,6 @@ class LateWindow(WindowWeights):
     scaled once, when its total is known. The reference is twice the largest mean of a window so far:
     hardly any weight is then above one, and half precision overflows no more often than without.
     Without one at the start it is taken from the first micro-batch with a count above zero.
-
-    Examples:
-        >>> window = LateWindow(world_size=1, reference=2, fixed=True)
-        >>> for count in (2, 2, 1):
-        ...     window = window.weigh(count, window=8, factor=4, first=count == 2).trained()
-        >>> window.weight
-        0.5
-        >>> window.close(4)[0]  # a stream that ended before the window was full
-        2.6666666666666665
     """
 
     sum_over_ranks: Callable[[float], float] = float

@@ -29,12 +29,7 @@ class RegularWindows:
         return self.done + (left // self.size if self.drop_last else -(-left // self.size))
 
     def span(self, window: int) -> tuple[int, int]:
-        """Return start and number of samples of one window, counted in the epoch's order.
-
-        Examples:
-            >>> RegularWindows(total=10, size=4).span(2)
-            (8, 2)
-        """
+        """Return start and number of samples of one window, counted in the epoch's order."""
         if window < self.done:
             start = window * self.size
             return start, min(self.size, self.samples_done - start)
@@ -54,12 +49,6 @@ class GivenWindows:
         """Join ``per_window`` batches of the given sizes into each window.
 
         Windows start anew at ``samples_done``, where windows of another size may have ended.
-
-        Examples:
-            >>> GivenWindows.of([3, 5, 2], per_window=2).starts
-            (0, 8, 10)
-            >>> GivenWindows.of([3, 5, 2], per_window=2, samples_done=3).starts
-            (0, 3, 10)
         """
         ends = list(accumulate(sizes))
         samples_done = min(samples_done, sum(sizes))
@@ -78,12 +67,7 @@ class GivenWindows:
         return self.starts[window], self.starts[window + 1] - self.starts[window]
 
     def batches(self, ends: Sequence[int]) -> list[list[int]]:
-        """Return the sizes of the batches between ``ends`` in each window that is still to come.
-
-        Examples:
-            >>> GivenWindows((0, 8, 10)).batches([0, 3, 8, 10])
-            [[3, 5], [2]]
-        """
+        """Return the sizes of the batches between ``ends`` in each window that is still to come."""
         found = []
         for window in range(self.done, self.count):
             start, samples = self.span(window)
@@ -163,13 +147,7 @@ class EpochPlan:
         return max(1, min(self.factor, -(-share // self.micro_batch)))
 
     def chunks(self, window: int, rank: int) -> tuple[Chunk, ...]:
-        """Return the micro-batches of one window on one rank.
-
-        Examples:
-            >>> plan = EpochPlan(RegularWindows(total=10, size=8), micro_batch=3, factor=3, world_size=1)
-            >>> [(chunk.count, chunk.done) for chunk in plan.chunks(0, rank=0)]
-            [(3, 3), (3, 6), (2, 8)]
-        """
+        """Return the micro-batches of one window on one rank."""
         start, samples = self.windows.span(window)
         factor, end = self.factor_of(window), start + samples
         if self.batches is None:
@@ -213,11 +191,6 @@ class EpochPlan:
 
 
 def part(total: int, parts: int, index: int) -> tuple[int, int]:
-    """Return start and size of one of ``parts`` near-equal parts, the larger ones first.
-
-    Examples:
-        >>> [part(10, 4, index) for index in range(4)]
-        [(0, 3), (3, 3), (6, 2), (8, 2)]
-    """
+    """Return start and size of one of ``parts`` near-equal parts, the larger ones first."""
     quotient, larger = divmod(total, parts)
     return index * quotient + min(index, larger), quotient + (index < larger)

@@ -63,12 +63,7 @@ def remember(step: Mapping[str, Any], result: ProbeResult) -> None:
 
 
 def cache_folder() -> Path:
-    """Return the folder of this package in the user's cache.
-
-    Examples:
-        >>> cache_folder().name
-        'lightning_ga'
-    """
+    """Return the folder of this package in the user's cache."""
     root = os.environ.get("XDG_CACHE_HOME")
     return (Path(root) if root else Path("~/.cache").expanduser()) / "lightning_ga"
 
@@ -117,12 +112,7 @@ def describe_step(
 
 
 def describe_value(value: Any) -> Any:
-    """Describe structure, shapes and types of a sample; values do not matter.
-
-    Examples:
-        >>> describe_value({"image": torch.zeros(3, 4), "label": 1})
-        {'image': '(3, 4) torch.float32', 'label': 'int'}
-    """
+    """Describe structure, shapes and types of a sample; values do not matter."""
     if isinstance(value, Mapping):
         return {str(key): describe_value(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):

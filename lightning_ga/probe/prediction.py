@@ -74,14 +74,7 @@ class PeakPredictor:
 def extrapolate(
     first: MemoryTrace, second: MemoryTrace, temporaries: frozenset[int] = frozenset(), *, rounding: int = 1
 ) -> PeakPredictor | None:
-    """Read the whole memory curve off two traces; ``None`` where the streams do not align.
-
-    Examples:
-        >>> small = MemoryTrace(2, (100, 8, 16), (0, 1, 2, ~1, ~2))
-        >>> large = MemoryTrace(4, (100, 16, 16), (0, 1, 2, ~1, ~2))
-        >>> extrapolate(small, large)(64)
-        372
-    """
+    """Read the whole memory curve off two traces; ``None`` where the streams do not align."""
     if first.samples == second.samples or first.events != second.events:
         return None
     small, large = sorted((first, second), key=lambda trace: trace.samples)
@@ -92,10 +85,6 @@ def largest_fitting(predict: Callable[[int], int], low: int, high: int, budget: 
     """Largest size in ``low..high`` whose predicted peak is within the budget; ``low - 1`` if none is.
 
     ``predict`` must not fall as the size grows.
-
-    Examples:
-        >>> largest_fitting(lambda samples: 100 + 4 * samples, 1, 1000, budget=300)
-        50
     """
     low -= 1
     known: list[tuple[int, int]] = []  # sizes and their peaks: lines through two of them lead near, halving ends there

@@ -39,10 +39,6 @@ def trace_sizes(high: int, affordable: int, *, kernels_vary: bool = False) -> tu
 
     They start at two samples, as BatchNorm refuses one. Kernels of an accelerator take other
     temporaries for larger inputs, so there the traces are as large as a quarter of the memory allows.
-
-    Examples:
-        >>> trace_sizes(100, 30), trace_sizes(100, 5), trace_sizes(1000, 300, kernels_vary=True)
-        ((4, 8), (2, 4), (37, 75))
     """
     if high <= 3:
         return (high,) if high < 3 else (2, 3)

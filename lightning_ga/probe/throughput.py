@@ -20,11 +20,6 @@ def time_windows(
 
     Halves the micro-batch from the limit on until windows take half as long again as the best, then
     looks between the smallest that is as fast as the best and the next smaller one.
-
-    Examples:
-        >>> timings = time_windows(lambda samples: 1 + 0.1 * samples, 0, rank_samples=64, limit=64)
-        >>> [timing.micro_batch_size for timing in timings]
-        [8, 16, 32, 64]
     """
     timings: dict[int, Timing] = {}
 
@@ -48,12 +43,7 @@ def time_windows(
 
 
 def fastest(timings: tuple[Timing, ...]) -> int:
-    """The smallest micro-batch whose window takes at most 3 % longer than the best.
-
-    Examples:
-        >>> fastest((Timing(2, 8, 1.5), Timing(4, 4, 1.02), Timing(8, 2, 1.0), Timing(16, 1, 1.3)))
-        4
-    """
+    """The smallest micro-batch whose window takes at most 3 % longer than the best."""
     best = min(timing.seconds for timing in timings)
     return min(timing.micro_batch_size for timing in timings if timing.seconds <= SLOWER * best)
 

@@ -86,12 +86,7 @@ class ProbedTraining:
         return [(parameter, parameter.grad is not None) for parameter in self._parameters()]
 
     def smallest(self, value: int) -> int:
-        """Return the smallest value over ranks, from answers of ``agree`` alone: all ranks ask the same questions.
-
-        Examples:
-            >>> ProbedTraining().smallest(300)
-            300
-        """
+        """Return the smallest value over ranks, from answers of ``agree`` alone: all ranks ask the same questions."""
         bound = 1
         while self.agree(value >= bound):
             bound *= 2

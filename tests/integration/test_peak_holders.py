@@ -222,7 +222,7 @@ def test_following_the_advice_of_the_budget_error_succeeds(budget: str | int) ->
     with pytest.raises(UserError) as caught:
         trained(Attention(), budget)
     message = str(caught.value)
-    assert re.search(r"held by: activations \S+ ?(bytes)? \(blocks.0 ", message)
+    assert re.search(r"held by: activations [\d.]+ \S+ \(blocks.0 ", message)
     proposed = message.partition("memory_budget=")[2].partition("memory_budget=")[2].partition(" is enough")[0]
     assert proposed
     assert trained(Attention(), eval(proposed)).plan is not None

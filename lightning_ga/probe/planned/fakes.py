@@ -94,13 +94,7 @@ def _faked(value: Any, mode: FakeTensorMode) -> Any:
 
 
 def grown(small: Any, large: Any, periods: int) -> Any:
-    """Extrapolate a batch without values from two that differ by one period, to so many more than ``small`` has.
-
-    Examples:
-        >>> small, large = torch.zeros(2, 3), torch.zeros(4, 3)
-        >>> grown({"x": small, "n": [1, 2]}, {"x": large, "n": [1, 2, 1, 2]}, periods=3)["x"].shape
-        torch.Size([8, 3])
-    """
+    """Extrapolate a batch without values from two that differ by one period, to so many more than ``small`` has."""
     if isinstance(small, Tensor):
         shape = [a + (b - a) * periods for a, b in zip(small.shape, large.shape)]
         channels_last = small.dim() == 4 and not small.is_contiguous()
