@@ -22,9 +22,8 @@ from lightning_ga.memory.holders import OriginMeter
 from lightning_ga.memory.vendors import WITH_STATISTICS
 from lightning_ga.plan.accumulation import require_count
 from lightning_ga.plan.records import ProbeResult
-from lightning_ga.probe.budget import Budget
 from lightning_ga.probe.meters import meter_of
-from lightning_ga.probe.prober import Prober
+from lightning_ga.probe.prober import Budget, Prober
 from lightning_ga.probe.training import ProbedTraining
 
 

@@ -15,14 +15,44 @@ from lightning_ga.errors import UserError
 from lightning_ga.memory.device import enforced_budget, lifted_budget
 from lightning_ga.memory.oom import is_ambiguous_out_of_memory, is_out_of_memory, release
 from lightning_ga.memory.trace import Segment
+from lightning_ga.plan.attribution import Attribution
 from lightning_ga.plan.records import ProbeResult, Trial, still_holds
-from lightning_ga.probe.budget import Budget
+from lightning_ga.plan.units import least_budget, parse_budget
 from lightning_ga.probe.curve import Step
 from lightning_ga.probe.meters import Measurement, PeakHolders, TensorMeter
-from lightning_ga.probe.search import MARGIN, Search, affordable_samples, trace_sizes
+from lightning_ga.probe.search import Search
+from lightning_ga.probe.trace_sizes import MARGIN, Task, affordable_samples, trace_sizes
 from lightning_ga.probe.training import ProbedTraining
 
 CLOSEST = 0.25  # share of the budget that a trial may take where nothing can be predicted and running out is deadly
+
+
+class Budget:
+    """A memory budget, or what a device has free without one."""
+
+    advice = (
+        "train in a lower precision, use activation checkpointing or a smaller model, or shard it over more devices"
+    )
+
+    def __init__(self, value: int | float | str | None, total_bytes: int | None) -> None:
+        self.asked = parse_budget(value, total_bytes)  # bytes; ``None`` is what the device has free
+        self.bound = "the device" if value is None else f"memory_budget={value!r}"  # what leaves a step too little
+        self._total_bytes = total_bytes  # of the device, to which shares refer
+
+    def enough(self, needed: int) -> str | None:
+        """Say what would leave so many bytes; ``None`` if nothing does, or nothing is known."""
+        if self.asked is None or (self._total_bytes is not None and needed > self._total_bytes):
+            return None
+        return f"memory_budget={least_budget(needed)!r} is enough"
+
+    def shortage(
+        self, what: str, needed: int, left: int, *, measured: bool = False, holders: Attribution | None = None
+    ) -> UserError:
+        """Return the error that something takes more bytes than are left; if ``measured``, as many are enough."""
+        enough = self.enough(needed) if measured else None
+        way_out = f"{enough}, or {self.advice}" if enough else f"more memory is needed; {self.advice}"
+        told = f" As it was recorded: {holders.sentence()}" if holders else ""
+        return UserError(f"{what} {needed:,} bytes, and {self.bound} leaves {left:,} bytes: {way_out}.{told}")
 
 
 class Prober:
@@ -89,24 +119,17 @@ class Prober:
         self._least = inf
         high, sizes, first = self._warm_up(high, cautious)
         alive, budget = self._prepare()
-        search = Search(
-            high=high,
-            budget=budget,
-            sizes=sizes,
-            rounding=self._meter.rounding,
-            rules=self._meter.rules(),
-            predict_only=cautious,
-            closest=CLOSEST if self._meter.deadly else 1.0,
-            has_margin=self._meter.may_exceed(budget + budget // MARGIN),
-            warm_up=first,
-        )
+        has_margin = self._meter.may_exceed(budget + int(MARGIN * budget))
+        closest = (CLOSEST if self._meter.deadly else 1.0) if cautious else None
+        task = Task(high, budget, self._meter.rounding, self._meter.rules(), has_margin, closest)
+        search = Search(task, sizes, first)
         while (size := self._training.smallest(search.propose(self._layout(search)))) != search.limit:
             step = self._try(size, record=search.wants_trace)
             self._trials.append(step.trial)
             search.record(step)
-        if search.rules is not None:
+        if task.rules is not None:
             self._training.put_back()
-        limit = self._training.smallest(search.predicted) if search.predict_only else search.limit
+        limit = self._training.smallest(search.predicted) if cautious else search.limit
         if limit < 1:
             raise self._does_not_fit(alive, budget, high, cautious=cautious)
         return self._result(search, limit)
@@ -121,7 +144,7 @@ class Prober:
         peak = measured[limit] if limit in measured else search.predict(limit) or 0
         return ProbeResult(
             limit=limit,
-            budget_bytes=search.budget,
+            budget_bytes=search.task.budget,
             peak_bytes=peak,
             trials=tuple(self._trials),
             steps=self._steps,
@@ -166,7 +189,7 @@ class Prober:
 
     def _layout(self, search: Search) -> tuple[Segment, ...]:
         """Make ready for a step where segments count, and return those that it finds."""
-        if search.rules is None:
+        if search.task.rules is None:
             return ()
         self._prepare()
         return self._meter.layout()

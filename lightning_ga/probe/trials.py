@@ -35,12 +35,11 @@ from lightning_ga.memory.oom import attempt, is_out_of_memory
 from lightning_ga.plan.attribution import RETRIES
 from lightning_ga.plan.config import Options
 from lightning_ga.plan.records import ProbeResult, Timing
-from lightning_ga.probe.budget import Budget
 from lightning_ga.probe.cache import describe_step, remember, remembered
 from lightning_ga.probe.finder import numbered
 from lightning_ga.probe.isolation import isolated
 from lightning_ga.probe.meters import meter_of
-from lightning_ga.probe.prober import Prober
+from lightning_ga.probe.prober import Budget, Prober
 from lightning_ga.probe.throughput import fastest, time_windows
 from lightning_ga.probe.training import ProbedTraining
 

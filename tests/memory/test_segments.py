@@ -17,7 +17,8 @@ from lightning_ga.memory.segments import KIB, MIB, ExpandableSegments, SegmentRu
 from lightning_ga.memory.trace import MemoryTrace, Segment
 from lightning_ga.plan.records import ProbeResult, Trial, still_holds
 from lightning_ga.probe.curve import Step
-from lightning_ga.probe.search import MARGIN, Search, trace_sizes
+from lightning_ga.probe.search import Search
+from lightning_ga.probe.trace_sizes import MARGIN, Task, trace_sizes
 
 EXPANDABLE = SegmentRules(expandable=True)
 
@@ -222,7 +223,7 @@ def test_a_search_foresees_what_will_be_reserved(budget_mib: int) -> None:
     budget = budget_mib * MIB
     device = Device(budget)
     for rules in (SegmentRules(), None):
-        search = Search(high=100_000, budget=budget, sizes=trace_sizes(100_000, budget), rounding=512, rules=rules)
+        search = Search(Task(100_000, budget, rounding=512, rules=rules), trace_sizes(100_000, budget))
         trials = []
         while (size := search.propose()) != search.limit:
             trial, trace = device.run(size)
@@ -247,11 +248,11 @@ def test_a_search_foresees_what_will_be_reserved(budget_mib: int) -> None:
 def test_holes_may_lie_in_a_margin(budget_mib: int) -> None:
     """One percent beyond the budget, which blocks keep to."""
     budget = budget_mib * MIB
-    device, limits = Device(budget + budget // MARGIN), []
+    device, limits = Device(budget + int(MARGIN * budget)), []
     for has_margin in (False, True):
         sizes = trace_sizes(100_000, budget)
         rules = SegmentRules()
-        search = Search(high=100_000, budget=budget, sizes=sizes, rounding=512, rules=rules, has_margin=has_margin)
+        search = Search(Task(100_000, budget, rounding=512, rules=rules, has_margin=has_margin), sizes)
         while (size := search.propose()) != search.limit:
             trial, trace = device.run(size)
             search.record(Step(trial, () if trace is None else (trace,)))

@@ -14,7 +14,8 @@ from lightning_ga.memory.segments import MIB, SegmentRules
 from lightning_ga.memory.trace import MemoryTrace, canonical
 from lightning_ga.plan.records import ProbeResult, Trial, lowered, still_holds
 from lightning_ga.probe.curve import Step, fit_curve
-from lightning_ga.probe.search import MOST_TRIALS, Search, affordable_samples, trace_sizes
+from lightning_ga.probe.search import MOST_TRIALS, Search
+from lightning_ga.probe.trace_sizes import Task, affordable_samples, trace_sizes
 
 EXAMPLES = settings().max_examples
 
@@ -36,7 +37,7 @@ def test_aligned_streams_take_three_steps(stream: tuple[list[Size], list[int]], 
     """Two traces and one trial, which is the limit; nothing that does not fit is ever run."""
     device = FakeDevice(stream, 0)
     device.budget = data.draw(st.integers(device.trace(8).peak(), device.trace(high + 20).peak() + 1))
-    search = run(device, Search(high=high, budget=device.budget))
+    search = run(device, Search(Task(high, device.budget)))
     assert search.limit == device.limit(high)
     assert device.tried[:2] == [4, 8]
     assert len(device.tried) <= 3
@@ -70,7 +71,7 @@ def test_the_limit_is_always_found(
     """
     device = FakeDevice(stream, 0, traced=traced)
     device.budget = data.draw(st.integers(0, device.trace(high + 20).peak() + 1))
-    search = run(device, Search(high=high, budget=device.budget, sizes=sizes if high > 3 else trace_sizes(high, 10**9)))
+    search = run(device, Search(Task(high, device.budget), sizes if high > 3 else trace_sizes(high, 10**9)))
     assert search.limit == device.limit(high) or foresees_a_failure(search, device)
     assert not search.limit or search.limit in device.tried
     assert len(device.tried) == len(set(device.tried)) <= 25
@@ -86,7 +87,7 @@ def test_any_rising_peaks_without_traces(peaks: list[int], budget: int) -> None:
         tried.append(samples)
         return Trial(samples, peaks[samples - 1], peaks[samples - 1] <= budget, 0.0), None
 
-    search = run(device, Search(high=len(peaks), budget=budget, sizes=trace_sizes(len(peaks), 10**9)))
+    search = run(device, Search(Task(len(peaks), budget), trace_sizes(len(peaks), 10**9)))
     assert search.limit == sum(peak <= budget for peak in peaks)
     assert search.method == "bracket"
     assert len(tried) <= 25
@@ -109,14 +110,14 @@ def test_sequence_of_trials(
     slope: int, budget: int, traced: bool, high: int, tried: list[int], limit: int, method: str
 ) -> None:
     device = FakeDevice(linear(100, slope), budget, traced=traced)
-    search = run(device, Search(high=high, budget=budget))
+    search = run(device, Search(Task(high, budget)))
     assert (device.tried, search.limit, search.method) == (tried, limit, method)
 
 
 def test_a_device_that_holds_back_memory_is_approached_from_above_in_small_steps() -> None:
     """Fragmentation: the allocator gives out 5 % less than the budget that the prediction aims at."""
     device = FakeDevice(linear(0, 10), 9500)
-    search = run(device, Search(high=5000, budget=10_000))
+    search = run(device, Search(Task(5000, 10_000)))
     assert search.limit == 950
     assert device.tried[:5] == [4, 8, 1000, 980, 960]
     assert len(device.tried) <= 11
@@ -133,7 +134,7 @@ class Allocator(FakeDevice):
         return int(self.trace(samples).peak(512) * (1 + self.holes(samples)))
 
     def search(self, high: int, sizes: tuple[int, ...] = (4, 8)) -> Search:
-        search = Search(high=high, budget=self.budget, sizes=sizes, rounding=512)
+        search = Search(Task(high, self.budget, rounding=512), sizes)
         while (size := search.propose()) != search.limit:
             self.tried.append(size)
             fits, trace = self.reserved(size) <= self.budget, self.trace(size)
@@ -196,7 +197,7 @@ def test_where_temporaries_may_have_ended_growing_a_step_near_the_limit_is_recor
         tensors = MemoryTrace(samples, sizes[:2] + sizes[3:], (0, 1, 2, ~1, ~2), addresses=(0, 1, 3))
         return blocks, replace(tensors, handed_out=(0, 1, 3))
 
-    search = Search(high=10**6, budget=budget, sizes=(60, 90), rounding=512)
+    search = Search(Task(10**6, budget, rounding=512), (60, 90))
     while (size := search.propose()) != search.limit:
         tried.append(size)
         blocks, tensors = device(size)
@@ -231,7 +232,7 @@ def test_curves_that_nothing_foresees_are_not_walked_along() -> None:
         peak = 900 + isqrt(samples) // 8
         return Trial(samples, peak, peak <= 1000, 0.0), None
 
-    search = run(device, Search(high=10**7, budget=1000))
+    search = run(device, Search(Task(10**7, 1000)))
     assert search.limit == 808**2 - 1
     assert len(tried) <= 60
 
@@ -274,7 +275,7 @@ def test_memory_that_the_traces_do_not_see_is_added() -> None:
         peak = trial.peak_bytes + 50 + 2 * samples
         return Trial(samples, peak, peak <= 1350, 0.0), trace if peak <= 1350 else None
 
-    search = run(device, Search(high=512, budget=1350))
+    search = run(device, Search(Task(512, 1350)))
     assert (inner.tried, search.limit, search.method) == ([4, 8, 100], 100, "replay")
 
 
@@ -290,10 +291,8 @@ def test_ranks_run_the_same_sizes_and_end_at_the_smallest_limit(
     devices = [FakeDevice(stream, 0) for stream in ranks]
     for device in devices:
         device.budget = data.draw(st.integers(device.trace(1).peak(), device.trace(high).peak() + 1))
-    searches = [
-        Search(high=high, budget=device.budget, sizes=data.draw(st.sampled_from([(4, 8), (2, 3)])))
-        for device in devices
-    ]
+    draw_sizes = st.sampled_from([(4, 8), (2, 3)])
+    searches = [Search(Task(high, device.budget), data.draw(draw_sizes)) for device in devices]
     while (size := min(search.propose() for search in searches)) != searches[0].limit:
         outcomes = [device(size) for device in devices]
         fits = all(trial.fits for trial, _ in outcomes)
@@ -306,23 +305,23 @@ def test_ranks_run_the_same_sizes_and_end_at_the_smallest_limit(
 
 def test_predict_only_tries_the_two_small_sizes_and_nothing_else() -> None:
     device = FakeDevice(linear(100, 10), 1005)
-    search = run(device, Search(high=512, budget=1005, predict_only=True))
+    search = run(device, Search(Task(512, 1005, closest=1.0)))
     assert (device.tried, search.predicted, search.predict(90), search.method) == ([4, 8], 90, 1000, "prediction")
 
 
 def test_predict_only_checks_a_quadratic_prediction_with_a_third_trace() -> None:
     device = FakeDevice(([lambda b: b * b], [0]), 10_050)
-    search = run(device, Search(high=512, budget=10_050, predict_only=True))
+    search = run(device, Search(Task(512, 10_050, closest=1.0)))
     assert (device.tried, search.predicted) == ([4, 8, 16], 100)
 
 
 def test_squares_are_checked_with_a_third_trace_before_the_limit_is_tried() -> None:
     """Two traces cannot tell a similarity matrix from sizes that vary."""
     squares = FakeDevice(([lambda b: b * b], [0]), 10_050)
-    assert run(squares, Search(high=512, budget=10_050)).limit == 100
+    assert run(squares, Search(Task(512, 10_050))).limit == 100
     assert squares.tried == [4, 8, 16, 100]
     varying = FakeDevice(([lambda b: 16 if b < 8 else 40 * b - 256], [0]), 10_050)  # at 4 and 8 also b * b
-    search = run(varying, Search(high=5000, budget=10_050))
+    search = run(varying, Search(Task(5000, 10_050)))
     assert (search.limit, search.ceiling) == (257, 258)
     assert varying.tried[:3] == [4, 8, 16]
 
@@ -336,20 +335,20 @@ def test_a_trial_of_which_nothing_was_recorded_is_confirmed_by_its_peak() -> Non
             return trial, trace if len(self.tried) <= 2 else None
 
     device = Forgetful(linear(100, 10), 1005)
-    search = run(device, Search(high=512, budget=1005))
+    search = run(device, Search(Task(512, 1005)))
     assert (search.limit, search.method) == (90, "replay")
     assert device.tried == [4, 8, 90]
 
 
 def test_the_curve_is_predicted_beyond_the_limit() -> None:
     """For a plot: rising, with the limit and one more, below and above the budget."""
-    search = run(FakeDevice(linear(100, 10), 1005), Search(high=512, budget=1005))
+    search = run(FakeDevice(linear(100, 10), 1005), Search(Task(512, 1005)))
     curve = search.curve(search.limit)
     assert curve[0] == (1, 110)
     assert {(90, 1000), (91, 1010)} < set(curve)
     assert curve[-1][0] == 112
     assert list(curve) == sorted(set(curve))
-    assert run(FakeDevice(linear(100, 10), 1005, traced=False), Search(high=512, budget=1005)).curve(90) == ()
+    assert run(FakeDevice(linear(100, 10), 1005, traced=False), Search(Task(512, 1005))).curve(90) == ()
 
 
 @pytest.mark.parametrize(
@@ -365,7 +364,7 @@ def test_the_curve_is_predicted_beyond_the_limit() -> None:
 )
 def test_an_earlier_result_holds_while_its_limit_does(budget: int, high: int, holds: bool) -> None:
     device = FakeDevice(linear(100, 10), 1005)
-    search = run(device, Search(high=512, budget=1005))
+    search = run(device, Search(Task(512, 1005)))
     found = ProbeResult(90, 1005, 1000, (), 3, 0.0, search.method, curve=search.curve(90))
     assert still_holds(found, budget, high) == holds
     refused = replace(found, curve=(), trials=(Trial(91, 1010, False, 0.0),))
@@ -392,7 +391,7 @@ def test_a_curve_that_falls_again_beyond_the_limit_was_searched() -> None:
 def test_a_result_is_lowered_where_training_proved_it_wrong() -> None:
     """It holds for the same budget, and shows what the smaller limit takes."""
     device = FakeDevice(linear(100, 10), 1005)
-    search = run(device, Search(high=512, budget=1005))
+    search = run(device, Search(Task(512, 1005)))
     found = ProbeResult(90, 1005, 1000, (), 3, 0.0, search.method, curve=search.curve(90))
     lower = lowered(found, 45)
     assert lower.limit == 45
@@ -411,13 +410,13 @@ def test_a_result_that_was_bounded_by_what_was_asked_for_says_nothing_about_more
 def test_predict_only_without_alignment_stays_far_below_the_budget() -> None:
     """Twice the samples could take four times the memory, so steps become smaller and smaller."""
     device = FakeDevice(linear(0, 10), 10_000, traced=False)
-    search = run(device, Search(high=5000, budget=10_000, predict_only=True))
+    search = run(device, Search(Task(5000, 10_000, closest=1.0)))
     assert device.tried[:7] == [4, 8, 16, 32, 64, 128, 256]
     assert (search.predicted, search.method) == (device.tried[-1], "below")
     assert 900 <= search.predicted <= 1000
     assert len(device.tried) <= 12
     careful = FakeDevice(linear(0, 10), 10_000, traced=False)
-    search = run(careful, Search(high=5000, budget=10_000, predict_only=True, closest=0.25))
+    search = run(careful, Search(Task(5000, 10_000, closest=0.25)))
     assert 220 <= search.predicted <= 250
 
 
@@ -439,7 +438,7 @@ def test_what_is_approached_from_below_never_runs_out_of_memory(
 
     device = Unaligned(stream, 0)
     device.budget = data.draw(st.integers(device.trace(8).peak(), device.trace(high + 20).peak() + 1))
-    search = run(device, Search(high=high, budget=device.budget, predict_only=True))
+    search = run(device, Search(Task(high, device.budget, closest=1.0)))
     assert search.ceiling == high + 1
     assert search.predicted <= device.limit(high)
 
@@ -464,7 +463,7 @@ def test_peaks_by_phase_where_streams_do_not_align() -> None:
         trace = MemoryTrace(samples, sizes, canonical(events), marks=(2 * samples + 1,))
         return Trial(samples, trace.peak(), trace.peak() <= 2000, 0.0), trace
 
-    search = run(device, Search(high=1000, budget=2000))
+    search = run(device, Search(Task(1000, 2000)))
     assert (tried, search.limit, search.method) == ([4, 8, 190, 191], 190, "phases")
 
 

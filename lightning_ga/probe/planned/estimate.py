@@ -23,12 +23,11 @@ from lightning_ga.memory.oom import is_out_of_memory
 from lightning_ga.plan.planned_device import PlannedDevice
 from lightning_ga.plan.records import ProbeResult
 from lightning_ga.plan.units import format_bytes, least_budget
-from lightning_ga.probe.budget import Budget
 from lightning_ga.probe.isolation import isolated
 from lightning_ga.probe.meters import TensorMeter
 from lightning_ga.probe.planned.fakes import Answers, PlainCopies, grown, hidden_workspaces, without_values
 from lightning_ga.probe.planned.like_cuda import LikeCuda
-from lightning_ga.probe.prober import Prober
+from lightning_ga.probe.prober import Budget, Prober
 from lightning_ga.probe.trials import ProbedTrainer, TrainingSetup
 
 
