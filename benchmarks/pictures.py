@@ -28,8 +28,8 @@ from benchmarks.output import read_json, write_json
 from benchmarks.trainers import quiet_trainer
 from lightning_ga import AutoAccumulate, find_micro_batch, plan_accumulation
 from lightning_ga.plan.accumulation import cut_window
+from lightning_ga.plan.weights import KnownWindow
 from lightning_ga.testing import limit_memory
-from lightning_ga.weights import known_weight
 
 FOLDER = Path(__file__).parents[1] / "docs" / "images"
 INKS = {"light": "#212121", "dark": "#e0e0e0"}
@@ -141,7 +141,7 @@ def window(axes: Axes, _record: Mapping[str, Any], ink: str) -> None:
         axes.text(left + width / 2, 2.85, f"{name}:\n{size} samples", ha="center", color=ink)
         at = left
         for chunk in cut[0]:
-            weight = known_weight(chunk, size, factor=len(cut[0]), world_size=2)
+            weight = KnownWindow(world_size=2).weigh(chunk, window=size, factor=len(cut[0]), first=True).weight
             axes.text(at + chunk / 2, -0.45, f"×{weight:.2f}" if weight != 1 else "×1", ha="center", color=ink)
             at += chunk + 0.3
         left += width + 1.6

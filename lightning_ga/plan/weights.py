@@ -15,41 +15,6 @@ from typing import Any, Self
 from lightning_ga.errors import UserError
 
 
-def known_weight(count: float, window: float, *, factor: int, world_size: int) -> float:
-    """Return the weight of a micro-batch whose window is known in advance; 1.0 if all are equal.
-
-    Args:
-        count: Samples (or tokens) of this micro-batch.
-        window: Samples (or tokens) of the window, over all ranks.
-        factor: The accumulation factor by which Lightning divides.
-        world_size: Ranks over which gradients are averaged.
-
-    Examples:
-        >>> known_weight(43, 128, factor=3, world_size=1)
-        1.0078125
-    """
-    return factor * world_size * count / window
-
-
-def window_scale(total: float, *, reference: float, factor: int, world_size: int) -> float:
-    """Return the scale for the gradients of a window whose micro-batches weighed ``count / reference``.
-
-    It is needed if the total of the window is known only at its end. The reference is near the mean count, so
-    that the weights are near one and half precision neither overflows nor loses digits.
-
-    Args:
-        total: Samples (or tokens) that the window turned out to hold, over all ranks.
-        reference: The number that the counts were divided by.
-        factor: The accumulation factor by which Lightning divided.
-        world_size: Ranks over which gradients were averaged.
-
-    Examples:
-        >>> window_scale(6, reference=2, factor=4, world_size=1)  # a stream that ended one short
-        1.3333333333333333
-    """
-    return factor * world_size * reference / total
-
-
 @dataclass(frozen=True, slots=True)
 class WindowWeights:
     """Weights as in stock Lightning: every micro-batch counts as one of the nominal factor."""
@@ -97,7 +62,7 @@ class KnownWindow(WindowWeights):
         """Weigh the next micro-batch by its samples of those planned."""
         if count and planned == window:  # a window of one micro-batch is its own mean, to the bit
             window = planned = count
-        weight = known_weight(count, window, factor=factor, world_size=self.world_size)
+        weight = factor * self.world_size * count / window
         reached, seen = (0.0, 0.0) if first else (self.reached, self.seen)
         seen += count if planned is None else planned
         # ``replace`` takes twice as long.
@@ -152,8 +117,8 @@ class LateWindow(WindowWeights):
                 "what it counts (the key, ignore_index), or leave such samples out."
             )
         assert self.reference is not None
-        scale = window_scale(total, reference=self.reference, factor=factor, world_size=self.world_size)
-        return scale, replace(self, largest_mean=max(self.largest_mean, total / (factor * self.world_size)))
+        mean = total / (factor * self.world_size)
+        return self.reference / mean, replace(self, largest_mean=max(self.largest_mean, mean))
 
     def _reference_for(self, count: float, *, factor: int, first: bool) -> float | None:
         """Return the divisor of the next count; ``None`` while nothing was counted."""

@@ -19,7 +19,6 @@ from lightning_ga.plan.weights import (
     TargetTokens,
     WindowWeights,
     count_items,
-    known_weight,
 )
 
 
@@ -29,7 +28,8 @@ def test_known_weights_give_the_mean_over_the_window(counts: list[list[int]], mi
     """Whatever the counts are, empty chunks and a ragged window of fewer chunks than the factor included."""
     means, whole = means_and_all(counts)
     factor, window, world_size = len(counts[0]) + missing, sum(map(sum, counts)), len(counts)
-    weights = [[known_weight(n, window, factor=factor, world_size=world_size) for n in row] for row in counts]
+    known = KnownWindow(world_size)
+    weights = [[known.weigh(n, window=window, factor=factor, first=True).weight for n in row] for row in counts]
     torch.testing.assert_close(seen_by_the_optimizer(means, weights, factor), whole, rtol=1e-12, atol=1e-14)
 
 
