@@ -2,6 +2,8 @@
 
 import copy
 import gc
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_ga.memory.live_tensors import LiveTensorMeter, uncounted
 from lightning_ga.probe.prediction import extrapolate
+
+FROZEN = nn.Parameter(torch.zeros(50), requires_grad=False)
 
 
 def test_a_storage_counts_from_creation_until_it_dies() -> None:
@@ -55,11 +59,23 @@ def test_parameters_and_their_gradients_count_from_their_first_use() -> None:
     assert memory.live_bytes == 200
 
 
-def test_frozen_parameters_count_too() -> None:
-    layer = nn.Linear(10, 5, bias=False).requires_grad_(False)
-    with LiveTensorMeter() as memory:
-        torch._foreach_norm([layer.weight])
-    assert memory.live_bytes == 200
+@pytest.mark.parametrize(
+    ("settings", "make", "live"),
+    [
+        ({}, lambda: torch.tensor([1.0, 2.0, 3.0]), 12),
+        ({}, lambda: torch._foreach_norm([FROZEN]), 200 + 4),
+        ({}, lambda: torch.zeros(10, device="meta"), 0),
+        ({"device": "cpu"}, lambda: torch.zeros(10), 40),
+        ({"device": "cuda"}, lambda: torch.zeros(10), 0),
+        ({"rounding": 512}, lambda: [torch.zeros(1), torch.zeros(129), torch.zeros(0)], 512 + 1024),
+    ],
+    ids=["from Python values", "a frozen parameter", "meta", "on the device", "on another device", "rounded up"],
+)
+def test_what_counts(settings: dict[str, Any], make: Callable[[], Any], live: int) -> None:
+    with LiveTensorMeter(**settings) as memory:
+        kept = make()
+        assert memory.live_bytes == live
+    del kept
 
 
 def test_resident_tensors_count_once_until_they_die() -> None:
@@ -70,14 +86,12 @@ def test_resident_tensors_count_once_until_they_die() -> None:
     assert (memory.live_bytes, memory.peak_bytes) == (400, 400)
     del tensor
     assert memory.live_bytes == 0
-
-
-def test_an_older_tensor_that_was_seen_becomes_resident_on_request() -> None:
-    data = torch.zeros(100)
-    with LiveTensorMeter() as memory:
+    data = torch.zeros(10)
+    with memory:
         data.add_(1)
+    assert memory.live_bytes == 0, "an older tensor that was only seen"
     memory.add([data])
-    assert memory.live_bytes == 400
+    assert memory.live_bytes == 40
 
 
 def test_a_resize_in_place_replaces_the_storage() -> None:
@@ -90,26 +104,6 @@ def test_a_resize_in_place_replaces_the_storage() -> None:
         assert memory.live_bytes == 800
         del tensor, out
     assert memory.live_bytes == 0
-
-
-def test_tensors_made_from_python_values_count() -> None:
-    with LiveTensorMeter() as memory:
-        tensor = torch.tensor([1.0, 2.0, 3.0])
-        assert memory.live_bytes == tensor.nbytes == 12
-
-
-def test_only_the_device_that_was_asked_for_counts() -> None:
-    with LiveTensorMeter(device="cpu") as host, LiveTensorMeter(device="cuda") as other, LiveTensorMeter() as every:
-        kept = [torch.zeros(10), torch.zeros(10, device="meta")]
-    assert (host.live_bytes, other.live_bytes, every.live_bytes) == (40, 0, 40)
-    del kept
-
-
-def test_storages_are_rounded_up() -> None:
-    with LiveTensorMeter(rounding=512) as memory:
-        kept = [torch.zeros(1), torch.zeros(129), torch.zeros(0)]
-        assert memory.live_bytes == 512 + 1024
-        assert len(kept) == 3
 
 
 @pytest.mark.parametrize("passes", [1, 2, 5])
@@ -179,11 +173,6 @@ def test_the_trace_is_the_stream_with_resident_storages_first() -> None:
     assert trace.events == (0, 2, 1, ~2, 3, ~1)
     assert trace.peak() == memory.peak_bytes == 448
     del kept
-
-
-def test_a_trace_needs_a_recording() -> None:
-    with pytest.raises(RuntimeError, match="record=True"):
-        LiveTensorMeter().trace(2)
 
 
 class Residual(nn.Module):

@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -9,53 +10,55 @@ import torch
 
 from lightning_ga.memory.oom import attempt, is_ambiguous_out_of_memory, is_out_of_memory, release
 
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        torch.OutOfMemoryError("anything"),
-        MemoryError(),
-        RuntimeError("CUDA out of memory. Tried to allocate 20.00 MiB."),
-        RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be reported asynchronously"),
-        RuntimeError("CUDA driver error: out of memory"),
-        RuntimeError("Triton Error [CUDA]: out of memory"),
-        RuntimeError("C10 Out of Memory"),
-        RuntimeError("CUDA ran out of memory outside PyTorch's allocator"),
-        RuntimeError("HIP out of memory. Tried to allocate 2.00 GiB"),
-        RuntimeError("MPS backend out of memory (MPS allocated: 18.00 GB)"),
-        RuntimeError("Invalid buffer size: 80.00 GiB"),
-        RuntimeError("XPU out of memory. Tried to allocate 2.00 GiB"),
-        RuntimeError("level_zero backend failed with error: 39 (UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY)"),
-        RuntimeError("level_zero backend failed with error: 38 (UR_RESULT_ERROR_OUT_OF_HOST_MEMORY)"),
-        RuntimeError("CUDA error: HIPBLAS_STATUS_ALLOC_FAILED when calling `hipblasCreate(handle)`"),
-        RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
-        RuntimeError("miopenStatusAllocFailed"),
-        RuntimeError("cuFFT error: HIPFFT_ALLOC_FAILED"),
-        RuntimeError("CUDA error: CUSPARSE_STATUS_ALLOC_FAILED when calling `cusparseCreate(handle)`"),
-        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
-        RuntimeError("cuFFT error: CUFFT_ALLOC_FAILED"),
-        RuntimeError("cusolver error: CUSOLVER_STATUS_ALLOC_FAILED"),
-        RuntimeError("Not enough memory for workspace!"),
-        RuntimeError("NVML_SUCCESS == r INTERNAL ASSERT FAILED at CUDACachingAllocator.cpp"),
-        RuntimeError("[enforce fail at alloc_cpu.cpp:114] DefaultCPUAllocator: can't allocate memory: you tried"),
-        RuntimeError("[enforce fail] DefaultCPUAllocator: not enough memory: you tried to allocate 8 bytes."),
-    ],
-    ids=lambda error: str(error)[:30] or type(error).__name__,
-)
-def test_known_errors_mean_out_of_memory(error: Exception) -> None:
-    assert is_out_of_memory(error)
-    assert not is_ambiguous_out_of_memory(error)
-
-
-def test_a_real_failure_of_numpy_is_recognised() -> None:
-    with pytest.raises(MemoryError) as caught:
-        np.empty(1 << 60, dtype=np.uint8)
-    assert is_out_of_memory(caught.value)
+OUT_OF_MEMORY = """
+CUDA out of memory. Tried to allocate 20.00 MiB.
+CUDA error: out of memory
+CUDA driver error: out of memory
+Triton Error [CUDA]: out of memory
+C10 Out of Memory
+CUDA ran out of memory outside PyTorch's allocator
+HIP out of memory. Tried to allocate 2.00 GiB
+MPS backend out of memory (MPS allocated: 18.00 GB)
+Invalid buffer size: 80.00 GiB
+XPU out of memory. Tried to allocate 2.00 GiB
+level_zero backend failed with error: 39 (UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY)
+level_zero backend failed with error: 38 (UR_RESULT_ERROR_OUT_OF_HOST_MEMORY)
+CUDA error: HIPBLAS_STATUS_ALLOC_FAILED when calling `hipblasCreate(handle)`
+cuDNN error: CUDNN_STATUS_ALLOC_FAILED
+miopenStatusAllocFailed
+cuFFT error: HIPFFT_ALLOC_FAILED
+CUDA error: CUSPARSE_STATUS_ALLOC_FAILED when calling `cusparseCreate(handle)`
+CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`
+cuFFT error: CUFFT_ALLOC_FAILED
+cusolver error: CUSOLVER_STATUS_ALLOC_FAILED
+Not enough memory for workspace!
+NVML_SUCCESS == r INTERNAL ASSERT FAILED at CUDACachingAllocator.cpp
+[enforce fail at alloc_cpu.cpp:114] DefaultCPUAllocator: can't allocate memory: you tried
+[enforce fail] DefaultCPUAllocator: not enough memory: you tried to allocate 8 bytes.
+""".strip().splitlines()
+AMBIGUOUS = """
+Unable to find a valid cuDNN algorithm to run convolution
+FIND was unable to find an engine to execute this computation
+GET was unable to find an engine to execute this computation
+cuDNN error: CUDNN_STATUS_NOT_SUPPORTED
+cuDNN error: CUDNN_STATUS_INTERNAL_ERROR
+cuDNN error: CUDNN_STATUS_EXECUTION_FAILED
+CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`
+level_zero backend failed with error: 40 (UR_RESULT_ERROR_OUT_OF_RESOURCES)
+""".strip().splitlines()
 
 
-def test_a_real_failure_of_the_cpu_allocator_is_recognised() -> None:
-    with pytest.raises(RuntimeError) as caught:
-        torch.empty(1 << 60, dtype=torch.uint8)
+@pytest.mark.parametrize("text", [*OUT_OF_MEMORY, *AMBIGUOUS])
+def test_errors_of_libraries_mean_out_of_memory_or_may_mean_it(text: str) -> None:
+    error = RuntimeError(text)
+    assert (is_out_of_memory(error), is_ambiguous_out_of_memory(error)) == (text in OUT_OF_MEMORY, text in AMBIGUOUS)
+
+
+@pytest.mark.parametrize(("library", "kind"), [(np.empty, np.uint8), (torch.empty, torch.uint8)])
+def test_real_failures_are_recognised(library: Callable[..., object], kind: object) -> None:
+    """Of NumPy, and of PyTorch's allocator for the CPU."""
+    with pytest.raises((MemoryError, RuntimeError)) as caught:
+        library(1 << 60, dtype=kind)
     assert is_out_of_memory(caught.value)
 
 
@@ -75,24 +78,6 @@ def test_other_errors_do_not(error: BaseException) -> None:
     assert not is_ambiguous_out_of_memory(error)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "Unable to find a valid cuDNN algorithm to run convolution",
-        "FIND was unable to find an engine to execute this computation",
-        "GET was unable to find an engine to execute this computation",
-        "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED",
-        "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR",
-        "cuDNN error: CUDNN_STATUS_EXECUTION_FAILED",
-        "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`",
-        "level_zero backend failed with error: 40 (UR_RESULT_ERROR_OUT_OF_RESOURCES)",
-    ],
-)
-def test_errors_of_libraries_are_ambiguous(text: str) -> None:
-    assert is_ambiguous_out_of_memory(RuntimeError(text))
-    assert not is_out_of_memory(RuntimeError(text))
-
-
 def raised_from_one(outer: BaseException, *, hides: bool = False) -> BaseException:
     try:
         try:
@@ -103,28 +88,17 @@ def raised_from_one(outer: BaseException, *, hides: bool = False) -> BaseExcepti
         return error
 
 
-def test_errors_raised_from_one_count() -> None:
-    """Libraries wrap: ``raise TrainingFailed from error``."""
-    assert is_out_of_memory(raised_from_one(ValueError("wrapped")))
-
-
-def test_an_error_that_hides_its_context_does_not_count() -> None:
-    assert not is_out_of_memory(raised_from_one(ValueError("unrelated"), hides=True))
-
-
-def test_an_interrupt_while_handling_one_is_an_interrupt() -> None:
-    assert not is_out_of_memory(raised_from_one(KeyboardInterrupt()))
-
-
-def test_errors_raised_while_handling_one_count() -> None:
-    """Clean-up code may fail for lack of memory, with an error of its own."""
-    inner, outer = torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("clean-up failed")
-    outer.__context__ = inner
-    assert is_out_of_memory(outer)
-
-
-def test_members_of_a_group_count() -> None:
-    assert is_out_of_memory(ExceptionGroup("workers", [ValueError("a"), torch.OutOfMemoryError("b")]))
+@pytest.mark.parametrize(
+    ("error", "counts"),
+    [
+        pytest.param(raised_from_one(ValueError("wrapped")), True, id="raised from one, as libraries wrap"),
+        pytest.param(raised_from_one(ValueError("unrelated"), hides=True), False, id="hides its context"),
+        pytest.param(raised_from_one(KeyboardInterrupt()), False, id="an interrupt while handling one"),
+        pytest.param(ExceptionGroup("workers", [ValueError("a"), torch.OutOfMemoryError("b")]), True, id="a group"),
+    ],
+)
+def test_errors_that_have_to_do_with_one_count_or_do_not(error: BaseException, counts: bool) -> None:
+    assert is_out_of_memory(error) == counts
 
 
 def test_a_chain_that_closes_on_itself_ends() -> None:

@@ -1,15 +1,10 @@
 """What a caching allocator reserves for a stream, and a search for what fits into that."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -78,6 +73,12 @@ def test_books_balance(actions: list[Action]) -> None:
 def test_the_rules_of_the_native_allocator(sizes: list[int], allocated: int, reserved: int) -> None:
     segments, _ = play([(size, -1) for size in sizes])
     assert (segments.allocated, segments.reserved) == (allocated, reserved)
+
+
+def test_sizes_may_be_rounded_up_between_powers_of_two() -> None:
+    """``roundup_power2_divisions``: 1,200 KiB in steps of a quarter of a MiB; small ones by 512 bytes."""
+    rules = SegmentRules(divisions=(4,))
+    assert (rules.rounded(1200 * KIB), rules.rounded(700)) == (1280 * KIB, 1024)
 
 
 def test_a_hole_is_used_before_a_segment_is_added() -> None:
@@ -262,55 +263,24 @@ def test_holes_may_lie_in_a_margin(budget_mib: int) -> None:
     assert limits[1] >= 0.99 * limits[0]
 
 
-def compare_with_cuda() -> None:
-    """The books and the device's statistics, over a thousand blocks of random sizes."""
-    generator = torch.Generator().manual_seed(0)
-    segments, held = Segments(), []
-    for _ in range(1000):
-        choice, place, scale = torch.randint(1 << 30, (3,), generator=generator).tolist()
-        if held and choice % 2:
-            segments.release(held.pop(place % len(held))[1])
-        else:
-            size = 1 + place % (2000, 3 * MIB, 64 * MIB)[scale % 3]
-            held.append((torch.empty(size, dtype=torch.uint8, device="cuda"), segments.allocate(size)))
-        assert (torch.cuda.memory_allocated(), torch.cuda.memory_reserved()) == (segments.allocated, segments.reserved)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_the_books_are_those_of_cuda() -> None:
-    """To the byte, in a process of its own: blocks of earlier tests would have holes."""
-    code = "import test_segments; test_segments.compare_with_cuda()"
-    kept = {name: value for name, value in os.environ.items() if "ALLOC_CONF" not in name}
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=Path(__file__).parent, env=kept, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-
-
-def test_a_segment_grows_by_pages_behind_what_is_free() -> None:
-    """17 free MiB and a page of 20 hold 30; a budget must leave what a segment of its own would take."""
-    segments = ExpandableSegments(EXPANDABLE)
-    blocks = [segments.allocate(3 * MIB), segments.allocate(30 * MIB)]
-    assert segments.peaks == (33 * MIB, 40 * MIB, 50 * MIB)
+@pytest.mark.parametrize(
+    ("mib", "freely", "peaks", "again"),
+    [
+        pytest.param([3, 30], False, (33, 40, 50), 38, id="17 free MiB and a page of 20; needed is a whole segment"),
+        pytest.param([3, 30], True, (33, 40, 40), 38, id="no share of the device was set"),
+        pytest.param([1, 1, 1], False, (3, 4, 4), 1, id="small blocks have a segment of their own"),
+    ],
+)
+def test_a_segment_grows_by_pages_behind_what_is_free(
+    mib: list[int], freely: bool, peaks: tuple[int, ...], again: int
+) -> None:
+    segments = ExpandableSegments(replace(EXPANDABLE, grows_freely=freely))
+    blocks = [segments.allocate(size * MIB) for size in mib]
+    assert segments.peaks == tuple(peak * MIB for peak in peaks)
     for block in blocks:
         segments.release(block)
-    segments.allocate(38 * MIB)
-    assert segments.reserved == 40 * MIB
-
-
-def test_a_segment_grows_as_far_as_there_is_memory_where_no_share_of_it_was_set() -> None:
-    segments = ExpandableSegments(replace(EXPANDABLE, grows_freely=True))
-    segments.allocate(3 * MIB)
-    segments.allocate(30 * MIB)
-    assert segments.peaks == (33 * MIB, 40 * MIB, 40 * MIB)
-
-
-def test_small_blocks_have_a_segment_of_their_own() -> None:
-    segments = ExpandableSegments(EXPANDABLE)
-    for _ in range(3):
-        segments.allocate(MIB)
-    assert segments.peaks == (3 * MIB, 4 * MIB, 4 * MIB)
+    segments.allocate(again * MIB)
+    assert segments.reserved == peaks[1] * MIB
 
 
 def test_the_lowest_addresses_with_room_are_mapped() -> None:

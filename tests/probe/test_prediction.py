@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from streams import CONSTANT_OR_GROWING, SQUARES, FakeDevice, Size, streams
 
 from lightning_ga.memory.trace import MemoryTrace, canonical, replay
-from lightning_ga.probe.prediction import extrapolate, largest_fitting, paired
+from lightning_ga.probe.prediction import PeakPredictor, extrapolate, largest_fitting, paired
 
 
 def test_the_peak_may_move_between_operations() -> None:
@@ -125,12 +125,18 @@ def step(samples: int, *, workspaces: int, constant: int = 64) -> tuple[MemoryTr
     return record.traces()
 
 
-def test_temporaries_of_each_sample_are_no_obstacle() -> None:
-    """As many as there are samples: the blocks do not align, and the peak is known to the byte."""
-    both = paired(step(4, workspaces=4), step(8, workspaces=8))
+def predicted(small: tuple[MemoryTrace, ...], large: tuple[MemoryTrace, ...]) -> PeakPredictor:
+    """The prediction from two steps whose blocks are paired."""
+    both = paired(small, large)
     assert both is not None
     predictor = extrapolate(*both)
     assert predictor is not None
+    return predictor
+
+
+def test_temporaries_of_each_sample_are_no_obstacle() -> None:
+    """As many as there are samples: the blocks do not align, and the peak is known to the byte."""
+    predictor = predicted(step(4, workspaces=4), step(8, workspaces=8))
     for samples in (8, 16, 100):
         assert predictor(samples) == step(samples, workspaces=samples)[0].peak()
 
@@ -138,11 +144,8 @@ def test_temporaries_of_each_sample_are_no_obstacle() -> None:
 @given(st.integers(0, 5), st.integers(0, 5), st.integers(1, 300))
 def test_tensors_are_paired_whatever_is_between_them(few: int, many: int, constant: int) -> None:
     """Their sizes at any number of samples are those of the two tensors."""
-    both = paired(step(4, workspaces=few, constant=constant), step(8, workspaces=many, constant=constant))
-    assert both is not None
-    predictor = extrapolate(*both)
-    assert predictor is not None
-    sizes = predictor.sizes(100)
+    steps = step(4, workspaces=few, constant=constant), step(8, workspaces=many, constant=constant)
+    sizes = predicted(*steps).sizes(100)
     assert (sizes[1], sizes[-1]) == (1000, 2000)
     assert len(sizes) == 3 + many
 
@@ -154,11 +157,7 @@ def test_tensors_are_paired_whatever_is_between_them(few: int, many: int, consta
 )
 def test_temporaries_that_are_there_in_both_steps_grow_as_they_did(before: int, after: int, at_100: int) -> None:
     small, large = step(4, workspaces=1, constant=before), step(8, workspaces=1, constant=after)
-    both = paired(small, large)
-    assert both is not None
-    predictor = extrapolate(*both)
-    assert predictor is not None
-    assert predictor.sizes(100)[2] == at_100
+    assert predicted(small, large).sizes(100)[2] == at_100
 
 
 def test_tensors_of_any_growth_are_left_as_they_are() -> None:
@@ -168,11 +167,7 @@ def test_tensors_of_any_growth_are_left_as_they_are() -> None:
         record = Recorder(samples)
         record.take(1000 + samples)
         steps.append(record.traces())
-    both = paired(*steps)
-    assert both is not None
-    predictor = extrapolate(*both)
-    assert predictor is not None
-    assert predictor.sizes(100)[1] == 1100
+    assert predicted(*steps).sizes(100)[1] == 1100
 
 
 def test_a_temporary_in_the_place_of_a_tensor_is_none() -> None:

@@ -21,27 +21,22 @@ def found(seconds: Callable[[int], float], *, share: int, limit: int, step: floa
     return fastest(timings), calls
 
 
-def test_where_larger_is_always_faster_the_limit_is_taken() -> None:
-    best, calls = found(lambda samples: 1 + 0.1 * samples, share=64, limit=64)
-    assert (best, calls) == (64, [64, 32, 16, 8])
-
-
-def test_where_nothing_is_gained_any_more_a_smaller_one_is_taken() -> None:
-    """A pass takes a second up to 10 samples and grows in proportion from there on."""
-    best, calls = found(lambda samples: max(1.0, 0.1 * samples), share=1000, limit=100)
-    assert 10 <= best <= 17
-    assert len(calls) == len(set(calls)) <= 9
-
-
-def test_where_caches_overflow_the_limit_is_not_the_best() -> None:
-    best, _ = found(lambda samples: 0.5 + 0.1 * samples * (1 if samples <= 64 else 1.4), share=1024, limit=1024)
-    assert 50 <= best <= 64  # 57 takes 2 % longer
-
-
-def test_a_slow_optimizer_step_favours_neither() -> None:
-    """It is taken once a window, whatever the factor: sizes within 3 % of the whole window count as fast."""
-    best, _ = found(lambda samples: 1 + 0.1 * samples, share=64, limit=64, step=100.0)
-    assert best < 64
+@pytest.mark.parametrize(
+    ("seconds", "share", "limit", "step", "best", "most_calls"),
+    [
+        pytest.param(lambda n: 1 + 0.1 * n, 64, 64, 0.0, (64, 64), 4, id="larger is always faster"),
+        pytest.param(lambda n: max(1.0, 0.1 * n), 1000, 100, 0.0, (10, 17), 9, id="nothing is gained beyond 10"),
+        pytest.param(lambda n: 0.5 + 0.1 * n * (1 if n <= 64 else 1.4), 1024, 1024, 0.0, (50, 64), 11, id="caches"),
+        pytest.param(lambda n: 1 + 0.1 * n, 64, 64, 100.0, (1, 63), 9, id="a slow optimizer step favours neither"),
+    ],
+)
+def test_the_smallest_size_that_is_as_fast_as_the_best_is_taken(
+    seconds: Callable[[int], float], share: int, limit: int, step: float, best: tuple[int, int], most_calls: int
+) -> None:
+    """Within 3 % of the whole window, its one optimizer step included; no size is timed twice."""
+    size, calls = found(seconds, share=share, limit=limit, step=step)
+    assert best[0] <= size <= best[1]
+    assert len(calls) == len(set(calls)) <= most_calls
 
 
 @pytest.mark.parametrize(("share", "limit"), [(1, 1), (1, 8), (2, 2), (3, 2), (5, 4), (7, 100), (64, 1)])
