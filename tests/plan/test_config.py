@@ -2,13 +2,11 @@
 
 from typing import Any
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_ga.errors import UserError
 from lightning_ga.plan.accumulation import plan_accumulation
-from lightning_ga.plan.config import Request, read_request, require_choice
+from lightning_ga.plan.config import Request, read_request
 
 COUNTS = st.integers(1, 300)
 STEPS = st.dictionaries(st.integers(0, 5), COUNTS, min_size=1)
@@ -89,29 +87,3 @@ def test_a_fixed_factor_on_a_stream_tries_up_to_the_recipe() -> None:
     """Without a length there is nothing else to go by; a cap still holds."""
     assert request(accumulate=4).useful_limit(range(1), recipe=32, total=None, world_size=2) == 32
     assert request(accumulate=4, most=5).useful_limit(range(1), recipe=32, total=None, world_size=2) == 5
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"effective": 8, "accumulate": 2}, "effective_batch_size=8 and accumulate=2 exclude each other.*Give one"),
-        ({"effective": -8}, "effective_batch_size=-8 must be at least 1"),
-        ({"effective": {1: 0}}, r"effective_batch_size\[1\]=0 must be at least 1"),
-        ({"accumulate": 1.5}, "accumulate=1.5 must be a whole number"),
-        ({"micro_batch": "large"}, """micro_batch_size='large' must be a whole number of at least 1, or "auto"."""),
-        ({"micro_batch": 0}, "micro_batch_size=0 must be at least 1"),
-        ({"micro_batch": None}, "micro_batch_size=None must be a whole number"),
-        ({"most": 0}, "max_micro_batch_size=0 must be at least 1"),
-    ],
-)
-def test_a_wrong_argument_is_refused(arguments: dict[str, Any], message: str) -> None:
-    """One sentence with the name as the user typed it, the value and the rule."""
-    with pytest.raises(UserError, match=message):
-        request(**arguments)
-
-
-def test_choices_are_named() -> None:
-    """What is right passes, what is not is said with the choices."""
-    require_choice(colour=("red", ("red", "blue")))
-    with pytest.raises(UserError, match=r"^colour='green' must be one of 'red', 'blue'\.$"):
-        require_choice(shape=(1, (1, 2)), colour=("green", ("red", "blue")))

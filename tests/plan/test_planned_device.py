@@ -31,21 +31,7 @@ def test_what_no_tensor_can_use_comes_off_its_memory():
         assert device.budget(1.0) < 2**34
 
 
-def test_a_cpu_of_that_size_has_nothing_set_aside():
-    """To be compared with ``limit_memory``."""
-    with planned_device(1000, like_cuda=False) as device:
-        assert (device.budget(None), device.rounding) == (1000, 1)
-
-
 def test_a_device_that_leaves_nothing_is_refused():
     """With what takes it."""
     with planned_device("300MiB") as device, pytest.raises(UserError, match=r"314,572,800 bytes leaves nothing"):
         device.budget(None)
-
-
-def test_doubts_are_kept_once():
-    """In the order in which they came up."""
-    with planned_device("16GiB") as device:
-        for reason in ("a", "b", "a"):
-            device.doubt(reason)
-    assert device.unreliable == ["a", "b"]

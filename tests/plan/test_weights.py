@@ -17,7 +17,6 @@ from lightning_ga.plan.weights import (
     LateWindow,
     Samples,
     TargetTokens,
-    WindowWeights,
     count_items,
 )
 
@@ -42,9 +41,14 @@ def test_a_count_that_is_no_number_is_refused(found: Any, words: str) -> None:
     assert count_items(torch.sum, torch.ones(2, 3)) == 6.0
 
 
-def test_a_batch_without_tensors_has_no_samples_to_count() -> None:
-    with pytest.raises(UserError, match=r"normalize=Samples\(\) finds no tensor in a list: give a callable"):
-        Samples()(["a", "b"])
+@pytest.mark.parametrize("count", [-1, float("nan"), 0])
+def test_a_count_of_which_nothing_is_a_mean_is_refused(count: float) -> None:
+    """Below zero and no number at once; zero if that is all that a window holds, with what to check."""
+    late, refusal = LateWindow(world_size=1), f"normalize counted {count} in "
+    with pytest.raises(
+        UserError, match=refusal + ("all micro-batches.*ignore_index" if count == 0 else "a micro-batch")
+    ):
+        late.weigh(count, window=-1, factor=1, first=True).trained().close(1)
 
 
 LABELS = torch.tensor([[5, 7, -100], [8, -100, -100]])
@@ -67,6 +71,23 @@ def test_counters_count_what_a_loss_is_a_mean_over(counter: Any, batch: Any, exp
     assert counter(batch) == expected
 
 
+@pytest.mark.parametrize(
+    ("counter", "batch", "message"),
+    [
+        (
+            TargetTokens(),
+            {"target": LABELS, "input_ids": LABELS},
+            r"'labels' in a dict with the keys \['input_ids', 'tar",
+        ),
+        (TargetTokens(key=2), (LABELS, LABELS), "looks for 2 in a tuple: give the right key"),
+        (Samples(), ["a", "b"], r"normalize=Samples\(\) finds no tensor in a list: give a callable"),
+    ],
+)
+def test_what_cannot_be_counted_is_refused_with_the_way_out(counter: Any, batch: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        counter(batch)
+
+
 def test_a_shifted_count_is_that_of_a_shifted_loss() -> None:
     """The oracle is the loss itself: its sum is its mean times the count."""
     labels = torch.tensor([[5, 7, -100, 1], [-100, 2, 3, -100]])
@@ -74,16 +95,6 @@ def test_a_shifted_count_is_that_of_a_shifted_loss() -> None:
     logits, targets = logits[:, :-1].reshape(-1, 9), labels[:, 1:].reshape(-1)
     total, mean = (torch.nn.functional.cross_entropy(logits, targets, reduction=way) for way in ("sum", "mean"))
     assert TargetTokens(shift=True)({"labels": labels}) == round(float(total / mean))
-
-
-def test_a_wrong_key_is_refused_with_the_keys_there_are() -> None:
-    """The way out is in the message."""
-    with pytest.raises(
-        UserError, match=r"'labels' in a dict with the keys \['input_ids', 'target'\]: give the right key"
-    ):
-        TargetTokens()({"target": LABELS, "input_ids": LABELS})
-    with pytest.raises(UserError, match="looks for 2 in a tuple"):
-        TargetTokens(key=2)((LABELS, LABELS))
 
 
 @settings(deadline=None)
@@ -191,24 +202,3 @@ def test_parts_of_a_micro_batch_count_as_the_whole(parts: list[float], late: boo
         window = window.trained().whole()
     assert (window.weight, window.share) == (whole.weight, 1.0)
     assert window.close(2)[0] == pytest.approx(whole.close(2)[0])
-
-
-def test_stock_windows_weigh_one() -> None:
-    """A part weighs its share."""
-    window = WindowWeights().part(0.25)
-    assert (window.weight * window.share, window.trained().close(4)[0], window.whole()) == (0.25, 1.0, WindowWeights())
-
-
-def test_a_window_that_counts_nothing_is_refused() -> None:
-    """A mean over nothing is none: the message says what to check."""
-    late = LateWindow(world_size=1).weigh(0, window=-1, factor=1, first=True).trained()
-    assert late.weight == 0.0
-    with pytest.raises(UserError, match=r"counted 0 in all micro-batches of a window.*ignore_index"):
-        late.close(1)
-
-
-@pytest.mark.parametrize("count", [-1, float("nan")])
-def test_a_count_below_zero_is_refused(count: float) -> None:
-    """So is one that is no number."""
-    with pytest.raises(UserError, match=f"normalize counted {count} in a micro-batch"):
-        LateWindow(world_size=1).weigh(count, window=-1, factor=1, first=True)

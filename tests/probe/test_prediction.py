@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from streams import CONSTANT_OR_GROWING, SQUARES, FakeDevice, Size, streams
 
-from lightning_ga.memory.trace import MemoryTrace, canonical, replay
+from lightning_ga.memory.trace import MemoryTrace
 from lightning_ga.probe.prediction import PeakPredictor, extrapolate, largest_fitting, paired
 
 
@@ -45,10 +45,6 @@ def test_streams_that_differ_are_not_extrapolated() -> None:
     assert extrapolate(MemoryTrace(2, (1,), (0,)), MemoryTrace(2, (1,), (0,))) is None
 
 
-def test_the_order_of_releases_in_a_row_does_not_matter() -> None:
-    assert canonical([0, 1, ~0, ~1, 2, ~2]) == canonical([0, 1, ~1, ~0, 2, ~2])
-
-
 def test_a_third_trace_checks_the_prediction() -> None:
     """Experts routed by a mask have the same stream, but sizes that no rule foresees."""
     traces = [MemoryTrace(b, (size,), (0,)) for b, size in ((4, 10), (8, 30), (16, 50))]
@@ -56,18 +52,6 @@ def test_a_third_trace_checks_the_prediction() -> None:
     assert prediction is not None
     assert not prediction.confirms(traces[2])
     assert prediction.confirms(MemoryTrace(16, (100,), (0,)))
-
-
-def test_sizes_are_rounded_as_the_allocator_does() -> None:
-    """Rounding comes after extrapolation, or slopes of small storages would be lost."""
-    prediction = extrapolate(MemoryTrace(2, (8,), (0,)), MemoryTrace(4, (16,), (0,)), rounding=512)
-    assert prediction is not None
-    assert [prediction(b) for b in (2, 128, 129)] == [512, 512, 1024]
-    assert replay((0, 1), (0, 1), rounding=512) == 512
-
-
-def test_transient_peak_leaves_out_what_outlives_the_step() -> None:
-    assert MemoryTrace(2, (100, 30, 7), (0, 1, 2, ~2)).transient_peak() == 7
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=60), st.integers(0, 1500))
