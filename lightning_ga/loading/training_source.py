@@ -16,7 +16,7 @@ from lightning_ga.loading.recipe_batches import RecipeBatches, SourceSettings
 from lightning_ga.loading.sampler import FromBatches, FromSampler, Sequential, Shuffled, Stream, WindowBatchSampler
 from lightning_ga.loading.samples import peekable, read_samples
 from lightning_ga.plan.accumulation import AccumulationPlan, in_groups, plan_accumulation
-from lightning_ga.plan.windows import Chunk, EpochPlan, GivenWindows, Windows
+from lightning_ga.plan.windows import Chunk, EpochPlan, EvenShares, FullChunks, GivenWindows, Windows, WithinBatches
 
 _TOGETHER = 64  # samples of the first batches, where a batch sampler decides which are together
 
@@ -121,21 +121,20 @@ class TrainingSource:
         else:
             size = effective or recipe.effective(epoch)
         plan = plan_accumulation(size, micro_batch=micro_batch, world_size=self.world_size)
-        batches: Sequence[int] | None = None
-        pieces = 1
+        cut: EvenShares | WithinBatches = EvenShares()
         if isinstance(windows, GivenWindows) and one_rank:
-            batches = recipe.ends(epoch)
-            groups = windows.batches(batches)
+            edges = recipe.ends(epoch)
+            groups = windows.batches(edges)
             pieces = 1 if whole_batches else -(-max(map(max, groups), default=1) // micro_batch)
-            plan = in_groups(groups, pieces=pieces)
+            plan, cut = in_groups(groups, pieces=pieces), WithinBatches(edges, pieces)
         elif recipe.order.per_item > 1:  # ready-made batches are not mixed
-            batches = ()
+            cut = FullChunks()
         elif effective is None and one_rank:
             as_recipe = (plan.factor, plan.micro_batch_size) == (recipe.settings.recipe_factor, recipe.batch_size)
             micro_batch = plan.micro_batch_size if as_recipe else micro_batch
-            batches = () if as_recipe or whole_batches else None
+            cut = FullChunks() if as_recipe or whole_batches else cut
         apart, ranks = self.sharded_ranks > 1, recipe.ranks_per_order
-        return plan, EpochPlan(windows, micro_batch, plan.factor, ranks, whole=apart, batches=batches, pieces=pieces)
+        return plan, EpochPlan(windows, micro_batch, plan.factor, ranks, pads_last_window=apart, cut=cut)
 
     def _note_end(self, windows: Windows, total: int | None) -> None:
         """Note where the arranged epoch ends: asked for at every micro-batch."""

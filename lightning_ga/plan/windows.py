@@ -97,25 +97,91 @@ class Chunk:
     window_end: int  # samples of the epoch that are done once the window is
 
 
+Cuts = Iterator[tuple[int, int, int]]
+"""Start and size of each chunk, and samples of the epoch that are done once it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class EvenShares:
+    """Each rank has a near-equal share of a window, in near-equal chunks."""
+
+    def factor_of(self, plan: "EpochPlan", start: int, samples: int) -> int:
+        """Return the chunks per rank of an epoch's last window."""
+        share = -(-samples // plan.world_size)
+        return max(1, min(plan.factor, -(-share // plan.micro_batch)))
+
+    def cut(self, plan: "EpochPlan", window: int, rank: int) -> Cuts:
+        """Cut a window."""
+        (start, samples), factor = plan.windows.span(window), plan.factor_of(window)
+        first, share = part(samples, plan.world_size, rank)
+        least, larger = divmod(samples, plan.world_size)
+        for position in range(factor):
+            inner, count = part(share, factor, position)
+            done = start + (plan.world_size - larger) * part(least, factor, position + 1)[0]
+            if larger:
+                done += larger * part(least + 1, factor, position + 1)[0]
+            yield start + first + inner, count, done
+
+
+@dataclass(frozen=True, slots=True)
+class FullChunks(EvenShares):
+    """On one rank, all chunks of a window but the last have as many samples as a micro-batch may."""
+
+    def cut(self, plan: "EpochPlan", window: int, rank: int) -> Cuts:
+        """Cut a window."""
+        start, samples = plan.windows.span(window)
+        for position in range(plan.factor_of(window)):
+            first = min(start + position * plan.micro_batch, start + samples)
+            end = min(first + plan.micro_batch, start + samples)
+            yield first, end - first, end
+
+
+@dataclass(frozen=True, slots=True)
+class WithinBatches:
+    """On one rank, no chunk crosses a batch of the recipe, each of which is cut into as many pieces."""
+
+    edges: Sequence[int]  # starts and ends of the recipe's batches in the epoch's order
+    pieces: int
+
+    def factor_of(self, plan: "EpochPlan", start: int, samples: int) -> int:
+        """Return the chunks of an epoch's last window."""
+        return (bisect_left(self.edges, start + samples) - bisect_right(self.edges, start) + 1) * self.pieces
+
+    def cut(self, plan: "EpochPlan", window: int, rank: int) -> Cuts:
+        """Cut a window.
+
+        A batch counts as done after its last chunk, even an empty one: only then may the optimizer have stepped.
+        """
+        start, samples = plan.windows.span(window)
+        for position in range(plan.factor_of(window)):
+            number, piece = divmod(position, self.pieces)
+            first, end = self._batch(number, start, start + samples)
+            inner, count = part(end - first, self.pieces, piece)
+            is_last = piece + 1 == self.pieces
+            yield first + inner, count, end if is_last else min(first + inner + count, end - 1)
+
+    def _batch(self, number: int, start: int, end: int) -> tuple[int, int]:
+        """Return start and end of one of a window's batches; a resumed window may start in the middle of one."""
+        after = bisect_right(self.edges, start) + number
+        first = self.edges[after - 1] if number else start
+        return min(first, end), min(self.edges[min(after, len(self.edges) - 1)], end)
+
+
 @dataclass(frozen=True, slots=True)
 class EpochPlan:
     """The micro-batches of an epoch, on every rank.
 
     Every window is cut into the same number of chunks, the accumulation factor, but for the last,
-    which has only as many as its samples need. That one is ``whole``, with as many chunks as the others,
-    where each rank has data of its own and does not know the last windows of other ranks.
-
-    On one rank chunks may be kept from crossing the recipe's batches: ``batches`` are their starts and ends in
-    the epoch's order, or ``()`` where all but the last of a window have ``micro_batch`` samples.
+    which has only as many as its samples need. That one has as many as the others, too, if each rank has data of
+    its own (``pads_last_window``), because a rank does not know the last windows of other ranks.
     """
 
     windows: Windows
     micro_batch: int  # most samples of a chunk
     factor: int  # chunks per rank of every window but the last
     world_size: int
-    whole: bool = False
-    batches: Sequence[int] | None = None
-    pieces: int = 1  # chunks that each of these batches is cut into
+    pads_last_window: bool = False
+    cut: EvenShares | WithinBatches = EvenShares()
 
     @property
     def length(self) -> int | None:
@@ -137,57 +203,15 @@ class EpochPlan:
     def factor_of(self, window: int) -> int:
         """Return the chunks per rank of one window."""
         count = self.windows.count
-        if self.whole or count is None or window < count - 1:
+        if self.pads_last_window or count is None or window < count - 1:
             return self.factor
-        start, samples = self.windows.span(window)
-        if self.batches:
-            batches = bisect_left(self.batches, start + samples) - bisect_right(self.batches, start) + 1
-            return batches * self.pieces
-        share, _ = divmod(samples + self.world_size - 1, self.world_size)
-        return max(1, min(self.factor, -(-share // self.micro_batch)))
+        return self.cut.factor_of(self, *self.windows.span(window))
 
     def chunks(self, window: int, rank: int) -> tuple[Chunk, ...]:
         """Return the micro-batches of one window on one rank."""
         start, samples = self.windows.span(window)
-        factor, end = self.factor_of(window), start + samples
-        if self.batches is None:
-            cut = self._in_shares(start, samples, factor, rank)
-        else:
-            cut = self._in_batches(self.batches, start, end, factor)
-        return tuple(Chunk(window, first, count, done, samples, end) for first, count, done in cut)
-
-    def _in_shares(self, start: int, samples: int, factor: int, rank: int) -> Iterator[tuple[int, int, int]]:
-        """Yield start, size and samples done of chunks of near-equal shares of the ranks."""
-        first, share = part(samples, self.world_size, rank)
-        least, larger = divmod(samples, self.world_size)
-        for position in range(factor):
-            inner, count = part(share, factor, position)
-            done = start + (self.world_size - larger) * part(least, factor, position + 1)[0]
-            if larger:
-                done += larger * part(least + 1, factor, position + 1)[0]
-            yield start + first + inner, count, done
-
-    def _in_batches(self, batches: Sequence[int], start: int, end: int, factor: int) -> Iterator[tuple[int, int, int]]:
-        """Yield start, size and samples done of chunks that do not cross the recipe's batches.
-
-        One of these is done with its last chunk, be that an empty one: the optimizer has then stepped on it, if it
-        ends its window.
-        """
-        for position in range(factor):
-            number, piece = divmod(position, self.pieces)
-            first, stop = self._batch(batches, number, start, end)
-            inner, count = part(stop - first, self.pieces, piece)
-            is_last = piece + 1 == self.pieces
-            yield first + inner, count, stop if is_last else min(first + inner + count, stop - 1)
-
-    def _batch(self, batches: Sequence[int], number: int, start: int, end: int) -> tuple[int, int]:
-        """Return start and end of one of a window's recipe batches; a resumed window may start in the middle of one."""
-        if not batches:
-            first = min(start + number * self.micro_batch, end)
-            return first, min(first + self.micro_batch, end)
-        after = bisect_right(batches, start) + number
-        first = batches[after - 1] if number else start
-        return min(first, end), min(batches[min(after, len(batches) - 1)], end)
+        cut = self.cut.cut(self, window, rank)
+        return tuple(Chunk(window, first, count, done, samples, start + samples) for first, count, done in cut)
 
 
 def part(total: int, parts: int, index: int) -> tuple[int, int]:

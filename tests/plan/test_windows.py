@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_ga.plan.accumulation import cut_window, plan_accumulation, split_evenly
-from lightning_ga.plan.windows import Chunk, EpochPlan, GivenWindows, RegularWindows, Windows, part
+from lightning_ga.plan.windows import Chunk, EpochPlan, GivenWindows, RegularWindows, Windows, WithinBatches, part
 
 SIZES = st.integers(1, 40)
 LIMITS = st.integers(1, 20)
@@ -178,7 +178,7 @@ def test_batches_that_are_not_to_be_mixed_are_cut_each_by_itself(
     ends = [0, *accumulate(sizes)]
     done = data.draw(st.sampled_from(ends))
     windows = GivenWindows.of(sizes, per_window=per_window, samples_done=done)
-    plan = EpochPlan(windows, 1, per_window * pieces, 1, batches=ends, pieces=pieces)
+    plan = EpochPlan(windows, 1, per_window * pieces, 1, cut=WithinBatches(ends, pieces))
     assert plan.length is not None
     chunks = [chunk_of(plan, index, 0) for index in range(plan.done, plan.length)]
     left = [size for size, end in zip(sizes, ends[1:]) if end > done]
