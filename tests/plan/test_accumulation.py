@@ -31,33 +31,19 @@ def test_an_even_split_is_exact_and_sorted(total: int, parts: int) -> None:
 
 @settings(deadline=None)
 @given(requests())
-def test_a_plan_keeps_the_effective_batch_exactly(request_: tuple[int, int, int]) -> None:
-    """All chunks of all ranks sum to it, whatever divides or does not."""
+def test_a_plan_is_exact_fits_and_is_the_same_on_all_ranks(request_: tuple[int, int, int]) -> None:
+    """Chunks sum to the effective batch, whatever divides; with one chunk fewer the largest share would not fit.
+
+    Shares, and chunks of a share, differ by one at most.
+    """
     effective, limit, world_size = request_
     plan = plan_accumulation(effective, micro_batch=limit, world_size=world_size)
-    assert sum(map(sum, plan.chunks)) == plan.effective_batch_size == effective
-    assert plan.world_size == len(plan.chunks) == world_size
-
-
-@settings(deadline=None)
-@given(requests())
-def test_a_plan_never_passes_the_limit_and_wastes_no_pass(request_: tuple[int, int, int]) -> None:
-    """The largest chunk fits, and with one chunk fewer the largest share would not."""
-    effective, limit, world_size = request_
-    plan = plan_accumulation(effective, micro_batch=limit, world_size=world_size)
-    largest_share = max(map(sum, plan.chunks))
-    assert plan.micro_batch_size == max(max(rank) for rank in plan.chunks) <= limit
-    assert plan.factor * limit >= largest_share > (plan.factor - 1) * limit
-
-
-@settings(deadline=None)
-@given(requests())
-def test_ranks_run_alike(request_: tuple[int, int, int]) -> None:
-    """All have the same number of chunks; shares, and chunks of a share, differ by one at most."""
-    effective, limit, world_size = request_
-    plan = plan_accumulation(effective, micro_batch=limit, world_size=world_size)
-    assert {len(rank) for rank in plan.chunks} == {plan.factor}
     shares = [sum(rank) for rank in plan.chunks]
+    assert sum(shares) == plan.effective_batch_size == effective
+    assert plan.world_size == len(plan.chunks) == world_size
+    assert plan.micro_batch_size == max(max(rank) for rank in plan.chunks) <= limit
+    assert plan.factor * limit >= max(shares) > (plan.factor - 1) * limit
+    assert {len(rank) for rank in plan.chunks} == {plan.factor}
     assert max(shares) - min(shares) <= 1
     assert all(max(rank) - min(rank) <= 1 for rank in plan.chunks)
 

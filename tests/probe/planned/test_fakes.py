@@ -137,22 +137,14 @@ def test_a_module_and_its_optimizer_come_back():
     assert all(torch.equal(after["state"][0][name], state["state"][0][name]) for name in state["state"][0])
 
 
-def test_shared_parameters_stay_shared():
-    """And those that an attribute refers to are found under their original's id."""
+def test_shared_parameters_stay_shared_and_a_choice_of_foreach_is_kept():
+    """Those that an attribute refers to are found under their original's id; what is left open is decided."""
     net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    net[1].weight = net[0].weight
-    original = net[0].weight
-    with without_values(net, [], foreach=False) as (_, fakes):
+    net[1].weight = original = net[0].weight
+    chosen = torch.optim.Adam(net.parameters(), foreach=False), torch.optim.Adam(net.parameters(), fused=True)
+    with without_values(net, list(chosen), foreach=True) as (_, fakes):
         assert net[0].weight is net[1].weight is fakes[id(original)]
         assert len(list(net.parameters())) == 3
-
-
-def test_a_choice_of_foreach_is_kept():
-    """Only what is left open is decided."""
-    parameters = [nn.Parameter(torch.ones(2))]
-    net = nn.ParameterList(parameters)
-    chosen = torch.optim.Adam(parameters, foreach=False), torch.optim.Adam(parameters, fused=True)
-    with without_values(net, list(chosen), foreach=True):
         assert [optimizer.param_groups[0]["foreach"] for optimizer in chosen] == [False, None]
 
 
