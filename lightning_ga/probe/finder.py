@@ -12,7 +12,6 @@ A plain loop, in full::
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -38,8 +37,6 @@ def find_micro_batch(
     agree: Callable[[bool], bool] | None = None,
     predict_only: bool | None = None,
     known: ProbeResult | None = None,
-    warm_up: Callable[[], object] | None = None,
-    on_step: Callable[[int], object] | None = None,
 ) -> ProbeResult:
     """Find the largest number of samples with which a training step fits in memory.
 
@@ -65,8 +62,6 @@ def find_micro_batch(
             memory there means that the system kills the process).
         known: What an earlier probe of the same step found. Where it holds for this budget, one
             step at its limit verifies it and nothing is searched.
-        warm_up: Makes the optimizer's state without a training step: called before a known limit is verified.
-        on_step: Told the size of each step before it runs.
 
     Returns:
         The limit, and how it was found. ``peak_bytes`` is predicted where the limit was not tried.
@@ -76,56 +71,42 @@ def find_micro_batch(
         Exception: Whatever ``step`` raises that is not about memory, after ``reset``.
     """
     require_count("high", high)
-    training = _Loop(step, resident, reset, agree, on_step, warm_up)
+    training = _Loop(step, resident, reset, agree)
     chosen = numbered(device)
     allowed = Budget(budget, total_memory(chosen) if budget is not None else None)
     return Prober(training, meter_of(chosen, training), allowed).find(high, known=known, predict_only=predict_only)
 
 
-@dataclass(eq=False)
 class _Loop(ProbedTraining):
     """A training given by functions, as ``find_micro_batch`` takes them."""
 
-    run: Callable[[int], object]
-    given: Callable[[], Iterable[Tensor | None]] | None
-    put_all_back: Callable[[], object] | None
-    vote: Callable[[bool], bool] | None
-    tell: Callable[[int], object] | None
-    make_state: Callable[[], object] | None
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        step: Callable[[int], object],
+        resident: Callable[[], Iterable[Tensor | None]] | None,
+        reset: Callable[[], object] | None,
+        agree: Callable[[bool], bool] | None,
+    ) -> None:
         super().__init__()
+        self._step, self._resident, self._reset, self._agree = step, resident, reset, agree
 
     def step(self, samples: int, meter: OriginMeter) -> object:
         """Run the user's step."""
-        return self.run(samples)
+        return self._step(samples)
 
     def resident(self) -> Iterable[Tensor | None]:
         """Return what the user names, or what is seen of the optimizers."""
-        return super().resident() if self.given is None else self.given()
+        return super().resident() if self._resident is None else self._resident()
 
     def reset(self) -> bool:
         """Put back what the user puts back."""
-        return _called(self.put_all_back)
+        if self._reset is not None:
+            self._reset()
+        return self._reset is not None
 
     def agree(self, value: bool) -> bool:
         """Ask the user's function."""
-        return super().agree(value) if self.vote is None else self.vote(value)
-
-    def announce(self, samples: int) -> None:
-        """Tell the user the size of the step that runs next."""
-        if self.tell is not None:
-            self.tell(samples)
-
-    def warm_up(self) -> bool:
-        """Make the optimizer's state as the user does."""
-        return _called(self.make_state)
-
-
-def _called(function: Callable[[], object] | None) -> bool:
-    if function is not None:
-        function()
-    return function is not None
+        return super().agree(value) if self._agree is None else self._agree(value)
 
 
 def numbered(device: torch.device | str | None) -> torch.device:
