@@ -113,7 +113,7 @@ def plan_for_device(
 
 @contextmanager
 def _unchanged(module: torch.nn.Module) -> Iterator[None]:
-    """Afterwards the module is as it was: precisions convert its tensors, a Trainer sets its modes and itself."""
+    """Put the module back as it was at the end: precisions convert its tensors, a Trainer sets its modes."""
     random_state, attributes = RandomState(), ObjectState(module.modules())
     gradients = SavedGradients(module.parameters())
     of_gradients = (parameter.grad for parameter in module.parameters() if parameter.grad is not None)

@@ -19,7 +19,7 @@ def limit_memory(
     device: torch.device | str | None = None,
     resident: Iterable[Tensor | None] = (),
 ) -> Iterator[LiveTensorMeter]:
-    """A context in which PyTorch raises ``torch.OutOfMemoryError`` once the live tensor bytes pass the budget.
+    """Let PyTorch raise ``torch.OutOfMemoryError`` once the live tensor bytes pass the budget.
 
     The same to the byte on every machine and every run: a budget equal to the peak passes, one
     byte less raises. What counts is every tensor that an operation creates inside, from creation

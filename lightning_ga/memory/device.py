@@ -69,7 +69,7 @@ def _active_limits(device: torch.device) -> list[LiveTensorMeter]:
 
 
 def keeps_statistics(device: torch.device) -> bool:
-    """Whether the allocator of a device tells what it has handed out: none that a user has plugged in does."""
+    """Return whether the allocator of a device tells what it has handed out; a plugged-in one does not."""
     native = device.type != "cuda" or torch.cuda.memory.get_allocator_backend() != "pluggable"
     return native and device.type in WITH_STATISTICS
 

@@ -273,7 +273,7 @@ def state_of(tensors: Iterable[Tensor], optimizers: Iterable[Optimizer]) -> dict
 
 @cache
 def _described(operation: Any) -> tuple[str, bool]:
-    """The name of an operation, and whether it is one of a loss of logits."""
+    """Return the name of an operation, and whether it is one of a loss of logits."""
     name = str(operation).removeprefix("aten.").split(".")[0].strip("_")
     return name, name.startswith(_LOSSES)
 

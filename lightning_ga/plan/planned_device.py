@@ -50,7 +50,7 @@ class PlannedDevice:
         return left if asked is None else min(asked, left)
 
     def total_for(self, needed: int) -> int:
-        """Bytes of a device that leaves so many to a training step, once ``budget`` was asked for."""
+        """Return the bytes of a device that leaves so many to a training step, once ``budget`` was asked for."""
         if not self.like_cuda:
             return needed + self.reserved_bytes
         fixed = self.reserved_bytes - int(MARGIN * self.total_bytes)
@@ -86,7 +86,7 @@ _planned: ContextVar[PlannedDevice | None] = ContextVar("planned", default=None)
 
 
 def current_device() -> PlannedDevice | None:
-    """The device that is planned for; ``None`` outside ``planned_device``."""
+    """Return the device that is planned for; ``None`` outside ``planned_device``."""
     return _planned.get()
 
 

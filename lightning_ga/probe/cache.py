@@ -153,7 +153,7 @@ def _code(thing: Any) -> list[str]:
 
 
 def _is_setting(value: Any) -> bool:
-    """Whether an attribute may change what a step takes; paths name places, often of one run only."""
+    """Return whether an attribute may change what a step takes; paths name places, often of one run only."""
     return isinstance(value, _PLAIN) and not (isinstance(value, str) and ("/" in value or "\\" in value))
 
 

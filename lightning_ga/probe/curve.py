@@ -45,11 +45,11 @@ class Curve:
     replayed: dict[tuple[int, bool], Peaks] = field(default_factory=dict, compare=False)  # a long stream takes a while
 
     def __call__(self, samples: int) -> int:
-        """Peak bytes at a size."""
+        """Return the peak bytes at a size."""
         return self._unseen(samples) + self._seen(samples).allocated
 
     def needs(self, samples: int) -> int:
-        """Bytes that a budget must leave: with segments, what the allocator reserves for that peak."""
+        """Return the bytes that a budget must leave: with segments, what the allocator reserves for that peak."""
         (real, foreseen), needed = self.grown, self.foreseen(samples)
         if real < foreseen:  # less than foreseen was once, and not more of it is sure
             return max(self(samples) - self.less, needed - foreseen + real)
@@ -80,7 +80,7 @@ class Curve:
         return replace(self, start=start, grown=grown, less=less) if min(grown) > 0 else self
 
     def confirms(self, trial: Trial, traces: tuple[MemoryTrace, ...]) -> bool:
-        """Whether a further trial has the predicted peak, and the stream of one of its traces.
+        """Return whether a further trial has the predicted peak, and the stream of one of its traces.
 
         To the byte where sizes are exact, else as closely as an allocator's word can be predicted.
         """
@@ -89,7 +89,7 @@ class Curve:
         return aligned and abs(self(trial.micro_batch_size) - trial.peak_bytes) <= tolerance
 
     def foreseen(self, samples: int, *, at_least: bool = False) -> int:
-        """Bytes that a budget must leave by the traces alone, ``at_least`` if kernels' temporaries grow no more."""
+        """Return the bytes that a budget must leave by the traces, ``at_least`` if temporaries grow no more."""
         return self._unseen(samples) + self._seen(samples, at_least=at_least).needed
 
     def _unseen(self, samples: int) -> int:

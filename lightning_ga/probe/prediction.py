@@ -40,7 +40,7 @@ class PeakPredictor:
         return any(map(self._is_square, self.first.sizes, self.second.sizes))
 
     def sizes(self, samples: int, *, at_least: bool = False) -> list[int]:
-        """Bytes of every storage at a micro-batch of ``samples``, rounded up to whole bytes.
+        """Return the bytes of every storage at a micro-batch of ``samples``, rounded up to whole bytes.
 
         What they are ``at_least`` is that where temporaries have ended growing.
         """
@@ -60,11 +60,11 @@ class PeakPredictor:
         return sizes
 
     def __call__(self, samples: int, *, at_least: bool = False) -> int:
-        """Predicted peak in bytes at a micro-batch of ``samples``, with these ``sizes``."""
+        """Return the predicted peak in bytes at a micro-batch of ``samples``."""
         return replay(self.sizes(samples, at_least=at_least), self.second.events, self.rounding)
 
     def confirms(self, trace: MemoryTrace) -> bool:
-        """Whether a further trace has the same stream and exactly the predicted peak."""
+        """Return whether a further trace has the same stream and exactly the predicted peak."""
         return trace.events == self.second.events and self(trace.samples) == trace.peak(self.rounding)
 
     def _is_square(self, small: int, large: int) -> bool:
@@ -82,7 +82,7 @@ def extrapolate(
 
 
 def largest_fitting(predict: Callable[[int], int], low: int, high: int, budget: int) -> int:
-    """Largest size in ``low..high`` whose predicted peak is within the budget; ``low - 1`` if none is.
+    """Return the largest size in ``low..high`` whose predicted peak is within the budget; ``low - 1`` if none is.
 
     ``predict`` must not fall as the size grows.
     """

@@ -195,7 +195,7 @@ class Prober:
         return self._meter.layout()
 
     def _is_cautious(self, alive: int, predict_only: bool | None) -> bool:
-        """Whether no rank may run a step near the budget: it might end the process, or the caller forbids it."""
+        """Return whether no rank may run a step near the budget: it might end the process, or the caller forbids it."""
         if predict_only is None:
             bounded = self._budget.asked is not None and self._budget.asked <= alive + self._meter.room()
             predict_only = self._meter.deadly and not bounded

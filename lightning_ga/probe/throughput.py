@@ -43,7 +43,7 @@ def time_windows(
 
 
 def fastest(timings: tuple[Timing, ...]) -> int:
-    """The smallest micro-batch whose window takes at most 3 % longer than the best."""
+    """Return the smallest micro-batch whose window takes at most 3 % longer than the best."""
     best = min(timing.seconds for timing in timings)
     return min(timing.micro_batch_size for timing in timings if timing.seconds <= SLOWER * best)
 

@@ -107,7 +107,7 @@ class TrainerWithoutValues(ProbedTrainer):
         return value
 
     def batch(self, samples: int) -> Any:
-        """So many samples on the device, without values.
+        """Make a batch of so many samples on the device, without values.
 
         Batches repeat the samples at hand in turn, so two of them that are one period apart tell every larger one.
         """
@@ -121,7 +121,7 @@ class TrainerWithoutValues(ProbedTrainer):
 
 
 def _let_steps_go_on(trainer: Any, doubt: Callable[[str], None]) -> None:
-    """Before a trial: what would end a step for want of values does without. All of these are a trial's copies."""
+    """Let what would end a step for want of values do without; all of it are copies of a trial."""
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     if scaler is not None:  # whether gradients overflow is not known, and a skipped step makes no state
         scaler._maybe_opt_step = lambda optimizer, _state, *args, **kwargs: optimizer.step(*args, **kwargs)
@@ -134,7 +134,7 @@ def _let_steps_go_on(trainer: Any, doubt: Callable[[str], None]) -> None:
 
 
 def _tolerant(method: Callable[..., Any], name: str, doubt: Callable[[str], None]) -> Callable[..., Any]:
-    """A method of a metric that gives zero where it fails."""
+    """Make a method of a metric return zero if it fails."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
@@ -150,7 +150,7 @@ def _tolerant(method: Callable[..., Any], name: str, doubt: Callable[[str], None
 
 @contextmanager
 def _explained() -> Iterator[None]:
-    """Errors of a step that has no values, as one sentence."""
+    """Turn errors of a step that has no values into one sentence."""
     try:
         yield
     except Exception as error:
@@ -164,7 +164,7 @@ def _explained() -> Iterator[None]:
 
 
 def _bucket_bytes(trainer: Any) -> int:
-    """Bytes that data parallelism keeps besides the gradients: buckets to reduce them in."""
+    """Return the bytes that data parallelism keeps besides the gradients: buckets to reduce them in."""
     if not agreement.is_distributed(trainer):
         return 0
     return sum(parameter.nbytes for parameter in trainer.lightning_module.parameters() if parameter.requires_grad)

@@ -159,7 +159,7 @@ class Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._doubt(_DOUBTED[name])
 
     def _largest(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The result of the largest size that it can have."""
+        """Return a result of the largest size that it can have."""
         name = _name(func)
         if name not in _SIZED and name not in _INDEXING:
             raise
@@ -186,7 +186,7 @@ def _name(func: Any) -> str:
 
 
 def _truth(name: str, args: Any) -> bool:
-    """A condition as a healthy step finds it: everything is finite, and nothing else holds."""
+    """Return a condition as a healthy step finds it: everything is finite, and nothing else holds."""
     known = [getattr(value, "_truth", False) for value in args if isinstance(value, Tensor)]
     if name in ("logical_not", "bitwise_not"):
         return not known[0]
@@ -200,7 +200,7 @@ def _truth(name: str, args: Any) -> bool:
 
 
 def _value(func: Any, args: Any) -> Any:
-    """What a step reads: a condition as a healthy step finds it, or 1."""
+    """Return what a step reads: a condition as a healthy step finds it, or 1."""
     if _name(func) in ("equal", "is_same_size"):
         return True
     tensor = args[0]
@@ -231,7 +231,7 @@ _INDEXING = ("index", "index_put", "index_put_", "_index_put_impl_")
 
 
 def _with_indices(func: Any, args: Any, kwargs: Any) -> Any:
-    """Indexing with masks, as if they were true everywhere."""
+    """Index with masks, as if they were true everywhere."""
     indices: list[Tensor | None] = []
     for index in args[1]:
         if index is None or index.dtype not in (torch.bool, torch.uint8):

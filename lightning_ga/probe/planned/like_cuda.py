@@ -44,7 +44,7 @@ class LikeCuda(TorchFunctionMode):
 
 
 def _in_float(func: Callable[..., Any], args: Any, kwargs: Any, *, to: bool) -> Any:
-    """A function that autocast runs in 32 bits."""
+    """Run a function in 32 bits, as autocast does."""
     tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
     if not any(tensor.dtype in _HALVES for tensor in tensors):
         return func(*args, **kwargs)
@@ -60,7 +60,7 @@ def _cast(value: Any) -> Any:
 
 
 def _dropout(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """The fused kernel, where CUDA takes it."""
+    """Run the fused kernel if CUDA would take it."""
     names = ("input", "p", "training", "inplace")
     given = {**dict(zip(names, args)), **kwargs}
     if "train" in given:  # ``torch.dropout`` calls it so
@@ -72,7 +72,7 @@ def _dropout(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 def _attention(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Without dropout, which a fused kernel of CUDA draws again in the backward pass."""
+    """Run attention without dropout, which a fused kernel of CUDA draws again in the backward pass."""
     args = list(args)
     if len(args) > 4:
         args[4] = 0.0
