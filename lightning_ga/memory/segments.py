@@ -112,6 +112,10 @@ class Block:
             self.after.before = self
 
 
+Entry = tuple[int, int, int, Block]
+"""A free block by its size, the age of its segment, and its address."""
+
+
 class Segments:
     """The blocks and segments of an allocator, simulated; ``allocated`` and ``reserved`` are their bytes now."""
 
@@ -119,11 +123,9 @@ class Segments:
         self._rules = rules or SegmentRules()
         self.allocated = self.reserved = 0
         self.peaks = Peaks(0, 0, 0)
-        # Free blocks by (size, age of the segment, address): the first that is large enough is taken.
-        self._free: dict[bool, list[tuple[int, int, int]]] = {True: [], False: []}
+        self._free: dict[bool, list[Entry]] = {True: [], False: []}  # the first that is large enough is taken
         self._ages: Iterator[int] = count()  # of segments
         self._requests = {True: 0, False: 0}
-        self._blocks: dict[int, Block] = {}  # the free ones, by address
         self._spans: list[tuple[int, int]] = []  # of all segments: first address, and first after it
 
     def allocate(self, size: int) -> Block:
@@ -177,11 +179,11 @@ class Segments:
         place = self._first(free, size)
         if place == len(free) or not self._rules.may_take(size, free[place][0]):
             return None
-        block = self._blocks[free[place][2]]
+        block = free[place][3]
         self._untrack(block)
         return block
 
-    def _first(self, free: list[tuple[int, int, int]], size: int) -> int:
+    def _first(self, free: list[Entry], size: int) -> int:
         """Return the place of the free block that is looked at for a request."""
         return bisect_left(free, (size, -1))
 
@@ -209,8 +211,7 @@ class Segments:
         surplus = self.reserved - int(share * budget) if share and budget is not None else 0
         if surplus <= 0:
             return
-        free = [self._blocks[address] for *_, address in self._free[False]]
-        whole = [block for block in free if block.before is None and block.after is None]
+        whole = [block for *_, block in self._free[False] if block.before is None and block.after is None]
         while surplus > 0 and whole:
             ages = {block.address: self._requests[False] - block.freed for block in whole}
             mean = sum(ages.values()) / len(ages)
@@ -228,12 +229,12 @@ class Segments:
         wanted, free = max(size, least), self._free[small]
         place = bisect_left(free, (wanted, -1))
         if place < len(free):
-            self._return(self._blocks[free[place][2]])
+            self._return(free[place][3])
             return
-        for each, _, address in reversed(free[bisect_left(free, (least, -1)) :]):
+        for *_, block in reversed(free[bisect_left(free, (least, -1)) :]):
             if wanted > 0:
-                wanted -= each
-                self._return(self._blocks[address])
+                wanted -= block.size
+                self._return(block)
         if wanted > 0:  # the allocator does not look whether that was enough, and empties its cache
             self._count(needed=budget + 1 - self.reserved)
 
@@ -258,11 +259,9 @@ class Segments:
 
     def _track(self, block: Block) -> None:
         block.free, block.freed = True, self._requests[block.small]
-        self._blocks[block.address] = block
-        insort(self._free[block.small], (block.size, block.age, block.address))
+        insort(self._free[block.small], (block.size, block.age, block.address, block))
 
     def _untrack(self, block: Block) -> None:
-        del self._blocks[block.address]
         free = self._free[block.small]
         del free[bisect_left(free, (block.size, block.age, block.address))]
         block.free = False
@@ -295,15 +294,15 @@ class ExpandableSegments(Segments):
         parts[-1].size = segment.address - parts[-1].address
         return parts[-1] if parts[-1].size > 0 else parts.pop().before
 
-    def _first(self, free: list[tuple[int, int, int]], size: int) -> int:
+    def _first(self, free: list[Entry], size: int) -> int:
         """Pass by a block that can grow as long as the next one is smaller than what it can grow to."""
         place = super()._first(free, size)
         while place + 1 < len(free) and self._room_of(free[place + 1]) < self._room_of(free[place]):
             place += 1
         return place
 
-    def _room_of(self, entry: tuple[int, int, int]) -> int:
-        block = self._blocks[entry[2]]
+    def _room_of(self, entry: Entry) -> int:
+        block = entry[3]
         return block.size + (block.after.size if block.after is not None and not block.after.mapped else 0)
 
     def _reserve(self, size: int, small: bool) -> Block:

@@ -85,7 +85,8 @@ def probe(setup: TrainingSetup, options: Options, *, high: int) -> tuple[ProbeRe
         training = ProbedTrainer(setup, samples, restore, announce)
         with uncounted():
             batches = _small_batches(trainer, loader, samples.by_weight, few)
-            training.begin(batches, batch_samples=min(few, len(samples.by_weight)))
+            training.see_gradients(batches, batch_samples=min(few, len(samples.by_weight)))
+        training.reset()
         device = numbered(trainer.strategy.root_device)
         prober = Prober(training, meter_of(device, training), Budget(options.budget, total_memory(device)))
         described = trainer, loader.collate_fn, samples.by_weight, options, setup.rank_samples, setup.batch_samples
@@ -155,10 +156,9 @@ class ProbedTrainer(ProbedTraining):
         self._gradients: WindowGradientsAlive | None = None
         self._steps = count(1)
 
-    def begin(self, batches: Iterable[Any], *, batch_samples: int) -> None:
-        """See which gradients small batches of so many different samples make, and make ready for the first step."""
+    def see_gradients(self, batches: Iterable[Any], *, batch_samples: int) -> None:
+        """See which gradients small batches of so many different samples make."""
         self._gradients = WindowGradientsAlive(self._setup, batches, batch_samples=batch_samples)
-        self.reset()
 
     def step(self, samples: int, meter: OriginMeter) -> None:
         """Run forward, backward, clipping and the optimizer step on so many samples."""

@@ -39,13 +39,12 @@ def estimate(
     Seconds are those of working the step out, not of running it.
     """
     trainer, samples = setup.trainer, largest_samples(setup.loader, setup.order)
-    if not samples.by_weight:
-        raise UserError("The data have no sample to plan with.")
     allowed = DeviceBudget(device, budget, buckets=_bucket_bytes(trainer))
     with _without_values(trainer, device) as prepare:
         training = TrainerWithoutValues(setup, samples, prepare)
         with _explained():
-            training.begin([training.batch(2)], batch_samples=2)
+            training.see_gradients([training.batch(2)], batch_samples=2)
+        training.reset()
         meter = TensorMeter(torch.device("cpu"), training, rounding=device.rounding, room=allowed.asked)
         found = Prober(training, meter, allowed).find(high, predict_only=False)
     return replace(found, source="estimate")
