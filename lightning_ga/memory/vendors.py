@@ -72,14 +72,9 @@ _CUDA = Vendor(  # and ROCm
         "CUDA ran out of memory outside PyTorch's allocator",
         "HIP out of memory",
         "HIP error: out of memory",
-        "CUBLAS_STATUS_ALLOC_FAILED",
-        "HIPBLAS_STATUS_ALLOC_FAILED",
-        "CUDNN_STATUS_ALLOC_FAILED",
+        "_STATUS_ALLOC_FAILED",  # of CUBLAS, HIPBLAS, CUDNN, CUSOLVER, CUSPARSE
+        "FFT_ALLOC_FAILED",  # of CUFFT, HIPFFT
         "miopenStatusAllocFailed",
-        "CUFFT_ALLOC_FAILED",
-        "HIPFFT_ALLOC_FAILED",
-        "CUSOLVER_STATUS_ALLOC_FAILED",
-        "CUSPARSE_STATUS_ALLOC_FAILED",
         "Not enough memory for workspace!",
         "NVML_SUCCESS == r INTERNAL ASSERT",
     ),

@@ -8,7 +8,7 @@ from lightning_ga.plan.attribution import Attribution
 Method = Literal["replay", "prediction", "below", "phases", "bracket"]
 Source = Literal["probe", "cache", "checkpoint", "estimate"]
 _MORE = 1.02  # times an earlier budget: from here on a larger limit is worth a search
-_NEAR = 20  # part of a limit by which memory may allow for more, and it counts as what memory allows
+_NEAR = 0.05  # share of a limit by which memory may allow for more, and it counts as what memory allows
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ def still_holds(known: ProbeResult, budget: int, high: int) -> bool:
     refused = [trial.peak_bytes for trial in known.trials if not trial.fits and trial.micro_batch_size > known.limit]
     larger = [(samples, peak) for samples, peak in known.curve if samples > known.limit]
     beyond = refused or [peak for _, peak in larger[:1]]
-    near = known.limit + known.limit // _NEAR + 1
+    near = known.limit + int(_NEAR * known.limit) + 1
     if not refused and all(peak <= known.budget_bytes for samples, peak in larger if samples <= near):
         return False
     return budget < min(beyond) or budget <= _MORE * known.budget_bytes

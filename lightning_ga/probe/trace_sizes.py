@@ -11,7 +11,6 @@ from lightning_ga.probe.prediction import largest_fitting
 
 FAR = 8  # times the traced size: a prediction from there wants a third trace on the way
 MARGIN = 0.01  # share of the budget that holes may take besides, where a device keeps a margin for them
-_QUARTER = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +38,7 @@ def trace_sizes(high: int, affordable: int, *, kernels_vary: bool = False) -> tu
     """
     if high <= 3:
         return (high,) if high < 3 else (2, 3)
-    second = min(affordable // _QUARTER, high // 2) if kernels_vary else 0
+    second = min(affordable // 4, high // 2) if kernels_vary else 0
     if second > 8:
         return (second // 2, second)
     return next((pair for pair in ((4, 8), (2, 4)) if pair[1] <= min(high, affordable)), (2, 3))
@@ -106,4 +105,4 @@ class TraceSizes:
     def _part_way(self, curve: Curve, limit: int, high: int) -> int:
         """Return where a curve has come a quarter of the way from the largest step to the budget."""
         needed = curve.needs(limit)
-        return largest_fitting(curve.needs, limit + 1, high, needed + (self._task.budget - needed) // _QUARTER)
+        return largest_fitting(curve.needs, limit + 1, high, needed + (self._task.budget - needed) // 4)
