@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Protocol
+from weakref import proxy
 
 import torch
 from torch import Tensor, nn
@@ -125,7 +126,9 @@ class OriginMeter(LiveTensorMeter):  # type: ignore[no-untyped-call]
 
     def __init__(self, owner: Owner, allocator: AllocatorMeter | None = None, **arguments: Any) -> None:
         super().__init__(**arguments)
-        self._owner, self._allocator, self._blocks_before = owner, allocator, 0
+        # A meter lives until the garbage collector comes, because storages call it as they die; the owner need not.
+        self._owner: Owner = proxy(owner)
+        self._allocator, self._blocks_before = allocator, 0
         parts = {} if owner.module is None else dict(owner.module.named_modules())
         self._names = {id(part): name for name, part in parts.items() if name}
         # Bytes of the parameters that each module has of its own.
