@@ -139,15 +139,23 @@ def test_a_cuda_step_fits_only_if_the_allocator_had_no_trouble(
     assert meter.finish() == (1234, undisturbed)
 
 
+@pytest.fixture
+def fractions(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The shares of a CUDA device of 1,000 bytes that this process may reserve, one after another; 600 are free."""
+    shares = [1.0]
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (600, 1000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 300)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 100)
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: shares[-1], raising=False)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, device: shares.append(share))
+    return shares
+
+
 @pytest.mark.parametrize(("budget", "during"), [("250B", [1.0, 0.2505]), (None, [1.0])])
 def test_a_run_holds_a_cuda_device_to_its_budget(
-    monkeypatch: pytest.MonkeyPatch, budget: str | None, during: list[float]
+    fractions: list[float], budget: str | None, during: list[float]
 ) -> None:
     """Until it is closed; without a budget nothing is capped."""
-    fractions = [1.0]
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (600, 1000))
-    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: fractions[-1], raising=False)
-    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, device: fractions.append(share))
     trainer = SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("cuda", 0)))
     run: Any = SimpleNamespace(trainer=trainer, options=Options(budget), _held=ExitStack())
     Fit._hold_to_budget(run)
@@ -156,13 +164,8 @@ def test_a_run_holds_a_cuda_device_to_its_budget(
     assert fractions[-1] == 1.0
 
 
-def test_cuda_memory_and_the_fraction_that_enforces_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    device, fractions = torch.device("cuda", 0), [1.0]
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (600, 1000))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 300)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 100)
-    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: fractions[-1], raising=False)
-    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, device: fractions.append(share))
+def test_cuda_memory_and_the_fraction_that_enforces_a_budget(fractions: list[float]) -> None:
+    device = torch.device("cuda", 0)
     assert (available_memory(device), total_memory(device)) == (600 + 200 - 9, 1000)
     with enforced_budget(device, 250):
         assert fractions == [1.0, 0.2505]  # CUDA cuts 250.5 bytes off to 250
@@ -170,17 +173,12 @@ def test_cuda_memory_and_the_fraction_that_enforces_a_budget(monkeypatch: pytest
     assert fractions == [1.0, 0.2505, 1.0]
 
 
-def test_a_fraction_that_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fraction_that_the_user_has_set_stays(fractions: list[float]) -> None:
     """It is less than the device has free, and a larger budget does not lift it."""
-    device, fractions = torch.device("cuda", 0), [0.4]
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (600, 1000))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 300)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 100)
-    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: fractions[-1], raising=False)
-    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, device: fractions.append(share))
+    device = torch.device("cuda", 0)
+    fractions.append(0.4)
     assert available_memory(device) == 400 - 100
-    with enforced_budget(device, 700):
-        assert fractions[-1] == 0.4
-    with enforced_budget(device, 200):
-        assert fractions[-1] == 0.2005
+    for budget, fraction in ((700, 0.4), (200, 0.2005)):
+        with enforced_budget(device, budget):
+            assert fractions[-1] == fraction
     assert fractions[-1] == 0.4

@@ -172,6 +172,8 @@ def test_the_trace_is_the_stream_with_resident_storages_first() -> None:
     assert trace.sizes == (400, 8, 40, 8)
     assert trace.events == (0, 2, 1, ~2, 3, ~1)
     assert trace.peak() == memory.peak_bytes == 448
+    with pytest.raises(RuntimeError, match="record=True"):
+        memory.trace(samples=2)  # it has ended the recording
     del kept
 
 

@@ -17,6 +17,7 @@ from lightning_ga.plan.weights import (
     LateWindow,
     Samples,
     TargetTokens,
+    WindowWeights,
     count_items,
 )
 
@@ -202,3 +203,9 @@ def test_parts_of_a_micro_batch_count_as_the_whole(parts: list[float], late: boo
         window = window.trained().whole()
     assert (window.weight, window.share) == (whole.weight, 1.0)
     assert window.close(2)[0] == pytest.approx(whole.close(2)[0])
+
+
+def test_stock_windows_weigh_one() -> None:
+    """A part weighs its share."""
+    window = WindowWeights().weigh(9, window=18, factor=4, first=True).part(0.25)
+    assert (window.weight * window.share, window.trained().close(4)[0], window.whole()) == (0.25, 1.0, WindowWeights())

@@ -8,7 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_ga.plan.accumulation import cut_window, plan_accumulation, split_evenly
-from lightning_ga.plan.windows import Chunk, EpochPlan, GivenWindows, RegularWindows, Windows, WithinBatches, part
+from lightning_ga.plan.windows import (
+    Chunk,
+    EpochPlan,
+    FullChunks,
+    GivenWindows,
+    RegularWindows,
+    Windows,
+    WithinBatches,
+    part,
+)
 
 SIZES = st.integers(1, 40)
 LIMITS = st.integers(1, 20)
@@ -188,6 +197,13 @@ def test_batches_that_are_not_to_be_mixed_are_cut_each_by_itself(
     for index, (chunk, more) in enumerate(zip(chunks, waits), start=plan.done):
         assert samples_after(plan, index) == chunk.start + chunk.count - more
         assert windows.span(chunk.window)[0] <= chunk.start <= chunk.start + chunk.count <= chunk.window_end
+
+
+def test_full_chunks_leave_the_rest_to_the_last() -> None:
+    """As the recipe's own batches are, on one rank."""
+    plan = EpochPlan(RegularWindows(10, 10), micro_batch=4, factor=3, world_size=1, cut=FullChunks())
+    assert [(chunk.start, chunk.count, chunk.done) for chunk in plan.chunks(0, 0)] == [(0, 4, 4), (4, 4, 8), (8, 2, 10)]
+    assert GivenWindows((0, 8, 10)).batches([0, 3, 8, 10]) == [[3, 5], [2]]
 
 
 @settings(deadline=None)
