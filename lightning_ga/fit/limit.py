@@ -21,7 +21,7 @@ from lightning_ga.plan.planned_device import current_device
 from lightning_ga.plan.records import ProbeResult, lowered, still_holds
 from lightning_ga.probe.cache import hardware, remember
 from lightning_ga.probe.planned.estimate import estimate
-from lightning_ga.probe.trials import TrainingSetup, probe
+from lightning_ga.probe.trials import StepCut, TrainingSetup, probe
 
 NO_LIMIT = 2**31
 
@@ -145,14 +145,9 @@ class TrainingLimit:
         return False
 
     def _setup(self, source: TrainingSource, epoch: int, search: _Search) -> TrainingSetup:
-        return TrainingSetup(
-            self._trainer,
-            source.user_loader,
-            source.looks(epoch),
-            search.rank_samples,
-            self._engine,
-            batch_samples=search.recipe_batch if source.cut_in_step else None,
-        )
+        cut = StepCut(self._engine.reader("training"), search.recipe_batch) if source.cut_in_step else None
+        order = source.looks(epoch)
+        return TrainingSetup(self._trainer, source.user_loader, order, search.rank_samples, self._engine, cut)
 
     def _run_probe(self, source: TrainingSource, epoch: int, search: _Search) -> None:
         """Look for the limit; there is none if the data are empty, or if a trial step fails.

@@ -52,8 +52,13 @@ class Survival(Protocol):
     def memory_kept(self) -> Iterable[Tensor]:
         """Return what it holds on the device besides the model."""
 
-    def reader(self, stage: str) -> BatchReader | None:
-        """Return what cuts batches."""
+
+@dataclass(frozen=True, slots=True)
+class StepCut:
+    """How the step cuts batches of so many samples."""
+
+    reader: BatchReader
+    batch_samples: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +70,7 @@ class TrainingSetup:
     order: ScanOrder  # which samples to look at; the largest of them make up the trial batches
     rank_samples: int  # of a window on one rank
     survival: Survival
-    batch_samples: int | None = None  # of the batches that are cut in the step; ``None`` if the loader cuts them
+    cut: StepCut | None = None  # ``None`` if the loader cuts batches
 
 
 def probe(setup: TrainingSetup, options: Options, *, high: int) -> tuple[ProbeResult, Mapping[str, Any] | None] | None:
@@ -89,7 +94,8 @@ def probe(setup: TrainingSetup, options: Options, *, high: int) -> tuple[ProbeRe
         training.reset()
         device = numbered(trainer.strategy.root_device)
         prober = Prober(training, meter_of(device, training), Budget(options.budget, total_memory(device)))
-        described = trainer, loader.collate_fn, samples.by_weight, options, setup.rank_samples, setup.batch_samples
+        whole = None if setup.cut is None else setup.cut.batch_samples
+        described = trainer, loader.collate_fn, samples.by_weight, options, setup.rank_samples, whole
         kind = describe_step(*described) if options.cache else None
         found = prober.find(
             high,
@@ -150,7 +156,6 @@ class ProbedTrainer(ProbedTraining):
         super().__init__()
         self.trainer, self.module = setup.trainer, setup.trainer.lightning_module
         self._setup, self._samples, self._restore, self._write = setup, samples, restore, announce
-        self._batch_samples, self._reader = setup.batch_samples or 0, setup.survival.reader("training")
         self._transfer = BatchTransfer(setup.trainer)
         self._held: Any = None  # the batch that a trial's samples are cut from
         self._gradients: WindowGradientsAlive | None = None
@@ -195,23 +200,23 @@ class ProbedTrainer(ProbedTraining):
 
     def batch(self, samples: int) -> Any:
         """Make a batch of so many samples on the device, with the rest of their batch if they are cut from one."""
-        batch = self._on_host(max(samples, self._batch_samples))
-        if self._batch_samples <= samples or self._reader is None:
-            return self._transfer.moved(batch)
+        cut = self._setup.cut
+        if cut is None or cut.batch_samples <= samples:
+            return self._transfer.moved(self._on_host(samples))
+        batch = self._on_host(cut.batch_samples)
         self._held, moved = batch, None  # on a CPU, a part is a view of its batch, in the same memory
         if self._transfer.has_hooks:
             moved = attempt(partial(self._transfer.moved, batch)).result
         if moved is None:
-            return self._transfer.moved(self._part(batch, samples, on_host=True))
+            return self._transfer.moved(self._part(cut, batch, samples, on_host=True))
         self._held = moved
-        return self._part(moved, samples, on_host=False)
+        return self._part(cut, moved, samples, on_host=False)
 
-    def _part(self, batch: Any, samples: int, *, on_host: bool) -> Any:
+    def _part(self, cut: StepCut, batch: Any, samples: int, *, on_host: bool) -> Any:
         """Return the first samples of a batch, as training cuts them out."""
-        assert self._reader is not None
-        if not self._reader.makes_anew:
+        if not cut.reader.makes_anew:
             with suppress(LayoutError):
-                slices = self._reader.slices(batch, expected=self._batch_samples, on_host=on_host)
+                slices = cut.reader.slices(batch, expected=cut.batch_samples, on_host=on_host)
                 return slices.take(0, samples)
         part = self._on_host(samples)
         return part if on_host else self._transfer.moved(part)
