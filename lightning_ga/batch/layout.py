@@ -46,14 +46,7 @@ class Layout:
 
     def samples(self, batch: Any) -> int:
         """Return the samples of a batch; of several loaders with different numbers, the greatest common divisor."""
-        return self.whole(batch).stop
-
-    def whole(self, batch: Any) -> "Slice":
-        """Return the slice that holds all samples of a batch."""
-        sizes = self.sizes(batch)
-        if not sizes:
-            raise uncuttable("nothing in it grows with them")
-        return Slice(0, gcd(*sizes.values()), sizes)
+        return gcd(*self.sizes(batch).values())
 
     def sizes(self, batch: Any) -> dict[int, int]:
         """Return the samples of a batch from each loader that has any in it; refuse one whose parts disagree."""
@@ -62,6 +55,8 @@ class Layout:
             there, first = found.setdefault(loader, (here, path))
             if here != there:
                 raise uncuttable(f"{first} holds {there} of them and {path} {here}")
+        if not found:
+            raise uncuttable("nothing in it grows with them")
         return {loader: samples for loader, (samples, _) in found.items()}
 
     def _counts(self, path: str, node: Any) -> Iterator[tuple[int, int, str]]:
@@ -82,21 +77,6 @@ class Layout:
                 yield from self._counts(path + name, child)
         elif role is None or (role == "constant" and not is_constant(node)):
             raise _changed(path, node)
-
-
-@dataclass(frozen=True, slots=True)
-class Slice:
-    """The samples ``start`` to ``stop - 1`` of a batch to which each loader gave as many as ``sizes`` says."""
-
-    start: int
-    stop: int
-    sizes: Mapping[int, int]
-
-    def rows(self, role: SampleAxis | SampleCount) -> tuple[int, int]:
-        """Return the first entry of a part, and one after the last; where samples are counted, of these."""
-        each = self.sizes[role.loader] // max(1, gcd(*self.sizes.values()))
-        each *= role.per if isinstance(role, SampleAxis) else 1
-        return self.start * each, self.stop * each
 
 
 def uncuttable(why: str) -> LayoutError:

@@ -15,8 +15,6 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 T = TypeVar("T")
-# Offsets and lengths of jagged tensors, by raggedness: tensors of one raggedness must share them to be added.
-Edges = dict[tuple[str, torch.device], tuple[torch.Tensor, torch.Tensor | None]]
 
 _CONSTANTS = (
     *(str, bytes, Number, type(None), Enum, PurePath, date, time, timedelta),
@@ -214,7 +212,7 @@ def _same_tensors(one: torch.Tensor, other: torch.Tensor) -> bool:
     return bool(((one == other) | ((one != one) & (other != other))).all())
 
 
-def take(node: Any, axis: int, start: int, stop: int, edges: Edges | None = None) -> Any:
+def take(node: Any, axis: int, start: int, stop: int) -> Any:
     """Return the entries ``start`` to ``stop - 1`` of a value; the axis is 0 for all but tensors and arrays.
 
     Dense tensors and arrays come as views; packed, sparse and nested tensors copy at most what is taken.
@@ -229,18 +227,16 @@ def take(node: Any, axis: int, start: int, stop: int, edges: Edges | None = None
     if isinstance(node, PackedSequence):
         return _take_sequences(node, start, stop)
     if isinstance(node, torch.Tensor):
-        return _take_tensor(node, axis, start, stop, {} if edges is None else edges)
+        return _take_tensor(node, axis, start, stop)
     if is_plain_sequence(node):
         return rebuild(node, node[start:stop])
     rows = getattr(node, "iloc", node)  # data frames are indexed by label otherwise
     return rows[(*(slice(None),) * axis, slice(start, stop))]
 
 
-def _take_tensor(tensor: torch.Tensor, axis: int, start: int, stop: int, edges: Edges) -> torch.Tensor:
-    if tensor.layout == torch.jagged:
-        return _take_jagged(tensor, start, stop, edges)
+def _take_tensor(tensor: torch.Tensor, axis: int, start: int, stop: int) -> torch.Tensor:
     if tensor.is_nested:
-        return torch.nested.as_nested_tensor(list(tensor.unbind()[start:stop]))
+        return torch.nested.as_nested_tensor(list(tensor.unbind()[start:stop]), layout=tensor.layout)
     if tensor.layout != torch.strided:  # sparse tensors have no views along an axis
         part = torch.narrow_copy(tensor.to_sparse(layout=torch.sparse_coo), axis, start, stop - start)
         return part if tensor.layout == torch.sparse_coo else part.to_sparse(layout=tensor.layout)
@@ -249,18 +245,6 @@ def _take_tensor(tensor: torch.Tensor, axis: int, start: int, stop: int, edges: 
         part = part.as_subclass(type(tensor))  # views of torchvision's tensors are plain tensors
         vars(part).update(vars(tensor))
     return part
-
-
-def _take_jagged(tensor: Any, start: int, stop: int, edges: Edges) -> torch.Tensor:
-    axis = next(axis for axis, size in enumerate(tensor.shape) if not isinstance(size, int))
-    raggedness = str(tensor.shape[axis]), tensor.device
-    first, last = (int(tensor.offsets()[edge]) for edge in (start, stop))
-    if raggedness not in edges:
-        lengths = None if tensor.lengths() is None else tensor.lengths()[start:stop]
-        edges[raggedness] = tensor.offsets()[start : stop + 1] - first, lengths
-    values = tensor.values().narrow(axis - 1, first, last - first)
-    offsets, lengths = edges[raggedness]
-    return torch.nested.nested_tensor_from_jagged(values, offsets, lengths, jagged_dim=axis)
 
 
 def _take_sequences(packed: PackedSequence, start: int, stop: int) -> PackedSequence:

@@ -8,18 +8,26 @@ nodes of several graphs that its own code has joined::
         return [join(itertools.islice(graphs, size)) for size in sizes]
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from itertools import accumulate
+from math import gcd
 from typing import Any
 
-import numpy as np
 import torch
 
-from lightning_ga.batch.layout import Layout, LayoutError, SampleAxis, SampleCount, Slice
-from lightning_ga.batch.pytree import Edges, is_plain_sequence, open_container, rebuild, take
+from lightning_ga.batch.layout import Layout, LayoutError, Role, SampleAxis, SampleCount
+from lightning_ga.batch.pytree import open_container, rebuild, take
 from lightning_ga.errors import UserError
 
-SplitBatch = Callable[[Any, Sequence[int]], Iterable[Any]]
+
+@dataclass(frozen=True, slots=True)
+class BatchSlices:
+    """A batch of so many samples, of which ``take(start, stop)`` cuts out those from ``start`` to ``stop - 1``."""
+
+    samples: int
+    take: Callable[[int, int], Any]
 
 
 def split_batch(batch: Any, sizes: Sequence[int], *, layout: Layout) -> Iterator[Any]:
@@ -30,7 +38,7 @@ def split_batch(batch: Any, sizes: Sequence[int], *, layout: Layout) -> Iterator
 
     Args:
         batch: Tensors in any structure.
-        sizes: Samples of each slice; one of no samples holds empty tensors.
+        sizes: Samples of each slice; one of no samples holds empty tensors, but no jagged ones, which torch lacks.
         layout: Where its samples lie.
 
     Raises:
@@ -44,96 +52,75 @@ def split_batch(batch: Any, sizes: Sequence[int], *, layout: Layout) -> Iterator
     """
     if any(size < 0 for size in sizes):
         raise UserError(f"sizes={list(sizes)} must not be negative.")
-    whole = layout.whole(batch)
-    if sum(sizes) != whole.stop:
-        raise UserError(f"sizes={list(sizes)} add up to {sum(sizes)}, and the batch holds {whole.stop} samples.")
-    ends = accumulate(sizes)
-    slices = [Slice(end - size, end, whole.sizes) for size, end in zip(sizes, ends)]
-    return (cut(batch, layout, part) for part in slices)
+    slices = slices_of(batch, layout)
+    if sum(sizes) != slices.samples:
+        raise UserError(f"sizes={list(sizes)} add up to {sum(sizes)}, and the batch holds {slices.samples} samples.")
+    return (slices.take(end - size, end) for size, end in zip(sizes, accumulate(sizes)))
 
 
-def cut(batch: Any, layout: Layout, part: Slice) -> Any:
-    """Cut one slice out of a batch whose samples lie as the layout says."""
-    edges: Edges = {}
-    return _rebuilt("batch", batch, layout, part, lambda _, node, role: take(node, role.axis, *part.rows(role), edges))
+def slices_of(batch: Any, layout: Layout) -> BatchSlices:
+    """Return the slices of a batch whose samples lie as the layout says."""
+    sizes = layout.sizes(batch)
+    samples = gcd(*sizes.values())
+    each = {loader: size // max(1, samples) for loader, size in sizes.items()}
+    return BatchSlices(samples, lambda start, stop: _Slice(layout.roles, each, start, stop).of("batch", batch))
 
 
-def gather(batch: Any, layout: Layout, count: int) -> Any:
-    """Return a batch of ``count`` samples of another, repeated in turn, in memory of its own where that is possible."""
-    whole = layout.whole(batch)
-    if not whole.stop:
-        raise LayoutError("The batch holds no samples to make another of.")
-    rounds, left = divmod(count, whole.stop)
-    rest, edges = Slice(0, left, whole.sizes), Edges()
+@dataclass(frozen=True, slots=True)
+class _Slice:
+    """The samples ``start`` to ``stop - 1`` of a batch that holds ``each`` times as many of its loaders."""
 
-    def repeat(path: str, node: Any, role: SampleAxis) -> Any:
-        taken = [take(node, role.axis, *rest.rows(role), edges)] if left else []
-        return _concatenated(path, [node] * rounds + taken, role.axis)
+    roles: Mapping[str, Role]
+    each: Mapping[int, int]
+    start: int
+    stop: int
 
-    return _rebuilt("batch", batch, layout, Slice(0, count, whole.sizes), repeat)
-
-
-def _rebuilt(path: str, node: Any, layout: Layout, part: Slice, change: Callable[[str, Any, SampleAxis], Any]) -> Any:
-    """Return a batch whose parts with entries for each sample are changed, and whose counts are those of a slice."""
-    role = layout.roles.get(path)
-    if node is None:
-        return None
-    if isinstance(role, SampleAxis):
-        return change(path, node, role)
-    if isinstance(role, SampleCount):
-        start, stop = part.rows(role)
-        counted = stop - start
-        return node.new_tensor(counted) if isinstance(node, torch.Tensor) else type(node)(counted)
-    children = open_container(node) if role == "fields" else None
-    if children is None:
-        return node
-    return rebuild(node, [_rebuilt(path + name, child, layout, part, change) for name, child in children])
+    def of(self, path: str, node: Any) -> Any:
+        """Return what belongs to these samples in a part of the batch."""
+        role = self.roles.get(path)
+        if node is None:
+            return None
+        if isinstance(role, SampleAxis):
+            entries = self.each[role.loader] * role.per
+            return take(node, role.axis, self.start * entries, self.stop * entries)
+        if isinstance(role, SampleCount):
+            count = (self.stop - self.start) * self.each[role.loader]
+            return node.new_tensor(count) if isinstance(node, torch.Tensor) else type(node)(count)
+        children = open_container(node) if role == "fields" else None
+        if children is None:
+            return node
+        return rebuild(node, [self.of(path + name, child) for name, child in children])
 
 
-def _concatenated(path: str, nodes: list[Any], axis: int) -> Any:
-    first = nodes[0]
-    if isinstance(first, torch.Tensor) and first.layout == torch.strided and not first.is_nested:
-        return torch.cat(nodes, dim=axis)
-    if isinstance(first, np.ndarray):
-        return np.concatenate(nodes, axis=axis)
-    if is_plain_sequence(first):
-        return rebuild(first, [thing for node in nodes for thing in node])
-    if len(nodes) == 1:
-        return first
-    raise LayoutError(f"{path} is of the type {type(first).__name__}, which cannot be made longer than it is.")
-
-
-def split_by_hook(
-    hook: Any, batch: Any, sizes: Sequence[int], *, count: Callable[[Any], int] | None = None
-) -> Iterator[Any]:
-    """Cut a batch by a module's own ``split_batch``; ``count`` returns the samples of a slice if they can be read."""
+def slices_by_hook(hook: Any, batch: Any, samples: int, layout: Layout | None = None) -> BatchSlices:
+    """Return the slices that a module's own ``split_batch`` cuts; a ``layout`` tells how many samples each holds."""
     if not callable(hook):
         raise UserError(
             f"{hook=} must be a method, split_batch(self, batch, sizes), that returns one chunk for each size."
         )
-    parts = hook(batch, list(sizes))
-    if not isinstance(parts, Iterable):
-        raise UserError(f"split_batch returned {parts!r} for {sizes=}: it must return one chunk for each size.")
-    return _checked(parts, list(sizes), count)
+
+    def take(start: int, stop: int) -> Any:
+        sizes = [size for size in (start, stop - start, samples - stop) if size]
+        parts = hook(batch, list(sizes))
+        if not isinstance(parts, Iterable):
+            raise UserError(f"split_batch returned {parts!r} for {sizes=}: it must return one chunk for each size.")
+        parts = list(parts)
+        if len(parts) != len(sizes):
+            raise UserError(f"split_batch returned {len(parts)} chunks for {sizes=}: it must return one for each size.")
+        _check_sizes(parts, sizes, layout)
+        return parts[1 if start else 0]
+
+    return BatchSlices(samples, take)
 
 
-def _checked(parts: Iterable[Any], sizes: list[int], count: Callable[[Any], int] | None) -> Iterator[Any]:
-    number = 0
-    for number, part in enumerate(parts, start=1):
-        if number <= len(sizes):
-            size = sizes[number - 1]
-            if count is not None and _counted(count, part) not in (None, size):
-                raise UserError(
-                    f"split_batch returned a chunk that does not hold {size} samples for {sizes=} "
-                    f"(chunk {number}): each chunk holds as many samples as its size says."
-                )
-            yield part
-    if number != len(sizes):
-        raise UserError(f"split_batch returned {number} chunks for {sizes=}: it must return one for each size.")
-
-
-def _counted(count: Callable[[Any], int], part: Any) -> int | None:
-    try:
-        return count(part)
-    except LayoutError:
-        return None
+def _check_sizes(parts: Sequence[Any], sizes: list[int], layout: Layout | None) -> None:
+    """Refuse chunks of other sizes than were asked for, as far as their samples can be counted."""
+    for number, (part, size) in enumerate(zip(parts, sizes), start=1):
+        found = size
+        with suppress(LayoutError):
+            found = size if layout is None else layout.samples(part)
+        if found != size:
+            raise UserError(
+                f"split_batch returned a chunk that does not hold {size} samples for {sizes=} "
+                f"(chunk {number}): each chunk holds as many samples as its size says."
+            )

@@ -12,12 +12,13 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_ga.batch.split import BatchSlices
 from lightning_ga.compat import agreement, log_capture, loops, ranks, transfer
 from lightning_ga.compat.reduction import GradientReducer
 from lightning_ga.fit.messages import OomEvent, OomReporter, OutOfMemory, fewer_samples_than_ranks
 from lightning_ga.fit.parts import Move, Part, StageBatches
 from lightning_ga.fit.retry_policy import Ranks
-from lightning_ga.loading.reader import BatchReader, BatchSlices
+from lightning_ga.loading.reader import BatchReader
 from lightning_ga.memory.allocator import RetryWatch
 from lightning_ga.memory.device import describe_memory
 from lightning_ga.memory.oom import Outcome, attempt, is_ambiguous_out_of_memory, is_out_of_memory

@@ -5,6 +5,7 @@ from typing import Any
 
 from lightning_ga.batch.layout import LayoutError
 from lightning_ga.batch.pytree import same_values
+from lightning_ga.batch.split import BatchSlices
 from lightning_ga.compat import transfer
 from lightning_ga.compat.log_capture import LogTap, current_hook, return_to_hook
 from lightning_ga.errors import UserError
@@ -13,7 +14,6 @@ from lightning_ga.fit.engine import Engine
 from lightning_ga.fit.log_buffer import LogBuffer
 from lightning_ga.fit.messages import HOOKS_APART, SAME_BUT_RANDOM, SKIPPED, OomEvent, part_of_a_batch
 from lightning_ga.fit.parts import BatchResult, Part, Piece, Window, even_pieces, written_versions
-from lightning_ga.loading.reader import BatchSlices
 from lightning_ga.memory.oom import is_ambiguous_out_of_memory, is_out_of_memory
 from lightning_ga.plan.accumulation import plan_accumulation, split_evenly
 from lightning_ga.plan.exactness import SAME_RESULT

@@ -17,13 +17,14 @@ from torch.utils.data import DataLoader
 
 from lightning_ga.batch.layout import Layout, LayoutError
 from lightning_ga.batch.sizes import largest_extent, length_of_first
-from lightning_ga.batch.split import SplitBatch, gather, split_by_hook
+from lightning_ga.batch.split import slices_by_hook, slices_of
 from lightning_ga.errors import UserError
 from lightning_ga.loading.largest_samples import ScanOrder
 from lightning_ga.loading.reader import CollatedBatches, ReadyMadeBatches, check_proportion, is_collated
 from lightning_ga.loading.rebatch import LoaderRecipe
 from lightning_ga.loading.recipe_batches import RecipeBatches, SourceSettings
 from lightning_ga.loading.sampler import Stream
+from lightning_ga.loading.samples import copied_if_possible
 from lightning_ga.loading.streams import PeekableStream, keeps_place, length_of
 from lightning_ga.loading.training_source import TrainingSource
 
@@ -49,7 +50,7 @@ class PrebatchedSource(TrainingSource):
 
     may_drop = True
 
-    def __init__(self, batches: Batches, settings: SourceSettings, *, hook: SplitBatch | None = None) -> None:
+    def __init__(self, batches: Batches, settings: SourceSettings, *, hook: Any = None) -> None:
         self._stream = PeekableStream(batches.start, batches.length)
         self._hook, self._combine, self.loaders = hook, batches.combine, batches.loaders
         collated = all(map(is_collated, self.loaders))
@@ -73,12 +74,18 @@ class PrebatchedSource(TrainingSource):
     @property
     def user_loader(self) -> "DataLoader[Any]":
         """A loader of the samples of the first batch, for the probe and the exactness check."""
-        if self._hook is None:
-            check_proportion(self._of_batch, self.sizes)
         (batch, *_) = self._stream.peek(1) or [None]
-        collate = _OfFirstBatch(batch, self._raw_layout if self._hook is None else None, self._hook)
-        numbers: Any = range(max(collate.samples, self._of_batch))
-        return DataLoader(numbers, batch_size=collate.samples, collate_fn=collate)
+        if self._hook is None:
+            check_proportion(self.sizes)
+            slices = slices_of(batch, self._raw_layout)
+        else:
+            slices = slices_by_hook(self._hook, batch, length_of_first(batch))
+
+        def first(numbers: Sequence[int]) -> Any:
+            """Return the first samples, whichever are asked for, in memory of their own."""
+            return copied_if_possible(slices.take(0, min(len(numbers), slices.samples)))
+
+        return DataLoader(range(slices.samples), batch_size=max(1, slices.samples), collate_fn=first)  # type: ignore[arg-type]
 
     def check_effective(self, effective: int) -> None:
         """Refuse an effective batch that is no whole number of batches, as far as their samples are known."""
@@ -100,7 +107,8 @@ class PrebatchedSource(TrainingSource):
         return self._of_batch if self._of_batch > 1 else self._largest
 
     def _scan_order(self, epoch: int) -> ScanOrder:
-        return ScanOrder(self.user_loader, range(self._of_batch), self._of_batch)
+        numbers: Any = self.user_loader.dataset
+        return ScanOrder(self.user_loader, numbers, len(numbers))
 
     def _samples_of(self, first: Sequence[Any]) -> int | None:
         """Return the samples of the first batch, if there is one; ``None`` where these cannot be counted."""
@@ -135,19 +143,3 @@ def _batch_size(loader: Any) -> int | None:
         return None
     length = length_of(loader.dataset)
     return int(loader.batch_size) if length is None else min(loader.batch_size, length) or None
-
-
-class _OfFirstBatch:
-    """Collates the first samples of one batch, whichever are asked for, by its layout or the module's own hook."""
-
-    def __init__(self, batch: Any, layout: Layout | None, hook: SplitBatch | None) -> None:
-        self._batch, self._layout, self._hook = batch, layout, hook
-        self.samples = length_of_first(batch) if layout is None else layout.samples(batch)
-
-    def __call__(self, numbers: Sequence[int]) -> Any:
-        count = len(numbers)
-        if self._layout is not None:
-            return gather(self._batch, self._layout, count)  # repeated in turn, if there are fewer
-        if count >= self.samples:
-            return self._batch
-        return next(split_by_hook(self._hook, self._batch, [count, self.samples - count]))

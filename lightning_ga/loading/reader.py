@@ -3,19 +3,20 @@
 The layout is read off what is known of the batches: their samples, or some of the batches.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from math import gcd
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_ga.batch.layout import WAY_OUT, Layout, LayoutError, SampleAxis, Slice, uncuttable
+from lightning_ga.batch.layout import WAY_OUT, Layout, LayoutError, SampleAxis, uncuttable
 from lightning_ga.batch.pytree import same_values
 from lightning_ga.batch.read_layout import Samples, read_layout, read_ready_made
 from lightning_ga.batch.sizes import leaves, length_of_first
-from lightning_ga.batch.split import cut, split_by_hook
+from lightning_ga.batch.split import BatchSlices, slices_by_hook, slices_of
 from lightning_ga.loading.samples import GOLDEN, collate_samples, collect_samples
 from lightning_ga.loading.streams import length_of
 from lightning_ga.memory.oom import is_out_of_memory
@@ -122,14 +123,6 @@ def indices_of(loader: "DataLoader[Any]") -> list[Any]:
     return [int(number * GOLDEN * size) % size for number in range(LOOKED_AT)]
 
 
-@dataclass(frozen=True, slots=True)
-class BatchSlices:
-    """A batch of so many samples, of which ``take(start, stop)`` cuts out those from ``start`` to ``stop - 1``."""
-
-    samples: int
-    take: Callable[[int, int], Any]
-
-
 class BatchReader:
     """Counts and cuts the batches of one loader, on the host or as the step gets them by a ``compat`` transfer."""
 
@@ -213,17 +206,17 @@ class BatchReader:
             return self.collated_anew(batch, again, on_host=on_host)
         try:
             layout = self.layout(on_host=on_host)
-            whole = layout.whole(batch)
-            found = whole.stop
-            check_proportion(found, list(whole.sizes.values()))
-            if expected is not None and found > expected:
-                raise uncuttable(f"it seems to hold {found} where the loader was asked for {expected}")
+            slices = slices_of(batch, layout)
+            if slices.samples == 1:
+                check_proportion(layout.sizes(batch).values())
+            if expected is not None and slices.samples > expected:
+                raise uncuttable(f"it seems to hold {slices.samples} where the loader was asked for {expected}")
         except LayoutError:
             again = samples()
             if again is None:
                 raise
             return self.collated_anew(batch, again, on_host=on_host)
-        return BatchSlices(found, lambda start, stop: cut(batch, layout, Slice(start, stop, whole.sizes)))
+        return slices
 
     def samples_again(self, loader: "DataLoader[Any]", samples: list[Any]) -> "CollatedAgain | None":
         """Return samples to be collated in parts; ``None`` where batches come ready-made."""
@@ -241,16 +234,11 @@ class BatchReader:
         return BatchSlices(again.count, lambda start, stop: prepare(again.collate(start, stop)))
 
     def _by_hook(self, batch: Any, samples: int, on_host: bool) -> BatchSlices:
-        count: Callable[[Any], int] | None = None
+        layout: Layout | None = None
         with suppress(LayoutError):  # slices are counted where the layout tells how many samples there are
             layout = self.layout(on_host=on_host)
-            count = layout.samples if layout.samples(batch) == samples else None
-
-        def take(start: int, stop: int) -> Any:
-            sizes = [size for size in (start, stop - start, samples - stop) if size]
-            return list(split_by_hook(self._hook, batch, sizes, count=count))[1 if start else 0]
-
-        return BatchSlices(samples, take)
+            layout = layout if layout.samples(batch) == samples else None
+        return slices_by_hook(self._hook, batch, samples, layout)
 
     @property
     def _hook(self) -> Any:
@@ -275,8 +263,8 @@ class CollatedAgain:
         return collate_samples(self.loader, self.samples[start:stop], stop - start, seed=seed)
 
 
-def check_proportion(samples: int, sizes: Sequence[int]) -> None:
+def check_proportion(sizes: Collection[int]) -> None:
     """Refuse to cut a batch of several loaders whose proportion no smaller batch has."""
-    if samples == 1 < max(sizes, default=1):
+    if gcd(*sizes) == 1 < max(sizes, default=1):
         given = " and ".join(map(str, sizes))
         raise uncuttable(f"its loaders give {given} of them, and no smaller batch holds whole ones in that proportion")

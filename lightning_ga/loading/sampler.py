@@ -7,11 +7,12 @@ whatever the micro-batch and the number of ranks are, after a resume too.
 
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager
+from functools import lru_cache, partial
 from itertools import count, islice
 from typing import Any
 
 import torch
-from torch.utils.data import Sampler
+from torch.utils.data import RandomSampler, Sampler, WeightedRandomSampler
 
 from lightning_ga.loading.permutation import Permutation
 from lightning_ga.memory.live_tensors import uncounted
@@ -21,9 +22,7 @@ from lightning_ga.snapshot.contents import ObjectState, reachable
 
 _FEW = 8  # windows
 _SEEDS = 2**63  # torch.Generator takes seeds of 64 bits
-# The largest epoch whose order is written down, in 512 MiB and a few seconds on every rank. Beyond it both would
-# hold the training up.
-LARGEST_WRITTEN_ORDER = 2**27
+LARGEST_WRITTEN_ORDER = 2**27  # samples, which take 512 MiB and a few seconds on every rank
 
 
 class Order:
@@ -40,6 +39,11 @@ class Order:
     def begin(self, epoch: int, seed: int) -> Any:
         """Return the order that training begins an epoch with."""
         return self.draw(epoch, seed)
+
+    def pool(self, epoch: int, seed: int) -> Sequence[Any]:
+        """Return the indices that training may meet."""
+        pool: Sequence[Any] = self.draw(epoch, seed)
+        return pool
 
 
 class Sequential(Order):
@@ -64,15 +68,17 @@ class Shuffled(Order):
         self.size, self.seed, self.whole = size, seed, size if whole is None else whole
         self.draws_seed = seed is None  # it has no generator of its own
 
-    def draw(self, epoch: int, seed: int) -> Sequence[int] | torch.Tensor:
+    def draw(self, epoch: int, seed: int) -> Permutation | torch.Tensor:
         """Return the permutation of one epoch, at most four bytes a sample."""
-        seed = seed if self.seed is None else self.seed
-        if self.whole > LARGEST_WRITTEN_ORDER:
-            return Permutation(self.whole, seed=seed, epoch=epoch)
-        generator = torch.Generator()
-        generator.manual_seed((seed + epoch) % _SEEDS)
+        seed = ((seed if self.seed is None else self.seed) + epoch) % _SEEDS
         with uncounted():  # it lies on the host
-            return torch.randperm(self.whole, generator=generator, dtype=torch.int32)
+            if self.whole > LARGEST_WRITTEN_ORDER:
+                return Permutation(self.whole, seed=seed)
+            return torch.randperm(self.whole, generator=torch.Generator().manual_seed(seed), dtype=torch.int32)
+
+    def pool(self, epoch: int, seed: int) -> Sequence[int]:
+        """Return every index."""
+        return range(self.whole)
 
 
 class _UsersOrder(Order):
@@ -96,7 +102,7 @@ class _UsersOrder(Order):
             next(iterator, None)
         return found
 
-    def _read_all(self) -> list[Any]:
+    def _read_all(self, epoch: int, seed: int) -> list[Any]:
         raise NotImplementedError
 
     def _look(self, epoch: int, seed: int) -> list[Any]:
@@ -111,15 +117,15 @@ class _UsersOrder(Order):
             if callable(set_epoch := getattr(sampler, "set_epoch", None)):
                 set_epoch(epoch)
         with seeded(seed + epoch, epoch, *self._samplers):
-            return self._read_all()
+            return self._read_all(epoch, seed)
 
 
 class FromSampler(_UsersOrder):
-    """What a sampler of the user's own yields."""
+    """What a sampler of the user's own yields, shuffled if Lightning ``shuffles`` it."""
 
     def __init__(self, sampler: Iterable[Any], size: int, *, runs_out: bool = False, shuffles: bool = False) -> None:
         super().__init__(sampler, runs_out=runs_out)
-        self.sampler, self.size, self._shuffles = sampler, size, shuffles
+        self.size, self._shuffles = size, shuffles
 
     def draw(self, epoch: int, seed: int) -> Sequence[Any]:
         """Return the sampler's own order for one epoch."""
@@ -130,13 +136,21 @@ class FromSampler(_UsersOrder):
         self._drawn, self._key = self._read_epoch(epoch, seed), (epoch, seed)
         return self._drawn
 
-    def _read_epoch(self, epoch: int, seed: int) -> list[Any]:
-        found = super()._read_epoch(epoch, seed)
-        places = Shuffled(len(found)).draw(epoch, seed) if self._shuffles and found else range(len(found))
-        return [found[int(place)] for place in places]
+    def pool(self, epoch: int, seed: int) -> Sequence[Any]:
+        """Return the indices that a sampler of torch draws from, or those of the epoch."""
+        (sampler,) = self._samplers
+        if type(sampler) is RandomSampler:
+            return range(len(sampler.data_source))
+        if type(sampler) is WeightedRandomSampler:
+            weighted: list[int] = sampler.weights.nonzero().flatten().tolist()
+            return weighted
+        return self.draw(epoch, seed)
 
-    def _read_all(self) -> list[Any]:
-        return self._read(self.size)
+    def _read_all(self, epoch: int, seed: int) -> list[Any]:
+        found = self._read(self.size)
+        if not self._shuffles or not found:
+            return found
+        return [found[int(place)] for place in Shuffled(len(found)).draw(epoch, seed)[:]]
 
 
 class FromBatches(_UsersOrder):
@@ -163,7 +177,7 @@ class FromBatches(_UsersOrder):
             self._drawn = batches
         return self.draw(epoch, seed)
 
-    def _read_all(self) -> list[list[Any]]:
+    def _read_all(self, epoch: int, seed: int) -> list[list[Any]]:
         sampler = self._samplers[0]
         return [list(batch) for batch in self._read(len(sampler) if isinstance(sampler, Sized) else None)]
 
@@ -181,24 +195,20 @@ class Stream(Order):
 class WindowBatchSampler(Sampler[list[Any]]):
     """Yields the micro-batches of one rank, window after window.
 
-    Until an epoch is planned it yields nothing, so that data workers fetch nothing in vain.
+    Until an epoch is arranged it yields nothing, so that data workers fetch nothing in vain. The ``generator``, or the
+    global one, draws their seeds. If the user's own sampler ``draws`` a seed when it begins, this one does, so that
+    training draws the same numbers afterwards.
     """
 
     def __init__(
         self, order: Order, *, share: int, seed: int, generator: torch.Generator | None = None, draws: bool = False
     ) -> None:
-        self.order = order
+        self.order, self.seed, self.generator, self._draws = order, seed, generator, draws
         self.share = share  # this rank's place among the ranks that share the order
-        self.seed = seed
-        self.generator = generator  # of the seeds of data workers: the loader draws one for each iteration
         self.before: torch.Tensor | None = None  # where that generator was when the loop first iterated the loader
-        # Whether the user's own sampler draws a seed when it begins: then this one does, so that training draws the
-        # same numbers afterwards.
-        self._draws = draws
         self.epoch = 0
         self.plan: EpochPlan | None = None
         self.enabled = False
-        self._windows: dict[int, tuple[Chunk, ...]] = {}  # those that the loader has read last, which the loop asks for
 
     @property
     def sampler(self) -> "WindowBatchSampler":
@@ -210,9 +220,10 @@ class WindowBatchSampler(Sampler[list[Any]]):
         self.epoch = epoch
 
     def arrange(self, epoch: int, plan: EpochPlan, *, enabled: bool) -> None:
-        """Cut an epoch; the next iteration yields its micro-batches, if that is ``enabled``."""
+        """Cut an epoch; the next iteration yields its micro-batches if that is ``enabled``."""
         self.epoch, self.plan, self.enabled = epoch, plan, enabled
-        self._windows = {}
+        # The loop asks for the windows that the loader has read last.
+        self._window = lru_cache(maxsize=_FEW)(partial(plan.chunks, rank=self.share))
 
     def __len__(self) -> int:
         length = self.plan.length if self.plan else None
@@ -241,12 +252,7 @@ class WindowBatchSampler(Sampler[list[Any]]):
         """Return the ``index``-th micro-batch of the epoch on this rank."""
         assert self.plan is not None
         window, position = divmod(index, self.plan.factor)
-        chunks = self._windows.get(window)
-        if chunks is None:
-            if len(self._windows) >= _FEW:
-                self._windows.clear()
-            chunks = self._windows[window] = self.plan.chunks(window, self.share)
-        return chunks[position]
+        return self._window(window)[position]
 
     def _chunks(self, plan: EpochPlan) -> Iterator[list[Any]]:
         if self._draws:

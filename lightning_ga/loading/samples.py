@@ -111,6 +111,14 @@ def copied(sample: Any) -> Any:
     return copy.deepcopy(sample, {id(tensor): tensor.clone() for tensor in inner if _is_cloned(tensor)})
 
 
+def copied_if_possible(batch: Any) -> Any:
+    """Return a copy of a batch, or the batch if it cannot be copied: it may hold anything."""
+    try:
+        return copied(batch)
+    except Exception:
+        return batch
+
+
 def _is_cloned(tensor: torch.Tensor) -> bool:
     if tensor.is_nested or type(tensor) is not torch.Tensor:
         return tensor.is_nested

@@ -6,14 +6,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, RandomSampler, WeightedRandomSampler, default_collate
+from torch.utils.data import DataLoader, default_collate
 
 from lightning_ga.errors import UserError
 from lightning_ga.loading.largest_samples import ScanOrder
 from lightning_ga.loading.reader import LOOKED_AT, BatchSource, CollatedAgain, CollatedBatches
 from lightning_ga.loading.rebatch import read_loader, rebatch
 from lightning_ga.loading.recipe_batches import RecipeBatches, SourceSettings
-from lightning_ga.loading.sampler import FromBatches, FromSampler, Sequential, Shuffled, Stream, WindowBatchSampler
+from lightning_ga.loading.sampler import FromBatches, Sequential, Stream, WindowBatchSampler
 from lightning_ga.loading.samples import peekable, read_samples
 from lightning_ga.plan.accumulation import AccumulationPlan, in_groups, plan_accumulation
 from lightning_ga.plan.windows import Chunk, EpochPlan, EvenShares, FullChunks, GivenWindows, Windows, WithinBatches
@@ -222,17 +222,7 @@ class MicroBatchSource(TrainingSource):
         loader, order, total = self.recipe.loader, self.recipe.order, self.recipe.total(epoch)
         if isinstance(order, Stream):
             return ScanOrder(loader, None, order.size)
-        sampler = order.sampler if isinstance(order, FromSampler) else None
+        met = order.pool(epoch, self.sampler.seed)
         if isinstance(order, Sequential):
-            met: Sequence[Any] = range(order.size if total is None else total)
-        elif isinstance(order, Shuffled):
-            met = range(order.whole)
-        elif type(sampler) is RandomSampler:
-            met = range(len(sampler.data_source))
-        elif type(sampler) is WeightedRandomSampler:
-            met = sampler.weights.nonzero().flatten().tolist()
-        else:
-            assert isinstance(order, (FromSampler, FromBatches))
-            met = order.draw(epoch, self.sampler.seed)
-        together = met[:_TOGETHER] if isinstance(order, FromBatches) else None
-        return ScanOrder(loader, met, len(met), together)
+            met = met[:total]
+        return ScanOrder(loader, met, len(met), met[:_TOGETHER] if isinstance(order, FromBatches) else None)

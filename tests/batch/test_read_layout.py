@@ -14,10 +14,10 @@ from torch.nn.utils.rnn import pack_sequence, pad_sequence
 from torch.utils.data import default_collate
 
 from lightning_ga.batch import pytree as structures
-from lightning_ga.batch.layout import LayoutError, SampleAxis, SampleCount, Slice
+from lightning_ga.batch.layout import LayoutError, SampleAxis, SampleCount
 from lightning_ga.batch.pytree import register_splitter
 from lightning_ga.batch.read_layout import read_layout, read_ready_made
-from lightning_ga.batch.split import cut
+from lightning_ga.batch.split import slices_of
 
 Pair = namedtuple("Pair", "inputs labels")
 Collate = Callable[[list[Any]], Any]
@@ -105,7 +105,7 @@ def test_a_batch_that_happens_to_be_as_long_as_something_shared_is_counted_right
         5,
         1,
     ]
-    part = cut({"x": torch.zeros(8, 5, 2), "weights": torch.ones(8)}, layout, Slice(0, 2, {0: 8}))
+    part = slices_of({"x": torch.zeros(8, 5, 2), "weights": torch.ones(8)}, layout).take(0, 2)
     assert (len(part["x"]), len(part["weights"])) == (2, 8)
 
 
@@ -123,7 +123,7 @@ def test_sequences_with_time_first_are_cut_by_sample() -> None:
     }
     batch = collate(RAGGED * 2)
     assert layout.samples(batch) == 6
-    assert torch.equal(cut(batch, layout, Slice(1, 3, {0: 6}))["x"], batch["x"][:, 1:3])
+    assert torch.equal(slices_of(batch, layout).take(1, 3)["x"], batch["x"][:, 1:3])
 
 
 def test_several_crops_of_each_sample_stay_with_it() -> None:
@@ -132,7 +132,7 @@ def test_several_crops_of_each_sample_stay_with_it() -> None:
     assert dict(crops.roles) == {"batch": SampleAxis(0, per=4)}
     batch = torch.arange(20)
     assert crops.samples(batch) == 5
-    assert cut(batch, crops, Slice(1, 3, {0: 5})).tolist() == list(range(4, 12))
+    assert slices_of(batch, crops).take(1, 3).tolist() == list(range(4, 12))
     with pytest.raises(LayoutError, match=r"batch is of another kind .*\(now Tensor and the shape \(21,\)"):
         crops.samples(torch.zeros(21))
 
@@ -143,7 +143,7 @@ def test_a_number_that_counts_the_samples_is_cut_with_them(wrap: Callable[[int],
     layout = read_layout(Known(SAMPLES, lambda batch: [xs(batch), wrap(len(batch))]))
     assert layout.roles["batch[1]"] == SampleCount()
     batch = [torch.zeros(8, 5, 2), wrap(8)]
-    ours = cut(batch, layout, Slice(2, 5, layout.sizes(batch)))[1]
+    ours = slices_of(batch, layout).take(2, 5)[1]
     assert (type(ours), ours) == (type(wrap(3)), 3)
 
 
@@ -277,7 +277,7 @@ def test_graphs_of_torch_geometric_are_cut_without_being_registered() -> None:
     layout = read_layout(Known(RAGGED, lambda batch: Molecules([each["x"] for each in batch])))
     assert dict(layout.roles) == {"batch": SampleAxis(0)}
     batch = Molecules([each["x"] for each in RAGGED])
-    ours = cut(batch, layout, Slice(1, 3, layout.sizes(batch)))
+    ours = slices_of(batch, layout).take(1, 3)
     assert type(ours) is Molecules
     assert [len(graph) for graph in ours.graphs] == [3, 4]
 
@@ -373,7 +373,7 @@ def test_a_part_that_may_be_missing_is_cut_where_it_is_there() -> None:
     layout = read_layout(Known([masked[0], SAMPLES[1]], collate))
     assert layout.roles["batch['mask']"] == SampleAxis(0)
     assert [layout.samples(collate(samples * 3)) for samples in (SAMPLES, masked)] == [6, 6]
-    assert cut(collate(SAMPLES), layout, Slice(0, 1, {0: 2}))["mask"] is None
+    assert slices_of(collate(SAMPLES), layout).take(0, 1)["mask"] is None
     without = read_layout(Known(SAMPLES, collate))
     with pytest.raises(
         LayoutError, match=r"batch\['mask'\] is of another kind than in the batches .* \(now Tensor and"
@@ -423,7 +423,7 @@ def test_sorted_collate_functions_are_read() -> None:
     layout = read_layout(Known(RAGGED, collate))
     assert set(layout.roles.values()) == {"fields", SampleAxis(0)}
     batch = collate(RAGGED)
-    assert cut(batch, layout, Slice(1, 3, {0: 3}))[1].tolist() == [3, 2]
+    assert slices_of(batch, layout).take(1, 3)[1].tolist() == [3, 2]
     with pytest.raises(LayoutError, match=r"batch\[1\] depends on where"):
         read(lambda batch: (xs(batch), torch.tensor([len(s["x"]) for s in batch]).argsort(stable=True)))
 
@@ -435,7 +435,7 @@ def test_batches_of_two_loaders_are_counted_by_what_they_have_in_common() -> Non
     batch = [torch.arange(8), torch.arange(24)]
     assert (layout.sizes(batch), layout.samples(batch)) == ({0: 8, 1: 24}, 8)
     assert layout.samples([torch.zeros(8), torch.zeros(12)]) == 4
-    ours = cut(batch, layout, Slice(1, 3, layout.sizes(batch)))
+    ours = slices_of(batch, layout).take(1, 3)
     assert [part.tolist() for part in ours] == [[1, 2], [3, 4, 5, 6, 7, 8]]
     assert layout.samples([torch.zeros(8), None]) == 8  # a loader that has come to its end
     with pytest.raises(LayoutError, match="nothing in it grows"):
@@ -454,7 +454,7 @@ def test_numbers_of_two_loaders_are_cut_each_in_its_proportion() -> None:
     """A count belongs to the loader that it grows with."""
     layout = read_layout(Known(SAMPLES, lambda batch: [xs(batch), len(batch)], lambda batch: [ys(batch), len(batch)]))
     batch = [[torch.zeros(4), 4], [torch.zeros(8), 8]]
-    ours = cut(batch, layout, Slice(0, 3, layout.sizes(batch)))
+    ours = slices_of(batch, layout).take(0, 3)
     assert [numbers for _, numbers in ours] == [3, 6]
 
 

@@ -17,10 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
 
-from lightning_ga.batch.layout import Layout, LayoutError, Slice
+from lightning_ga.batch.layout import Layout, LayoutError
 from lightning_ga.batch.pytree import open_container
 from lightning_ga.batch.read_layout import read_layout, read_ready_made
-from lightning_ga.batch.split import cut
+from lightning_ga.batch.split import slices_of
 
 Pair = namedtuple("Pair", "one two")
 ABSENT = object()
@@ -450,10 +450,10 @@ def slices(draw: Callable[..., Any], number: int) -> tuple[int, int]:
     return start, draw(st.integers(start + 1, number), label="stop")
 
 
-def assert_cut(layout: Layout, batch: Any, part: Slice, expected: Any) -> None:
+def assert_cut(layout: Layout, batch: Any, part: tuple[int, int], expected: Any) -> None:
     """Assert that the cut gives what the leaves say, if it does not refuse."""
     try:
-        ours = cut(batch, layout, part)
+        ours = slices_of(batch, layout).take(*part)
     except LayoutError:
         return
     assert same(ours, expected), f"{batch=} was cut to {ours}, not {expected}, by {dict(layout.roles)}"
@@ -480,11 +480,11 @@ def test_any_batch_is_cut_rightly_or_refused(
     batch = collate(samples)
     try:
         layout = read_layout(Known(kinds, collate))
-        found, sizes = layout.samples(batch), layout.sizes(batch)
+        found = layout.samples(batch)
     except LayoutError:
         return
     if found == len(samples):  # the loader knows how many it fetched
-        assert_cut(layout, batch, Slice(start, stop, sizes), collate.part(samples, start, stop))
+        assert_cut(layout, batch, (start, stop), collate.part(samples, start, stop))
 
 
 @settings(deadline=None, max_examples=EXAMPLES)
@@ -497,7 +497,7 @@ def test_usual_batches_are_not_refused(
     start, stop = slices(data.draw, len(samples))
     batch, layout = collate(samples), read_layout(Known(kinds, collate))
     assert layout.samples(batch) == len(samples)
-    ours = cut(batch, layout, Slice(start, stop, layout.sizes(batch)))
+    ours = slices_of(batch, layout).take(start, stop)
     assert same(ours, collate.part(samples, start, stop))
 
 
@@ -523,7 +523,7 @@ def test_batches_of_two_loaders_are_cut_in_proportion_or_refused(
         collate.part(samples, *(edge * (len(samples) // found) for edge in (start, stop)))
         for collate, samples in zip((one, two), both)
     ]
-    assert_cut(layout, batch, Slice(start, stop, sizes), expected)
+    assert_cut(layout, batch, (start, stop), expected)
 
 
 def assert_ready_made(collate: Collate, every: list[list[Sample]], draw: Callable[..., Any]) -> None:
@@ -535,8 +535,7 @@ def assert_ready_made(collate: Collate, every: list[list[Sample]], draw: Callabl
         batch, (start, stop) = collate(samples), slices(draw, len(samples))
         found = layout.samples(batch)
         assert found == len(samples), f"{found} samples instead of {len(samples)} in {batch}"
-        part = Slice(start, stop, layout.sizes(batch))
-        assert_cut(layout, batch, part, collate.part(samples, start, stop))
+        assert_cut(layout, batch, (start, stop), collate.part(samples, start, stop))
 
 
 @settings(deadline=None, max_examples=EXAMPLES)

@@ -162,7 +162,7 @@ def armed(loader: DataLoader[Any], *, size: int = 4, limit: int = 2, total: int 
     if isinstance(order, FromBatches):
         order.batches(0, 1)
     cut = WindowBatchSampler(order, share=0, seed=1)
-    cut.plan, cut.enabled = EpochPlan(RegularWindows(total, size), limit, -(-size // limit), 1), True
+    cut.arrange(0, EpochPlan(RegularWindows(total, size), limit, -(-size // limit), 1), enabled=True)
     return cut
 
 
@@ -416,7 +416,7 @@ def test_looking_at_samples_uses_up_no_random_numbers(shuffle: bool) -> None:
     assert torch.equal(torch.get_rng_state(), before)
     order = read_loader(loader, world_size=1).order
     cut = WindowBatchSampler(order, share=0, seed=1, draws=order.draws_seed)
-    cut.plan, cut.enabled = EpochPlan(RegularWindows(SIZE, 4), 2, 2, 1), True
+    cut.arrange(0, EpochPlan(RegularWindows(SIZE, 4), 2, 2, 1), enabled=True)
     with torch.random.fork_rng():
         assert len(list(rebatch(loader, cut))) == 6
         assert torch.equal(torch.get_rng_state(), after)

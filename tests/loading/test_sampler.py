@@ -200,11 +200,8 @@ def test_full_windows_are_those_of_torchs_distributed_sampler(world_size: int, s
     ours: list[list[int]] = [[] for _ in range(full)]
     for rank in range(world_size):
         cut = WindowBatchSampler(recipe.order, share=rank, seed=0)
-        cut.set_epoch(epoch)
-        cut.plan, cut.enabled = (
-            EpochPlan(RegularWindows(recipe.order.size, per_rank * world_size), 2, 3, world_size),
-            True,
-        )
+        plan = EpochPlan(RegularWindows(recipe.order.size, per_rank * world_size), 2, 3, world_size)
+        cut.arrange(epoch, plan, enabled=True)
         for index, indices in enumerate(cut):
             chunk = cut.chunk(index)
             if chunk.window < full:
@@ -222,8 +219,7 @@ def test_every_sample_of_an_epoch_comes_once(total: int, size: int, limit: int, 
     seen: list[int] = []
     for rank in range(world_size):
         cut = WindowBatchSampler(Shuffled(total), share=rank, seed=3)
-        cut.set_epoch(epoch)
-        cut.plan, cut.enabled = EpochPlan(RegularWindows(total, size), limit, factor, world_size), True
+        cut.arrange(epoch, EpochPlan(RegularWindows(total, size), limit, factor, world_size), enabled=True)
         batches = list(cut)
         assert len(batches) == len(cut)
         for index, indices in enumerate(batches):
@@ -239,12 +235,13 @@ def test_a_sampler_yields_nothing_until_it_is_armed() -> None:
     cut = WindowBatchSampler(Sequential(10), share=0, seed=1)
     with pytest.raises(TypeError, match="no len"):
         len(cut)
-    cut.plan = EpochPlan(RegularWindows(10, 4), 2, 2, 1)
+    plan = EpochPlan(RegularWindows(10, 4), 2, 2, 1)
+    cut.arrange(0, plan, enabled=False)
     assert (len(cut), list(cut)) == (5, [])
-    cut.enabled = True
+    cut.arrange(0, plan, enabled=True)
     assert list(cut) == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
     stream = WindowBatchSampler(Stream(None), share=0, seed=1)
-    stream.plan, stream.enabled = EpochPlan(RegularWindows(None, 4), 3, 2, 1), True
+    stream.arrange(0, EpochPlan(RegularWindows(None, 4), 3, 2, 1), enabled=True)
     with pytest.raises(TypeError, match="unknown length"):
         len(stream)
     batches = iter(stream)
@@ -269,7 +266,7 @@ def test_seeds_of_data_workers_are_drawn_once_for_each_iteration(own: bool) -> N
         again = cut.take_seed_back()
         assert seed(again) == first
         assert cut.take_seed_back() is None
-        cut.plan, cut.enabled = EpochPlan(RegularWindows(4, 4), 2, 2, 1), True
+        cut.arrange(0, EpochPlan(RegularWindows(4, 4), 2, 2, 1), enabled=True)
         assert list(cut) == [[0, 1], [2, 3]]
         assert cut.take_seed_back() is None
 
@@ -284,7 +281,7 @@ def test_only_an_order_without_a_generator_of_its_own_draws_a_seed() -> None:
         after = torch.get_rng_state()
         torch.manual_seed(0)
         cut = WindowBatchSampler(Shuffled(4), share=0, seed=1, draws=True)
-        cut.plan, cut.enabled = EpochPlan(RegularWindows(4, 4), 2, 2, 1), True
+        cut.arrange(0, EpochPlan(RegularWindows(4, 4), 2, 2, 1), enabled=True)
         list(cut)
         assert torch.equal(torch.get_rng_state(), after)
 
@@ -293,7 +290,7 @@ def test_the_samples_of_a_micro_batch_are_found_once_more() -> None:
     """Whatever has been iterated; of a stand-in too."""
     for share in range(2):
         cut = WindowBatchSampler(Shuffled(7), share=share, seed=1)
-        cut.plan, cut.enabled = EpochPlan(RegularWindows(7, 4), 1, 2, 2), True
+        cut.arrange(0, EpochPlan(RegularWindows(7, 4), 1, 2, 2), enabled=True)
         assert [cut.indices(index) for index in range(len(cut))] == list(cut)
 
 

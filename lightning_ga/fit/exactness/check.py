@@ -13,10 +13,11 @@ from torch.utils.data import DataLoader
 from lightning_ga.batch.counters import Kind, fitting_counter, is_uneven, kinds_of
 from lightning_ga.batch.layout import LayoutError
 from lightning_ga.batch.pytree import same_values
+from lightning_ga.batch.split import BatchSlices
 from lightning_ga.compat import trial_steps
 from lightning_ga.fit.exactness.differences import Differences, compare, distance, judge, norm
 from lightning_ga.fit.exactness.passes import Passes, PassRunner, named_state
-from lightning_ga.loading.reader import BatchReader, BatchSlices
+from lightning_ga.loading.reader import BatchReader
 from lightning_ga.loading.samples import collate_samples
 from lightning_ga.loading.streams import length_of
 from lightning_ga.loading.training_source import TrainingSource

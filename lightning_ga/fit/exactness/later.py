@@ -9,6 +9,7 @@ from collections import Counter
 from typing import Any
 
 from lightning_ga.batch.counters import Kind, kinds_of
+from lightning_ga.batch.split import BatchSlices
 from lightning_ga.compat import agreement, loops
 from lightning_ga.fit.engine import Engine
 from lightning_ga.fit.exactness.arithmetic import rounding
@@ -17,7 +18,6 @@ from lightning_ga.fit.exactness.passes import state_sums, traceless_passes
 from lightning_ga.fit.exactness.training import Remeasured, is_inexact
 from lightning_ga.fit.parts import Part
 from lightning_ga.fit.training_data import TrainingData
-from lightning_ga.loading.reader import BatchSlices
 from lightning_ga.memory.oom import attempt, is_out_of_memory
 from lightning_ga.plan.exactness import LEFT_OUT, Exactness
 from lightning_ga.snapshot.checksums import differ

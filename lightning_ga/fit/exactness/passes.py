@@ -14,7 +14,7 @@ from lightning_ga.compat.transfer import BatchTransfer
 from lightning_ga.compat.trial_steps import PassPlace, run_pass
 from lightning_ga.fit.exactness.arithmetic import WithoutDropout, exact_arithmetic, stop_dropping
 from lightning_ga.fit.exactness.differences import Gradient
-from lightning_ga.loading.samples import copied
+from lightning_ga.loading.samples import copied_if_possible
 from lightning_ga.memory.live_tensors import uncounted
 from lightning_ga.probe.isolation import isolated
 from lightning_ga.snapshot.checksums import checksums, differ
@@ -61,7 +61,7 @@ class PassRunner:
     def on_device(self, batch: Any) -> Any:
         """Return a batch as its transfer to the device leaves it."""
         self._begin(seed=1)
-        return self.transfer.moved(_copy_if_possible(batch))
+        return self.transfer.moved(copied_if_possible(batch))
 
     def run(
         self,
@@ -102,7 +102,7 @@ class PassRunner:
                 weight=weights[index] if weights else 1.0,
                 ahead=ahead,
             )
-            batch = _copy_if_possible(batch)
+            batch = copied_if_possible(batch)
             there = batch if on_device else self.transfer.moved(batch)
             run_pass(self.trainer, there, place, observe=lambda: states.append(state_sums(module)))
             if weights:
@@ -124,14 +124,6 @@ class PassRunner:
         if self._begins:  # copies of a weight (averages) move apart from it
             _move(p for p in self.trainer.lightning_module.parameters() if p.requires_grad)
         reseed(seed, generators_of(self.trainer.lightning_module))
-
-
-def _copy_if_possible(batch: Any) -> Any:
-    """Return a copy if the batch can be copied: a step may change its batch in place."""
-    try:
-        return copied(batch)
-    except Exception:  # a batch may hold anything
-        return batch
 
 
 def named_state(module: torch.nn.Module) -> dict[str, torch.Tensor]:
