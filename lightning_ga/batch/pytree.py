@@ -185,6 +185,8 @@ def same_values(one: Any, other: Any) -> bool:
     try:
         if isinstance(one, torch.Tensor):
             return _same_tensors(one, other)
+        if find_splitter(one) is _OF_GRAPHS and hasattr(one, "to_dict"):  # equal only to themselves
+            return same_values(one.to_dict(), other.to_dict())
         if is_array(one):
             return bool(one.shape == other.shape) and _same_tensors(torch.as_tensor(one), torch.as_tensor(other))
         if isinstance(one, float):
