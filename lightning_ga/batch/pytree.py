@@ -185,8 +185,6 @@ def same_values(one: Any, other: Any) -> bool:
     try:
         if isinstance(one, torch.Tensor):
             return _same_tensors(one, other)
-        if find_splitter(one) is _OF_GRAPHS and hasattr(one, "to_dict"):  # equal only to themselves
-            return same_values(one.to_dict(), other.to_dict())
         if is_array(one):
             return bool(one.shape == other.shape) and _same_tensors(torch.as_tensor(one), torch.as_tensor(other))
         if isinstance(one, float):
@@ -195,10 +193,10 @@ def same_values(one: Any, other: Any) -> bool:
         if mine is not None and theirs is not None:
             pairs = list(zip(mine, theirs))
             return len(mine) == len(theirs) and all(a == b and same_values(x, y) for (a, x), (b, y) in pairs)
-        if type(one).__eq__ is object.__eq__:  # type: ignore[comparison-overlap]
-            held = object.__getstate__(one)  # with what __slots__ name
-            return held is not None and same_values(held, object.__getstate__(other))
-        return bool(one == other)
+        if isinstance(one, _CONSTANTS) or one == other:
+            return bool(one == other)
+        held = object.__getstate__(one)  # with what __slots__ name; many objects are equal only to themselves
+        return held is not None and same_values(held, object.__getstate__(other))
     except Exception:  # arrays of objects; the == of a user's type may raise anything
         return hasattr(one, "tolist") and str(one.tolist()) == str(other.tolist())
 

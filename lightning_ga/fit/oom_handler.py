@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 from lightning_ga.compat import closures, loops, transfer
+from lightning_ga.errors import UserError
 from lightning_ga.fit.engine import Engine
 from lightning_ga.fit.evaluation import EvaluationBatches, evaluate
 from lightning_ga.fit.messages import OomReporter, in_a_hook, in_the_update
@@ -50,7 +51,7 @@ class OomHandler:
     def explain(self, error: BaseException) -> None:
         """Add a note to an out-of-memory error that nothing could be done about: where it was, and the way out."""
         self.engine.reporter.tell()
-        if is_out_of_memory(error) and self._retries and self.window is not None:
+        if self._retries and self.window is not None and not isinstance(error, UserError) and is_out_of_memory(error):
             note = in_the_update if self.window.is_updating else in_a_hook
             error.add_note(note(self.engine.memory()))
 

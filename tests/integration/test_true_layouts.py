@@ -277,9 +277,6 @@ class GraphBatch:
     def to(self, device: Any, **_: Any) -> "GraphBatch":
         return self
 
-    def to_dict(self) -> dict[str, Any]:
-        return dict(vars(self))
-
     def __eq__(self, other: object) -> bool:  # as a FeatureStore
         return self is other
 
