@@ -191,10 +191,10 @@ def same_values(one: Any, other: Any) -> bool:
         if mine is not None and theirs is not None:
             pairs = list(zip(mine, theirs))
             return len(mine) == len(theirs) and all(a == b and same_values(x, y) for (a, x), (b, y) in pairs)
-        if type(one).__eq__ is object.__eq__:  # type: ignore[comparison-overlap]
-            held = object.__getstate__(one)  # with what __slots__ name
-            return held is not None and same_values(held, object.__getstate__(other))
-        return bool(one == other)
+        if isinstance(one, _CONSTANTS) or one == other:
+            return bool(one == other)
+        held = object.__getstate__(one)  # with what __slots__ name; many objects are equal only to themselves
+        return held is not None and same_values(held, object.__getstate__(other))
     except Exception:  # arrays of objects; the == of a user's type may raise anything
         return hasattr(one, "tolist") and str(one.tolist()) == str(other.tolist())
 

@@ -1,10 +1,15 @@
 """Numbers that all ranks agree on, and a count of their collectives: the user's own communication shows in it."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+
+_OWN: "WeakKeyDictionary[Any, Any]" = WeakKeyDictionary()  # by the default process group, one of this rank alone
 
 
 def shared_seed(trainer: Any) -> int:
@@ -43,6 +48,26 @@ def is_distributed(trainer: Any) -> bool:
 def is_sharded(trainer: Any) -> bool:
     """Return whether each rank holds only a part of the model, so that no rank can run a step, or fail, alone."""
     return any(base.__name__ in ("FSDPStrategy", "ModelParallelStrategy") for base in type(trainer.strategy).__mro__)
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Return a context in which this rank is a world of its own, so that what it runs by itself waits for no other.
+
+    Collectives without a group of the user's own take the default one (``distributed_c10d.py`` of torch 2.15).
+    """
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        yield
+        return
+    world: Any = dist.distributed_c10d._world
+    group = world.default_pg
+    if group not in _OWN:
+        _OWN[group] = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    world.default_pg = _OWN[group]
+    try:
+        yield
+    finally:
+        world.default_pg = group
 
 
 def collectives_run() -> int:

@@ -143,6 +143,20 @@ def stopping_only_unless(trainer: Any, holds: Callable[[], bool]) -> Iterator[No
             loop.__class__ = cls
 
 
+def followed_by_step(trainer: Any) -> Iterator[tuple[str, str]]:
+    """Yield who decides by a value, and by which one, that ``training_step`` has logged by step alone.
+
+    The values are ``_ResultMetric`` of ``trainer/connectors/logger_connector/result.py``.
+    """
+    metas = [value.meta for value in trainer.fit_loop.epoch_loop._results.values()]
+    names = {meta.name for meta in metas if meta.on_step and not meta.on_epoch}
+    names |= {f"{meta.name}_step" for meta in metas if meta.on_step and meta.on_epoch}
+    plateaus = [config for config in trainer.lr_scheduler_configs if config.reduce_on_plateau]
+    followers = [(config.scheduler, config.monitor) for config in plateaus]
+    followers += [(callback, getattr(callback, "monitor", None)) for callback in trainer.callbacks]
+    yield from ((type(each).__name__, monitor) for each, monitor in followers if monitor in names)
+
+
 def plateaus_by_step(trainer: Any) -> list[str]:
     """Return the names of schedules by step that follow a monitored value."""
     configs = [each for each in trainer.lr_scheduler_configs if each.interval == "step" and each.reduce_on_plateau]

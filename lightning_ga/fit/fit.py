@@ -12,9 +12,10 @@ from lightning_ga.compat import checkpoint as loop_state
 from lightning_ga.compat import dataloaders, intervals, loops
 from lightning_ga.errors import ExactnessWarning, UserError
 from lightning_ga.fit import checks
+from lightning_ga.fit.by_batch import ByBatch
 from lightning_ga.fit.epochs import PlannedEpoch, optimizer_steps, plan_epoch
 from lightning_ga.fit.exactness.later import LaterChecks
-from lightning_ga.fit.exactness.training import TrainingExactness
+from lightning_ga.fit.exactness.training import TrainingExactness, is_inexact
 from lightning_ga.fit.limit import TrainingLimit
 from lightning_ga.fit.messages import OomReporter
 from lightning_ga.fit.oom_handler import OomHandler
@@ -59,6 +60,7 @@ class Fit:
         self.oom_handler = OomHandler(trainer, retries=options.on_oom == "split", reporter=reporter, data=self._data)
         self._engine = self.oom_handler.engine
         self._later = LaterChecks(trainer, self._engine, self._data, wanted=options.verify)
+        self._by_batch = ByBatch(trainer)
         self._limit = TrainingLimit(trainer, request, options, self._engine)
         self._held = ExitStack()
         self._held.enter_context(dataloaders.intercepted_loaders(trainer, cut=self.cut, around=self.set_up_data))
@@ -149,6 +151,8 @@ class Fit:
         self._data.note(index, expected)
         if self._later.are_made:
             self._later.look(batch, accumulates=self._accumulates)
+        if not source.cut_in_step:
+            self._by_batch.look()
         if self._frequencies:
             intervals.step_schedulers_when_due(self.trainer, self._frequencies, chunk.window)
 
@@ -177,6 +181,8 @@ class Fit:
         self._tell_of_errors()
         if self._later.are_made:
             self.exactness.learn_from_ranks()
+        if not self.source.cut_in_step:
+            self._by_batch.check_monitors()
         checks.check_factor(self.trainer, self._fed.factor)
         done, planned = loops.batches_processed(self.trainer), self.source.length
         if planned is None or done >= planned or not dataloaders.ran_out(self.trainer):
@@ -352,12 +358,25 @@ class Fit:
                 "Several data workers read an iterable dataset in turn, a micro-batch each, so windows hold other "
                 "samples than batches of the whole size would: use num_workers=1 for the same windows."
             )
+        found += [] if found else self._of_joined_batches()
         for name, length in intervals.wrong_horizons(self.trainer, steps) if steps else []:
             found.append(
                 f"{name} ends after {length} steps and training takes {steps}: make it with "
                 "lightning_ga.optimizer_steps(self.trainer)."
             )
         return found
+
+    def _of_joined_batches(self) -> list[str]:
+        """Return the sentence on batches of the recipe that are one pass here, if that gives another gradient."""
+        verdict, joined = self.exactness.training, self._fed.micro_batch_size
+        alone = self.source.recipe.largest_batch(self._progress.position.epoch)
+        is_told = verdict is not None and verdict.cause == "batch_norm" and self.options.batch_norm != "warn"
+        if self.source.cut_in_step or joined <= alone or is_told or not is_inexact(verdict):
+            return []
+        return [
+            f"Up to {joined} samples are in one pass here, and {alone} in one of the recipe's, which gives another "
+            f"gradient: {str(verdict).removesuffix('.')}. micro_batch_size={alone} keeps the recipe's passes."
+        ]
 
     def summary(self) -> str:
         """Return plan and probe in one line."""

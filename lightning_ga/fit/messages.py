@@ -153,6 +153,15 @@ def in_the_update(memory: str) -> str:
     )
 
 
+def in_a_hook(memory: str) -> str:
+    """Return the note for memory that ran out outside of the passes that a retry undoes."""
+    return (
+        f"Memory ran out outside of the forward and backward passes ({memory}), in a hook such as on_train_batch_start "
+        "or on_train_batch_end, which is not run again, as it may have done a part of its work. Resume from the last "
+        "checkpoint, and leave the hook more memory: a lower memory_budget or max_micro_batch_size."
+    )
+
+
 def fewer_samples_than_ranks(pieces: int, samples: int) -> RankError:
     """Return the error for a rank with too few samples to run the pieces in which the others wait for it."""
     return RankError(

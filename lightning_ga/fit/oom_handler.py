@@ -6,9 +6,10 @@ from functools import partial
 from typing import Any
 
 from lightning_ga.compat import closures, loops, transfer
+from lightning_ga.errors import UserError
 from lightning_ga.fit.engine import Engine
 from lightning_ga.fit.evaluation import EvaluationBatches, evaluate
-from lightning_ga.fit.messages import OomReporter, in_the_update
+from lightning_ga.fit.messages import OomReporter, in_a_hook, in_the_update
 from lightning_ga.fit.training_data import TrainingData
 from lightning_ga.fit.window import TrainingWindow
 from lightning_ga.fit.window_gradients import WindowGradients
@@ -50,8 +51,9 @@ class OomHandler:
     def explain(self, error: BaseException) -> None:
         """Add a note to an out-of-memory error that nothing could be done about: where it was, and the way out."""
         self.engine.reporter.tell()
-        if is_out_of_memory(error) and self.window is not None and self.window.is_updating:
-            error.add_note(in_the_update(self.engine.memory()))
+        if self._retries and self.window is not None and not isinstance(error, UserError) and is_out_of_memory(error):
+            note = in_the_update if self.window.is_updating else in_a_hook
+            error.add_note(note(self.engine.memory()))
 
     def stop_training(self) -> None:
         """Give the training loop its own ways back."""

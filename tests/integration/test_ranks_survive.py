@@ -257,6 +257,14 @@ def test_what_one_rank_finds_while_it_trains_is_told_by_the_first(tmp_path: Path
         assert not second["told"]
 
 
+@pytest.mark.parametrize("mode", [LOADER, STEP], ids=["loader", "step"])
+def test_a_rank_that_measures_alone_asks_no_other(mode: Any, tmp_path: Path) -> None:
+    """Hooks of batches may wait for all ranks, and after an error one measures its batch again."""
+    fits = scenario((1, (0, 1, "backward", 1)), accumulate={**mode, "verify": True})
+    scenarios = {"gathers": {**fits, "task": {"parts": ["gathers after batches"]}}}
+    check(scenarios, run(tmp_path, scenarios, 2))
+
+
 def test_half_precision_parameters(tmp_path: Path) -> None:
     """Sums in float32 on ranks that run pieces and on those that do not; one micro-batch a window, and several."""
     whole = {"effective_batch_size": 24, "micro_batch_size": 12}

@@ -109,6 +109,24 @@ def test_an_update_is_never_run_twice(name: str) -> None:
                 assert any(torch.equal(now, each) for each in either), at
 
 
+@pytest.mark.parametrize("hook", ["on_before_batch_transfer", "on_train_batch_start", "on_train_batch_end"])
+def test_a_hook_outside_of_the_passes_is_not_run_again(hook: str) -> None:
+    """The error is PyTorch's, and its note says what to do."""
+    module, data = Regression(), DataLoader(Samples(37), batch_size=8)
+    usual, calls = getattr(module, hook), []
+
+    def fails(*arguments: Any) -> Any:
+        calls.append(arguments)
+        if module.trainer.global_step == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return usual(*arguments)
+
+    setattr(module, hook, fails)
+    error = _error_of(lambda: fit(data, AutoAccumulate(), module=module))
+    assert module.trainer.global_step == 2
+    assert [note for note in error.__notes__ if "outside of the forward and backward passes" in note]
+
+
 class Sharpness(torch.optim.Optimizer):
     """SAM: the gradient is that of weights a little further up."""
 

@@ -277,6 +277,11 @@ class GraphBatch:
     def to(self, device: Any, **_: Any) -> "GraphBatch":
         return self
 
+    def __eq__(self, other: object) -> bool:  # as a FeatureStore
+        return self is other
+
+    __hash__ = object.__hash__
+
 
 def graphs(count: int) -> list[Graph]:
     """Rings of three to seven nodes; the numbers of nodes and of graphs may coincide."""

@@ -31,7 +31,7 @@ class Task(pl.LightningModule):
         parts: Of ``unused`` (a layer that no sample uses, and one that some do), ``sparse`` (an embedding with sparse
             gradients), ``buffers`` (BatchNorm, without a say in the loss, and a counter), ``twice`` (a layer whose
             gradients a backward pass adds to twice), ``late`` (a term of the last rank that couples samples after some
-            steps).
+            steps), ``gathers after batches`` (a hook that asks other ranks, as those that log do).
         faults: Epoch, index of the batch, phase (``forward``, ``backward`` or ``late``) and how often.
         most: Samples above which validation runs out of memory.
         gathers: Whether a step asks other ranks for their loss.
@@ -121,6 +121,8 @@ class Task(pl.LightningModule):
         self.after_backward[self.global_step] = next(self.parameters()).grad.clone()
 
     def on_train_batch_end(self, *_: Any) -> None:
+        if "gathers after batches" in self.parts:
+            self.all_gather(torch.ones(()))
         self.logged.append({k: float(v) for k, v in self.trainer._results.metrics(on_step=True)["callback"].items()})
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:

@@ -1,7 +1,7 @@
 """Run micro-batches one after the other as training would, and keep their gradients and what they changed."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +9,7 @@ import torch
 from torch.nn.modules.batchnorm import _NormBase
 from torchmetrics import Metric
 
-from lightning_ga.compat import gradient_dtype
+from lightning_ga.compat import agreement, gradient_dtype
 from lightning_ga.compat.transfer import BatchTransfer
 from lightning_ga.compat.trial_steps import PassPlace, run_pass
 from lightning_ga.fit.exactness.arithmetic import WithoutDropout, exact_arithmetic, stop_dropping
@@ -41,7 +41,10 @@ class Passes:
 @contextmanager
 def traceless_passes(trainer: Any, *, plain: bool, begins: bool = True) -> Iterator["PassRunner"]:
     """Return a context in which passes run without dropout, and with exact arithmetic; all state is restored."""
-    with isolated(trainer, begins=begins) as restore, exact_arithmetic(trainer, plain=plain), WithoutDropout():
+    with ExitStack() as stack:
+        restore = stack.enter_context(isolated(trainer, begins=begins))
+        for context in (exact_arithmetic(trainer, plain=plain), WithoutDropout(), agreement.alone()):
+            stack.enter_context(context)
         yield PassRunner(trainer, restore, begins=begins)
 
 
