@@ -25,7 +25,7 @@ from lightning_ga.snapshot.copies import versions
 
 
 @contextmanager
-def in_chunks(module: Module, *, chunk: int, dim: int = 0, keep: int = 1) -> Iterator[None]:
+def in_chunks(module: Module, *, chunk: int, dim: int = 0, keep: int = 0) -> Iterator[None]:
     """Run a module's forward pass over its batch in chunks, each recomputed in the backward pass.
 
     The gradient is that of the whole batch, whatever the loss does with the outputs; the module itself has to treat
@@ -38,7 +38,7 @@ def in_chunks(module: Module, *, chunk: int, dim: int = 0, keep: int = 1) -> Ite
             depth of lists, tuples, dictionaries and dataclasses; all else is passed on whole.
         chunk: The most samples of a chunk (or tokens, with ``dim=1``). Chunks differ by one sample at most.
         dim: The axis along which inputs are cut and outputs are joined.
-        keep: How many chunks, the last ones, keep their activations instead: that saves time and costs their memory.
+        keep: How many chunks of each call, the last ones, keep their activations instead: less time, more memory.
 
     Raises:
         UserError: If an output has no entry for each sample, or if a forward pass changes a buffer.
@@ -58,7 +58,7 @@ def in_chunks(module: Module, *, chunk: int, dim: int = 0, keep: int = 1) -> Ite
 class ChunkedForward:
     """The forward passes of some modules, in chunks of a size that may change between two steps."""
 
-    def __init__(self, modules: Sequence[Module], *, dim: int = 0, keep: int = 1) -> None:
+    def __init__(self, modules: Sequence[Module], *, dim: int = 0, keep: int = 0) -> None:
         self._modules, self._dim, self._keep = modules, dim, keep
         self.size: int | None = None  # the most samples of a chunk; ``None`` runs modules whole
         self.samples = 0  # of the last batch that was cut
