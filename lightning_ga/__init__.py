@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from lightning_ga.callback import AutoAccumulate
     from lightning_ga.compat.intervals import optimizer_steps
     from lightning_ga.errors import ExactnessWarning, UserError
+    from lightning_ga.fit.chunks import in_chunks
     from lightning_ga.memory.oom import is_out_of_memory
     from lightning_ga.plan.accumulation import AccumulationPlan, plan_accumulation
     from lightning_ga.plan.exactness import Exactness
@@ -35,6 +36,7 @@ __all__ = [
     "Trial",
     "UserError",
     "find_micro_batch",
+    "in_chunks",
     "is_out_of_memory",
     "optimizer_steps",
     "plan_accumulation",
@@ -52,6 +54,7 @@ _HOMES = {
     "Trial": "plan.records",
     "UserError": "errors",
     "find_micro_batch": "probe.finder",
+    "in_chunks": "fit.chunks",
     "is_out_of_memory": "memory.oom",
     "optimizer_steps": "compat.intervals",
     "plan_accumulation": "plan.accumulation",

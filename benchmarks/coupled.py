@@ -1,0 +1,285 @@
+"""Losses that compare the samples of a batch, in the memory of a chunk: ``python -m benchmarks.coupled``.
+
+Each loss is run on the whole batch, by plain accumulation over micro-batches, by ``lightning_ga.in_chunks``, by the
+two passes of GradCache (arXiv 2101.06983) written by hand, and by OpenCLIP's loop for ``accum_freq``: features of all
+micro-batches without gradients, then each micro-batch again with the whole loss. Gradients are compared with those of
+the whole batch in fp64, for the encoders and for the temperature apart. Exits with 1 if a target is missed.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+import torch
+from rich.table import Table
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, logsigmoid, normalize
+
+from benchmarks.measure import quiet
+from benchmarks.output import as_text, empty_table, error, write_json
+from lightning_ga import in_chunks
+from lightning_ga.memory.live_tensors import LiveTensorMeter
+
+BATCH, CHUNK, WIDTH = 64, 16, 32
+FP64, FP32 = 1e-12, 1e-6
+MOST_MEMORY, MOST_TIME = 1.1, 1.4
+Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def clip(one: Tensor, other: Tensor, temperature: Tensor) -> Tensor:
+    """Cross-entropy of similarities in both directions."""
+    logits, labels = temperature.exp() * normalize(one) @ normalize(other).T, torch.arange(len(one))
+    return (cross_entropy(logits, labels) + cross_entropy(logits.T, labels)) / 2
+
+
+def siglip(one: Tensor, other: Tensor, temperature: Tensor) -> Tensor:
+    """A sigmoid for each pair."""
+    logits = temperature.exp() * normalize(one) @ normalize(other).T
+    return -logsigmoid((2 * torch.eye(len(one), dtype=one.dtype) - 1) * logits).sum() / len(one)
+
+
+def simclr(one: Tensor, other: Tensor, temperature: Tensor) -> Tensor:
+    """NT-Xent over both views."""
+    both = normalize(torch.cat([one, other]))
+    logits = (temperature.exp() * both @ both.T).masked_fill(torch.eye(len(both), dtype=torch.bool), -torch.inf)
+    return cross_entropy(logits, torch.arange(len(both)).roll(len(one)))
+
+
+def barlow_twins(one: Tensor, other: Tensor, temperature: Tensor) -> Tensor:
+    """Cross-correlation of standardized features."""
+    one, other = ((each - each.mean(0)) / each.std(0) for each in (one, other))
+    return temperature * (one.T @ other / len(one) - torch.eye(WIDTH, dtype=one.dtype)).square().sum()
+
+
+def vicreg(one: Tensor, other: Tensor, temperature: Tensor) -> Tensor:
+    """Distance, and variance over the batch."""
+    spread = (1 - one.var(0).add(1e-4).sqrt()).relu().mean() + (1 - other.var(0).add(1e-4).sqrt()).relu().mean()
+    return temperature * (one - other).square().mean() + spread
+
+
+LOSSES: dict[str, Loss] = {each.__name__: each for each in (clip, siglip, simclr, barlow_twins, vicreg)}
+
+
+class Towers(nn.Module):
+    """Two convolutional encoders and a temperature."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.other = _tower(), _tower()
+        self.temperature = nn.Parameter(torch.tensor(0.5))
+        self.to(dtype)
+
+    def gradients(self) -> tuple[Tensor, Tensor]:
+        """Return those of the encoders, and that of the temperature."""
+        encoders = [*self.one.parameters(), *self.other.parameters()]
+        return torch.cat([p.grad.flatten() for p in encoders if p.grad is not None]), _gradient(self.temperature)
+
+
+def _tower() -> nn.Module:
+    layers: list[nn.Module] = [nn.Conv2d(3, 32, 3, padding=1), nn.GroupNorm(4, 32), nn.GELU()]
+    layers += [nn.Conv2d(32, 32, 3, padding=1), nn.GroupNorm(4, 32), nn.GELU()]
+    layers += [nn.Conv2d(32, 64, 3, stride=2, padding=1), nn.GELU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+    return nn.Sequential(*layers, nn.Linear(64, WIDTH))
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    return torch.zeros(1) if parameter.grad is None else parameter.grad.flatten()
+
+
+def whole(towers: Towers, one: Tensor, other: Tensor, loss: Loss) -> None:
+    """The batch in one pass."""
+    loss(towers.one(one), towers.other(other), towers.temperature).backward()
+
+
+def micro_batches(towers: Towers, one: Tensor, other: Tensor, loss: Loss) -> None:
+    """The mean over micro-batches, each with a loss of its own."""
+    for a, b in zip(one.split(CHUNK), other.split(CHUNK)):
+        (loss(towers.one(a), towers.other(b), towers.temperature) * (len(a) / len(one))).backward()
+
+
+def ours(towers: Towers, one: Tensor, other: Tensor, loss: Loss) -> None:
+    """The same line as for the whole batch, in a context."""
+    with in_chunks(towers.one, chunk=CHUNK), in_chunks(towers.other, chunk=CHUNK):
+        whole(towers, one, other, loss)
+
+
+def grad_cache(towers: Towers, one: Tensor, other: Tensor, loss: Loss) -> None:
+    """Embeddings without a graph, their gradient, and each chunk again with that."""
+    with torch.no_grad():
+        cached = [torch.cat([net(part) for part in x.split(CHUNK)]) for net, x in _pairs(towers, one, other)]
+    leaves = [each.requires_grad_() for each in cached]
+    loss(*leaves, towers.temperature).backward()
+    for (net, inputs), leaf in zip(_pairs(towers, one, other), leaves):
+        assert leaf.grad is not None
+        for part, gradient in zip(inputs.split(CHUNK), leaf.grad.split(CHUNK)):
+            net(part).backward(gradient)
+
+
+def open_clip(towers: Towers, one: Tensor, other: Tensor, loss: Loss) -> None:
+    """All features without a graph, then each micro-batch again, among them, with the loss of the whole."""
+    with torch.no_grad():
+        features = [[net(part) for part in x.split(CHUNK)] for net, x in _pairs(towers, one, other)]
+    for number, parts in enumerate(zip(one.split(CHUNK), other.split(CHUNK))):
+        mixed = []
+        for net, part, cached in zip((towers.one, towers.other), parts, features):
+            mixed.append(torch.cat([*cached[:number], net(part), *cached[number + 1 :]]))
+        loss(*mixed, towers.temperature).backward()
+
+
+def _pairs(towers: Towers, one: Tensor, other: Tensor) -> list[tuple[nn.Module, Tensor]]:
+    return [(towers.one, one), (towers.other, other)]
+
+
+PROGRAMS = {each.__name__: each for each in (whole, micro_batches, ours, grad_cache, open_clip)}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One program on one loss; errors are relative to the whole batch in fp64."""
+
+    encoder_fp64: float
+    temperature_fp64: float
+    encoder_fp32: float
+    temperature_fp32: float
+    peak_bytes: int  # above what is alive before the step
+    time: float  # median ratio to the whole batch
+
+
+def batches(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return two views of some pictures."""
+    generator = torch.Generator().manual_seed(1)
+    coarse = torch.randn(BATCH, 3, 4, 4, generator=generator, dtype=torch.float64)
+    pictures = coarse.repeat_interleave(8, 2).repeat_interleave(8, 3)
+    other = pictures + 0.3 * torch.randn(pictures.shape, generator=generator, dtype=torch.float64)
+    return pictures.to(dtype), other.to(dtype)
+
+
+def errors(program: Any, loss: Loss, dtype: torch.dtype) -> tuple[float, float]:
+    """Return the relative errors of the gradients of encoders and temperature."""
+    oracle, towers = Towers(torch.float64), Towers(dtype)
+    whole(oracle, *batches(torch.float64), loss)
+    program(towers, *batches(dtype), loss)
+    pairs = zip(towers.gradients(), oracle.gradients())
+    encoder, temperature = (float((a.double() - b).norm() / b.norm().clamp_min(1e-30)) for a, b in pairs)
+    return encoder, temperature
+
+
+def peak(step: Callable[[], object], resident: Sequence[Tensor | None]) -> int:
+    """Return the bytes of live tensors that a step takes beyond those that are there."""
+    meter = LiveTensorMeter()
+    meter.add(resident)
+    before = meter.live_bytes
+    with meter:
+        meter.start()
+        step()
+    return meter.peak_bytes - before
+
+
+def peak_of(program: Any, loss: Loss) -> int:
+    """Return the peak of a program's step in fp32, gradients being there."""
+    towers, (one, other) = Towers(torch.float32), batches(torch.float32)
+    whole(towers, one, other, loss)
+    resident = [one, other, *towers.parameters(), *(p.grad for p in towers.parameters())]
+    return peak(lambda: program(towers, one, other, loss), resident)
+
+
+def least_peak(loss: Loss) -> int:
+    """Return what one chunk takes, and embeddings with the loss."""
+    towers, (one, other) = Towers(torch.float32), batches(torch.float32)
+    whole(towers, one, other, loss)
+    resident = [one, other, *towers.parameters(), *(p.grad for p in towers.parameters())]
+    chunk = peak(lambda: towers.one(one[:CHUNK]).sum().backward(), resident)
+
+    def of_embeddings() -> None:
+        leaves = [torch.randn(BATCH, WIDTH).requires_grad_() for _ in range(2)]
+        loss(*leaves, towers.temperature).backward()
+
+    return chunk + peak(of_embeddings, resident)
+
+
+def ratios(loss: Loss, rounds: int) -> dict[str, float]:
+    """Return the median ratios of the programs' processor time to that of the whole batch, by turns."""
+    towers, views = Towers(torch.float32), batches(torch.float32)
+    seconds: dict[str, list[float]] = {name: [] for name in PROGRAMS}
+    for _ in range(rounds + 1):
+        for name, program in PROGRAMS.items():
+            started = time.process_time()
+            program(towers, *views, loss)
+            seconds[name].append(time.process_time() - started)
+    return {name: median(a / b for a, b in zip(times[1:], seconds["whole"][1:])) for name, times in seconds.items()}
+
+
+def measured(rounds: int) -> dict[str, Any]:
+    """Run everything."""
+    groups: dict[str, Any] = {}
+    for name, loss in LOSSES.items():
+        times, rows = ratios(loss, rounds), {}
+        for program_name, program in PROGRAMS.items():
+            row = Row(
+                *errors(program, loss, torch.float64),
+                *errors(program, loss, torch.float32),
+                peak_of(program, loss),
+                times[program_name],
+            )
+            rows[program_name] = asdict(row)
+        groups[name] = {"least_peak_bytes": least_peak(loss), "rows": rows}
+    return groups
+
+
+def missed(groups: Mapping[str, Any]) -> list[str]:
+    """Return the targets that ours misses; in fp32 the whole batch has rounding of its own."""
+    found = []
+    for name, group in groups.items():
+        row, rounding = group["rows"]["ours"], group["rows"]["whole"]["encoder_fp32"]
+        found += [f"{name}: error in fp64"] if row["encoder_fp64"] > FP64 else []
+        found += [f"{name}: error in fp32"] if row["encoder_fp32"] > max(FP32, rounding) else []
+        found += [f"{name}: memory"] if row["peak_bytes"] > MOST_MEMORY * group["least_peak_bytes"] else []
+        found += [f"{name}: time"] if row["time"] > MOST_TIME else []
+    return found
+
+
+def table(groups: Mapping[str, Any]) -> Table:
+    """Rows as they are shown."""
+    shown = empty_table(("loss", "program"), ("fp64", "temp.", "fp32", "MiB", "÷ least", "time"))
+    for name, group in groups.items():
+        for number, (program, row) in enumerate(group["rows"].items()):
+            errors = [error(row[key]) for key in ("encoder_fp64", "temperature_fp64", "encoder_fp32")]
+            mib, least = row["peak_bytes"] / 2**20, row["peak_bytes"] / group["least_peak_bytes"]
+            shown.add_row("" if number else name, program, *errors, f"{mib:.1f}", f"{least:.2f}", f"{row['time']:.2f}")
+        shown.add_section()
+    return shown
+
+
+def text(record: Mapping[str, Any]) -> str:
+    """Table and legend of a record."""
+    legend = (
+        f"Two convolutional encoders, batch {BATCH} in chunks of {CHUNK}.\n"
+        "Relative errors to the whole batch in fp64: of the encoders' gradients in fp64\n"
+        "and fp32, of the temperature's in fp64. MiB: live tensors beyond weights,\n"
+        "gradients and batch; ÷ least: one chunk, embeddings and the loss, each alone.\n"
+        f"time: processor time ÷ the whole batch's, median of {record['rounds']} rounds.\n"
+        f"Targets of ours: 1e-12 in fp64; in fp32 1e-6, or what the whole batch\n"
+        f"rounds; {MOST_MEMORY} of the least memory, {MOST_TIME} of the time."
+    )
+    return as_text(table(record["groups"]), legend)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, show, write; 1 if a target is missed."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.coupled", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=15, help="timed rounds of each loss (default: 15)")
+    settings = parser.parse_args(arguments)
+    quiet()
+    groups = measured(settings.rounds)
+    record = {"rounds": settings.rounds, "missed": missed(groups), "groups": groups}
+    print(f"{text(record)}\n{write_json('coupled', record).name}; missed: {', '.join(record['missed']) or 'none'}")
+    return int(bool(record["missed"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
