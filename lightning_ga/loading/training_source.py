@@ -1,7 +1,7 @@
 """The training data of one fit, cut into windows and micro-batches."""
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
