@@ -54,6 +54,7 @@ class Fit:
         self._planned: PlannedEpoch | None = None  # none before the data are set up
         self._begun: tuple[TrainingSource, int] | None = None  # what the loops were told of last
         self._frequencies: dict[int, int] = {}  # of schedules by step, as the user wrote them
+        self._workers_are_told = False  # that they change what windows hold
         self._progress = Progress(trainer)
         self._data = TrainingData(trainer, self.exactness, cut_in_step=options.micro_batching == "step")
         self.oom_handler = OomHandler(trainer, retries=options.on_oom == "split", reporter=reporter, data=self._data)
@@ -131,6 +132,8 @@ class Fit:
         checks.check_factor(self.trainer, self._fed.factor)
         if self._begun != (self.source, epoch):
             self._limit.lower()
+            with self._engine.suspended():
+                self._limit.find_more(self.source, epoch)
             self._begin(epoch)
             for inexact in self._untold():
                 rank_zero_warn(inexact, category=ExactnessWarning)
@@ -150,7 +153,7 @@ class Fit:
         if self._later.are_made:
             self._later.look(batch, accumulates=self._accumulates)
         if self._frequencies:
-            intervals.step_schedulers_when_due(self.trainer, self._frequencies, chunk.window)
+            intervals.step_schedulers_when_due(self.trainer, self._frequencies, self._batches_until(chunk.window))
 
     def _tell_of_errors(self) -> None:
         """Say which errors were survived, once it is measured whether the result is the same."""
@@ -258,6 +261,19 @@ class Fit:
         limit = self._limit.micro_batch
         return limit is not None and limit < self.source.largest_extent(epoch)
 
+    def _batches_until(self, window: int) -> int:
+        """Return how many batches a training in one pass has done after this window of the epoch."""
+        if not self._keeps_windows:
+            return window + 1
+        done, total = (window + 1) * self.recipe_factor, self.source.epoch_batches
+        return done if total is None else min(done, total)
+
+    @property
+    def _keeps_windows(self) -> bool:
+        """Whether windows are the recipe's, and none are asked for."""
+        epoch = loops.training_epoch(self.trainer)
+        return self.request.effective(epoch) is None and self.request.factor(epoch) is None
+
     def _frequencies_in_steps(self) -> dict[int, int]:
         """Return frequencies of schedules by step, if the loop counts other batches than the recipe's."""
         found = intervals.frequencies_by_step(self.trainer)
@@ -265,10 +281,11 @@ class Fit:
         as_recipe &= self._fed.micro_batch_size == self.source.recipe.largest_batch(self._progress.position.epoch)
         if not found or self.source.cut_in_step or as_recipe:
             return {}
-        rank_zero_info(
-            f"The frequency of schedules by step ({', '.join(map(str, found.values()))}) counts optimizer steps here, "
-            "as batches of the loop are micro-batches."
-        )
+        if not self._keeps_windows:
+            rank_zero_info(
+                f"The frequency of schedules by step ({', '.join(map(str, found.values()))}) counts optimizer steps "
+                "here, as batches of the loop are micro-batches."
+            )
         return found
 
     # --- samples -------------------------------------------------------------------------------
@@ -308,9 +325,17 @@ class Fit:
         return self.plan is not None and self.plan.factor > 1
 
     def _untold(self) -> list[str]:
-        """Return the sentence on windows that are not exact, if the user does not know it yet."""
-        found = self.exactness.untold() if self._plans_several_passes else None
-        return [] if found is None else [found]
+        """Return the sentences on windows that are not exact, if the user does not know them yet."""
+        found = [self.exactness.untold()] if self._plans_several_passes else []
+        source, loader = self.source, self.source.recipe.loader
+        is_cut = self._fed.micro_batch_size < source.recipe.largest_batch(loops.training_epoch(self.trainer))
+        if is_cut and source.streams and loader.num_workers > 1 and not self._workers_are_told:
+            self._workers_are_told = True
+            found.append(
+                "Several data workers read an iterable dataset in turn, a micro-batch each, so windows hold other "
+                "samples than batches of the whole size would: use num_workers=1 for the same windows."
+            )
+        return [sentence for sentence in found if sentence is not None]
 
     # --- records -------------------------------------------------------------------------------
 
@@ -347,11 +372,6 @@ class Fit:
     def warnings(self) -> list[str]:
         """Return what the user should know before training: inexact gradients, wrong horizons of schedules."""
         found, steps = self._untold(), self.optimizer_steps()
-        if self._plans_several_passes and self.source.streams and self.source.recipe.loader.num_workers > 1:
-            found.append(
-                "Several data workers read an iterable dataset in turn, a micro-batch each, so windows hold other "
-                "samples than batches of the whole size would: use num_workers=1 for the same windows."
-            )
         for name, length in intervals.wrong_horizons(self.trainer, steps) if steps else []:
             found.append(
                 f"{name} ends after {length} steps and training takes {steps}: make it with "
