@@ -54,6 +54,7 @@ class Fit:
         self._planned: PlannedEpoch | None = None  # none before the data are set up
         self._begun: tuple[TrainingSource, int] | None = None  # what the loops were told of last
         self._frequencies: dict[int, int] = {}  # of schedules by step, as the user wrote them
+        self._batch: Any = None  # the current micro-batch
         self._workers_are_told = False  # that they change what windows hold
         self._progress = Progress(trainer)
         self._data = TrainingData(trainer, self.exactness, cut_in_step=options.micro_batching == "step")
@@ -141,6 +142,7 @@ class Fit:
     def prepare(self, batch: Any) -> None:
         """Weigh the next micro-batch, and say whether schedules of the learning rate are due after it."""
         self._tell_of_errors()
+        self._batch = batch
         checks.check_factor(self.trainer, self._fed.factor)
         source, index = self.source, loops.micro_batch_index(self.trainer)
         chunk = source.chunk(index)
@@ -164,11 +166,15 @@ class Fit:
     def close_window(self, optimizer: Any) -> None:
         """Bring the gradients of a window to their mean, and say if they are not those of all its samples."""
         if self.gradients.close_window(optimizer):
-            self._later.found_left_out()
+            is_one_batch = self.recipe_factor == 1
+            if self._later.found_left_out(self._batch, is_one_batch=is_one_batch):
+                self.gradients.leave_out(optimizer)
 
     def advance(self, batch: Any) -> None:
         """Keep the place after a micro-batch, and the micro-batch itself if memory has run out in it."""
-        window_is_over = self.oom_handler.end_batch()
+        window_is_over, self._batch = self.oom_handler.end_batch(), None
+        if self.gradients.has_skipped and not window_is_over:
+            self._later.note_left_out(batch)
         self._progress.advance(self.source, window_is_over=window_is_over)
         if window_is_over:
             self._limit.lower_if_allocator_struggles()

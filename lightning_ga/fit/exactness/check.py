@@ -25,6 +25,7 @@ from lightning_ga.plan.exactness import (
     ACCUMULATED,
     COUNTED,
     HOOKED,
+    KEPT,
     NO_GRADIENT,
     Exactness,
     Verdicts,
@@ -129,6 +130,7 @@ class ExactnessCheck:
         self._repeated = tolerance / (100 if is_precise else 1)  # largest difference of a repeated step
         # Whether it keeps something that the next step's gradients depend on; ``None`` until that is measured.
         self._keeps_something = False if while_training else None
+        self._draws = False  # whether the step draws random numbers
         self._alike: set[str] = set()  # names of state that changed, and for which it was no matter how batches are cut
         self._unlike: set[str] = set()  # and for which it was
         self.changing: set[str] = set()  # names of all that changed, averages that nobody froze among them
@@ -159,15 +161,19 @@ class ExactnessCheck:
     def _depends_on_number(self, batch_pass: Passes, batch: SampleBatch) -> bool:
         """Return whether the gradient is another one at other places of the epoch, which micro-batches number."""
         if self._numbers_matter is None:
-            self._numbers_matter = False
+            self._numbers_matter, steps = False, trial_steps.overrides(self._passes.trainer, "optimizer_step")
+            names = [name for name, weight in self._module.named_parameters() if weight.requires_grad] if steps else []
+            run = partial(self._passes.run, [batch.collated], seed=0, keep=names, steps=steps)
+            first = run() if steps else batch_pass
             for number in telling_numbers(self._micro_batches):
                 try:
-                    later = self._passes.run([batch.collated], seed=0, ahead=number)
+                    later = run(ahead=number)
                 except Exception as error:  # the user's code may have no such batch
                     if is_out_of_memory(error):
                         raise
                     continue
-                self._numbers_matter |= distance(batch_pass.gradients[0], later.gradients[0]) > self._repeated
+                pairs = [(first.gradients[0], later.gradients[0])] + ([(first.moves, later.moves)] if steps else [])
+                self._numbers_matter |= any(distance(*pair) > self._repeated for pair in pairs)
         return self._numbers_matter
 
     def _judge_cut(
@@ -201,8 +207,13 @@ class ExactnessCheck:
         others = tuple(name for name in suspects if name not in tensors)
         if not tensors:
             return others
-        moved = self._passes.run([batch], seed=0, on_device=on_device, moved=tensors)
+        run = partial(self._passes.run, seed=0, on_device=on_device, moved=tensors, keep=tensors)
+        moved = run([batch])
         matter = distance(batch_pass.gradients[0], moved.gradients[0]) > self._repeated
+        if matter and set(tensors) <= set(moved.changed):  # the pass may bring them to where the next one leaves them
+            again = run([batch, batch])
+            stay = all(map(_is_rounding, moved.kept[1], again.kept[1]))
+            matter = not stay or distance(*again.gradients) > self._repeated
         return (*tensors, *others) if matter else others
 
     def judge(self, batch_pass: Passes, halves: Halves) -> Exactness:
@@ -234,6 +245,8 @@ class ExactnessCheck:
         noise, layers = 0.0 if is_clear else self._noise(batch_pass, halves), batch_norm_layers(self._module)
         measured = Exactness(error, self._tolerance, "exact", layers, micro_steps=self._passes.steps, tensors=changed)
         verdict = judge(measured, alone, noise=noise)
+        if verdict.cause == "exact" and self._ends_otherwise(halves, (weight, 1 - weight)):
+            return replace(verdict, relative_error=None, cause="stateful", reason=KEPT)
         return verdict if alone is None else self._explained(verdict, alone, batch_pass, halves, weight)
 
     def _explained(
@@ -344,12 +357,27 @@ class ExactnessCheck:
         moved = self._run_whole(halves, moved=names)
         return distance(batch_pass.gradients[0], moved.gradients[0]) > self._repeated
 
+    def _ends_otherwise(self, halves: Halves, weights: Sequence[float]) -> bool:
+        """Return whether hooks, or the next window, make another gradient if the window before was one of parts."""
+        if self._while_training or self._draws:
+            return False
+        settings: dict[str, Any] = {
+            "on_device": (halves.batch_on_device, halves.batch_on_device),
+            "as_pieces": halves.cut,
+        }
+        after, batch = halves.batch(1), halves.batch(0)
+        whole = self._passes.run_windows([batch], after, weights=[1.0], **settings)
+        settings["on_device"] = halves.on_device, halves.batch_on_device
+        parts = self._passes.run_windows(halves.parts, after, weights=weights, **settings)
+        return any(distance(*pair) > self._tolerance for pair in zip(whole, parts, strict=True))
+
     def _noise(self, batch_pass: Passes, halves: Halves) -> float:
         """Measure how far passes over the whole batch with other random numbers differ; several if some are drawn."""
         noise = 0.0
         for seed in range(1, 2 + _SEEDS):
             passes = self._run_whole(halves, seed=seed)
             noise = max(noise, distance(*batch_pass.gradients, *passes.gradients))
+            self._draws |= passes.draws
             if noise > self._tolerance or not passes.draws:
                 break
         return noise
@@ -404,6 +432,13 @@ def batch_norm_layers(module: torch.nn.Module) -> tuple[str, ...]:
     """Return the names of BatchNorm layers in training mode, which normalize by the samples of a micro-batch."""
     layers = (name for name, layer in module.named_modules() if isinstance(layer, _BatchNorm) and layer.training)
     return tuple(layers)
+
+
+def _is_rounding(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors differ by no more than a value that is computed again."""
+    if not one.is_floating_point():
+        return torch.equal(one, other)
+    return torch.allclose(one, other, rtol=4 * torch.finfo(one.dtype).eps, atol=0.0)
 
 
 def _is_in_rows(

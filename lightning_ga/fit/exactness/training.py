@@ -15,12 +15,15 @@ from lightning_ga.loading.training_source import TrainingSource
 from lightning_ga.plan.config import Options
 from lightning_ga.plan.exactness import (
     INEXACT,
+    LEFT_OUT,
+    LEFT_OUT_WHOLE,
     SAME_RESULT,
     Exactness,
     both,
     found_to_change,
     splitting_sentence,
     uncuttable,
+    unmeasured,
 )
 from lightning_ga.plan.planned_device import current_device
 
@@ -47,6 +50,7 @@ class TrainingExactness:
         self._between_pieces: tuple[str, ...] = ()  # names of what changes between the pieces of a batch
         self._harmless: set[str] = set()  # names of what changed, and no gradient depends on
         self._user_knows = False  # that accumulation is not exact, if it is not
+        self._knows_of_none = False  # that windows are left out whole, if they are
 
     @property
     def is_measured(self) -> bool:
@@ -85,18 +89,29 @@ class TrainingExactness:
         """Learn from a measurement on a micro-batch of training, and tell what is wrong unless it is told already."""
         self._harmless.update(self.suspects.difference(measured.matters))
         self.suspects.clear()
-        self._learn(measured, is_told=is_told)
+        verdicts = (
+            found_to_change(measured.verdict or each, measured.matters) for each in (self.training, self.splitting)
+        )
+        self._learn(*verdicts, is_told=is_told)
+
+    def found_left_out(self, *, whole: bool) -> None:
+        """Learn that the step returned ``None`` for a part of a window, which is left out ``whole`` because of that."""
+        tolerance = rounding(self._trainer)
+        if not whole:
+            self.found(Remeasured(Exactness(None, tolerance, "stateful", reason=LEFT_OUT)), is_told=False)
+        elif not is_inexact(self.training) and not self._knows_of_none:
+            self._knows_of_none, self.training = True, unmeasured(tolerance, LEFT_OUT_WHOLE)
+            sentence = f"Whether accumulation is exact for this training is not known: {self.training}."
+            rank_zero_warn(sentence, category=ExactnessWarning)
 
     def learn_from_ranks(self) -> None:
         """Learn what other ranks have found on samples of theirs, since it is the first rank that tells."""
-        for verdict in agreement.of_all_ranks(self._trainer, self.training):
-            if is_inexact(verdict):
-                self._learn(Remeasured(verdict), is_told=False)
+        for found in agreement.of_all_ranks(self._trainer, (self.training, self.splitting)):
+            self._learn(*(verdict if is_inexact(verdict) else None for verdict in found), is_told=False)
 
-    def _learn(self, measured: Remeasured, *, is_told: bool) -> None:
+    def _learn(self, training: Exactness | None, splitting: Exactness | None, *, is_told: bool) -> None:
         before = self.training
-        self.training = _after(self.training, measured)
-        self.splitting = _after(self.splitting, measured)
+        self.training, self.splitting = _after(before, training), _after(self.splitting, splitting)
         if is_inexact(self.training) and not is_inexact(before) and not is_told:
             self._user_knows = True
             rank_zero_warn(f"Accumulation is not exact for this training, {self.training}.", category=ExactnessWarning)
@@ -132,8 +147,7 @@ def is_inexact(verdict: Exactness | None) -> bool:
     return verdict is not None and verdict.cause in INEXACT
 
 
-def _after(known: Exactness | None, measured: Remeasured) -> Exactness | None:
+def _after(known: Exactness | None, verdict: Exactness | None) -> Exactness | None:
     """Return what is known after another measurement: what was once found to be wrong stays wrong."""
-    verdict = found_to_change(measured.verdict or known, measured.matters)
     is_news = known is None or known.cause == "unmeasured" or (is_inexact(verdict) and not is_inexact(known))
-    return verdict if is_news else known
+    return verdict or known if is_news else known
