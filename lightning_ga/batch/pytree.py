@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import weakref
 from collections import UserDict
 from collections.abc import Callable, Iterable, Mapping
 from datetime import date, time, timedelta
@@ -173,7 +172,7 @@ def _attribute_names(node: Any) -> list[str] | None:
 
 
 def same_values(one: Any, other: Any) -> bool:
-    """Return whether two values of any structure are equal, NaN included; unknown types by ``==`` or by what they hold.
+    """Return whether two values of any structure are equal, NaN included; unknown types are compared by ``==``.
 
     Examples:
         >>> same_values({"x": torch.tensor([1.0, float("nan")])}, {"x": torch.tensor([1.0, float("nan")])})
@@ -183,8 +182,6 @@ def same_values(one: Any, other: Any) -> bool:
         return True
     if type(one) is not type(other):
         return False
-    if isinstance(one, weakref.ref):  # it leads back to what holds it (batches of PyG)
-        return True
     try:
         if isinstance(one, torch.Tensor):
             return _same_tensors(one, other)
@@ -196,10 +193,10 @@ def same_values(one: Any, other: Any) -> bool:
         if mine is not None and theirs is not None:
             pairs = list(zip(mine, theirs))
             return len(mine) == len(theirs) and all(a == b and same_values(x, y) for (a, x), (b, y) in pairs)
-        if type(one).__eq__ is not object.__eq__ and bool(one == other):  # type: ignore[comparison-overlap]
-            return True
-        held = object.__getstate__(one)  # with what __slots__ name
-        return held is not None and same_values(held, object.__getstate__(other))
+        if type(one).__eq__ is object.__eq__:  # type: ignore[comparison-overlap]
+            held = object.__getstate__(one)  # with what __slots__ name
+            return held is not None and same_values(held, object.__getstate__(other))
+        return bool(one == other)
     except Exception:  # arrays of objects; the == of a user's type may raise anything
         return hasattr(one, "tolist") and str(one.tolist()) == str(other.tolist())
 

@@ -75,6 +75,13 @@ def end_epoch_of(trainer: Any, gathered: set[str]) -> None:
             _call_module_hook(trainer, "on_train_epoch_start")
 
 
+@contextmanager
+def without_logs(trainer: Any) -> Iterator[None]:
+    """Log nothing in passes that are pieces of a batch: training logs when all have run."""
+    with patching.shadowed(trainer.fit_loop.epoch_loop._results, "log", lambda *_, **__: None):
+        yield
+
+
 def overrides(trainer: Any, name: str) -> bool:
     """Return whether the module has a hook of its own by this name."""
     stock = patching.sibling(trainer, "core.module").LightningModule

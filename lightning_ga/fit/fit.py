@@ -173,6 +173,7 @@ class Fit:
     def advance(self, batch: Any) -> None:
         """Keep the place after a micro-batch, and the micro-batch itself if memory has run out in it."""
         window_is_over, self._batch = self.oom_handler.end_batch(), None
+        self._later.end_batch()
         if self.gradients.has_skipped and not window_is_over:
             self._later.note_left_out(batch)
         self._progress.advance(self.source, window_is_over=window_is_over)

@@ -54,6 +54,10 @@ LEFT_OUT_WHOLE = (
     "training_step returned None for some of a window's micro-batches, though it trains on some of their samples by "
     "themselves; so the whole window is left out, as one pass is if a sample of it makes the loss NaN"
 )
+BATCHES_CHANGED = (
+    "a callback changes batches in on_train_batch_start, where it sees micro-batches: if it mixes samples, these are "
+    'others than in one pass; micro_batching="step" cuts batches after it'
+)
 HOOKED = (
     "hooks on gradients (Tensor.register_hook, or on_after_backward where the loader cuts) see those of each "
     "micro-batch, not of the whole batch: change gradients in on_before_optimizer_step, or clip them by "

@@ -1,6 +1,5 @@
 """What the samples before training do not show, training shows later: it is measured again, and told."""
 
-import copy
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -73,6 +72,29 @@ def test_a_term_that_begins_later_is_told_once(kind: type[Late], way: Way) -> No
     assert error(ours, one_pass(Case(kind, loader), max_epochs=6)) > 1e-4
     assert ours.cause == "coupled" or (kind is LateByBatch and ours.cause == "stateful")  # which counts batches
     assert ["Accumulation is not exact for this training" in text for text in ours.told] == [True]
+
+
+class Unfrozen(Task):
+    """BatchNorm is frozen in the first epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(FEATURES).double()
+
+    def on_train_epoch_start(self) -> None:
+        self.norm.train(self.current_epoch > 0)
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        return super().loss([self.norm(batch[0]), batch[1]])
+
+
+@pytest.mark.parametrize(("batch_norm", "told"), [("warn", 1), ("ignore", 0)])
+@each_way
+def test_batch_norm_that_is_trained_later_is_told_then(batch_norm: str, told: int, way: Way) -> None:
+    """Also in micro-batches that are too small for parts of two samples."""
+    ours = run(Case(Unfrozen, loader), way, max_epochs=3, arguments={"batch_norm": batch_norm})
+    assert ours.cause == "batch_norm"
+    assert len(ours.told) == told
 
 
 class Standardized(LateByStep):
@@ -386,33 +408,6 @@ def test_a_weight_that_is_normalized_again_is_no_matter(way: Way) -> None:
     assert ours.cause == "exact"
 
 
-class AverageOfCallback(pl.Callback):
-    """An average of the weights that follows after each batch of the loop, in a dict or a module."""
-
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
-
-    def on_fit_start(self, trainer: Any, module: Any) -> None:
-        self.average: Any = copy.deepcopy(module.net)
-        if self.kind == "dict":
-            self.average = self.average.state_dict()
-
-    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
-        held = self.average if self.kind == "dict" else self.average.state_dict()
-        for name, weight in module.net.state_dict().items():
-            held[name].lerp_(weight, 0.1)
-
-
-@pytest.mark.parametrize("kind", ["dict", "module"])
-@each_cut
-def test_an_average_of_a_callback_that_follows_each_micro_batch_is_told(kind: str, way: Way) -> None:
-    """It follows more often than in one pass, where the loader cuts."""
-    callback = way.callback(8, 3)
-    ours = train(Task(), loader(), callback, AverageOfCallback(kind))
-    assert ["AverageOfCallback.average" in text for text in ours.told] == ([True] if way.mode == "loader" else [])
-    assert ours.cause == ("stateful" if way.mode == "loader" else "exact")
-
-
 class Rows(Task):
     """A memory with a row for each sample."""
 
@@ -477,6 +472,100 @@ class Queue(Rows):
 def test_a_queue_is_told_before_it_joins_the_loss(way: Way) -> None:
     """It has as many rows as there are samples, and where a part writes depends on what ran before."""
     assert run(Case(Queue, indexed), way).cause == "stateful"
+
+
+# --- numbers and batches that callbacks change --------------------------------------------------------
+
+
+class Annealed(Task):
+    """A term weighs what a callback says."""
+
+    weight = 0.0
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        predicted = self.predict(batch[0])
+        return mse_loss(predicted, batch[1]) + self.weight * predicted.square().mean()
+
+
+class ByBatches(pl.Callback):
+    """Counts the batches of the loop."""
+
+    def on_fit_start(self, trainer: Any, module: Any) -> None:
+        self.batches, module.weight = 0, 0.0
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        self.batches += 1
+        module.weight = self.batches / 10
+
+
+class BySteps(ByBatches):
+    """Reads the optimizer's steps, and sets the learning rate by them, too."""
+
+    def on_train_batch_start(self, trainer: Any, module: Any, *_: Any) -> None:
+        module.weight = trainer.global_step / 10
+        trainer.optimizers[0].param_groups[0]["lr"] = 0.1 / (1 + trainer.global_step)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize("annealing", [ByBatches, BySteps])
+@each_cut
+def test_a_number_that_changes_between_micro_batches_is_told(annealing: type[pl.Callback], way: Way) -> None:
+    """And not one that changes once a step."""
+    ours, stock = train(Annealed(), loader(), way.callback(8, 3), annealing()), train(Annealed(), loader(), annealing())
+    is_wrong = annealing is ByBatches and way.mode == "loader"
+    assert (error(ours, stock) > 1e-3) is is_wrong
+    assert ["changes weight" in text for text in ours.told] == [True] * is_wrong
+    assert ours.cause == ("stateful" if is_wrong else "exact")
+
+
+class Mixes(pl.Callback):
+    """Mixes the samples of a batch."""
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        batch[0].copy_(0.7 * batch[0] + 0.3 * batch[0].flip(0))
+
+
+@each_cut
+def test_batches_that_a_callback_changes_are_told_as_unknown_where_the_loader_cuts(way: Way) -> None:
+    """The check runs no hooks of other callbacks."""
+    ours, stock = train(Task(), loader(), way.callback(8, 3), Mixes()), train(Task(), loader(), Mixes())
+    is_wrong = way.mode == "loader"
+    assert (error(ours, stock) > 1e-3) is is_wrong
+    assert ["a callback changes batches" in text for text in ours.told] == [True] * is_wrong
+    assert ours.cause == ("unmeasured" if is_wrong else "exact")
+
+
+class DividesByLast(Task):
+    """Divides by the value that was logged for the last batch."""
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        value = super().loss(batch)
+        last = self.trainer.callback_metrics.get("loss", 1.0)
+        self.log("loss", value.detach())
+        return value / last
+
+
+def test_pieces_meet_what_the_batch_before_has_logged() -> None:
+    """In the check as in training."""
+    ours = run(Case(DividesByLast, loader), WAYS["step"])
+    assert error(ours, one_pass(Case(DividesByLast, loader))) <= ROUNDING
+    assert (ours.told, ours.cause) == ([], "exact")
+
+
+def mixed(samples: list[Any]) -> Any:
+    inputs, targets = torch.utils.data.default_collate(samples)
+    return 0.7 * inputs + 0.3 * inputs.flip(0), targets
+
+
+def test_the_verdict_on_micro_batches_is_not_told_of_a_batch_in_pieces() -> None:
+    """What the loader mixes is coupled in micro-batches of the next epochs, and not in pieces of a batch."""
+    case = Case(Task, lambda: DataLoader(pairs(48), batch_size=8, collate_fn=mixed))
+    ours = train(case.module(), case.loader(), AutoAccumulate(micro_batch_size=8), memory=Memory(8), max_epochs=2)
+    assert error(ours, one_pass(case, max_epochs=2)) <= ROUNDING
+    (event,) = ours.ran_out
+    assert SAME_RESULT in event
 
 
 # --- state that lies outside of the module ------------------------------------------------------------

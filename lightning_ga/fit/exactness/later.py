@@ -9,22 +9,21 @@ from collections import Counter
 from functools import partial
 from typing import Any
 
-import torch
-
 from lightning_ga.batch.counters import Kind, kinds_of
-from lightning_ga.batch.pytree import open_container
 from lightning_ga.compat import agreement, loops
 from lightning_ga.fit.engine import Engine
 from lightning_ga.fit.exactness.arithmetic import rounding
-from lightning_ga.fit.exactness.check import ExactnessCheck, Halves, telling_cut
+from lightning_ga.fit.exactness.check import ExactnessCheck, batch_norm_layers
 from lightning_ga.fit.exactness.differences import norm
-from lightning_ga.fit.exactness.passes import Sums, state_sums, traceless_passes
+from lightning_ga.fit.exactness.halves import Halves, telling_cut
+from lightning_ga.fit.exactness.passes import Sums, numbers_of, state_sums, traceless_passes
 from lightning_ga.fit.exactness.training import Remeasured, is_inexact
 from lightning_ga.fit.parts import Part
 from lightning_ga.fit.training_data import TrainingData
 from lightning_ga.loading.reader import BatchSlices
 from lightning_ga.memory.oom import attempt, is_out_of_memory
-from lightning_ga.snapshot.checksums import checksums, differ
+from lightning_ga.plan.exactness import LEFT_OUT_WHOLE, Exactness
+from lightning_ga.snapshot.checksums import differ
 
 LOOKS = 8  # micro-batches before which the model is looked at, and again from each moment on
 LOOKED_AT = 1000  # micro-batches of which the samples are looked at
@@ -43,7 +42,8 @@ class LaterChecks:
         self.are_made = wanted and not agreement.is_sharded(trainer)  # whether anything is looked at or measured
         self._passes = self._spent = 0  # of training so far, and of measurements
         self._looks = LOOKS  # that are left
-        self._before: dict[str, float | None] = {}
+        self._before: Sums = {}  # of the module's state before the last micro-batch
+        self._numbers: dict[str, float] = {}  # at its end
         self._met: Counter[Kind] = Counter()  # micro-batches with new kinds of values
         self._kept: BatchSlices | None = None
         self._left_out: BatchSlices | None = None  # for which the step returned ``None``
@@ -111,7 +111,10 @@ class LaterChecks:
             slices, self._left_out = self._left_out, None
             self._spreads = slices is not None and bool(attempt(self._is_spread, _any_error, slices).result)
         whole = is_one_batch and bool(self._spreads)
-        self._exactness.found_left_out(whole=whole)
+        if whole:
+            self._exactness.found_unknown(LEFT_OUT_WHOLE)
+        else:
+            self._exactness.found_left_out()
         return whole
 
     def _is_spread(self, slices: BatchSlices) -> bool:
@@ -191,8 +194,10 @@ class LaterChecks:
                 matters = measured.matters or check.which_matter(
                     batch_pass, batch, self._exactness.suspects, on_device=on_device
                 )
-                if stop - start < 2:
-                    return Remeasured(matters=matters)
+                layers = batch_norm_layers(trainer.lightning_module)
+                if stop - start < 2 or (layers and stop - start < 4):  # BatchNorm refuses one sample
+                    known = Exactness(None, tolerance, "batch_norm", layers=layers) if layers else None
+                    return Remeasured(known, matters)
                 halves = Halves.of(
                     take,
                     stop - start,
@@ -219,32 +224,22 @@ class LaterChecks:
 
     def _compare_state(self) -> None:
         """Note what has changed since the micro-batch before, within a window."""
-        groups = [group for optimizer in self._trainer.optimizers for group in optimizer.param_groups]
-        rates = {f"the learning rate of group {n}": group.get("lr") for n, group in enumerate(groups)}
-        now = (
-            state_sums(self._trainer.lightning_module)
-            | self._copies_in_callbacks()
-            | {n: float(r) for n, r in rates.items() if r is not None}
-        )
-        before, self._before = self._before, now
+        before, self._before = self._before, state_sums(self._trainer.lightning_module)
         if before and not loops.begins_window(self._trainer):
-            self._exactness.found_changed(tuple(n for n, value in now.items() if differ(before.get(n), value)))
+            changed = [name for name, value in self._before.items() if differ(before.get(name), value)]
+            self._exactness.found_changed(dict.fromkeys(changed))
 
-    def _copies_in_callbacks(self) -> Sums:
-        """Return sums over copies of the model that callbacks keep: averages of its weights, say."""
-        numbers = sum(p.numel() for p in self._trainer.lightning_module.parameters() if p.requires_grad)
-        found: Sums = {}
-        for callback in self._trainer.callbacks:
-            for name, value in vars(callback).items():
-                held = value.state_dict() if isinstance(value, torch.nn.Module) else value
-                tensors = {
-                    f"{type(callback).__name__}.{name}{path}": tensor
-                    for path, tensor in open_container(held) or ()
-                    if isinstance(tensor, torch.Tensor)
-                }
-                if sum(tensor.numel() for tensor in tensors.values()) >= numbers:
-                    found.update(zip(tensors, checksums(tensors.values())))
-        return found
+    def end_batch(self) -> None:
+        """Note which numbers have changed since the micro-batch before ended, within a window."""
+        if not self.are_made or self._looks <= 0 or self._trainer.accumulate_grad_batches == 1:
+            return
+        groups = [group for optimizer in self._trainer.optimizers for group in optimizer.param_groups]
+        rates = {f"the learning rate of group {n}": float(group.get("lr", 0.0)) for n, group in enumerate(groups)}
+        numbers = numbers_of(self._trainer.lightning_module)
+        before, self._numbers = self._numbers, {**numbers, **rates}
+        if before and not loops.begins_window(self._trainer):
+            changed = [name for name, value in self._numbers.items() if differ(before.get(name), value)]
+            self._exactness.found_changed({name: before[name] if name in numbers else None for name in changed})
 
 
 def _is_round(number: int) -> bool:

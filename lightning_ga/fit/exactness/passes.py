@@ -1,8 +1,8 @@
 """Run micro-batches one after the other as training would, and keep their gradients and what they changed."""
 
-from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +12,7 @@ from torchmetrics import Metric
 
 from lightning_ga.compat import gradient_dtype
 from lightning_ga.compat.transfer import BatchTransfer
-from lightning_ga.compat.trial_steps import PassPlace, call_before_step, end_epoch_of, run_pass
+from lightning_ga.compat.trial_steps import PassPlace, call_before_step, end_epoch_of, run_pass, without_logs
 from lightning_ga.fit.exactness.arithmetic import WithoutDropout, exact_arithmetic, stop_dropping
 from lightning_ga.fit.exactness.differences import Gradient
 from lightning_ga.loading.samples import copied
@@ -82,16 +82,20 @@ class PassRunner:
         moved: Collection[str] = (),
         ahead: int = 0,
         steps: bool = False,
+        numbers: Mapping[str, float] | None = None,
     ) -> Passes:
         """Run micro-batches one after the other; ``as_pieces`` of one batch of the loop, whose hooks run once.
 
         With ``weights``, gradients are accumulated as in training; otherwise each micro-batch begins with none. By
         their names, tensors may be asked for, or be ``moved`` a little beforehand. Batches are numbered from ``ahead``.
-        The optimizer may take ``steps``.
+        The optimizer may take ``steps``. By their names, attributes may be set to ``numbers``.
         """
         module = self.trainer.lightning_module
         self._begin(seed)
         _move(_named(module, moved))
+        for name, number in (numbers or {}).items():
+            path, _, attribute = name.rpartition(".")
+            setattr(module.get_submodule(path), attribute, number)
         kept = _copies(_named(module, keep))
         before, random_state = state_sums(module), RandomState()
         generators = [(generator, generator_state(generator)) for generator in generators_of(module)]
@@ -107,7 +111,7 @@ class PassRunner:
         return Passes(
             list(window),
             changed=_changed(before, state_sums(module)),
-            changed_in_step=_changed(*states[:2]),
+            changed_in_step=tuple(dict.fromkeys(n for pair in zip(states[::2], states[1::2]) for n in _changed(*pair))),
             draws=not random_state.is_current() or have_moved(generators),
             states=tuple(states[1::2]),
             kept=(kept, _copies(_named(module, keep))),
@@ -118,22 +122,22 @@ class PassRunner:
     ) -> list[Gradient]:
         """Run a window of a batch's parts, and one of the batch ``after`` it, with all hooks of the module.
 
-        Return what the optimizer is given in each. By turns, batches may be ``on_device``.
+        Return what the optimizer is given in each, and its learning rates. By turns, batches may be ``on_device``.
         """
         module = self.trainer.lightning_module
         found: list[Gradient] = []
         self._begin(seed=1)
-        lengths = _lengths(module)
+        before = gathered(module)
         for batches, there, shares in ((parts, on_device[0], weights), ([after], on_device[1], [1.0])):
             place = PassPlace(batches=1 if as_pieces else len(parts), ahead=len(found) * LATER)
             list(self._window(batches, as_pieces=as_pieces, on_device=there, weights=shares, first=place))
             call_before_step(self.trainer)
             found.append(_gradients(module))
             if len(found) == 1:
-                end_epoch_of(
-                    self.trainer, {name for name, length in _lengths(module).items() if length > lengths[name]}
-                )
-        return found
+                changed = {name for name, value in gathered(module).items() if value != before.get(name)}
+                end_epoch_of(self.trainer, changed)
+        rates = [group.get("lr", 0.0) for optimizer in self.trainer.optimizers for group in optimizer.param_groups]
+        return [*found, [torch.tensor([float(rate) for rate in rates])]]
 
     def _window(
         self,
@@ -164,7 +168,8 @@ class PassRunner:
             )
             batch = _copy_if_possible(batch)
             there = batch if on_device else self.transfer.moved(batch)
-            run_pass(self.trainer, there, place, observe=observe)
+            with without_logs(self.trainer) if as_pieces else nullcontext():
+                run_pass(self.trainer, there, place, observe=observe)
             if weights:
                 gradient_dtype.widen(parameters)
             yield _gradients(self.trainer.lightning_module)
@@ -177,9 +182,16 @@ class PassRunner:
         reseed(seed, generators_of(self.trainer.lightning_module))
 
 
-def _lengths(module: torch.nn.Module) -> Counter[str]:
-    """Return the lengths of what a module gathers in attributes."""
-    return Counter({name: len(value) for name, value in vars(module).items() if isinstance(value, (list, dict, deque))})
+def numbers_of(module: torch.nn.Module) -> dict[str, float]:
+    """Return the plain numbers among the attributes of a module and its parts, by name."""
+    named = ((path, name, value) for path, part in module.named_modules() for name, value in vars(part).items())
+    return {f"{path}.{name}".lstrip("."): value for path, name, value in named if isinstance(value, (int, float))}
+
+
+def gathered(module: torch.nn.Module) -> dict[str, float]:
+    """Return the numbers among the attributes of a module, and the lengths of what it gathers in others."""
+    held = {name: value for name, value in vars(module).items() if isinstance(value, (list, dict, deque, int, float))}
+    return {name: value if isinstance(value, (int, float)) else len(value) for name, value in held.items()}
 
 
 def _copy_if_possible(batch: Any) -> Any:

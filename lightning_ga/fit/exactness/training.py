@@ -1,5 +1,6 @@
 """What is known of the exactness of a training: as measured before it, and as it shows later."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,6 @@ from lightning_ga.plan.config import Options
 from lightning_ga.plan.exactness import (
     INEXACT,
     LEFT_OUT,
-    LEFT_OUT_WHOLE,
     SAME_RESULT,
     Exactness,
     both,
@@ -46,11 +46,12 @@ class TrainingExactness:
         self.splitting: Exactness | None = None  # the verdict on batches that are cut in the step
         self._changing: set[str] = set()  # names of what the step was seen to change
         self.kinds: set[Any] = set()  # of samples that were measured
-        self.suspects: set[str] = set()  # names of what changed between two passes: whether that matters is not known
+        # What changed between two passes, by name, with former values of numbers: whether that matters is not known.
+        self.suspects: dict[str, float | None] = {}
         self._between_pieces: tuple[str, ...] = ()  # names of what changes between the pieces of a batch
         self._harmless: set[str] = set()  # names of what changed, and no gradient depends on
         self._user_knows = False  # that accumulation is not exact, if it is not
-        self._knows_of_none = False  # that windows are left out whole, if they are
+        self._unknown: set[str] = set()  # reasons why it was not measured, which were told
 
     @property
     def is_measured(self) -> bool:
@@ -76,33 +77,37 @@ class TrainingExactness:
         self._harmless.update(measured.tables)
         self.kinds.update(measured.kinds)
 
-    def found_changed(self, names: tuple[str, ...]) -> None:
+    def found_changed(self, former: Mapping[str, float | None]) -> None:
         """Note that not all passes of a window met the same model; whether that matters is measured."""
-        self.suspects.update(name for name in names if name not in self._harmless)
+        self.suspects.update({name: value for name, value in former.items() if name not in self._harmless})
 
     def found_between_pieces(self, names: tuple[str, ...]) -> None:
         """Note what changes between the pieces of a batch, which is told."""
         self._between_pieces = names
-        self.found_changed(names)
+        self.found_changed(dict.fromkeys(names))
 
     def found(self, measured: Remeasured, *, is_told: bool) -> None:
         """Learn from a measurement on a micro-batch of training, and tell what is wrong unless it is told already."""
-        self._harmless.update(self.suspects.difference(measured.matters))
+        self._harmless.update(self.suspects.keys() - set(measured.matters))
         self.suspects.clear()
         verdicts = (
             found_to_change(measured.verdict or each, measured.matters) for each in (self.training, self.splitting)
         )
         self._learn(*verdicts, is_told=is_told)
 
-    def found_left_out(self, *, whole: bool) -> None:
-        """Learn that the step returned ``None`` for a part of a window, which is left out ``whole`` because of that."""
-        tolerance = rounding(self._trainer)
-        if not whole:
-            self.found(Remeasured(Exactness(None, tolerance, "stateful", reason=LEFT_OUT)), is_told=False)
-        elif not is_inexact(self.training) and not self._knows_of_none:
-            self._knows_of_none, self.training = True, unmeasured(tolerance, LEFT_OUT_WHOLE)
-            sentence = f"Whether accumulation is exact for this training is not known: {self.training}."
-            rank_zero_warn(sentence, category=ExactnessWarning)
+    def found_left_out(self) -> None:
+        """Learn that the step returned ``None`` for a part of a window."""
+        verdict = Exactness(None, rounding(self._trainer), "stateful", reason=LEFT_OUT)
+        self.found(Remeasured(verdict), is_told=False)
+
+    def found_unknown(self, reason: str) -> None:
+        """Learn that windows cannot be measured, for a reason that is told once."""
+        if is_inexact(self.training) or reason in self._unknown or not self._options.verify:
+            return
+        self._unknown.add(reason)
+        self.training = unmeasured(rounding(self._trainer), reason)
+        sentence = f"Whether accumulation is exact for this training is not known: {self.training}."
+        rank_zero_warn(sentence, category=ExactnessWarning)
 
     def learn_from_ranks(self) -> None:
         """Learn what other ranks have found on samples of theirs, since it is the first rank that tells."""
@@ -111,10 +116,16 @@ class TrainingExactness:
 
     def _learn(self, training: Exactness | None, splitting: Exactness | None, *, is_told: bool) -> None:
         before = self.training
-        self.training, self.splitting = _after(before, training), _after(self.splitting, splitting)
-        if is_inexact(self.training) and not is_inexact(before) and not is_told:
+        self.training, self.splitting = self._after(before, training), self._after(self.splitting, splitting)
+        is_wanted = not self._is_accepted(self.training)
+        if is_inexact(self.training) and not is_inexact(before) and not is_told and is_wanted:
             self._user_knows = True
             rank_zero_warn(f"Accumulation is not exact for this training, {self.training}.", category=ExactnessWarning)
+
+    def _after(self, known: Exactness | None, verdict: Exactness | None) -> Exactness | None:
+        """Return what is known after another measurement: what was once found to be wrong, or unknown, stays so."""
+        is_open = known is None or (known.cause == "unmeasured" and known.reason not in self._unknown)
+        return verdict or known if is_open or (is_inexact(verdict) and not is_inexact(known)) else known
 
     def untold(self) -> str | None:
         """Return the sentence on windows that are not exact, once, when the first of several passes begins.
@@ -127,9 +138,12 @@ class TrainingExactness:
         self._user_knows = True
         if verdict.cause == "unmeasured":
             return f"Whether accumulation is exact for this model is not known: {verdict}."
-        if not is_inexact(verdict) or (verdict.cause == "batch_norm" and self._options.batch_norm != "warn"):
+        if not is_inexact(verdict) or self._is_accepted(verdict):
             return None
         return f"Accumulation is not exact for this model, {verdict}."
+
+    def _is_accepted(self, verdict: Exactness | None) -> bool:
+        return verdict is not None and verdict.cause == "batch_norm" and self._options.batch_norm != "warn"
 
     def sentence_on_pieces(self, hooked: str | None) -> str:
         """Say whether a batch in pieces has the gradient of the whole, if a hook had changed a tensor before."""
@@ -145,9 +159,3 @@ class TrainingExactness:
 def is_inexact(verdict: Exactness | None) -> bool:
     """Return whether gradients are known to differ from those of one pass."""
     return verdict is not None and verdict.cause in INEXACT
-
-
-def _after(known: Exactness | None, verdict: Exactness | None) -> Exactness | None:
-    """Return what is known after another measurement: what was once found to be wrong stays wrong."""
-    is_news = known is None or known.cause == "unmeasured" or (is_inexact(verdict) and not is_inexact(known))
-    return verdict or known if is_news else known
