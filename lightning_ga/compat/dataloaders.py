@@ -53,6 +53,7 @@ def batches_of(trainer: Any, loader: Any) -> Batches:
     if combined._mode == "sequential":  # as in ``FitLoop.advance``, which never sees it
         raise UserError('The training data is a CombinedLoader(mode="sequential"), which fit() does not train on.')
     stages = states.TrainerFn.FITTING, states.RunningStage.TRAINING
+    put_in_order(trainer, combined)
     combined.flattened = [connector._process_dataloader(trainer, *stages, part) for part in combined.flattened]
 
     def batches() -> Iterator[Any]:
@@ -131,12 +132,16 @@ def ran_out(trainer: Any) -> bool:
     return bool(trainer.fit_loop._data_fetcher.done)
 
 
-def warn_of_overfitting(trainer: Any, loader: Any) -> None:
-    """Let Lightning warn if ``overfit_batches`` turns shuffling off (``connectors/data_connector.py``)."""
+def put_in_order(trainer: Any, combined: Any) -> None:
+    """Let loaders be read in order under ``overfit_batches``, which repeats their first batches, with a warning."""
     if trainer.overfit_batches:
-        combined = patching.sibling(trainer, "utilities.combined_loader").CombinedLoader(loader)
         stage = patching.sibling(trainer, "trainer.states").RunningStage.TRAINING
         patching.sibling(trainer, "trainer.connectors.data_connector")._resolve_overfit_batches(combined, mode=stage)
+
+
+def warn_of_overfitting(trainer: Any, loader: Any) -> None:
+    """Let Lightning warn if ``overfit_batches`` turns shuffling off (``connectors/data_connector.py``)."""
+    put_in_order(trainer, patching.sibling(trainer, "utilities.combined_loader").CombinedLoader(loader))
 
 
 def evaluation_loaders(trainer: Any, loader: int) -> tuple[list[Any], Callable[[list[Any]], Any]]:

@@ -50,15 +50,15 @@ def frequencies_by_step(trainer: Any) -> dict[int, int]:
     return {at: config.frequency for at, config in configs if config.interval == "step" and config.frequency > 1}
 
 
-def step_schedulers_when_due(trainer: Any, frequencies: dict[int, int], window: int) -> None:
-    """Let ``frequency=n`` of schedules by step mean n optimizer steps, after the window of this number in its epoch.
+def step_schedulers_when_due(trainer: Any, frequencies: dict[int, int], batches: int) -> None:
+    """Let schedules by step be due as in a training in one pass, which has done so many ``batches`` of its epoch.
 
     ``frequencies`` are the user's. The loop tests its count of micro-batches against the frequency
     (``training_epoch_loop.py:474``), so that number is set to one that divides the count or not.
     """
     count = loops.micro_batch_index(trainer) + 1
     for position, frequency in frequencies.items():
-        due = (window + 1) % frequency == 0
+        due = batches % frequency == 0
         trainer.lr_scheduler_configs[position].frequency = count if due else count + 1
 
 

@@ -8,7 +8,7 @@ import sys
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -52,11 +52,40 @@ def run_pass(trainer: Any, batch: Any, place: PassPlace, observe: Callable[[], o
         kwargs = loop._build_kwargs(OrderedDict(), batch, batch_idx)
         waiting = closures.before_the_last(trainer, lambda _: None) if place.continues else nullcontext()
         with _backward_as_in_training(trainer, place.weight * place.batches), waiting:
-            outputs = loop.automatic_optimization.run(trainer.optimizers[0], place.index, kwargs)
+            number = batch_idx if place.steps else place.index
+            outputs = loop.automatic_optimization.run(trainer.optimizers[0], number, kwargs)
         observe()
         if place.ends:
             _call_module_hook(trainer, "on_train_batch_end", outputs, batch, batch_idx)
         trainer._logger_connector.on_batch_end()
+
+
+def call_before_step(trainer: Any) -> None:
+    """Call the module's hook that sees the gradient of a window before the optimizer's step."""
+    with muted(trainer):
+        _call_module_hook(trainer, "on_before_optimizer_step", trainer.optimizers[0])
+
+
+def end_epoch_of(trainer: Any, gathered: set[str]) -> None:
+    """Let the module end an epoch and begin the next, if its hook reads what steps have gathered."""
+    hook = getattr(trainer.lightning_module.on_train_epoch_end, "__func__", None)
+    if gathered & set(getattr(getattr(hook, "__code__", None), "co_names", ())):
+        with muted(trainer), suppress(Exception):  # it may look for what only an epoch leaves
+            _call_module_hook(trainer, "on_train_epoch_end")
+            _call_module_hook(trainer, "on_train_epoch_start")
+
+
+@contextmanager
+def without_logs(trainer: Any) -> Iterator[None]:
+    """Log nothing in passes that are pieces of a batch: training logs when all have run."""
+    with patching.shadowed(trainer.fit_loop.epoch_loop._results, "log", lambda *_, **__: None):
+        yield
+
+
+def overrides(trainer: Any, name: str) -> bool:
+    """Return whether the module has a hook of its own by this name."""
+    stock = patching.sibling(trainer, "core.module").LightningModule
+    return getattr(getattr(trainer.lightning_module, name), "__func__", None) is not getattr(stock, name)
 
 
 @contextmanager
@@ -70,7 +99,7 @@ def _counting(trainer: Any, place: PassPlace) -> Iterator[int]:
     progress, planned = epoch_loop.batch_progress, loop.max_batches
     ready = progress.current.ready
     if place.steps:
-        trainer.accumulate_grad_batches = progress.current.ready = place.index + 1
+        trainer.accumulate_grad_batches, progress.current.ready = place.index + 1, place.index + 1 + place.ahead
     else:
         trainer.accumulate_grad_batches = 4 * place.batches  # the loop divides the loss by it
         progress.current.ready = max(1, ready) + place.ahead + (place.index if place.begins else 0)
@@ -196,15 +225,14 @@ def without_gradient_hooks(trainer: Any) -> Iterator[bool]:
 
     Yields whether there are any.
     """
-    module, plugin = trainer.lightning_module, trainer.precision_plugin
-    tables = [table for p in module.parameters() for table in (p._backward_hooks, p._post_accumulate_grad_hooks)]
+    plugin, parameters = trainer.precision_plugin, list(trainer.lightning_module.parameters())
+    tables = [table for p in parameters for table in (p._backward_hooks, p._post_accumulate_grad_hooks)]
     hooks = [(table, dict(table)) for table in tables if table]
-    stock = patching.sibling(trainer, "core.module").LightningModule.on_after_backward
     for table, _ in hooks:
         table.clear()
     try:
         with patching.shadowed(plugin, "post_backward", lambda loss, _: loss.detach()):
-            yield bool(hooks) or getattr(module.on_after_backward, "__func__", None) is not stock
+            yield bool(hooks) or overrides(trainer, "on_after_backward")
     finally:
         for table, before in hooks:
             table.update(before)

@@ -55,6 +55,8 @@ class Fit:
         self._planned: PlannedEpoch | None = None  # none before the data are set up
         self._begun: tuple[TrainingSource, int] | None = None  # what the loops were told of last
         self._frequencies: dict[int, int] = {}  # of schedules by step, as the user wrote them
+        self._batch: Any = None  # the current micro-batch
+        self._workers_are_told = False  # that they change what windows hold
         self._progress = Progress(trainer)
         self._data = TrainingData(trainer, self.exactness, cut_in_step=options.micro_batching == "step")
         self.oom_handler = OomHandler(trainer, retries=options.on_oom == "split", reporter=reporter, data=self._data)
@@ -133,6 +135,8 @@ class Fit:
         checks.check_factor(self.trainer, self._fed.factor)
         if self._begun != (self.source, epoch):
             self._limit.lower()
+            with self._engine.suspended():
+                self._limit.find_more(self.source, epoch)
             self._begin(epoch)
             for inexact in self._untold():
                 rank_zero_warn(inexact, category=ExactnessWarning)
@@ -140,6 +144,7 @@ class Fit:
     def prepare(self, batch: Any) -> None:
         """Weigh the next micro-batch, and say whether schedules of the learning rate are due after it."""
         self._tell_of_errors()
+        self._batch = batch
         checks.check_factor(self.trainer, self._fed.factor)
         source, index = self.source, loops.micro_batch_index(self.trainer)
         chunk = source.chunk(index)
@@ -154,7 +159,7 @@ class Fit:
         if not source.cut_in_step:
             self._by_batch.look()
         if self._frequencies:
-            intervals.step_schedulers_when_due(self.trainer, self._frequencies, chunk.window)
+            intervals.step_schedulers_when_due(self.trainer, self._frequencies, self._batches_until(chunk.window))
 
     def _tell_of_errors(self) -> None:
         """Say which errors were survived, once it is measured whether the result is the same."""
@@ -165,11 +170,16 @@ class Fit:
     def close_window(self, optimizer: Any) -> None:
         """Bring the gradients of a window to their mean, and say if they are not those of all its samples."""
         if self.gradients.close_window(optimizer):
-            self._later.found_left_out()
+            is_one_batch = self.recipe_factor == 1
+            if self._later.found_left_out(self._batch, is_one_batch=is_one_batch):
+                self.gradients.leave_out(optimizer)
 
     def advance(self, batch: Any) -> None:
         """Keep the place after a micro-batch, and the micro-batch itself if memory has run out in it."""
-        window_is_over = self.oom_handler.end_batch()
+        window_is_over, self._batch = self.oom_handler.end_batch(), None
+        self._later.end_batch()
+        if self.gradients.has_skipped and not window_is_over:
+            self._later.note_left_out(batch)
         self._progress.advance(self.source, window_is_over=window_is_over)
         if window_is_over:
             self._limit.lower_if_allocator_struggles()
@@ -264,6 +274,19 @@ class Fit:
         limit = self._limit.micro_batch
         return limit is not None and limit < self.source.largest_extent(epoch)
 
+    def _batches_until(self, window: int) -> int:
+        """Return how many batches a training in one pass has done after this window of the epoch."""
+        if not self._keeps_windows:
+            return window + 1
+        done, total = (window + 1) * self.recipe_factor, self.source.epoch_batches
+        return done if total is None else min(done, total)
+
+    @property
+    def _keeps_windows(self) -> bool:
+        """Whether windows are the recipe's, and none are asked for."""
+        epoch = loops.training_epoch(self.trainer)
+        return self.request.effective(epoch) is None and self.request.factor(epoch) is None
+
     def _frequencies_in_steps(self) -> dict[int, int]:
         """Return frequencies of schedules by step, if the loop counts other batches than the recipe's."""
         found = intervals.frequencies_by_step(self.trainer)
@@ -271,10 +294,11 @@ class Fit:
         as_recipe &= self._fed.micro_batch_size == self.source.recipe.largest_batch(self._progress.position.epoch)
         if not found or self.source.cut_in_step or as_recipe:
             return {}
-        rank_zero_info(
-            f"The frequency of schedules by step ({', '.join(map(str, found.values()))}) counts optimizer steps here, "
-            "as batches of the loop are micro-batches."
-        )
+        if not self._keeps_windows:
+            rank_zero_info(
+                f"The frequency of schedules by step ({', '.join(map(str, found.values()))}) counts optimizer steps "
+                "here, as batches of the loop are micro-batches."
+            )
         return found
 
     # --- samples -------------------------------------------------------------------------------
@@ -314,9 +338,17 @@ class Fit:
         return self.plan is not None and self.plan.factor > 1
 
     def _untold(self) -> list[str]:
-        """Return the sentence on windows that are not exact, if the user does not know it yet."""
-        found = self.exactness.untold() if self._plans_several_passes else None
-        return [] if found is None else [found]
+        """Return the sentences on windows that are not exact, if the user does not know them yet."""
+        found = [self.exactness.untold()] if self._plans_several_passes else []
+        source, loader = self.source, self.source.recipe.loader
+        is_cut = self._fed.micro_batch_size < source.recipe.largest_batch(loops.training_epoch(self.trainer))
+        if is_cut and source.streams and loader.num_workers > 1 and not self._workers_are_told:
+            self._workers_are_told = True
+            found.append(
+                "Several data workers read an iterable dataset in turn, a micro-batch each, so windows hold other "
+                "samples than batches of the whole size would: use num_workers=1 for the same windows."
+            )
+        return [sentence for sentence in found if sentence is not None]
 
     # --- records -------------------------------------------------------------------------------
 
@@ -353,11 +385,6 @@ class Fit:
     def warnings(self) -> list[str]:
         """Return what the user should know before training: inexact gradients, wrong horizons of schedules."""
         found, steps = self._untold(), self.optimizer_steps()
-        if self._plans_several_passes and self.source.streams and self.source.recipe.loader.num_workers > 1:
-            found.append(
-                "Several data workers read an iterable dataset in turn, a micro-batch each, so windows hold other "
-                "samples than batches of the whole size would: use num_workers=1 for the same windows."
-            )
         found += [] if found else self._of_joined_batches()
         for name, length in intervals.wrong_horizons(self.trainer, steps) if steps else []:
             found.append(

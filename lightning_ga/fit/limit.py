@@ -37,12 +37,13 @@ class _Search:
 
 
 class TrainingLimit:
-    """The largest micro-batch of one fit; once found, it only falls."""
+    """The largest micro-batch of one fit; once found, it only falls, unless batches grow."""
 
     def __init__(self, trainer: Any, request: Request, options: Options, engine: Engine) -> None:
         self._trainer, self._request, self._options, self._engine = trainer, request, options, engine
         self.micro_batch: int | None = None  # most samples of one; none before that is known
         self.probe: ProbeResult | None = None  # what was found; none if no probe was needed
+        self._high: int | None = None  # the largest micro-batch that was of use when the limit was looked for
         self._kind: Mapping[str, Any] | None = None  # of step, as the cache describes it; none without a cache
 
     def hardware(self) -> str:
@@ -60,6 +61,17 @@ class TrainingLimit:
             found = min(found, kept.limit)
         self.micro_batch = found
         return found
+
+    def find_more(self, source: TrainingSource, epoch: int) -> None:
+        """Look for the limit again if batches have grown beyond all that was of use before, and all of that has fitted.
+
+        Ranks call this together.
+        """
+        found, wanted = self.probe, self._search(source, epoch).high
+        if found is None or self._high is None or not wanted > self._high <= min(found.limit, self.micro_batch or 0):
+            return
+        self._engine.limits.pop("training", None)
+        self.find(source, epoch, None)
 
     def lower(self) -> None:
         """Plan no more samples than proved too much on any rank; ranks call this together."""
@@ -90,6 +102,7 @@ class TrainingLimit:
         if asked is not None and device is None:
             return self._request.capped(asked)
         search = self._search(source, epoch)
+        self._high = search.high
         if evaluates_again(optimizer):
             raise UserError(
                 f"{type(optimizer).__name__} keeps a history that grows over many steps, so that no trial "

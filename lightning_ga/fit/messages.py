@@ -10,7 +10,7 @@ from lightning_ga.fit.parts import Piece
 from lightning_ga.plan.exactness import SAME_RESULT
 
 SAME_BUT_RANDOM = "Its parts draw random numbers of their own (dropout, say); apart from these the result is the same."
-SKIPPED = "training_step returned None for some of its parts, which count as nothing; it saw each part by itself."
+SKIPPED = "training_step returned None for some of its parts; whether it would have in one pass is not known."
 HOOKS_APART = "The hooks of its transfer saw the parts one by one; whether its result is the same was not measured."
 
 MOST_NAMES = 8  # of attributes, in a sentence

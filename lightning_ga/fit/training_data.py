@@ -45,7 +45,6 @@ class TrainingData(StageBatches):
 
     def cut(self, loader: Any, position: Position) -> TrainingSource:
         """Return the source that cuts the user's loader, in the order that the run has begun with."""
-        dataloaders.warn_of_overfitting(self._trainer, loader)
         self._source, self._given = self._make_source(loader, position), loader
         self._loader_states = []
         return self._source
@@ -91,6 +90,7 @@ class TrainingData(StageBatches):
         except UserError as why:
             self.why_in_step = str(why)
             return self._make_prebatched(loader, settings)
+        dataloaders.warn_of_overfitting(trainer, loader)
         dataloaders.load_later(trainer, self._loader_states)
         return source
 

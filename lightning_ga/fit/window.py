@@ -19,6 +19,7 @@ from lightning_ga.fit.parts import BatchResult, Part, Piece, Window
 from lightning_ga.fit.training_data import TrainingData
 from lightning_ga.fit.window_gradients import WindowGradients
 from lightning_ga.fit.window_run import run_window
+from lightning_ga.plan.exactness import BATCHES_CHANGED
 from lightning_ga.plan.weights import WindowWeights
 
 LOOKS = 3  # batches of an epoch before which parts are looked for that hooks may have added
@@ -64,6 +65,7 @@ class TrainingWindow(Window):
         self._module_has_hooks_between = closures.has_hook(owners[:1], *closures.BETWEEN_BATCHES)
         self._watches_callbacks = closures.has_hook(owners[1:], *closures.BETWEEN_BATCHES)
         engine.watches_batches = closures.has_hook(owners, "on_train_batch_start")
+        self._module_changes_batches = closures.has_hook(owners[:1], "on_train_batch_start")
         self._warned = False
         self._whole: Any = None  # Lightning's closure of the current micro-batch, for its first pass
         self._make: Callable[..., Any] = lambda *_: None
@@ -100,6 +102,10 @@ class TrainingWindow(Window):
         if self._fills_up and not self._data.source.chunk(number).count:
             return partial(self._run_empty, [])
         self._make, self._whole = make, whole
+        is_changed = engine.is_changed(given["batch"])
+        cuts_in_loader = not self._data.source.cut_in_step and self._trainer.accumulate_grad_batches > 1
+        if is_changed and cuts_in_loader and not self._module_changes_batches:  # the check runs no hook of a callback
+            self._data.exactness.found_unknown(BATCHES_CHANGED)
         part = MicroBatch(
             given["batch"],
             number,
@@ -109,7 +115,7 @@ class TrainingWindow(Window):
             optimizer=optimizer,
             weights=self._gradients.weights,
             host=engine.host,
-            is_changed=engine.is_changed(given["batch"]),
+            is_changed=is_changed,
         )
         return partial(self._run, part, [])
 
@@ -276,7 +282,7 @@ class TrainingWindow(Window):
         first = self.parts[0]
         self._gradients.put_back(first.weights)
         if self.savepoint.is_taken and self.savepoint.changed_by_hooks:
-            self._data.exactness.found_changed((self.savepoint.changed_by_hooks,))
+            self._data.exactness.found_changed({self.savepoint.changed_by_hooks: None})
         if self._reduction is not None:
             self._reduction.set_aside()
         if self._lacks_earlier:

@@ -34,6 +34,7 @@ class WindowGradients:
         self._is_rounded = False  # whether torch cannot do that, and the user does not know it
         self._handles: list[Any] = []
         self._trains = self._skips = False  # whether steps of the window have returned a loss, and whether None
+        self._has_skipped = False  # whether a step of the last micro-batch has returned None
 
     def sum_in_float32(self) -> None:
         """Let the gradients of half-precision parameters be summed in float32, and be rounded before each step."""
@@ -71,6 +72,7 @@ class WindowGradients:
         """Weigh the next micro-batch, the ``index``-th of its epoch, of which ``chunk`` was planned."""
         factor = self._trainer.accumulate_grad_batches
         self._skips |= bool(index % factor and self.weights.pending)
+        self._has_skipped = False
         count = samples if self._counts is None else count_items(self._counts, batch)
         self.weights = self.weights.weigh(
             count if chunk.count else 0,
@@ -125,7 +127,12 @@ class WindowGradients:
 
     def skip(self) -> None:
         """Note that a step has returned ``None``."""
-        self._skips = True
+        self._skips = self._has_skipped = True
+
+    @property
+    def has_skipped(self) -> bool:
+        """Whether a step of the last micro-batch has returned ``None``."""
+        return self._has_skipped or bool(self.weights.pending)
 
     def close_window(self, optimizer: torch.optim.Optimizer) -> bool:
         """Bring the window to its mean: before the optimizer step, after unscaling and before clipping.
@@ -138,6 +145,12 @@ class WindowGradients:
         left_out = self._trains and (self._skips or bool(self.weights.pending))
         self._trains = self._skips = False
         return left_out
+
+    def leave_out(self, optimizer: torch.optim.Optimizer) -> None:
+        """Leave a window out: the optimizer meets no gradient, as after a pass that returns ``None``."""
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
 
     def window_scale(self) -> float:
         """Return what the window's weighted sum is to be multiplied by; ranks ask together."""

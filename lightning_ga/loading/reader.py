@@ -41,7 +41,10 @@ class CollatedBatches:
         try:
             kinds = [_various(self.samples(loader)) for loader in self.loaders]
             if not all(kinds):
-                raise uncuttable("its loader has none")
+                raise LayoutError(
+                    "It is not known where batches can be cut, as the loader yields no sample in the first epoch: let "
+                    'that epoch have some, or use micro_batching="loader", which trains it as it is.'
+                )
             make = partial(self._batch, kinds, prepare)
             return _of_crops(read_layout(Samples(make, len(kinds), max(map(len, kinds)))), kinds)
         except Exception as error:

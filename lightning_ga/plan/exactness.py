@@ -16,7 +16,8 @@ _MEANING: dict[Cause, str] = {
     "batch_norm": "{layers} normalize by the statistics of each micro-batch, not of the whole batch; GroupNorm "
     "(lightning_ga.models.to_group_norm) makes it exact",
     "sum": "the loss is a sum over samples, and accumulation averages: divide it by the number of samples, or the "
-    "learning rate means another thing for every micro-batch",
+    "learning rate means another thing for every micro-batch; if it is a sum divided by what few samples have "
+    "(positives, at least one), give normalize= a function that counts that in a batch",
     "coupled": "the loss couples the samples of a batch: it compares them with each other (contrastive losses, "
     "in-batch negatives), or depends on which of them are together (statistics or padding of the batch); let it treat "
     "samples by themselves, or train in whole batches",
@@ -39,10 +40,23 @@ COUNTED = (
     "a hook of batches keeps), which counts micro-batches here: use trainer.global_step, which counts optimizer steps, "
     'or micro_batching="step"'
 )
+KEPT = (
+    "the module keeps something of each pass that a later hook or step reads (gradients that on_after_backward sees, "
+    "what on_train_batch_end writes, losses that are gathered), and so the optimizer is given another gradient later "
+    "than after one pass: keep what the whole batch shows, in on_before_optimizer_step or after the optimizer's step"
+)
 LEFT_OUT = (
     "training_step returned None for some of a window's micro-batches: these count as nothing, and the gradient is the "
     "mean over the others, where one pass over the window would have been skipped, or trained on them too; let the "
     "loss leave such samples out, and count the others with normalize="
+)
+LEFT_OUT_WHOLE = (
+    "training_step returned None for some of a window's micro-batches, though it trains on some of their samples by "
+    "themselves; so the whole window is left out, as one pass is if a sample of it makes the loss NaN"
+)
+BATCHES_CHANGED = (
+    "a callback changes batches in on_train_batch_start, where it sees micro-batches: if it mixes samples, these are "
+    'others than in one pass; micro_batching="step" cuts batches after it'
 )
 HOOKED = (
     "hooks on gradients (Tensor.register_hook, or on_after_backward where the loader cuts) see those of each "

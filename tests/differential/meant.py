@@ -93,11 +93,4 @@ MEANT = (
         sentence="so that stock Lightning goes on from it as from its own.",
         ours=r"Please add the following callbacks: .*AutoAccumulate|nothing",
     ),
-    Meant(
-        scenarios="schedule_by_step_with_a_frequency",
-        modes="cut-loader",
-        where=r"\['messages'\].*",
-        reason="The frequency counts steps, as the loop's batches are micro-batches.",
-        sentence="where the loader cuts | counts optimizer steps, and a line says so",
-    ),
 )

@@ -391,6 +391,12 @@ def schedule_by_step_with_a_frequency(run: Run) -> None:
 
 
 @scenario()
+def schedule_by_step_with_a_frequency_under_accumulation(run: Run) -> None:
+    net = Net(schedule=step_lr, interval="step", frequency=2)
+    run.fit(net, loader(Samples(48)), accumulate_grad_batches=3)
+
+
+@scenario()
 def schedule_of_one_cycle(run: Run) -> None:
     def one_cycle(optimizer: Optimizer) -> Any:
         run.notes["estimate"] = module.trainer.estimated_stepping_batches
@@ -630,6 +636,12 @@ for _kind in ("max_size_cycle", "min_size", "max_size"):
 @scenario()
 def a_dict_of_loaders(run: Run) -> None:
     run.fit(Paired(), {"a": loader(Samples(24)), "b": loader(Samples(24), 8)})
+
+
+@scenario()
+def overfitting_one_batch_of_shuffled_loaders(run: Run) -> None:
+    loaders = {"a": loader(Samples(24), shuffle=True), "b": loader(Samples(24), 8, shuffle=True)}
+    run.fit(Paired(), loaders, overfit_batches=1, max_epochs=3)
 
 
 @scenario()

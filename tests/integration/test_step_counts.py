@@ -108,3 +108,20 @@ def test_frequency_counts_optimizer_steps(frequency: int, micro_batch: int) -> N
     ours, trainer = fit(whole, AutoAccumulate(micro_batch_size=micro_batch), module=Scheduled(halving, frequency))
     assert ours.rates == stock.rates
     assert trainer.lr_scheduler_configs[0].frequency == frequency
+
+
+@pytest.mark.parametrize("frequency", [2, 3, 4])
+@pytest.mark.parametrize("micro_batch", [3, 4, 12])
+def test_frequency_counts_batches_where_the_recipe_accumulates(frequency: int, micro_batch: int) -> None:
+    """As stock Lightning does, in an epoch of uneven windows too: eight batches in windows of three, three and two."""
+
+    def halving(optimizer: Any, _: int) -> Any:
+        return torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+
+    recipe = {"accumulate_grad_batches": 3}
+    stock, _ = fit(loader(), module=Scheduled(halving, frequency), **recipe)
+    ours, _ = fit(
+        loader(), AutoAccumulate(micro_batch_size=micro_batch), module=Scheduled(halving, frequency), **recipe
+    )
+    assert len(set(stock.rates)) > 1
+    assert ours.rates == stock.rates

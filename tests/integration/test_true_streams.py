@@ -18,7 +18,22 @@ from pairing import every_pair
 from reference import quiet_trainer
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, default_collate
-from true_support import OOM, WAYS, Case, Memory, Task, Trained, Way, each_way, error, one_pass, pairs, run, train
+from true_support import (
+    OOM,
+    ROUNDING,
+    WAYS,
+    Case,
+    Memory,
+    Task,
+    Trained,
+    Way,
+    each_way,
+    error,
+    one_pass,
+    pairs,
+    run,
+    train,
+)
 
 from lightning_ga import AutoAccumulate, UserError
 from lightning_ga.compat import trial_steps
@@ -500,3 +515,79 @@ def test_a_trainer_that_fits_within_another_ones_trial_is_heard(tmp_path: Path) 
     lines = (tmp_path / "heard").read_text().splitlines()
     assert len(lines) > 4  # the exactness check runs the step as well
     assert set(lines) == {str(["start", "batch", "end"])}
+
+
+# --- data that change between epochs ----------------------------------------------------------------
+
+
+class Shared(IterableDataset[Any]):
+    """Its workers share the samples."""
+
+    def __iter__(self) -> Iterator[Any]:
+        worker = torch.utils.data.get_worker_info()
+        return islice(iter(pairs(48)), worker.id if worker else 0, None, worker.num_workers if worker else 1)
+
+
+@each_way
+def test_workers_that_read_a_stream_in_turn_are_told_where_the_loader_cuts(way: Way) -> None:
+    """Also once an error has lowered the limit, from the next epoch on, and not where the step cuts."""
+    case = Case(Task, lambda: DataLoader(Shared(), batch_size=8, num_workers=2))
+    ours = run(case, way, max_epochs=2)
+    assert [text for text in ours.told if "Several data workers" in text] == (ours.told if way.mode == "loader" else [])
+    assert len(ours.told) == (way.mode == "loader")
+    assert (error(ours, one_pass(case, max_epochs=2)) > 1e-3) is (way.mode == "loader")
+
+
+class Growing(Task):
+    """Batches of 6, of 12 and of 18 samples."""
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(pairs(36), batch_size=6 * (self.trainer.current_epoch + 1))
+
+
+@MODES
+@pytest.mark.parametrize("arguments", [{}, {"max_micro_batch_size": 12}], ids=["no bound", "bound"])
+def test_a_loader_whose_batches_grow_has_its_limit_looked_for_again(arguments: dict[str, Any], mode: str) -> None:
+    """It stayed at the size of the first epoch, though there was memory for more."""
+    settings = {"max_epochs": 3, "reload_dataloaders_every_n_epochs": 1}
+    ours = train(Growing(), None, AutoAccumulate(micro_batching=mode, cache=False, **arguments), **settings)
+    assert ours.memory.sizes == 6 * [6] + 3 * [12] + (4 * [9] if arguments else 2 * [18])
+    assert error(ours, train(Growing(), None, **settings)) <= ROUNDING
+
+
+@MODES
+def test_a_growing_loader_and_memory_that_has_run_out(mode: str) -> None:
+    """A limit that an error has found stays."""
+    settings = {"max_epochs": 3, "reload_dataloaders_every_n_epochs": 1}
+    ours = train(Growing(), None, AutoAccumulate(micro_batching=mode, cache=False), memory=Memory(2), **settings)
+    assert max(ours.memory.sizes[2:]) == 3
+    assert error(ours, train(Growing(), None, **settings)) <= ROUNDING
+
+
+class EmptyAtFirst(IterableDataset[Any]):
+    """Yields nothing in the first epoch."""
+
+    epochs = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(pairs(48) if self.epochs else [])
+
+
+class CountsEpochs(pl.Callback):
+    def on_train_epoch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        trainer.train_dataloader.dataset.epochs += 1
+
+
+def test_a_stream_that_is_empty_at_first_trains_later_where_the_loader_cuts() -> None:
+    callback = AutoAccumulate(micro_batch_size=3)
+    ours = train(Task(), DataLoader(EmptyAtFirst(), batch_size=8), callback, CountsEpochs(), max_epochs=2)
+    stock = train(Task(), DataLoader(EmptyAtFirst(), batch_size=8), CountsEpochs(), max_epochs=2)
+    assert len(stock.gradients) == 6
+    assert error(ours, stock) <= ROUNDING
+
+
+def test_a_stream_that_is_empty_at_first_is_refused_in_step_mode() -> None:
+    """In a sentence that says what to do."""
+    callback = AutoAccumulate(micro_batch_size=3, micro_batching="step")
+    with pytest.raises(UserError, match=r"the loader yields no sample in the first epoch: let that epoch have some"):
+        train(Task(), DataLoader(EmptyAtFirst(), batch_size=8), callback, max_epochs=2)

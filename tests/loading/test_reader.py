@@ -217,7 +217,9 @@ def test_a_module_that_cuts_batches_of_unknown_size_is_told_the_length_of_the_fi
 
 def test_a_loader_without_samples_or_of_unknown_kind_is_refused() -> None:
     """With the way out."""
-    with pytest.raises(LayoutError, match=r"its loader has none: define split_batch"):
+    with pytest.raises(
+        LayoutError, match=r"the loader yields no sample in the first epoch: let .* or use micro_batching=\"loader\""
+    ):
         reader(Plain(), collated(loader_of(dataset=TensorDataset(torch.zeros(0, 3))))).layout()
     with pytest.raises(LayoutError, match=r"none was looked at before training: define split_batch"):
         reader(Plain(), ReadyMadeBatches(list)).layout()

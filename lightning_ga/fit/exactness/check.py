@@ -1,24 +1,22 @@
 """Run one batch whole and in parts, compare gradients and state, and judge what differs."""
 
 import math
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils.data import DataLoader
 
-from lightning_ga.batch.counters import Kind, fitting_counter, is_uneven, kinds_of
+from lightning_ga.batch.counters import Kind, fitting_counter
 from lightning_ga.batch.layout import LayoutError
 from lightning_ga.batch.pytree import same_values
-from lightning_ga.batch.split import BatchSlices
 from lightning_ga.compat import trial_steps
 from lightning_ga.fit.exactness.differences import Differences, compare, distance, judge, norm
+from lightning_ga.fit.exactness.halves import Halves, SampleBatch, uneven_kinds
 from lightning_ga.fit.exactness.passes import Passes, PassRunner, named_state
 from lightning_ga.loading.reader import BatchReader
-from lightning_ga.loading.samples import collate_samples
 from lightning_ga.loading.streams import length_of
 from lightning_ga.loading.training_source import TrainingSource
 from lightning_ga.memory.oom import is_out_of_memory
@@ -26,6 +24,7 @@ from lightning_ga.plan.exactness import (
     ACCUMULATED,
     COUNTED,
     HOOKED,
+    KEPT,
     NO_GRADIENT,
     Exactness,
     Verdicts,
@@ -38,72 +37,7 @@ from lightning_ga.plan.weights import count_items
 Count = Callable[[Any], float]  # counts the items of a batch that the loss is a mean over
 
 _MULTIPLES = (3, 6, 10, 12, 30, 60, 100, 120, 200, 300, 600, 1200, 3000, 6000, 12000)  # of many small numbers
-_CUTS = 16  # of some samples, of which the one that tells most is taken
 _SEEDS = 8  # further passes with other random numbers, if some are drawn
-
-
-@dataclass(frozen=True, slots=True)
-class Halves:
-    """A batch in two parts, mostly halves, as the loader makes them or as the step cuts them."""
-
-    parts: list[Any]
-    sizes: tuple[int, int]  # in samples
-    batch: Callable[[int], Any]  # makes the whole batch once more, with random numbers of a seed
-    one_sample: Callable[[], Any]  # makes a batch of one of its samples
-    cut: bool = False  # whether the step cuts them
-    on_device: bool = False  # whether the parts are there, where hooks of the transfer have run
-    batch_on_device: bool = False  # whether the whole batch is
-
-    @classmethod
-    def of(
-        cls,
-        take: Callable[[int, int], Any],
-        size: int,
-        batch: Callable[[int], Any] | None = None,
-        middle: int | None = None,
-        **settings: bool,
-    ) -> "Halves":
-        """Return the parts of a batch, from which ``take`` makes those samples from a start to a stop."""
-        middle = middle or (size + 1) // 2
-        parts, whole = [take(0, middle), take(middle, size)], batch or (lambda _: take(0, size))
-        return cls(parts, (middle, size - middle), whole, one_sample=partial(take, size - 1, size), **settings)
-
-
-class SampleBatch:
-    """A batch of samples, and its halves."""
-
-    def __init__(self, samples: list[Any], loader: "DataLoader[Any]", reader: BatchReader, passes: PassRunner) -> None:
-        self._samples, self._loader, self._reader, self._passes = samples, loader, reader, passes
-        self._cut_on_device = passes.transfer.has_hooks  # these get the whole batch, before it is cut
-        self.fetched = len(samples)
-        self.collated = self._collate(0, self.fetched)
-        # The collate function may drop some.
-        self.size = reader.count(self.collated, expected=self.fetched, on_host=True)
-
-    def loaded(self) -> Halves:
-        """Return the halves as the loader makes them."""
-        return Halves.of(self._collate, self.fetched, partial(self._collate, 0, self.fetched))
-
-    def cut(self, take: Callable[[int, int], Any]) -> Halves:
-        """Return the halves as the step gets them by ``take``, which comes from ``slices``."""
-        return Halves.of(take, self.size, lambda _: self.collated, cut=True, on_device=self._cut_on_device)
-
-    def slices(self, *, anew: bool = False) -> Callable[[int, int], Any]:
-        """Return the function by which the step cuts the batch, or makes parts of it ``anew`` out of its samples."""
-        batch, on_host = self.collated, not self._cut_on_device
-        if self._cut_on_device:
-            batch = self._passes.on_device(batch)
-        samples = partial(self._reader.samples_again, self._loader, self._samples)
-        if not anew:
-            return self._reader.slices(batch, expected=self.size, on_host=on_host, samples=samples).take
-        again = samples()
-        if again is None:
-            raise LayoutError("There are no samples at hand to make parts of anew.")
-        return self._reader.collated_anew(batch, again, on_host=on_host).take
-
-    def _collate(self, start: int, stop: int, seed: int = 0) -> Any:
-        batch = collate_samples(self._loader, self._samples[start:stop], stop - start, seed=seed)
-        return self._passes.transfer.on_host(batch)
 
 
 class ExactnessCheck:
@@ -130,6 +64,7 @@ class ExactnessCheck:
         self._repeated = tolerance / (100 if is_precise else 1)  # largest difference of a repeated step
         # Whether it keeps something that the next step's gradients depend on; ``None`` until that is measured.
         self._keeps_something = False if while_training else None
+        self._draws = False  # whether the step draws random numbers
         self._alike: set[str] = set()  # names of state that changed, and for which it was no matter how batches are cut
         self._unlike: set[str] = set()  # and for which it was
         self.changing: set[str] = set()  # names of all that changed, averages that nobody froze among them
@@ -160,15 +95,19 @@ class ExactnessCheck:
     def _depends_on_number(self, batch_pass: Passes, batch: SampleBatch) -> bool:
         """Return whether the gradient is another one at other places of the epoch, which micro-batches number."""
         if self._numbers_matter is None:
-            self._numbers_matter = False
+            self._numbers_matter, steps = False, trial_steps.overrides(self._passes.trainer, "optimizer_step")
+            names = [name for name, weight in self._module.named_parameters() if weight.requires_grad] if steps else []
+            run = partial(self._passes.run, [batch.collated], seed=0, keep=names, steps=steps)
+            first = run() if steps else batch_pass
             for number in telling_numbers(self._micro_batches):
                 try:
-                    later = self._passes.run([batch.collated], seed=0, ahead=number)
+                    later = run(ahead=number)
                 except Exception as error:  # the user's code may have no such batch
                     if is_out_of_memory(error):
                         raise
                     continue
-                self._numbers_matter |= distance(batch_pass.gradients[0], later.gradients[0]) > self._repeated
+                pairs = [(first.gradients[0], later.gradients[0])] + ([(first.moves, later.moves)] if steps else [])
+                self._numbers_matter |= any(distance(*pair) > self._repeated for pair in pairs)
         return self._numbers_matter
 
     def _judge_cut(
@@ -195,15 +134,25 @@ class ExactnessCheck:
             return uncuttable(self._tolerance, f"{why}{failed}")
 
     def which_matter(
-        self, batch_pass: Passes, batch: Any, suspects: Collection[str], *, on_device: bool
+        self, batch_pass: Passes, batch: Any, suspects: Mapping[str, float | None], *, on_device: bool
     ) -> tuple[str, ...]:
-        """Return which of the tensors with these names the gradient may depend on; what is no tensor, it may."""
+        """Return which of these the gradient may depend on: tensors, numbers with their former values, and others."""
         tensors = [name for name in suspects if name in batch_pass.states[0]]
-        others = tuple(name for name in suspects if name not in tensors)
+        numbers = {name: value for name, value in suspects.items() if value is not None and name not in tensors}
+        others = tuple(name for name in suspects if name not in (*tensors, *numbers))
+        if numbers:
+            former = self._passes.run([batch], seed=0, on_device=on_device, numbers=numbers)
+            if distance(batch_pass.gradients[0], former.gradients[0]) > self._repeated:
+                others += tuple(numbers)
         if not tensors:
             return others
-        moved = self._passes.run([batch], seed=0, on_device=on_device, moved=tensors)
+        run = partial(self._passes.run, seed=0, on_device=on_device, moved=tensors, keep=tensors)
+        moved = run([batch])
         matter = distance(batch_pass.gradients[0], moved.gradients[0]) > self._repeated
+        if matter and set(tensors) <= set(moved.changed):  # the pass may bring them to where the next one leaves them
+            again = run([batch, batch])
+            stay = all(map(_is_rounding, moved.kept[1], again.kept[1]))
+            matter = not stay or distance(*again.gradients) > self._repeated
         return (*tensors, *others) if matter else others
 
     def judge(self, batch_pass: Passes, halves: Halves) -> Exactness:
@@ -228,13 +177,17 @@ class ExactnessCheck:
                 error = self._tolerance  # near a minimum those of samples cancel each other, and rounding is left
             else:
                 alone = compare(batch_pass.gradients[0], *parts, weight=weight)
-                changed = changed or (ACCUMULATED if alone.error <= self._tolerance else ())
+                trained = {name for name, weight in self._module.named_parameters() if weight.requires_grad}
+                late = tuple(name for name in accumulated.changed_in_step if name not in trained)
+                changed = changed or late or (ACCUMULATED if alone.error <= self._tolerance else ())
         if not 0 < size < math.inf:
             return unmeasured(self._tolerance, f"the norm of the gradient is {size}" if size else NO_GRADIENT)
         is_clear = self._while_training and alone is None and not changed
         noise, layers = 0.0 if is_clear else self._noise(batch_pass, halves), batch_norm_layers(self._module)
         measured = Exactness(error, self._tolerance, "exact", layers, micro_steps=self._passes.steps, tensors=changed)
         verdict = judge(measured, alone, noise=noise)
+        if verdict.cause == "exact" and self._ends_otherwise(halves, (weight, 1 - weight)):
+            return replace(verdict, relative_error=None, cause="stateful", reason=KEPT)
         return verdict if alone is None else self._explained(verdict, alone, batch_pass, halves, weight)
 
     def _explained(
@@ -345,12 +298,27 @@ class ExactnessCheck:
         moved = self._run_whole(halves, moved=names)
         return distance(batch_pass.gradients[0], moved.gradients[0]) > self._repeated
 
+    def _ends_otherwise(self, halves: Halves, weights: Sequence[float]) -> bool:
+        """Return whether hooks, or the next window, make another gradient if the window before was one of parts."""
+        if self._while_training or self._draws:
+            return False
+        settings: dict[str, Any] = {
+            "on_device": (halves.batch_on_device, halves.batch_on_device),
+            "as_pieces": halves.cut,
+        }
+        after, batch = halves.batch(1), halves.batch(0)
+        whole = self._passes.run_windows([batch], after, weights=[1.0], **settings)
+        settings["on_device"] = halves.on_device, halves.batch_on_device
+        parts = self._passes.run_windows(halves.parts, after, weights=weights, **settings)
+        return any(distance(*pair) > self._tolerance for pair in zip(whole, parts, strict=True))
+
     def _noise(self, batch_pass: Passes, halves: Halves) -> float:
         """Measure how far passes over the whole batch with other random numbers differ; several if some are drawn."""
         noise = 0.0
         for seed in range(1, 2 + _SEEDS):
             passes = self._run_whole(halves, seed=seed)
             noise = max(noise, distance(*batch_pass.gradients, *passes.gradients))
+            self._draws |= passes.draws
             if noise > self._tolerance or not passes.draws:
                 break
         return noise
@@ -359,32 +327,6 @@ class ExactnessCheck:
         if self._count is not None:
             return count_items(self._count, part)
         return self._reader.count(part, expected=samples, on_host=not halves.on_device)
-
-
-def uneven_kinds(parts: Sequence[Any], sizes: Sequence[int]) -> set[Kind]:
-    """Return the kinds of values of which two parts of so many samples hold different shares: they show a weight."""
-    one, other = map(kinds_of, parts)
-    return {kind for kind in one | other if is_uneven(one[kind] / sizes[0], other[kind] / sizes[1])}
-
-
-def telling_cut(slices: BatchSlices, size: int, kinds: Collection[Kind]) -> tuple[int, int, int] | None:
-    """Return start, middle and stop of at most ``size`` samples, where the parts hold unlike shares of these kinds.
-
-    Of the cuts that tell most, the one whose parts are least made up of such values: these may have no gradient.
-    """
-    for start in range(0, slices.samples, size):
-        stop = min(start + size, slices.samples)
-        whole = kinds_of(slices.take(start, stop))
-        found = [kind for kind in kinds if whole[kind]]
-        cuts: list[tuple[float, float, int]] = []
-        for middle in range(start + 1, stop, -(-size // _CUTS)) if found else ():
-            part = kinds_of(slices.take(start, middle))
-            shares = [(part[kind] / (middle - start), (whole[kind] - part[kind]) / (stop - middle)) for kind in found]
-            cuts += [(abs(one - other), max(one, other), middle) for one, other in shares if is_uneven(one, other)]
-        if cuts:
-            most = max(difference for difference, _, _ in cuts)
-            return start, min(cut[1:] for cut in cuts if cut[0] >= most / 2)[1], stop
-    return None
 
 
 def telling_numbers(batches: int) -> list[int]:
@@ -405,6 +347,13 @@ def batch_norm_layers(module: torch.nn.Module) -> tuple[str, ...]:
     """Return the names of BatchNorm layers in training mode, which normalize by the samples of a micro-batch."""
     layers = (name for name, layer in module.named_modules() if isinstance(layer, _BatchNorm) and layer.training)
     return tuple(layers)
+
+
+def _is_rounding(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors differ by no more than a value that is computed again."""
+    if not one.is_floating_point():
+        return torch.equal(one, other)
+    return torch.allclose(one, other, rtol=4 * torch.finfo(one.dtype).eps, atol=0.0)
 
 
 def _is_in_rows(

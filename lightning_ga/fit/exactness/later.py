@@ -6,6 +6,7 @@ that no measurement has met, and when something has changed between the passes o
 """
 
 from collections import Counter
+from functools import partial
 from typing import Any
 
 from lightning_ga.batch.counters import Kind, kinds_of
@@ -13,19 +14,21 @@ from lightning_ga.batch.split import BatchSlices
 from lightning_ga.compat import agreement, loops
 from lightning_ga.fit.engine import Engine
 from lightning_ga.fit.exactness.arithmetic import rounding
-from lightning_ga.fit.exactness.check import ExactnessCheck, Halves, telling_cut
-from lightning_ga.fit.exactness.passes import state_sums, traceless_passes
+from lightning_ga.fit.exactness.check import ExactnessCheck, batch_norm_layers
+from lightning_ga.fit.exactness.differences import norm
+from lightning_ga.fit.exactness.halves import Halves, telling_cut
+from lightning_ga.fit.exactness.passes import Sums, numbers_of, state_sums, traceless_passes
 from lightning_ga.fit.exactness.training import Remeasured, is_inexact
 from lightning_ga.fit.parts import Part
 from lightning_ga.fit.training_data import TrainingData
 from lightning_ga.memory.oom import attempt, is_out_of_memory
-from lightning_ga.plan.exactness import LEFT_OUT, Exactness
+from lightning_ga.plan.exactness import LEFT_OUT_WHOLE, Exactness
 from lightning_ga.snapshot.checksums import differ
 
 LOOKS = 8  # micro-batches before which the model is looked at, and again from each moment on
 LOOKED_AT = 1000  # micro-batches of which the samples are looked at
 TRIED = 4  # of them that are cut so that a kind of value would show; every sample may have as many of it
-FIRST_STEP = 4  # after it a micro-batch is measured, and after 8, 16, 32 … steps
+MOST = 8  # places of a batch that ran in pieces which are measured, about
 COST = 3  # passes of one measurement: the whole and two parts
 AGAIN = 10  # times the tolerance of the check before training: gradients become small, and rounding does not
 FREE, SHARE = 20 * COST, 2e-3  # passes that measurements may take: so many, and this share of training's
@@ -39,11 +42,16 @@ class LaterChecks:
         self.are_made = wanted and not agreement.is_sharded(trainer)  # whether anything is looked at or measured
         self._passes = self._spent = 0  # of training so far, and of measurements
         self._looks = LOOKS  # that are left
-        self._before: dict[str, float | None] = {}
+        self._before: Sums = {}  # of the module's state before the last micro-batch
+        self._numbers: dict[str, float] = {}  # at its end
         self._met: Counter[Kind] = Counter()  # micro-batches with new kinds of values
         self._kept: BatchSlices | None = None
+        self._left_out: BatchSlices | None = None  # for which the step returned ``None``
+        self._spreads: bool | None = None  # whether that one sample is enough to leave out a batch, if it is known
         self._on_host = False  # whether the micro-batch is moved to the device in parts
         self._epoch = 0  # the last in which a moment was due
+        self._is_awaited = False  # whether a micro-batch of this window is to be measured
+        self._place = self._turns = 0  # of the micro-batch in its window; measurements that were due
 
     def look(self, batch: Any, *, accumulates: bool) -> None:
         """Look before a micro-batch at the model and at the samples, and measure the micro-batch if it is time to."""
@@ -55,12 +63,17 @@ class LaterChecks:
         if self._looks > 0 and self._trainer.accumulate_grad_batches > 1:
             self._looks -= 1
             self._compare_state()
-        is_due = begins and self._is_due()
+        if begins:
+            self._is_awaited, self._place = self._is_due(), 0
+        is_due = self._is_awaited and self._place == self._turns % self._trainer.accumulate_grad_batches
+        self._place += 1
         if is_inexact(exactness.training):
             return
         kinds = self._new_kinds(batch) if self._passes <= LOOKED_AT else set()
         if is_due or kinds or exactness.suspects:
             slices = attempt(self._slices, _any_error, batch).result
+            if is_due:  # the next looks at another place
+                self._is_awaited, self._turns = False, self._turns + 1
             if is_due or exactness.suspects or self._shows(kinds, slices):
                 self._measure(slices, is_told=False)
 
@@ -81,11 +94,47 @@ class LaterChecks:
     def _largest(self, slices: BatchSlices) -> int:
         return min(slices.samples, self._engine.limit("training") or slices.samples)
 
-    def found_left_out(self) -> None:
-        """Learn that the step returned ``None`` for some passes of a window."""
-        if self.are_made:
-            verdict = Exactness(None, rounding(self._trainer), "stateful", reason=LEFT_OUT)
-            self._exactness.found(Remeasured(verdict), is_told=False)
+    def note_left_out(self, batch: Any) -> None:
+        """Keep a micro-batch for which the step returned ``None``, until its window ends."""
+        if self.are_made and self._left_out is None and self._spreads is None:
+            self._left_out = attempt(self._slices, _any_error, batch).result
+
+    def found_left_out(self, batch: Any, *, is_one_batch: bool) -> bool:
+        """Learn that the step returned ``None`` for some passes of a window, which ends with a batch.
+
+        Return whether it is left out whole: it is one batch of the recipe, and one pass would have returned ``None``.
+        """
+        if not self.are_made:
+            return False
+        if self._spreads is None and "training" not in self._engine.lockstep:
+            self.note_left_out(batch)
+            slices, self._left_out = self._left_out, None
+            self._spreads = slices is not None and bool(attempt(self._is_spread, _any_error, slices).result)
+        whole = is_one_batch and bool(self._spreads)
+        if whole:
+            self._exactness.found_unknown(LEFT_OUT_WHOLE)
+        else:
+            self._exactness.found_left_out()
+        return whole
+
+    def _is_spread(self, slices: BatchSlices) -> bool:
+        """Return whether the step leaves out samples with others that it trains on by themselves."""
+        with self._engine.suspended(), traceless_passes(self._trainer, plain=True, begins=False) as passes:
+
+            def trains(start: int, stop: int) -> bool:
+                batch = slices.take(start, stop)
+                return norm(passes.run([batch], seed=0, on_device=not self._on_host).gradients[0]) > 0
+
+            size = self._largest(slices)
+            starts = range(0, slices.samples, size)
+            parts = [(start, stop) for start in starts if not trains(start, stop := min(start + size, slices.samples))]
+            for start, stop in parts:
+                middle = (start + stop) // 2
+                halves = [(start, middle), (middle, stop)] if start < middle else []
+                if any(trains(*half) for half in halves):
+                    return True
+                parts += halves
+        return False
 
     def keep(self, batch: Any) -> None:
         """Keep a micro-batch in which memory has run out until all hooks of it have run: it is measured then."""
@@ -131,47 +180,76 @@ class LaterChecks:
         trainer, source, on_device = self._trainer, self._data.source, not self._on_host
         reader, tolerance = self._engine.reader("training"), AGAIN * rounding(trainer)
         kinds = kinds_of(slices.take(0, slices.samples)).keys() - self._exactness.kinds
-        start, middle, stop = telling_cut(slices, size, kinds) or (0, None, size)
+        first = self._turns * size % (slices.samples - size + 1) if not cut else 0
+        cuts = [telling_cut(slices, size, kinds) or (first, None, first + size)]
+        if cut:  # of what ran in pieces, also across their edges
+            step = max(1, size // 2, (slices.samples - size) // MOST)
+            cuts += [(start, None, start + size) for start in range(step, slices.samples - size + 1, step)]
+        measured = Remeasured()
         with self._engine.suspended(), traceless_passes(trainer, plain=True, begins=False) as passes:
             check = ExactnessCheck(source, reader, passes, self._exactness.count, tolerance, while_training=True)
-            batch, take = slices.take(start, stop), lambda a, b: slices.take(start + a, start + b)
-            batch_pass = passes.run([batch], seed=0, on_device=on_device)
-            matters = check.which_matter(batch_pass, batch, self._exactness.suspects, on_device=on_device)
-            if stop - start < 2:
-                return Remeasured(matters=matters)
-            halves = Halves.of(
-                take,
-                stop - start,
-                middle=middle and middle - start,
-                cut=cut or source.cut_in_step,
-                on_device=on_device,
-                batch_on_device=on_device,
-            )
-            verdict = check.judge(batch_pass, halves)
-            self._exactness.kinds |= check.kinds
-            return Remeasured(verdict, matters)
+            for start, middle, stop in cuts:
+                batch, take = slices.take(start, stop), partial(_take, slices, start)
+                batch_pass = passes.run([batch], seed=0, on_device=on_device)
+                matters = measured.matters or check.which_matter(
+                    batch_pass, batch, self._exactness.suspects, on_device=on_device
+                )
+                layers = batch_norm_layers(trainer.lightning_module)
+                if stop - start < 2 or (layers and stop - start < 4):  # BatchNorm refuses one sample
+                    known = Exactness(None, tolerance, "batch_norm", layers=layers) if layers else None
+                    return Remeasured(known, matters)
+                halves = Halves.of(
+                    take,
+                    stop - start,
+                    middle=middle and middle - start,
+                    cut=cut or source.cut_in_step,
+                    on_device=on_device,
+                    batch_on_device=on_device,
+                )
+                verdict = check.judge(batch_pass, halves)
+                if measured.verdict is None or verdict.cause != "unmeasured":
+                    measured = Remeasured(verdict, matters)
+                if is_inexact(verdict):
+                    break
+        self._exactness.kinds |= check.kinds
+        return measured
 
     def _is_due(self) -> bool:
-        """Return whether a moment has come: in the first window of some epochs, and after some steps."""
+        """Return whether a moment has come: in the first window of some epochs, and after 1, 2, 4, 8, 16 … steps."""
         epoch, step = loops.training_epoch(self._trainer), int(self._trainer.global_step)
         begins = epoch > self._epoch and _is_round(epoch)
         self._epoch = epoch
         is_affordable = self._spent + COST <= FREE + SHARE * self._passes
-        return is_affordable and (begins or (step >= FIRST_STEP and step.bit_count() == 1))
+        return is_affordable and (begins or step.bit_count() == 1)
 
     def _compare_state(self) -> None:
         """Note what has changed since the micro-batch before, within a window."""
-        groups = [group for optimizer in self._trainer.optimizers for group in optimizer.param_groups]
-        rates = {f"the learning rate of group {n}": group.get("lr") for n, group in enumerate(groups)}
-        now = state_sums(self._trainer.lightning_module) | {n: float(r) for n, r in rates.items() if r is not None}
-        before, self._before = self._before, now
+        before, self._before = self._before, state_sums(self._trainer.lightning_module)
         if before and not loops.begins_window(self._trainer):
-            self._exactness.found_changed(tuple(n for n, value in now.items() if differ(before.get(n), value)))
+            changed = [name for name, value in self._before.items() if differ(before.get(name), value)]
+            self._exactness.found_changed(dict.fromkeys(changed))
+
+    def end_batch(self) -> None:
+        """Note which numbers have changed since the micro-batch before ended, within a window."""
+        if not self.are_made or self._looks <= 0 or self._trainer.accumulate_grad_batches == 1:
+            return
+        groups = [group for optimizer in self._trainer.optimizers for group in optimizer.param_groups]
+        rates = {f"the learning rate of group {n}": float(group.get("lr", 0.0)) for n, group in enumerate(groups)}
+        numbers = numbers_of(self._trainer.lightning_module)
+        before, self._numbers = self._numbers, {**numbers, **rates}
+        if before and not loops.begins_window(self._trainer):
+            changed = [name for name, value in self._numbers.items() if differ(before.get(name), value)]
+            self._exactness.found_changed({name: before[name] if name in numbers else None for name in changed})
 
 
 def _is_round(number: int) -> bool:
     """Return whether a number is one of 1, 2, 3, 4, 6, 8, 12, 16, 24 …."""
     return number > 0 and number // (number & -number) in (1, 3)
+
+
+def _take(slices: BatchSlices, first: int, start: int, stop: int) -> Any:
+    """Return samples of a batch, counted from the ``first``."""
+    return slices.take(first + start, first + stop)
 
 
 def _any_error(_: Exception) -> bool:

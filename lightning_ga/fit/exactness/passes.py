@@ -1,8 +1,9 @@
 """Run micro-batches one after the other as training would, and keep their gradients and what they changed."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torchmetrics import Metric
 
 from lightning_ga.compat import agreement, gradient_dtype
 from lightning_ga.compat.transfer import BatchTransfer
-from lightning_ga.compat.trial_steps import PassPlace, run_pass
+from lightning_ga.compat.trial_steps import PassPlace, call_before_step, end_epoch_of, run_pass, without_logs
 from lightning_ga.fit.exactness.arithmetic import WithoutDropout, exact_arithmetic, stop_dropping
 from lightning_ga.fit.exactness.differences import Gradient
 from lightning_ga.loading.samples import copied_if_possible
@@ -22,6 +23,7 @@ from lightning_ga.snapshot.copies import is_writable
 from lightning_ga.snapshot.random_numbers import RandomState, generator_state, generators_of, have_moved, reseed
 
 MOVED = 1e-2  # how far weights are moved, relatively: a teacher of momentum 0.9999 follows by more than rounding
+LATER = 2  # the number of a batch after others, however many they were
 
 Sums = dict[str, int | None]  # of the bits of tensors, by name
 
@@ -36,6 +38,11 @@ class Passes:
     draws: bool  # whether random numbers were drawn
     states: tuple[Sums, ...]  # after each micro-batch
     kept: tuple[list[torch.Tensor], ...] = ()  # tensors that were asked for, before and after
+
+    @property
+    def moves(self) -> list[torch.Tensor]:
+        """How far these tensors have moved."""
+        return [after - before for before, after in zip(*self.kept)]
 
 
 @contextmanager
@@ -77,49 +84,98 @@ class PassRunner:
         keep: Collection[str] = (),
         moved: Collection[str] = (),
         ahead: int = 0,
+        steps: bool = False,
+        numbers: Mapping[str, float] | None = None,
     ) -> Passes:
         """Run micro-batches one after the other; ``as_pieces`` of one batch of the loop, whose hooks run once.
 
         With ``weights``, gradients are accumulated as in training; otherwise each micro-batch begins with none. By
         their names, tensors may be asked for, or be ``moved`` a little beforehand. Batches are numbered from ``ahead``.
+        The optimizer may take ``steps``. By their names, attributes may be set to ``numbers``.
         """
         module = self.trainer.lightning_module
         self._begin(seed)
         _move(_named(module, moved))
+        for name, number in (numbers or {}).items():
+            path, _, attribute = name.rpartition(".")
+            setattr(module.get_submodule(path), attribute, number)
         kept = _copies(_named(module, keep))
         before, random_state = state_sums(module), RandomState()
         generators = [(generator, generator_state(generator)) for generator in generators_of(module)]
         states: list[Sums] = []
-        gradients: list[Gradient] = []
-        for index, batch in enumerate(batches):
-            if index == 0 or not weights:
-                for parameter in module.parameters():
-                    parameter.grad = None
-            is_last = index == len(batches) - 1
-            place = PassPlace(
-                index,
-                begins=not as_pieces or index == 0,
-                ends=not as_pieces or is_last,
-                continues=as_pieces and bool(weights) and not is_last,
-                batches=1 if as_pieces else len(batches),
-                weight=weights[index] if weights else 1.0,
-                ahead=ahead,
-            )
-            batch = copied_if_possible(batch)
-            there = batch if on_device else self.transfer.moved(batch)
-            run_pass(self.trainer, there, place, observe=lambda: states.append(state_sums(module)))
-            if weights:
-                gradient_dtype.widen(module.parameters())
-            gradients.append(_gradients(module))
-        self.steps += len(batches)
+        window = self._window(
+            batches,
+            as_pieces=as_pieces,
+            on_device=on_device,
+            weights=weights,
+            first=PassPlace(ahead=ahead, steps=steps),
+            observe=lambda: states.append(state_sums(module)),
+        )
         return Passes(
-            gradients,
+            list(window),
             changed=_changed(before, state_sums(module)),
-            changed_in_step=_changed(*states[:2]),
+            changed_in_step=tuple(dict.fromkeys(n for pair in zip(states[::2], states[1::2]) for n in _changed(*pair))),
             draws=not random_state.is_current() or have_moved(generators),
             states=tuple(states[1::2]),
             kept=(kept, _copies(_named(module, keep))),
         )
+
+    def run_windows(
+        self, parts: Sequence[Any], after: Any, *, as_pieces: bool, on_device: Sequence[bool], weights: Sequence[float]
+    ) -> list[Gradient]:
+        """Run a window of a batch's parts, and one of the batch ``after`` it, with all hooks of the module.
+
+        Return what the optimizer is given in each, and its learning rates. By turns, batches may be ``on_device``.
+        """
+        module = self.trainer.lightning_module
+        found: list[Gradient] = []
+        self._begin(seed=1)
+        before = gathered(module)
+        for batches, there, shares in ((parts, on_device[0], weights), ([after], on_device[1], [1.0])):
+            place = PassPlace(batches=1 if as_pieces else len(parts), ahead=len(found) * LATER)
+            list(self._window(batches, as_pieces=as_pieces, on_device=there, weights=shares, first=place))
+            call_before_step(self.trainer)
+            found.append(_gradients(module))
+            if len(found) == 1:
+                changed = {name for name, value in gathered(module).items() if value != before.get(name)}
+                end_epoch_of(self.trainer, changed)
+        rates = [group.get("lr", 0.0) for optimizer in self.trainer.optimizers for group in optimizer.param_groups]
+        return [*found, [torch.tensor([float(rate) for rate in rates])]]
+
+    def _window(
+        self,
+        batches: Sequence[Any],
+        *,
+        as_pieces: bool,
+        on_device: bool,
+        weights: Sequence[float],
+        first: PassPlace,
+        observe: Callable[[], object] = lambda: None,
+    ) -> Iterator[Gradient]:
+        """Run micro-batches from the place of the ``first`` on, and yield the gradient after each."""
+        parameters = list(self.trainer.lightning_module.parameters())
+        self.steps += len(batches)
+        for index, batch in enumerate(batches):
+            if index == 0 or not weights:
+                for parameter in parameters:
+                    parameter.grad = None
+            is_last = index == len(batches) - 1
+            place = replace(
+                first,
+                index=index,
+                begins=not as_pieces or index == 0,
+                ends=not as_pieces or is_last,
+                continues=as_pieces and bool(weights) and not is_last,
+                batches=first.batches if as_pieces else max(first.batches, len(batches)),
+                weight=weights[index] if weights else 1.0,
+            )
+            batch = copied_if_possible(batch)
+            there = batch if on_device else self.transfer.moved(batch)
+            with without_logs(self.trainer) if as_pieces else nullcontext():
+                run_pass(self.trainer, there, place, observe=observe)
+            if weights:
+                gradient_dtype.widen(parameters)
+            yield _gradients(self.trainer.lightning_module)
 
     def _begin(self, seed: int) -> None:
         self._restore()
@@ -127,6 +183,18 @@ class PassRunner:
         if self._begins:  # copies of a weight (averages) move apart from it
             _move(p for p in self.trainer.lightning_module.parameters() if p.requires_grad)
         reseed(seed, generators_of(self.trainer.lightning_module))
+
+
+def numbers_of(module: torch.nn.Module) -> dict[str, float]:
+    """Return the plain numbers among the attributes of a module and its parts, by name."""
+    named = ((path, name, value) for path, part in module.named_modules() for name, value in vars(part).items())
+    return {f"{path}.{name}".lstrip("."): value for path, name, value in named if isinstance(value, (int, float))}
+
+
+def gathered(module: torch.nn.Module) -> dict[str, float]:
+    """Return the numbers among the attributes of a module, and the lengths of what it gathers in others."""
+    held = {name: value for name, value in vars(module).items() if isinstance(value, (list, dict, deque, int, float))}
+    return {name: value if isinstance(value, (int, float)) else len(value) for name, value in held.items()}
 
 
 def named_state(module: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -1,5 +1,6 @@
 """What is known of the exactness of a training: as measured before it, and as it shows later."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,12 +16,14 @@ from lightning_ga.loading.training_source import TrainingSource
 from lightning_ga.plan.config import Options
 from lightning_ga.plan.exactness import (
     INEXACT,
+    LEFT_OUT,
     SAME_RESULT,
     Exactness,
     both,
     found_to_change,
     splitting_sentence,
     uncuttable,
+    unmeasured,
 )
 from lightning_ga.plan.planned_device import current_device
 
@@ -43,10 +46,12 @@ class TrainingExactness:
         self.splitting: Exactness | None = None  # the verdict on batches that are cut in the step
         self._changing: set[str] = set()  # names of what the step was seen to change
         self.kinds: set[Any] = set()  # of samples that were measured
-        self.suspects: set[str] = set()  # names of what changed between two passes: whether that matters is not known
+        # What changed between two passes, by name, with former values of numbers: whether that matters is not known.
+        self.suspects: dict[str, float | None] = {}
         self._between_pieces: tuple[str, ...] = ()  # names of what changes between the pieces of a batch
         self._harmless: set[str] = set()  # names of what changed, and no gradient depends on
         self._user_knows = False  # that accumulation is not exact, if it is not
+        self._unknown: set[str] = set()  # reasons why it was not measured, which were told
 
     @property
     def is_measured(self) -> bool:
@@ -72,34 +77,55 @@ class TrainingExactness:
         self._harmless.update(measured.tables)
         self.kinds.update(measured.kinds)
 
-    def found_changed(self, names: tuple[str, ...]) -> None:
+    def found_changed(self, former: Mapping[str, float | None]) -> None:
         """Note that not all passes of a window met the same model; whether that matters is measured."""
-        self.suspects.update(name for name in names if name not in self._harmless)
+        self.suspects.update({name: value for name, value in former.items() if name not in self._harmless})
 
     def found_between_pieces(self, names: tuple[str, ...]) -> None:
         """Note what changes between the pieces of a batch, which is told."""
         self._between_pieces = names
-        self.found_changed(names)
+        self.found_changed(dict.fromkeys(names))
 
     def found(self, measured: Remeasured, *, is_told: bool) -> None:
         """Learn from a measurement on a micro-batch of training, and tell what is wrong unless it is told already."""
-        self._harmless.update(self.suspects.difference(measured.matters))
+        self._harmless.update(self.suspects.keys() - set(measured.matters))
         self.suspects.clear()
-        self._learn(measured, is_told=is_told)
+        verdicts = (
+            found_to_change(measured.verdict or each, measured.matters) for each in (self.training, self.splitting)
+        )
+        self._learn(*verdicts, is_told=is_told)
+
+    def found_left_out(self) -> None:
+        """Learn that the step returned ``None`` for a part of a window."""
+        verdict = Exactness(None, rounding(self._trainer), "stateful", reason=LEFT_OUT)
+        self.found(Remeasured(verdict), is_told=False)
+
+    def found_unknown(self, reason: str) -> None:
+        """Learn that windows cannot be measured, for a reason that is told once."""
+        if is_inexact(self.training) or reason in self._unknown or not self._options.verify:
+            return
+        self._unknown.add(reason)
+        self.training = unmeasured(rounding(self._trainer), reason)
+        sentence = f"Whether accumulation is exact for this training is not known: {self.training}."
+        rank_zero_warn(sentence, category=ExactnessWarning)
 
     def learn_from_ranks(self) -> None:
         """Learn what other ranks have found on samples of theirs, since it is the first rank that tells."""
-        for verdict in agreement.of_all_ranks(self._trainer, self.training):
-            if is_inexact(verdict):
-                self._learn(Remeasured(verdict), is_told=False)
+        for found in agreement.of_all_ranks(self._trainer, (self.training, self.splitting)):
+            self._learn(*(verdict if is_inexact(verdict) else None for verdict in found), is_told=False)
 
-    def _learn(self, measured: Remeasured, *, is_told: bool) -> None:
+    def _learn(self, training: Exactness | None, splitting: Exactness | None, *, is_told: bool) -> None:
         before = self.training
-        self.training = _after(self.training, measured)
-        self.splitting = _after(self.splitting, measured)
-        if is_inexact(self.training) and not is_inexact(before) and not is_told:
+        self.training, self.splitting = self._after(before, training), self._after(self.splitting, splitting)
+        is_wanted = not self._is_accepted(self.training)
+        if is_inexact(self.training) and not is_inexact(before) and not is_told and is_wanted:
             self._user_knows = True
             rank_zero_warn(f"Accumulation is not exact for this training, {self.training}.", category=ExactnessWarning)
+
+    def _after(self, known: Exactness | None, verdict: Exactness | None) -> Exactness | None:
+        """Return what is known after another measurement: what was once found to be wrong, or unknown, stays so."""
+        is_open = known is None or (known.cause == "unmeasured" and known.reason not in self._unknown)
+        return verdict or known if is_open or (is_inexact(verdict) and not is_inexact(known)) else known
 
     def untold(self) -> str | None:
         """Return the sentence on windows that are not exact, once, when the first of several passes begins.
@@ -112,9 +138,12 @@ class TrainingExactness:
         self._user_knows = True
         if verdict.cause == "unmeasured":
             return f"Whether accumulation is exact for this model is not known: {verdict}."
-        if not is_inexact(verdict) or (verdict.cause == "batch_norm" and self._options.batch_norm != "warn"):
+        if not is_inexact(verdict) or self._is_accepted(verdict):
             return None
         return f"Accumulation is not exact for this model, {verdict}."
+
+    def _is_accepted(self, verdict: Exactness | None) -> bool:
+        return verdict is not None and verdict.cause == "batch_norm" and self._options.batch_norm != "warn"
 
     def sentence_on_pieces(self, hooked: str | None) -> str:
         """Say whether a batch in pieces has the gradient of the whole, if a hook had changed a tensor before."""
@@ -130,10 +159,3 @@ class TrainingExactness:
 def is_inexact(verdict: Exactness | None) -> bool:
     """Return whether gradients are known to differ from those of one pass."""
     return verdict is not None and verdict.cause in INEXACT
-
-
-def _after(known: Exactness | None, measured: Remeasured) -> Exactness | None:
-    """Return what is known after another measurement: what was once found to be wrong stays wrong."""
-    verdict = found_to_change(measured.verdict or known, measured.matters)
-    is_news = known is None or known.cause == "unmeasured" or (is_inexact(verdict) and not is_inexact(known))
-    return verdict if is_news else known
