@@ -15,11 +15,11 @@ from typing import Any
 
 from hydra.errors import HydraException, InstantiationException, MissingConfigException, OverrideParseException
 from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
-from yaml import MarkedYAMLError  # type: ignore[import-untyped] # it ships no types
+from yaml import YAMLError  # type: ignore[import-untyped] # it ships no types
 
 from lightning_ga.errors import UserError
 
-EXPECTED = (UserError, HydraException, OmegaConfBaseException, MarkedYAMLError)
+EXPECTED = (UserError, HydraException, OmegaConfBaseException, YAMLError)
 FULL = (errno.ENOSPC, errno.EFBIG)  # the system does not always name the file
 PLACE_ERRORS = (  # of a file or folder that the user named, to write or to read
     *FULL,
@@ -59,7 +59,7 @@ def explain(error: BaseException, keys: Sequence[str] = ()) -> str:
     for cause in chain(error):
         if isinstance(cause, UserError):
             return " ".join([one_line(cause), *getattr(cause, "__notes__", ())])
-        if isinstance(cause, MarkedYAMLError):
+        if isinstance(cause, YAMLError):
             return f"A configuration file is no valid YAML: {one_line(cause)}."
     if is_out_of_memory(error):
         return explain_out_of_memory(error)

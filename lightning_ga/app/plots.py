@@ -39,7 +39,8 @@ def loss_figure(runs: Mapping[str, Mapping[str, Curve]]) -> Figure | None:
     axes.set(xlabel="optimizer step", ylabel="loss", title=title)
     axes.set_ylim(bottom=0)
     tidy(axes)
-    axes.legend(frameon=False)
+    for text in axes.legend(frameon=False).get_texts():
+        text.set_parse_math(False)  # a run's name may hold a $
     return figure
 
 
