@@ -33,6 +33,14 @@ NOT_RECIPE = {  # keys of these sections that change no result
 }
 TRAINED_WITH = ("optimizer", "lr_scheduler", "accumulate")  # sections that a test does not use
 MOST_TOLD = 6
+OF_ALL: dict[str, Any] = {"state_dict": {str: Tensor}, "global_step": int, "epoch": int, "pytorch-lightning_version": str}
+OF_A_FIT = OF_ALL | {
+    "loops": {str: dict},
+    "callbacks": {str: dict},
+    "lr_schedulers": [dict],
+    "optimizer_states": [dict],
+}
+"""What Lightning takes from a checkpoint without looking at it."""
 RESTORING = ("_restore_modules_and_callbacks", "restore_training_state")  # of Lightning's checkpoint connector
 WRAPPERS = re.compile(r"((module|model|net|_orig_mod)\.)*")  # what they put before the names of weights
 
@@ -137,37 +145,15 @@ def unsafe_part(error: Exception) -> str:
     return "its bytes are something else" if "weights_only" in text or not text else text.strip().split("\n")[0]
 
 
-def is_count(value: Any) -> bool:
-    """Whether a value counts something."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def holds_mappings(value: Any) -> bool:
-    """Whether all that a value holds are mappings."""
-    several = value.values() if isinstance(value, Mapping) else value
-    return isinstance(value, list | tuple | Mapping) and all(isinstance(one, Mapping) for one in several)
-
-
-def holds_weights(value: Any) -> bool:
-    """Whether a value is a mapping of names to tensors."""
-    pairs = value.items() if isinstance(value, Mapping) else [(None, None)]
-    return all(isinstance(name, str) and isinstance(weight, Tensor) for name, weight in pairs)
-
-
-def holds_progress(value: Any) -> bool:
-    """Whether a value is the progress of Lightning's loops: counts and flags, beside what data loaders keep."""
-    leaves = [leaf for key, leaf in walk(value) if "state_dict" not in key and not isinstance(leaf, Mapping)]
-    return holds_mappings(value) and all(isinstance(leaf, bool) or is_count(leaf) for leaf in leaves)
-
-
-OF_ALL = {
-    "state_dict": holds_weights,
-    "global_step": is_count,
-    "epoch": is_count,
-    "pytorch-lightning_version": lambda value: isinstance(value, str) and re.match(r"\d+\.\d+", value),
-}
-OF_A_FIT = {"loops": holds_progress, "callbacks": holds_mappings, "lr_schedulers": holds_mappings}
-"""What Lightning takes from a checkpoint, and what that has to be."""
+def fits(value: Any, kind: Any) -> bool:
+    """Whether a value is of a kind: a type, or a mapping or list of one; numbers are counts."""
+    if kind is int:
+        return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    if isinstance(kind, type):
+        return isinstance(value, kind)
+    inner = kind[str] if isinstance(kind, dict) else kind[0]
+    several = value.values() if isinstance(value, dict) else value
+    return isinstance(value, type(kind)) and all(fits(one, inner) for one in several)
 
 
 def require_checkpoint(path: Path, content: Any, *, fit: bool = False) -> None:
@@ -179,18 +165,24 @@ def require_checkpoint(path: Path, content: Any, *, fit: bool = False) -> None:
         raise UserError(
             f"{str(path)!r} is no checkpoint of a run: give ckpt_path=last, ckpt_path=best or a run's folder."
         )
-    steps, optimizers = found.get("global_step"), found.get("optimizer_states")
-    if not is_run or (fit and steps and not (holds_mappings(optimizers) and optimizers)):
+    if not is_run or (fit and not found.get("optimizer_states") and found["global_step"]):
         raise UserError(
             f"{str(path)!r} holds weights alone, and no state of {'an optimizer' if is_run else 'a run'}: start from "
             f"them with model.init_from={path}, without ckpt_path."
         )
-    wrong = [name for name, holds in {**OF_ALL, **(OF_A_FIT if fit else {})}.items() if not holds(found.get(name))]
-    if any(isinstance(text, str) and ".." in Path(text).parts for _, text in walk(found.get("callbacks", {}))):
+    wrong = [name for name, kind in (OF_A_FIT if fit else OF_ALL).items() if not fits(found.get(name), kind)]
+    try:
+        leaves = [leaf for key, leaf in walk(found.get("loops") or {}) if "combined_loader" not in key]
+        texts = [text for _, text in walk(found.get("callbacks")) if isinstance(text, str)]
+    except RecursionError:
+        leaves, texts = [None], []
+    if not all(isinstance(leaf, bool | Mapping) or fits(leaf, int) for leaf in leaves):
+        wrong.append("loops")  # counts and flags, beside what data loaders keep
+    if any(".." in Path(text).parts for text in texts):
         wrong.append("callbacks")  # paths of files that Lightning may remove
     if wrong:
         raise UserError(
-            f"{str(path)!r} is no checkpoint that Lightning wrote: {', '.join(wrong)} is missing or something else."
+            f"{str(path)!r} is no checkpoint that Lightning wrote: {wrong[0]} is missing, or is something else."
         )
 
 
@@ -225,48 +217,34 @@ def require_same_model(path: Path, saved: Mapping[str, Tensor], model: Mapping[s
         )
 
 
-def require_same_optimizer(path: Path, content: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> str | None:
-    """Refuse the state of another kind of optimizer, or of other weights than those that it is made for, on any device.
-
-    Return a warning if some weights have no state, and so begin anew.
-    """
-    states = content["optimizer_states"]
-    for group in (group for state in states for group in state.get("param_groups", ())):
-        missing = optimizer.defaults.keys() - group.keys()
-        if missing:
-            raise another_optimizer(path, optimizer, f"it has no {', '.join(sorted(missing))}")
-    wanted = state_after_a_step(optimizer, states)
-    saved = [state for each in states for state in each.get("state", {}).values()]
-    shapes = Counter(map(shapes_of, saved))
-    if not content.get("global_step") or wanted is None or not (any(wanted) or any(shapes)):
-        return None
-    if not any(shapes) or shapes - wanted:
-        raise another_optimizer(
-            path, optimizer, "it lacks what that keeps for each weight" if not any(shapes) else "shapes"
-        )
-    left = (wanted - shapes).total()
-    return f"{path} has no optimizer state for {left} of {wanted.total()} weights: they begin anew." if left else None
-
-
-def another_optimizer(path: Path, optimizer: torch.optim.Optimizer, what: str) -> UserError:
-    """The error for a state that an optimizer cannot go on with."""
-    return UserError(
-        f"{str(path)!r} holds the state of another optimizer than {type(optimizer).__name__} ({what}): give the "
-        f"optimizer= of its run, or start from its weights with model.init_from={path}."
+def require_same_optimizer(path: Path, content: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:
+    """Refuse the state of another kind of optimizer, or of other weights; those of this one need no values."""
+    groups = [group for state in content["optimizer_states"] for group in state.get("param_groups", ())]
+    missing = {name for group in groups for name in optimizer.defaults.keys() - group.keys()}
+    saved = Counter(
+        shapes_of(state) for states in content["optimizer_states"] for state in states.get("state", {}).values()
     )
+    wanted = None if missing or not content.get("global_step") else state_after_a_step(optimizer, groups)
+    if wanted is not None and (saved - wanted or (any(wanted) and not any(saved))):
+        missing = {"state that fits its weights"}
+    if missing:
+        raise UserError(
+            f"{str(path)!r} holds the state of another optimizer than {type(optimizer).__name__} (it has no "
+            f"{', '.join(sorted(missing))}): give the optimizer= of its run, or start from its weights with "
+            f"model.init_from={path}."
+        )
 
 
-def shapes_of(state: Mapping[str, Any]) -> frozenset[tuple[str, tuple[int, ...]]]:
+def shapes_of(state: Mapping[str, Any]) -> frozenset[tuple[str, torch.Size]]:
     """Names and shapes of the tensors that an optimizer keeps for one weight."""
-    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
-    return frozenset((name, tuple(value.shape)) for name, value in tensors.items())
+    return frozenset((name, value.shape) for name, value in state.items() if isinstance(value, Tensor))
 
 
-def state_after_a_step(optimizer: torch.optim.Optimizer, states: Any) -> "Counter[Any] | None":
-    """What an optimizer over weights without values keeps once it has stepped, with saved settings; perhaps unknown."""
+def state_after_a_step(optimizer: torch.optim.Optimizer, saved: Sequence[Any]) -> "Counter[Any] | None":
+    """What an optimizer keeps for its weights after a step with saved settings; nothing if it cannot take one here."""
     group = optimizer.param_groups[0]
     try:
-        group.update({name: value for name, value in states[0]["param_groups"][0].items() if name != "params"})
+        group.update({name: value for name, value in saved[0].items() if name != "params"})
         for weight in group["params"]:
             weight.grad = torch.empty_like(weight)
         optimizer.step()

@@ -4,6 +4,7 @@ A folder that is named by the clock gets another name if a run of the same secon
 user is refused if it holds a run, unless this run goes on with it. While a run lasts, a lock keeps others out.
 """
 
+import fcntl
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -14,7 +15,7 @@ from typing import Any
 from hydra._internal.hydra import Hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, read_write
 
 from lightning_ga.app.arguments import is_first_rank
 from lightning_ga.errors import UserError
@@ -73,19 +74,14 @@ def own(config: DictConfig, mode: RunMode, locks: ExitStack) -> None:
     if is_run and not by_clock:
         require_free(folder, config)
     if folder != wanted:
-        section.dir = str(folder)
         quoted = str(folder).replace("'", "\\'")
-        config.hydra.overrides.hydra.append(
-            f"hydra.{'run' if is_run else 'sweep'}.dir='{quoted}'"
-        )  # for jobs of a sweep
+        with read_write(config.hydra):
+            section.dir = str(folder)
+            config.hydra.overrides.hydra.append(f"hydra.sweep.dir='{quoted}'")  # for the jobs of a sweep
 
 
 def lock(folder: Path, locks: ExitStack) -> None:
-    """Keep other processes from writing a run into a folder; where there are no locks, any may."""
-    try:
-        import fcntl
-    except ImportError:  # Windows has none
-        return
+    """Keep other processes from writing a run into a folder."""
     descriptor = os.open(folder, os.O_RDONLY)
     locks.callback(os.close, descriptor)
     try:

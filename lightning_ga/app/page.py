@@ -1,9 +1,8 @@
 """One page for a run, or for several side by side: a single file made of ``templates``, without scripts or network."""
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import cache, partial
+from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
-from typing import Any
 
 from jinja2 import Environment, PackageLoader, Template
 
@@ -35,46 +34,32 @@ def template(name: str) -> Template:
 
 def run_page(run: RunFiles) -> str:
     """The page of one run."""
-    missing = list(run.missing)
-    read = partial(readable, missing)
-    losses = read("csv/metrics.csv", lambda: loss_figure({run.name: run.curves}))
-    probe = read("plan.json", lambda: run.probe and as_svg(probe_figure(run.probe), "Memory by micro-batch"))
+    losses = loss_figure({run.name: run.curves})
+    pictures = [as_svg(probe_figure(run.probe), "Memory by micro-batch")] if run.probe is not None else []
+    pictures += [as_svg(losses, "Losses by optimizer step")] if losses is not None else []
     return template("run.html").render(
-        title=f"{read('config.yaml', lambda: described(run)) or 'A run'}: {run.name}",
+        title=f"{described(run)}: {run.name}",
         run=run,
-        facts=read("result.json, plan.json or epochs.json", lambda: facts(run)) or {},
-        pictures=[*filter(None, [probe, losses and as_svg(losses, "Losses by optimizer step")])],
-        epochs=read("epochs.json", lambda: epoch_rows(run.epochs)),
-        scores=read("classification_report.json", lambda: score_rows(run)),
-        confusion=read("confusion_matrix.json", lambda: confusion(run)),
-        told=read("plan.json", lambda: [(str(name), str(text)) for name, text in run.plan.get("told", {}).items()]),
-        memory=read("plan.json", lambda: [str(line) for line in run.plan.get("memory", ())]),
-        missing=list(dict.fromkeys(missing)),
+        facts=facts(run),
+        pictures=pictures,
+        epochs=epoch_rows(run.epochs),
+        scores=score_rows(run),
+        confusion=confusion(run),
+        missing=run.missing,
     )
 
 
 def comparison_page(runs: Sequence[RunFiles]) -> str:
     """Several runs side by side: a table of what differs and what came of it, and their curves."""
     figure = loss_figure({run.name: run.curves for run in runs})
-    missing = [f"{name} of {run.name}" for run in runs for name in run.missing]
-    results = [readable(missing, f"results of {run.name}", partial(facts, run)) or {} for run in runs]
     return template("comparison.html").render(
         title=f"{len(runs)} runs side by side",
         names=[run.name for run in runs],
-        missing=missing,
-        results=beside_each_other(results),
+        missing=[f"{name} of {run.name}" for run in runs for name in run.missing],
+        results=beside_each_other([facts(run) for run in runs]),
         differing=differing(runs),
         picture=as_svg(figure, "Losses of the runs") if figure is not None else "",
     )
-
-
-def readable(missing: list[str], what: str, make: Callable[[], Any]) -> Any:
-    """What can be made of a run's files; ``None``, and named as missing, where they hold something else."""
-    try:
-        return make()
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
-        missing.append(what)
-        return None
 
 
 def described(run: RunFiles) -> str:

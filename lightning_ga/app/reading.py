@@ -13,16 +13,6 @@ from lightning_ga.errors import UserError
 MOST = 1_000_000  # characters of a configuration, its aliases written out
 EACH = 10  # characters that a key, a value, a list or a mapping counts at least
 DEEPEST = 50
-NO_TEXT = "\ufffd"  # in place of bytes that are not UTF-8
-
-
-def read_text(path: Path, most: int = 100 * MOST) -> str:
-    """The text of a regular file; bytes that are not UTF-8 are replaced."""
-    if not path.is_file():
-        raise UserError(f"{str(path)!r} is not a regular file.")
-    if path.stat().st_size > most:
-        raise UserError(f"{str(path)!r} has {path.stat().st_size:,} bytes; more than {most:,} are not read.")
-    return path.read_text(encoding="utf-8", errors="replace")
 
 
 def read_yaml(path: Path) -> Any:
@@ -35,9 +25,12 @@ def read_yaml(path: Path) -> Any:
 
 def checked_yaml(path: Path) -> str:
     """The text of a YAML file whose aliases do not make it huge: each stands for all that its anchor holds."""
-    text = read_text(path, MOST)
-    if NO_TEXT in text:
-        raise UserError(f"{str(path)!r} is not UTF-8: save it in that encoding.")
+    if not path.is_file() or path.stat().st_size > MOST:
+        raise UserError(f"{str(path)!r} is not a regular file of at most {MOST:,} bytes.")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{str(path)!r} is not UTF-8: save it in that encoding.") from error
     sizes: dict[str | None, int] = {}
     begun: list[tuple[str | None, int]] = [(None, 0)]  # anchors of lists and mappings, and their sizes so far
     try:
@@ -71,7 +64,7 @@ def read_json(path: Path, default: Any, missing: list[str] | None = None) -> Any
     if not path.is_file():
         return default
     try:
-        content = json.loads(read_text(path))
+        content = json.loads(path.read_text(encoding="utf-8", errors="replace"))
         if default is None or isinstance(content, type(default)):
             return content
     except (ValueError, RecursionError, OSError):  # torn, as when its run was killed

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_ga.app.reading import read_json, read_text, read_yaml
+from lightning_ga.app.reading import read_json, read_yaml
 from lightning_ga.errors import UserError, printable
 from lightning_ga.plan.checkpoint import probe_or_none
 from lightning_ga.plan.records import ProbeResult
@@ -71,12 +71,12 @@ def read_run(folder: Path) -> RunFiles:
     text, content = "", {}
     if CONFIG not in missing:
         try:
-            text = FROM_ENVIRONMENT.sub("***", read_text(folder / CONFIG))
+            text = FROM_ENVIRONMENT.sub("***", (folder / CONFIG).read_text(encoding="utf-8", errors="replace"))
             content = read_yaml(folder / CONFIG)
         except UserError:
             missing.append(CONFIG)
     log = folder / "train.log"
-    printed = read_text(log).splitlines() if log.is_file() else []
+    printed = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.is_file() else []
     result, plan, epochs, versions, scores, confusion = parts.values()
     return RunFiles(
         folder=folder,
@@ -137,9 +137,10 @@ def finite(content: Any) -> Any:
 def read_curves(path: Path) -> dict[str, Curve]:
     """Every logged number of a ``metrics.csv`` by optimizer step: name to ``[(step, value), …]``."""
     curves: dict[str, Curve] = {}
-    for row in csv.DictReader(read_text(path).splitlines()):
+    for row in csv.DictReader(path.read_text(encoding="utf-8", errors="replace").splitlines()):
         for name, value in row.items():
             if value and name not in ("step", "epoch"):
                 with suppress(TypeError, ValueError):  # half a row, where its run was killed
-                    curves.setdefault(name, []).append((int(row["step"]), float(value)))
+                    point = int(row["step"]), float(value)
+                    curves.setdefault(name, []).append(point)
     return curves

@@ -102,7 +102,7 @@ def take_checkpoint(run: Fit, path: Path, written: Config) -> None:
     checkpoints.require_same_model(path, content["state_dict"], run.model.state_dict())
     if is_fit and run.config.get("optimizer"):
         weights = [torch.nn.Parameter(torch.empty_like(weight, device="meta")) for weight in run.model.parameters()]
-        warn(checkpoints.require_same_optimizer(path, content, make(run.config.optimizer)(weights)))
+        checkpoints.require_same_optimizer(path, content, make(run.config.optimizer)(weights))
     if run.trainer.is_global_zero:
         epoch, steps = content.get("epoch", 0) + 1, content["global_step"]
         print(printable(f"Checkpoint: {path} (epoch {epoch}, {steps:,} optimizer steps)"))
