@@ -33,7 +33,12 @@ NOT_RECIPE = {  # keys of these sections that change no result
 }
 TRAINED_WITH = ("optimizer", "lr_scheduler", "accumulate")  # sections that a test does not use
 MOST_TOLD = 6
-OF_ALL: dict[str, Any] = {"state_dict": {str: Tensor}, "global_step": int, "epoch": int, "pytorch-lightning_version": str}
+OF_ALL: dict[str, Any] = {
+    "state_dict": {str: Tensor},
+    "global_step": int,
+    "epoch": int,
+    "pytorch-lightning_version": str,
+}
 OF_A_FIT = OF_ALL | {
     "loops": {str: dict},
     "callbacks": {str: dict},

@@ -107,6 +107,8 @@ def take_checkpoint(run: Fit, path: Path, written: Config) -> None:
         epoch, steps = content.get("epoch", 0) + 1, content["global_step"]
         print(printable(f"Checkpoint: {path} (epoch {epoch}, {steps:,} optimizer steps)"))
         warn(checkpoints.differences(path, written, fit=is_fit))
+        if is_fit and run.config.get("lr_scheduler") and not content["lr_schedulers"]:
+            warn(f"{path} holds no state of a schedule: lr_scheduler begins anew.")
 
 
 def fit(run: Fit, checkpoint: Path | None) -> Metrics:
