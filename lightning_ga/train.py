@@ -23,7 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 from lightning_ga.app.arguments import check_arguments, is_first_rank, options_first, rank_overrides, typed_targets
 from lightning_ga.app.composed import checked_composition
 from lightning_ga.app.errors import chain, explain, is_expected
-from lightning_ga.app.folders import own_folders, require_free
+from lightning_ga.app.folders import own_folders, require_free_folders
 from lightning_ga.app.interrupts import Interrupted, sigterm_ends
 from lightning_ga.app.sweep import done_before, report_sweep
 from lightning_ga.app.terminal import printable_everywhere, wrapped_output
@@ -123,12 +123,12 @@ class Jobs:
         return done_before(Path(HydraConfig.get().runtime.output_dir), config)
 
     def _own_folder(self, config: Config) -> None:
-        folder, hydra_folder = str(config["paths"]["output_dir"]), HydraConfig.get().runtime.output_dir
+        hydra_folder = HydraConfig.get().runtime.output_dir
         if hydra_folder in self._folders:
             raise UserError(f"hydra.sweep.subdir names {hydra_folder} for two jobs of this sweep: give each its own.")
         self._folders.append(hydra_folder)
-        if folder != hydra_folder and is_first_rank(os.environ):
-            require_free(Path(folder), config)
+        if is_first_rank(os.environ):
+            require_free_folders(config, hydra_folder)
 
     def _run(self, config: Config, written: Config) -> float | None:
         check_values(config)

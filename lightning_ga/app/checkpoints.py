@@ -22,7 +22,7 @@ from lightning_ga.app.atomic import PART
 from lightning_ga.app.errors import is_expected, one_line
 from lightning_ga.app.reading import read_yaml
 from lightning_ga.app.walk import settings, walk
-from lightning_ga.errors import UserError
+from lightning_ga.errors import UserError, printable
 
 BUILT_ELSEWHERE = ("optimizer", "lr_scheduler")  # they do not decide whether weights fit
 RECIPE = ("data", "model", "optimizer", "lr_scheduler", "accumulate", "precision")
@@ -305,7 +305,7 @@ def load_initial_weights(model: nn.Module, name: str) -> str:
     rest = (
         f"; {len(left)} keep their first values: {', '.join(left[:4])}{', …' if len(left) > 4 else ''}" if left else ""
     )
-    return f"Weights: {len(fitting)} of {len(wanted)} from {path}{rest}"
+    return printable(f"Weights: {len(fitting)} of {len(wanted)} from {path}{rest}")
 
 
 def matching(weights: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -6,7 +6,7 @@ user is refused if it holds a run, unless this run goes on with it. While a run 
 
 import fcntl
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from itertools import count
 from pathlib import Path
@@ -18,21 +18,16 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, read_write
 
 from lightning_ga.app.arguments import is_first_rank
+from lightning_ga.app.run_files import CONFIG, CURVES, PARTS
+from lightning_ga.app.walk import walk
 from lightning_ga.errors import UserError
 
-HOLDS = ("config.yaml", "result.json", "checkpoints")  # any of them is worth keeping
+HOLDS = (CONFIG, "result.json", "checkpoints")  # any of them is worth keeping
 LEAVES = (  # what a run leaves, beside its log
-    *(
-        "*.html",
-        "*.json",
-        "config.yaml",
-        "probe.png",
-        "loss_curves.png",
-        "classification_report.txt",
-        "predictions.csv",
-    ),
-    *("checkpoints/*.ckpt", "csv/*", "tensorboard/*"),
+    *(CONFIG, *PARTS, CURVES, "report.html", "probe.png", "loss_curves.png", "classification_report.txt"),
+    *("predictions.csv", "*/hparams.yaml", "checkpoints/*.ckpt", "tensorboard/events.*"),
 )
+FOLDERS = (".dirpath", ".save_dir", ".default_root_dir")  # keys of checkpoints and logs
 STARTED_AGAIN = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")  # the same run, by its scheduler
 
 
@@ -74,10 +69,11 @@ def own(config: DictConfig, mode: RunMode, locks: ExitStack) -> None:
     if is_run and not by_clock:
         require_free(folder, config)
     if folder != wanted:
-        quoted = str(folder).replace("'", "\\'")
         with read_write(config.hydra):
             section.dir = str(folder)
-            config.hydra.overrides.hydra.append(f"hydra.sweep.dir='{quoted}'")  # for the jobs of a sweep
+            if not is_run:  # its jobs are composed anew
+                quoted = str(folder).replace("'", "\\'")
+                config.hydra.overrides.hydra.append(f"hydra.sweep.dir='{quoted}'")
 
 
 def lock(folder: Path, locks: ExitStack) -> None:
@@ -106,6 +102,17 @@ def require_free(folder: Path, config: Any, checkpoint: Path | None = None) -> N
             f"{str(folder)!r} holds a run already ({', '.join(held)}): give this one another folder, go on with "
             f"ckpt_path={folder}, or replace what is there with overwrite=true."
         )
+
+
+def require_free_folders(config: Mapping[str, Any], own_folder: str) -> None:
+    """Refuse other folders of a resolved configuration to write to that hold a run, or lie in one."""
+    if config["paths"]["output_dir"] != own_folder:
+        require_free(Path(config["paths"]["output_dir"]), config)
+    for key, value in walk(config):
+        if key.endswith(FOLDERS) and isinstance(value, str) and not is_below(Path(value), Path(own_folder)):
+            for folder in (Path(value), Path(value).parent):
+                if (folder / ".hydra").is_dir():
+                    require_free(folder, config)
 
 
 def is_below(path: Path, folder: Path) -> bool:

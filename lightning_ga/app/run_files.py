@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_ga.app.reading import read_json, read_yaml
+from lightning_ga.app.reading import read_json, read_yaml, text_of
 from lightning_ga.errors import UserError, printable
 from lightning_ga.plan.checkpoint import probe_or_none
 from lightning_ga.plan.records import ProbeResult
@@ -67,29 +67,25 @@ def read_run(folder: Path) -> RunFiles:
             f"{str(folder)!r} is no folder of a run: it holds no config.yaml. Give one such as outputs/DATE/TIME."
         )
     missing = [name for name in (CONFIG, *PARTS[:2]) if not (folder / name).is_file()]
-    parts = {name: read_json(folder / name, [] if name == EPOCHS else {}, missing) for name in PARTS}
-    text, content = "", {}
-    if CONFIG not in missing:
-        try:
-            text = FROM_ENVIRONMENT.sub("***", (folder / CONFIG).read_text(encoding="utf-8", errors="replace"))
-            content = read_yaml(folder / CONFIG)
-        except UserError:
-            missing.append(CONFIG)
-    log = folder / "train.log"
-    printed = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.is_file() else []
-    result, plan, epochs, versions, scores, confusion = parts.values()
+    result, plan, epochs, versions, scores, confusion = (
+        read_json(folder / name, [] if name == EPOCHS else {}, missing) for name in PARTS
+    )
+    try:
+        content = {} if CONFIG in missing else read_yaml(folder / CONFIG)
+    except UserError:
+        missing, content = [*missing, CONFIG], {}
     return RunFiles(
         folder=folder,
         config=content if isinstance(content, dict) else {},
-        config_text=text,
+        config_text=FROM_ENVIRONMENT.sub("***", text_of(folder / CONFIG)),
         plan=plan,
         result=result,
         versions=versions,
         epochs=epochs,
-        curves=read_curves(folder / CURVES) if (folder / CURVES).is_file() else {},
+        curves=read_curves(folder / CURVES),
         scores=scores,
         confusion=confusion,
-        events=[line[line.index(OOM) :] for line in printed if OOM in line],
+        events=[line[line.index(OOM) :] for line in text_of(folder / "train.log").splitlines() if OOM in line],
         missing=missing,
     )
 
@@ -137,7 +133,7 @@ def finite(content: Any) -> Any:
 def read_curves(path: Path) -> dict[str, Curve]:
     """Every logged number of a ``metrics.csv`` by optimizer step: name to ``[(step, value), …]``."""
     curves: dict[str, Curve] = {}
-    for row in csv.DictReader(path.read_text(encoding="utf-8", errors="replace").splitlines()):
+    for row in csv.DictReader(text_of(path).splitlines()):
         for name, value in row.items():
             if value and name not in ("step", "epoch"):
                 with suppress(TypeError, ValueError):  # half a row, where its run was killed

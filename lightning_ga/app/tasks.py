@@ -163,9 +163,10 @@ def test(run: Fit, checkpoint: Path | None) -> Metrics:
         text, scores = class_report(confusion, names)
         metrics |= {f"test/{kind}_f1": scores[f"{kind} avg"]["f1-score"] for kind in ("macro", "weighted")}
         if run.trainer.is_global_zero:
-            write_text(run.folder / "classification_report.txt", text)
-            write_json(run.folder / "classification_report.json", scores)
-            write_json(run.folder / "confusion_matrix.json", {"classes": names, "counts": confusion})
+            with for_people("classification_report.txt"):
+                write_text(run.folder / "classification_report.txt", text)
+                write_json(run.folder / "classification_report.json", scores)
+                write_json(run.folder / "confusion_matrix.json", {"classes": names, "counts": confusion})
             if len(confusion) <= MOST_CLASSES_SHOWN:
                 print(f"\n{text}", end="")
     return metrics

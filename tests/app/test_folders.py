@@ -35,7 +35,8 @@ def test_runs_of_the_same_second_have_folders_of_their_own(tmp_path, mode):
             own(config, mode, locks)
             section = config.hydra.run if mode == RunMode.RUN else config.hydra.sweep
             folders.append(Path(section.dir))
-        assert config.hydra.overrides.hydra[-1].endswith("it\\'s/" + folders[2].name + "'")
+        told = [f"hydra.sweep.dir='{folders[2]}'".replace("it's", "it\\'s")] if mode == RunMode.MULTIRUN else []
+        assert list(config.hydra.overrides.hydra) == told
     assert len(set(folders)) == 3
     assert folders[1].name == f"{folders[0].name}-2"
     assert all(folder.is_dir() for folder in folders)
@@ -80,21 +81,31 @@ def test_a_folder_that_holds_a_run_is_for_that_run(tmp_path, monkeypatch):
 
 def test_overwriting_removes_what_runs_leave_and_nothing_else(tmp_path):
     """A folder may hold files of the user's own."""
-    for name in ("result.json", "checkpoints/best.ckpt", "mine.txt", "checkpoints/notes.txt", "data/x.csv"):
+    for name in (
+        "result.json",
+        "checkpoints/best.ckpt",
+        "mine.txt",
+        "checkpoints/notes.txt",
+        "data/x.csv",
+        "mine.json",
+    ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     clear(tmp_path)
-    assert contents(tmp_path).keys() == {"mine.txt", "checkpoints/notes.txt", "data/x.csv"}
+    assert contents(tmp_path).keys() == {"mine.txt", "mine.json", "checkpoints/notes.txt", "data/x.csv"}
 
 
-@pytest.mark.parametrize("key", ["hydra.run.dir", "paths.output_dir"])
+@pytest.mark.parametrize(
+    "key", ["hydra.run.dir", "paths.output_dir", "callbacks.best.dirpath", "logger.csv.save_dir", "+logger.x.save_dir"]
+)
 def test_a_second_run_in_a_folder_changes_nothing_there(command, shared, key):
     """One sentence, before anything is written."""
     first = shared(*SMALL)
     before = contents(first.folder)
     for arguments in ([], ["dry_run=true"], ["task=test", f"ckpt_path={first.folder}"]):
-        elsewhere = ["hydra.run.dir=elsewhere"] if key == "paths.output_dir" else []
-        second = command(*SMALL, *arguments, f"{key}={first.folder}", *elsewhere)
+        elsewhere = [] if key == "hydra.run.dir" else ["hydra.run.dir=elsewhere"]
+        place = first.folder / "checkpoints" if key.endswith("dirpath") else first.folder
+        second = command(*SMALL, *arguments, f"{key}={place}", *elsewhere)
         assert second.code == 1
         assert "holds a run already" in second.err
         assert len(second.err.strip().splitlines()) == 1

@@ -13,10 +13,10 @@ def test_aliases_count_as_what_they_stand_for(tmp_path):
     assert read_yaml(path)["e"] == {"b": [1, 2], "c": "other"}
     lines = [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 2 if n else 'x')}]" for n in range(30)]
     path.write_text("\n".join(lines))
-    with pytest.raises(UserError, match="too large with its aliases"):
+    with pytest.raises(UserError, match="too large, with its aliases"):
         checked_yaml(path)
     path.write_text(f"a: &a '{'x' * 1000}'\nb: [{', '.join(['*a'] * 2000)}]\n")
-    with pytest.raises(UserError, match="too large with its aliases"):
+    with pytest.raises(UserError, match="too large, with its aliases"):
         checked_yaml(path)
 
 
