@@ -132,8 +132,10 @@ def read_safely(path: Path) -> Any:
     reason = damage(path) if is_archive else None
     cause = None
     if reason is None:
+        mapped = is_archive and str(path).isprintable()  # of paths that are not UTF-8 torch takes open files alone
         try:
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=is_archive)
+            with path.open("rb") as file:
+                return torch.load(path if mapped else file, map_location="cpu", weights_only=True, mmap=mapped)
         except Exception as error:  # on bytes that are no pickle the unpickler fails in any way
             reason, cause = unsafe_part(error), error
     raise UserError(

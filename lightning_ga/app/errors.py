@@ -19,7 +19,7 @@ from yaml import YAMLError  # type: ignore[import-untyped] # it ships no types
 
 from lightning_ga.errors import UserError
 
-EXPECTED = (UserError, HydraException, OmegaConfBaseException, YAMLError)
+EXPECTED = (UserError, HydraException, OmegaConfBaseException, YAMLError, UnicodeEncodeError)
 FULL = (errno.ENOSPC, errno.EFBIG)  # the system does not always name the file
 PLACE_ERRORS = (  # of a file or folder that the user named, to write or to read
     *FULL,
@@ -61,6 +61,8 @@ def explain(error: BaseException, keys: Sequence[str] = ()) -> str:
             return " ".join([one_line(cause), *getattr(cause, "__notes__", ())])
         if isinstance(cause, YAMLError):
             return f"A configuration file is no valid YAML: {one_line(cause)}."
+    if isinstance(error, UnicodeEncodeError):
+        return f"{error.object!r} is not UTF-8, which a library that writes it needs: give it another name."
     if is_out_of_memory(error):
         return explain_out_of_memory(error)
     refused = logger_error(error)
