@@ -1,5 +1,20 @@
 """The one exception for a mistake that its message alone lets the user mend, and the one warning."""
 
+import re
+
+CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")  # of terminals, and of the order of letters
+NO_TEXT = re.compile(r"[\ud800-\udfff]")  # bytes of a file's name that are not UTF-8
+
+
+def printable(text: object) -> str:
+    r"""Return a text from anywhere in one line that changes nothing on a terminal.
+
+    Examples:
+        >>> printable("cat\x1b[2J")
+        'cat\\x1b[2J'
+    """
+    return CONTROLS.sub(lambda sign: sign[0].encode("unicode_escape").decode(), NO_TEXT.sub("\ufffd", str(text)))
+
 
 class UserError(ValueError):
     """Bad input, said in one sentence: the value, the rule and the way out.

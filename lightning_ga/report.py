@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightning_ga.errors import UserError
+from lightning_ga.errors import UserError, printable
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -17,10 +17,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     from lightning_ga.app.page import write_page  # imports matplotlib: not for --help
 
     try:
-        print(write_page(arguments.runs, arguments.output))
+        print(printable(write_page(arguments.runs, arguments.output)))
     except (UserError, OSError) as error:
-        print(f"Error: {error}", file=sys.stderr)
-        raise SystemExit(1) from None
+        sentence = str(error)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        sentence = f"A file of the run holds something else than a run writes ({type(error).__name__}: {error})."
+    else:
+        return
+    print(f"Error: {printable(sentence)}", file=sys.stderr)
+    raise SystemExit(1)
 
 
 if __name__ == "__main__":

@@ -23,11 +23,12 @@ from omegaconf import DictConfig, OmegaConf
 from lightning_ga.app.arguments import check_arguments, is_first_rank, options_first, rank_overrides, typed_targets
 from lightning_ga.app.composed import checked_composition
 from lightning_ga.app.errors import chain, explain, is_expected
+from lightning_ga.app.folders import own_folders, require_free_folders
 from lightning_ga.app.interrupts import Interrupted, sigterm_ends
 from lightning_ga.app.sweep import done_before, report_sweep
 from lightning_ga.app.terminal import printable_everywhere, wrapped_output
-from lightning_ga.app.values import Config, check_values, resolved
-from lightning_ga.errors import RankError
+from lightning_ga.app.values import Config, as_written, check_values, resolved
+from lightning_ga.errors import RankError, UserError, printable
 
 FULL_ERROR = "HYDRA_FULL_ERROR"  # set: Hydra raises errors instead of printing them
 TRACEBACK = "--traceback"
@@ -75,7 +76,8 @@ def run_hydra(arguments: Sequence[str], show_traceback: bool) -> None:
     given = [*arguments, *rank_overrides(arguments, os.environ)]
     program = hydra.main(version_base="1.3", config_path=str(config_folder()), config_name="train")
     lines = wrapped_output() if "--help" in arguments else nullcontext()
-    with lines, process_state(given), checked_composition(known_keys=top_level_keys(), typed=given):
+    checked = checked_composition(own=config_folder(), known_keys=top_level_keys(), typed=given)
+    with lines, process_state(given), checked, own_folders():
         try:
             program(jobs.run)()
         finally:
@@ -89,6 +91,7 @@ class Jobs:
         self._allow = typed_targets(arguments)
         self._show_traceback = show_traceback
         self._sweep: tuple[Path, str] | None = None
+        self._folders: list[str] = []
 
     def run(self, cfg: DictConfig) -> float | None:
         """Check a configuration and do what it says.
@@ -100,8 +103,10 @@ class Jobs:
         os.environ.pop(FULL_ERROR, None)
         try:
             config = resolved(cfg)
-            before = self._done_before(config) if HydraConfig.get().mode == RunMode.MULTIRUN else None
-            return self._run(config) if before is None else before
+            written = as_written(cfg, config)
+            self._own_folder(config)
+            before = self._done_before(written) if HydraConfig.get().mode == RunMode.MULTIRUN else None
+            return self._run(config, written) if before is None else before
         except Exception as error:
             if self._show_traceback or not is_expected(error):
                 raise
@@ -117,11 +122,19 @@ class Jobs:
         self._sweep = Path(HydraConfig.get().sweep.dir), str(config["optimized_metric"])
         return done_before(Path(HydraConfig.get().runtime.output_dir), config)
 
-    def _run(self, config: Config) -> float | None:
+    def _own_folder(self, config: Config) -> None:
+        hydra_folder = HydraConfig.get().runtime.output_dir
+        if hydra_folder in self._folders:
+            raise UserError(f"hydra.sweep.subdir names {hydra_folder} for two jobs of this sweep: give each its own.")
+        self._folders.append(hydra_folder)
+        if is_first_rank(os.environ):
+            require_free_folders(config, hydra_folder)
+
+    def _run(self, config: Config, written: Config) -> float | None:
         check_values(config)
         from lightning_ga.app.tasks import run_task  # imports torch: not before it is needed
 
-        return run_task(config, self._allow)
+        return run_task(config, written, self._allow)
 
     def report(self) -> None:
         """Print the table of a sweep."""
@@ -176,7 +189,7 @@ def print_error(sentence: str, *, alone: bool = False) -> None:
     if rank is None:
         rank = 0 if is_first_rank(os.environ) else 1
     if rank == 0 or alone:
-        print(f"Error{f' on rank {rank}' if rank else ''}: {sentence}", file=sys.stderr)
+        print(f"Error{f' on rank {rank}' if rank else ''}: {printable(sentence)}", file=sys.stderr)
 
 
 if __name__ == "__main__":

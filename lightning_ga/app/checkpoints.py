@@ -7,18 +7,22 @@ saves its resolved configuration beside its ``checkpoints`` folder, and that is 
 """
 
 import re
+import traceback
 import zipfile
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 from lightning_ga.app.atomic import PART
-from lightning_ga.app.walk import settings
-from lightning_ga.errors import UserError
+from lightning_ga.app.errors import is_expected, one_line
+from lightning_ga.app.reading import read_yaml
+from lightning_ga.app.walk import settings, walk
+from lightning_ga.errors import UserError, printable
 
 BUILT_ELSEWHERE = ("optimizer", "lr_scheduler")  # they do not decide whether weights fit
 RECIPE = ("data", "model", "optimizer", "lr_scheduler", "accumulate", "precision")
@@ -29,6 +33,20 @@ NOT_RECIPE = {  # keys of these sections that change no result
 }
 TRAINED_WITH = ("optimizer", "lr_scheduler", "accumulate")  # sections that a test does not use
 MOST_TOLD = 6
+OF_ALL: dict[str, Any] = {
+    "state_dict": {str: Tensor},
+    "global_step": int,
+    "epoch": int,
+    "pytorch-lightning_version": str,
+}
+OF_A_FIT = OF_ALL | {
+    "loops": {str: dict},
+    "callbacks": {str: dict},
+    "lr_schedulers": [dict],
+    "optimizer_states": [dict],
+}
+"""What Lightning takes from a checkpoint without looking at it."""
+RESTORING = ("_restore_modules_and_callbacks", "restore_training_state")  # of Lightning's checkpoint connector
 WRAPPERS = re.compile(r"((module|model|net|_orig_mod)\.)*")  # what they put before the names of weights
 
 
@@ -37,6 +55,8 @@ def find_checkpoint(wanted: str, model: Mapping[str, Any], roots: Sequence[Path]
     path = latest(wanted, model, roots) if wanted in ("last", "best") else Path(wanted)
     if path.is_dir():
         path = of_run(path, kind)
+    if path.suffix == ".safetensors":
+        raise UserError(f"ckpt_path={wanted} holds weights alone: start from them with model.init_from={wanted}.")
     if not path.is_file():
         raise UserError(
             f"ckpt_path={wanted} is not a file; give last, best, the folder of a run or the path of a .ckpt file."
@@ -73,9 +93,11 @@ def of_run(folder: Path, kind: str) -> Path:
 
 
 def saved_config(checkpoint: Path) -> dict[str, Any]:
-    """The configuration of the run that wrote a checkpoint; empty if it is gone."""
-    path = checkpoint.parent.parent / "config.yaml"
-    content: Any = OmegaConf.to_container(OmegaConf.load(path)) if path.is_file() else {}
+    """The configuration of the run that wrote a checkpoint; empty if it is gone or cannot be read."""
+    try:
+        content = read_yaml(checkpoint.parent.parent / "config.yaml")
+    except UserError:
+        content = {}
     return content if isinstance(content, dict) else {}
 
 
@@ -90,17 +112,36 @@ def begins_as_archive(path: Path) -> bool:
         return file.read(4) == b"PK\x03\x04"
 
 
+def damage(path: Path) -> str | None:
+    """What is wrong with an archive of ``torch.save``, by the checksums in it, which torch does not look at."""
+    if not zipfile.is_zipfile(path):
+        return "its end is missing, as when writing or copying it was cut off"
+    with zipfile.ZipFile(path) as archive:
+        if any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):
+            return "it is compressed, which torch.save does not do"
+        try:
+            torn = archive.testzip()
+        except (zipfile.BadZipFile, NotImplementedError, RuntimeError, OSError, EOFError) as error:
+            torn = str(error)
+    return f"its bytes have changed since it was written: {torn}" if torn else None
+
+
 def read_safely(path: Path) -> Any:
-    """What a file of ``torch.save`` holds, if that is tensors and plain values only: nothing is built from it."""
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=begins_as_archive(path))
-    except Exception as error:  # on bytes that are no pickle the unpickler fails in any way
-        torn = begins_as_archive(path) and not zipfile.is_zipfile(path)
-        reason = "its end is missing, as when writing or copying it was cut off" if torn else unsafe_part(error)
-        raise UserError(
-            f"{str(path)!r} is not a checkpoint of tensors and plain values ({reason}): give ckpt_path=last, "
-            "ckpt_path=best or the path of a .ckpt file."
-        ) from error
+    """What a whole file of ``torch.save`` holds, if that is tensors and plain values only: nothing is built from it."""
+    is_archive = begins_as_archive(path)
+    reason = damage(path) if is_archive else None
+    cause = None
+    if reason is None:
+        mapped = is_archive and str(path).isprintable()  # of paths that are not UTF-8 torch takes open files alone
+        try:
+            with path.open("rb") as file:
+                return torch.load(path if mapped else file, map_location="cpu", weights_only=True, mmap=mapped)
+        except Exception as error:  # on bytes that are no pickle the unpickler fails in any way
+            reason, cause = unsafe_part(error), error
+    raise UserError(
+        f"{str(path)!r} is not a checkpoint of tensors and plain values ({reason}): give ckpt_path=last, "
+        "ckpt_path=best or the path of a .ckpt file."
+    ) from cause
 
 
 def unsafe_part(error: Exception) -> str:
@@ -111,17 +152,60 @@ def unsafe_part(error: Exception) -> str:
     return "its bytes are something else" if "weights_only" in text or not text else text.strip().split("\n")[0]
 
 
-def require_checkpoint(path: Path, content: Any) -> None:
-    """Refuse what is no checkpoint of a Lightning run."""
+def fits(value: Any, kind: Any) -> bool:
+    """Whether a value is of a kind: a type, or a mapping or list of one; numbers are counts."""
+    if kind is int:
+        return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    if isinstance(kind, type):
+        return isinstance(value, kind)
+    inner = kind[str] if isinstance(kind, dict) else kind[0]
+    several = value.values() if isinstance(value, dict) else value
+    return isinstance(value, type(kind)) and all(fits(one, inner) for one in several)
+
+
+def require_checkpoint(path: Path, content: Any, *, fit: bool = False) -> None:
+    """Refuse what is no checkpoint of a Lightning run, or none that a ``fit`` can go on with."""
     found = content if isinstance(content, Mapping) else {}
-    if "state_dict" in found and "global_step" in found:
-        return
-    if "state_dict" in found or any(isinstance(value, Tensor) for value in found.values()):
+    is_run = "state_dict" in found and "global_step" in found
+    has_weights = "state_dict" in found or any(isinstance(value, Tensor) for value in found.values())
+    if not is_run and not has_weights:
         raise UserError(
-            f"{str(path)!r} holds weights alone, and no state of a run: start from them with model.init_from={path}, "
-            "without ckpt_path."
+            f"{str(path)!r} is no checkpoint of a run: give ckpt_path=last, ckpt_path=best or a run's folder."
         )
-    raise UserError(f"{str(path)!r} is no checkpoint of a run: give ckpt_path=last, ckpt_path=best or a run's folder.")
+    if not is_run or (fit and not found.get("optimizer_states") and found["global_step"]):
+        raise UserError(
+            f"{str(path)!r} holds weights alone, and no state of {'an optimizer' if is_run else 'a run'}: start from "
+            f"them with model.init_from={path}, without ckpt_path."
+        )
+    wrong = [name for name, kind in (OF_A_FIT if fit else OF_ALL).items() if not fits(found.get(name), kind)]
+    try:
+        leaves = [leaf for key, leaf in walk(found.get("loops") or {}) if "combined_loader" not in key]
+        texts = [text for _, text in walk(found.get("callbacks")) if isinstance(text, str)]
+    except RecursionError:
+        leaves, texts = [None], []
+    if not all(isinstance(leaf, bool | Mapping) or fits(leaf, int) for leaf in leaves):
+        wrong.append("loops")  # counts and flags, beside what data loaders keep
+    if any(".." in Path(text).parts for text in texts):
+        wrong.append("callbacks")  # paths of files that Lightning may remove
+    if wrong:
+        raise UserError(
+            f"{str(path)!r} is no checkpoint that Lightning wrote: {wrong[0]} is missing, or is something else."
+        )
+
+
+@contextmanager
+def told_if_not_restored(path: Path | None) -> Iterator[None]:
+    """A context in which an error that Lightning meets while it takes a checkpoint over is told in one sentence."""
+    try:
+        yield
+    except Exception as error:
+        names = {frame.name for frame in traceback.extract_tb(error.__traceback__)}
+        if path is None or is_expected(error) or not names & {"resume_start", *RESTORING}:
+            raise
+        raise UserError(
+            f"{str(path)!r} cannot be taken over, as its content is not what this version of Lightning writes "
+            f"({type(error).__name__}: {one_line(error)})."
+        ) from error
 
 
 def require_same_model(path: Path, saved: Mapping[str, Tensor], model: Mapping[str, Tensor]) -> None:
@@ -141,16 +225,39 @@ def require_same_model(path: Path, saved: Mapping[str, Tensor], model: Mapping[s
 
 
 def require_same_optimizer(path: Path, content: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:
-    """Refuse to go on with a checkpoint that holds the state of another kind of optimizer."""
-    for state in content.get("optimizer_states", ()):
-        for group in state.get("param_groups", ()):
-            missing = optimizer.defaults.keys() - group.keys()
-            if missing:
-                raise UserError(
-                    f"{str(path)!r} holds the state of another optimizer than {type(optimizer).__name__} (it has no "
-                    f"{', '.join(sorted(missing))}): give the optimizer= of its run, or start from its weights with "
-                    f"model.init_from={path}."
-                )
+    """Refuse the state of another kind of optimizer, or of other weights; those of this one need no values."""
+    groups = [group for state in content["optimizer_states"] for group in state.get("param_groups", ())]
+    missing = {name for group in groups for name in optimizer.defaults.keys() - group.keys()}
+    saved = Counter(
+        shapes_of(state) for states in content["optimizer_states"] for state in states.get("state", {}).values()
+    )
+    wanted = None if missing or not content.get("global_step") else state_after_a_step(optimizer, groups)
+    if wanted is not None and (saved - wanted or (any(wanted) and not any(saved))):
+        missing = {"state that fits its weights"}
+    if missing:
+        raise UserError(
+            f"{str(path)!r} holds the state of another optimizer than {type(optimizer).__name__} (it has no "
+            f"{', '.join(sorted(missing))}): give the optimizer= of its run, or start from its weights with "
+            f"model.init_from={path}."
+        )
+
+
+def shapes_of(state: Mapping[str, Any]) -> frozenset[tuple[str, torch.Size]]:
+    """Names and shapes of the tensors that an optimizer keeps for one weight."""
+    return frozenset((name, value.shape) for name, value in state.items() if isinstance(value, Tensor))
+
+
+def state_after_a_step(optimizer: torch.optim.Optimizer, saved: Sequence[Any]) -> "Counter[Any] | None":
+    """What an optimizer keeps for its weights after a step with saved settings; nothing if it cannot take one here."""
+    group = optimizer.param_groups[0]
+    try:
+        group.update({name: value for name, value in saved[0].items() if name != "params"})
+        for weight in group["params"]:
+            weight.grad = torch.empty_like(weight)
+        optimizer.step()
+    except Exception:  # some take closures, sparse gradients, or values
+        return None
+    return Counter(shapes_of(optimizer.state[weight]) for weight in group["params"])
 
 
 def differences(path: Path, config: Mapping[str, Any], *, fit: bool) -> str | None:
@@ -192,12 +299,15 @@ def load_initial_weights(model: nn.Module, name: str) -> str:
             f"model.init_from={name}: none of its {len(found)} weights (such as {next(iter(found), 'none')}) is one of "
             f"this model (such as {next(iter(wanted))}): choose the model that they belong to."
         )
-    net.load_state_dict(fitting, strict=False)
+    try:
+        net.load_state_dict(fitting, strict=False)
+    except RuntimeError as error:  # quantized ones, or without values
+        raise UserError(f"model.init_from={name} holds weights that cannot be copied: {one_line(error)}") from error
     left = sorted(wanted.keys() - fitting.keys())
     rest = (
         f"; {len(left)} keep their first values: {', '.join(left[:4])}{', …' if len(left) > 4 else ''}" if left else ""
     )
-    return f"Weights: {len(fitting)} of {len(wanted)} from {path}{rest}"
+    return printable(f"Weights: {len(fitting)} of {len(wanted)} from {path}{rest}")
 
 
 def matching(weights: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -210,7 +320,10 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     if path.suffix == ".safetensors":
         from safetensors.torch import load_file
 
-        return dict(load_file(path))
+        try:
+            return dict(load_file(path))
+        except Exception as error:
+            raise UserError(f"{str(path)!r} is no whole file of safetensors: {one_line(error)}.") from error
     content: Any = read_safely(path)
     for key in ("state_dict", "model"):
         if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):

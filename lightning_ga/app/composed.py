@@ -1,33 +1,43 @@
-"""Check a configuration when Hydra has composed it, before any of it is used.
+"""Check a configuration before any of it is used: each file as Hydra reads it, and what is composed of them.
 
-Hydra's own section builds things too: callbacks, log handlers, sweepers. And a file of the user's own
-is merged without a word, whatever its keys are.
+Hydra's own section imports, builds and writes before a job begins. What a file may set there is a list; what is typed
+is the user's own. And a file of the user's own is merged without a word, whatever its keys are.
 """
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.sources_registry import SourcesRegistry
+from hydra.core.plugins import Plugins
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_ga.app.errors import did_you_mean
+from lightning_ga.app.reading import checked_yaml
 from lightning_ga.app.walk import walk
 from lightning_ga.errors import UserError
 
-LOGGING = (
-    *("logging.StreamHandler", "logging.FileHandler", "logging.NullHandler", "logging.Formatter"),
-    *("logging.handlers.RotatingFileHandler", "logging.handlers.TimedRotatingFileHandler", "colorlog.ColoredFormatter"),
-)
-"""What may handle log records; anything else below ``logging``, such as ``logging.os.system``, ends elsewhere."""
-STREAMS = ("ext://sys.stdout", "ext://sys.stderr")
-PLUGINS = re.compile(
+PLUGINS = (
     r"hydra\._internal\.core_plugins\.basic_\w+\.Basic(Launcher|Sweeper)"
     r"|hydra_plugins\.\w+\.\w+\.\w+(Launcher|Sweeper)|optuna\.samplers\.\w+Sampler"
 )
 """Classes; what their modules have imported, such as ``basic_launcher.logging.os.system``, ends elsewhere."""
-IN_FOLDER = re.compile(r"\$\{hydra\.runtime\.output_dir\}(/|\$\{hydra\.job\.name\}|[\w.-])*")
+FILE = "file://"
+ANYTHING, NUMBER, WORD = r"(?s).*", r"-?\d+(\.\d+)?(e-?\d+)?|True|False|None", r"[\w.,:+-]*"
+BY_FILES = {  # keys of the hydra section, and what a file may set them to
+    r"(run|sweep)\.(dir|subdir)|help\.\w+": ANYTHING,
+    r"searchpath": r"file://.*",
+    r"mode|verbose|job\.(name|chdir)|job\.config\.override_dirname\.\w+": WORD,
+    r"sweeper\.params\.[+~]*(?!hydra\b)[A-Za-z_][\w.]*": ANYTHING,  # a file that is searched for imports modules
+    r"sweeper\.(direction|study_name)|launcher\.(account|backend|comment|constraint|name|partition|prefer|qos)": WORD,
+    r"(sweeper|launcher)(\.\w+)+": NUMBER,  # no texts: setup is a program, storage a database
+    r"(sweeper(\.sampler)?|launcher)\._target_": PLUGINS,
+    r"(job|hydra)_logging\.(((root|loggers\.[\w.]+|handlers\.\w+)\.level)|disable_existing_loggers|version)": WORD,
+    r"(job|hydra)_logging\.formatters\.\w+\.(format|datefmt)": r"(?!.*(://|\$\{)).*",  # logging imports ext://module
+}
 PLAIN_SECTIONS = {
     "paths": ("data_dir", "output_root", "sweep_root", "output_dir"),
     "precision": ("trainer", "float32_matmul"),
@@ -37,23 +47,73 @@ GLOBAL = ("experiment", "debug")  # groups whose files are written from the top 
 
 
 @contextmanager
-def checked_composition(*, known_keys: Sequence[str], typed: Sequence[str]) -> Iterator[None]:
-    """A context in which configurations that Hydra composes are checked; ``+key=value`` that was typed adds a key."""
-    load = ConfigLoaderImpl.load_configuration
+def checked_composition(*, own: Path, known_keys: Sequence[str], typed: Sequence[str]) -> Iterator[None]:
+    """A context in which what Hydra reads, but for the folder of its ``own`` files, and what it composes are checked.
+
+    ``+key=value`` that was typed adds a key.
+    """
+    Plugins.instance()  # they register what reads files
+    files: Any = SourcesRegistry.instance().resolve("file")
+    loader: Any = ConfigLoaderImpl
+    read, embed, load = files.load_config, loader._embed_result_config, loader.load_configuration
     added = [argument.lstrip("+").split("=")[0].split(".")[0] for argument in typed if argument.startswith("+")]
 
+    def check_and_read(source: Any, config_path: str) -> Any:
+        path = Path(source.path, source._normalize_file_name(config_path)).resolve()
+        if own in path.parents or not path.is_file():
+            return read(source, config_path)
+        checked_yaml(path)
+        result = read(source, config_path)
+        result.path = f"{FILE}{path}"  # not the folder of another file, from which .. may lead
+        if not isinstance(result.config, DictConfig):
+            raise UserError(f"{str(path)!r} holds no keys: a configuration file is made of lines such as 'seed: 1'.")
+        check_file(path, result.config)  # its search path is used before it is given its place
+        return result
+
+    def embed_and_check(result: Any, package: str | None) -> Any:
+        embedded = embed(result, package)
+        if result.path.startswith(FILE) and result.path != f"{FILE}{own}":
+            check_file(Path(result.path.removeprefix(FILE)), embedded.config)
+        return embedded
+
     def load_and_check(*args: Any, **kwargs: Any) -> DictConfig:
-        config = load(*args, **kwargs)
+        config: DictConfig = load(*args, **kwargs)
         content: Any = OmegaConf.to_container(config, resolve=False)
         check_hydra_section(content.pop("hydra"))
         check_keys(content, [*known_keys, *added])
         return config
 
-    ConfigLoaderImpl.load_configuration = load_and_check  # type: ignore[method-assign]
+    files.load_config, loader.load_configuration = check_and_read, load_and_check
+    loader._embed_result_config = staticmethod(embed_and_check)
     try:
         yield
     finally:
-        ConfigLoaderImpl.load_configuration = load  # type: ignore[method-assign]
+        files.load_config, loader.load_configuration = read, load
+        loader._embed_result_config = staticmethod(embed)
+
+
+def check_file(path: Path, config: Any) -> None:
+    """Refuse what a file may not set in the hydra section; a section that is no mapping is read from elsewhere."""
+    content = OmegaConf.to_container(config, resolve=False)
+    section = content.get("hydra", {}) if isinstance(content, dict) else {}
+    for key, value in walk(section):
+        name = re.sub(r"\[\d+\]", "", key)
+        if not isinstance(value, Mapping | list) and not may_be_set(name, value):
+            raise UserError(
+                f"{str(path)!r} sets {f'hydra.{name}'.rstrip('.')} to what would be used before anything is checked. "
+                "In the hydra section files set folders, what a search tries, and numbers of sweepers, launchers and "
+                "levels of logs: remove it there, and type it on the command line if you need it."
+            )
+
+
+def may_be_set(key: str, value: Any) -> bool:
+    """Whether a file may set a key of the hydra section to a value.
+
+    Examples:
+        >>> may_be_set("launcher.timeout_min", 60), may_be_set("launcher.setup", "echo hello")
+        (True, False)
+    """
+    return any(re.fullmatch(keys, key) and re.fullmatch(values, str(value)) for keys, values in BY_FILES.items())
 
 
 def check_keys(content: Mapping[str, Any], known: Sequence[str]) -> None:
@@ -79,37 +139,13 @@ def is_referred_to(key: str, content: Any) -> bool:
 
 
 def check_hydra_section(section: Mapping[str, Any]) -> None:
-    """Refuse what Hydra would use before the job is checked: callbacks, variables, plugins and log handlers."""
+    """Refuse what Hydra would use before the job is checked, wherever it was set: callbacks, variables and plugins."""
     if section["callbacks"]:
         raise UserError("hydra.callbacks would run before anything is checked: use callbacks of the Trainer instead.")
     if section["job"]["env_set"]:
         raise UserError("hydra.job.env_set would reach every process that a run starts: set variables in the shell.")
-    for target in found_under("_target_", section):
-        if not PLUGINS.fullmatch(str(target)):
+    for key, target in walk(section):
+        if key.rpartition(".")[2] == "_target_" and not re.fullmatch(PLUGINS, str(target)):
             raise UserError(
                 f"The hydra section names {target}: only Hydra's own launchers and sweepers are built there."
             )
-    for key, may_be_placed in (("job_logging", True), ("hydra_logging", False)):
-        check_logging(key, section[key], may_be_placed=may_be_placed)
-
-
-def check_logging(key: str, section: Any, *, may_be_placed: bool) -> None:
-    """Refuse log handlers and values that Python's logging would import, in a section that is not resolved yet.
-
-    A file in the run's folder may be named where that is known once the job begins.
-    """
-    for name in ("()", "class", "queue", "listener"):
-        for factory in found_under(name, section):
-            if factory not in LOGGING:
-                raise UserError(f"hydra.{key} names {factory}: only {', '.join(LOGGING)} are built.")
-    for _, text in walk(section):
-        if not isinstance(text, str) or text in STREAMS:
-            continue
-        in_folder = may_be_placed and IN_FOLDER.fullmatch(text.replace("${hydra.job.name}", "name"))
-        if "://" in text or ("${" in text and not in_folder):
-            raise UserError(f"hydra.{key} holds {text}, which could import any module: write a plain value.")
-
-
-def found_under(name: str, content: Any) -> Iterator[Any]:
-    """Every value of a key, however deep."""
-    return (value for key, value in walk(content) if key.rpartition(".")[2] == name)

@@ -15,11 +15,11 @@ from typing import Any
 
 from hydra.errors import HydraException, InstantiationException, MissingConfigException, OverrideParseException
 from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
-from yaml import MarkedYAMLError  # type: ignore[import-untyped] # it ships no types
+from yaml import YAMLError  # type: ignore[import-untyped] # it ships no types
 
 from lightning_ga.errors import UserError
 
-EXPECTED = (UserError, HydraException, OmegaConfBaseException, MarkedYAMLError)
+EXPECTED = (UserError, HydraException, OmegaConfBaseException, YAMLError, UnicodeEncodeError)
 FULL = (errno.ENOSPC, errno.EFBIG)  # the system does not always name the file
 PLACE_ERRORS = (  # of a file or folder that the user named, to write or to read
     *FULL,
@@ -59,8 +59,10 @@ def explain(error: BaseException, keys: Sequence[str] = ()) -> str:
     for cause in chain(error):
         if isinstance(cause, UserError):
             return " ".join([one_line(cause), *getattr(cause, "__notes__", ())])
-        if isinstance(cause, MarkedYAMLError):
+        if isinstance(cause, YAMLError):
             return f"A configuration file is no valid YAML: {one_line(cause)}."
+    if isinstance(error, UnicodeEncodeError):
+        return f"{error.object!r} is not UTF-8, which a library that writes it needs: give it another name."
     if is_out_of_memory(error):
         return explain_out_of_memory(error)
     refused = logger_error(error)

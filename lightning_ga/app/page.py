@@ -7,7 +7,7 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader, Template
 
 from lightning_ga.app.plots import as_svg, loss_figure, probe_figure
-from lightning_ga.app.run_files import RunFiles, read_run
+from lightning_ga.app.run_files import RunFiles, read_run, write_text
 from lightning_ga.app.values import shown
 from lightning_ga.app.walk import settings
 from lightning_ga.plan.units import format_bytes
@@ -22,7 +22,7 @@ def write_page(folders: Sequence[Path], path: Path | None = None) -> Path:
     """Write the page of one run, by default into its folder, or of several, by default into the current one."""
     runs = [read_run(folder) for folder in folders]
     page = path or (folders[0] / PAGE if len(runs) == 1 else Path(PAGE))
-    page.write_text(run_page(runs[0]) if len(runs) == 1 else comparison_page(runs), encoding="utf-8")
+    write_text(page, run_page(runs[0]) if len(runs) == 1 else comparison_page(runs))
     return page
 
 
@@ -45,6 +45,7 @@ def run_page(run: RunFiles) -> str:
         epochs=epoch_rows(run.epochs),
         scores=score_rows(run),
         confusion=confusion(run),
+        missing=run.missing,
     )
 
 
@@ -54,6 +55,7 @@ def comparison_page(runs: Sequence[RunFiles]) -> str:
     return template("comparison.html").render(
         title=f"{len(runs)} runs side by side",
         names=[run.name for run in runs],
+        missing=[f"{name} of {run.name}" for run in runs for name in run.missing],
         results=beside_each_other([facts(run) for run in runs]),
         differing=differing(runs),
         picture=as_svg(figure, "Losses of the runs") if figure is not None else "",

@@ -26,7 +26,8 @@ def loss_figure(runs: Mapping[str, Mapping[str, Curve]]) -> Figure | None:
     axes = figure.subplots()
     title = "Loss"
     for number, (name, curves) in enumerate(runs.items()):
-        of_run, colour = f"{name}, " if len(runs) > 1 else "", f"C{number % 10}"
+        shown = " " * name.startswith("_") + name  # a legend leaves out what begins with an underscore
+        of_run, colour = f"{shown}, " if len(runs) > 1 else "", f"C{number % 10}"
         train, validation = curves.get("train/loss", []), curves.get("val/loss", [])
         smooth = moving_mean(train)
         if smooth != train:  # a short curve is its own mean
@@ -39,7 +40,8 @@ def loss_figure(runs: Mapping[str, Mapping[str, Curve]]) -> Figure | None:
     axes.set(xlabel="optimizer step", ylabel="loss", title=title)
     axes.set_ylim(bottom=0)
     tidy(axes)
-    axes.legend(frameon=False)
+    for text in axes.legend(frameon=False).get_texts():
+        text.set_parse_math(False)  # a run's name may hold a $
     return figure
 
 

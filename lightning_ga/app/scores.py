@@ -1,6 +1,5 @@
 """What a test and a prediction leave: scores of every class, and a table of what was predicted."""
 
-import csv
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -10,6 +9,8 @@ import numpy as np
 import torch
 from sklearn.metrics import classification_report
 from torch import Tensor
+
+from lightning_ga.app.run_files import write_table
 
 MOST_COLUMNS = 100  # classes whose probabilities get a column each
 
@@ -58,10 +59,7 @@ def save_predictions(path: Path, batches: Sequence[Tensor], data: Any) -> None:
         if predicted.shape[1] <= MOST_COLUMNS:
             labels = names or [str(label) for label in range(predicted.shape[1])]
             table |= {f"p({label})": rounded(column) for label, column in zip(labels, predicted.T)}
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(table)
-        writer.writerows(zip(*table.values()))
+    write_table(path, [list(table), *zip(*table.values())])
 
 
 def rounded(column: Tensor) -> list[str]:

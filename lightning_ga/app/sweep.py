@@ -1,15 +1,14 @@
 """The jobs of a sweep, as their folders tell: those that are already done, and a table at the end."""
 
-import csv
 import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from omegaconf import OmegaConf
-
-from lightning_ga.app.run_files import read_json
+from lightning_ga.app.reading import read_json, read_yaml
+from lightning_ga.app.run_files import write_table
 from lightning_ga.app.values import direction
+from lightning_ga.errors import printable
 
 WIDTH = 80
 TABLE = "sweep.csv"
@@ -29,7 +28,7 @@ def done_before(folder: Path, config: Mapping[str, Any]) -> float | None:
     """The optimized metric of a job that an earlier start of the same sweep has completed; nothing if none has."""
     saved = folder / "config.yaml"
     result = read_json(folder / RESULT, None)
-    if result is None or not saved.is_file() or not agrees(OmegaConf.to_container(OmegaConf.load(saved)), config):
+    if result is None or not saved.is_file() or not agrees(read_yaml(saved), config):
         (folder / RESULT).unlink(missing_ok=True)  # of another configuration
         return None
     value = result.get(config["optimized_metric"])
@@ -50,7 +49,7 @@ def read_jobs(folder: Path, metric: str) -> list[Job]:
     for path in sorted(folder.glob("**/.hydra/overrides.yaml")):
         job = path.parent.parent
         result = read_json(job / RESULT, None)
-        overrides = [str(override) for override in OmegaConf.load(path)]
+        overrides = [str(override) for override in read_yaml(path)]
         outcome = "failed" if result is None else "done"
         jobs.append(Job(str(job.relative_to(folder)), overrides, (result or {}).get(metric), outcome))
     sign = -1 if direction(metric) == "max" else 1
@@ -71,11 +70,9 @@ def report_sweep(folder: Path, metric: str) -> None:
     for job in jobs:
         value = f"{job.value:.4f}" if job.value is not None else "-" if job.outcome == "done" else job.outcome
         line = f"{job.name:>3}  {value:12} {' '.join(given for given in job.overrides if given not in shared)}"
-        print(line if len(line) <= WIDTH else f"{line[: WIDTH - 1]}…")
-    with (folder / TABLE).open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(["job", metric, "outcome", "overrides"])
-        writer.writerows([job.name, job.value, job.outcome, *job.overrides] for job in jobs)
+        print(printable(line if len(line) <= WIDTH else f"{line[: WIDTH - 1]}…"))
+    head = ["job", metric, "outcome", "overrides"]
+    write_table(folder / TABLE, [head, *([job.name, job.value, job.outcome, *job.overrides] for job in jobs)])
     print(f"Files: {folder}")
     if any(job.outcome == "failed" for job in jobs):
         print(f"To run again what is missing, add hydra.sweep.dir={folder} to the same command line.")

@@ -4,8 +4,8 @@ import math
 import platform
 import shlex
 import time
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -17,16 +17,18 @@ from omegaconf import OmegaConf
 
 from lightning_ga.app import checkpoints
 from lightning_ga.app.build import Fit, build, make
+from lightning_ga.app.errors import one_line
+from lightning_ga.app.folders import clear, is_below, require_free
 from lightning_ga.app.interrupts import interruptions_told
 from lightning_ga.app.page import write_page
 from lightning_ga.app.plan_report import find_accumulate
 from lightning_ga.app.plots import loss_figure
 from lightning_ga.app.progress import quiet_lightning
-from lightning_ga.app.run_files import read_run, write_json
+from lightning_ga.app.run_files import read_run, write_json, write_text
 from lightning_ga.app.scores import class_report, save_predictions
 from lightning_ga.app.terminal import printed_to, warn
-from lightning_ga.app.values import Config
-from lightning_ga.errors import UserError
+from lightning_ga.app.values import Config, hidden
+from lightning_ga.errors import UserError, printable
 from lightning_ga.plan.planned_device import planned_device
 from lightning_ga.plan.units import counted
 
@@ -35,58 +37,78 @@ MOST_CLASSES_SHOWN = 20
 LOG = "train.log"
 
 
-def run_task(content: Config, allow: tuple[str, ...] = ()) -> float | None:
+def run_task(content: Config, written: Config, allow: tuple[str, ...] = ()) -> float | None:
     """Build what a checked configuration names, with packages in ``allow`` too, and do what ``task`` says.
 
-    Return the optimized metric, for sweepers; nothing if the task does not measure it.
+    The run keeps its configuration as it is ``written``. Return the optimized metric, for sweepers; nothing if the task
+    does not measure it.
     """
     folder = Path(content["paths"]["output_dir"])
     log = printed_to(folder / LOG) if HydraConfig.get().output_subdir is not None else nullcontext()
     with log, quiet_lightning():
         started = time.perf_counter()
         run = build(content, allow)
-        checkpoint = wanted_checkpoint(run)
+        written = hidden(OmegaConf.to_container(run.config), written)  # by now, classes are counted
+        checkpoint = wanted_checkpoint(run, written)
         if run.trainer.is_global_zero:
-            run.folder.mkdir(parents=True, exist_ok=True)
-            OmegaConf.save(run.config, run.folder / "config.yaml")
-            write_json(run.folder / "versions.json", versions(run))
-        with interruptions_told(lambda: outcome(run)):
+            begin_folder(run, written, checkpoint)
+        with interruptions_told(lambda: outcome(run)), checkpoints.told_if_not_restored(checkpoint):
             metrics = TASKS[run.config.task](run, checkpoint)
         if run.trainer.is_global_zero and not run.config.dry_run:
             summarize(run, metrics, time.perf_counter() - started)
-            write_page([run.folder])
+            with for_people("report.html"):
+                write_page([run.folder])
     return metrics.get(run.config.optimized_metric)
 
 
-def wanted_checkpoint(run: Fit) -> Path | None:
+def begin_folder(run: Fit, written: Config, checkpoint: Path | None) -> None:
+    """Write down what is run with; what an earlier run has left is removed first, if it may be overwritten."""
+    if run.config.get("overwrite") and not (checkpoint and is_below(checkpoint, run.folder)):
+        clear(run.folder)
+    write_text(run.folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(written)))
+    write_json(run.folder / "versions.json", versions(run))
+
+
+@contextmanager
+def for_people(name: str) -> Iterator[None]:
+    """A context that writes what is only read by people: if that fails, it is told, and what was trained is kept."""
+    try:
+        yield
+    except Exception as error:
+        warn(f"{name} could not be written: {one_line(error)}")
+
+
+def wanted_checkpoint(run: Fit, written: Config) -> Path | None:
     """The file behind ``ckpt_path``, which is told; only a fit and published weights can do without."""
     config = run.config
     if config.ckpt_path is None:
         if config.task != "fit" and not config.model.get("pretrained") and not config.model.get("init_from"):
             raise UserError(f"task={config.task} needs trained weights: give ckpt_path=best, ckpt_path=last or a path.")
         return None
-    model: Any = OmegaConf.to_container(config.model)
     roots = [Path(config.paths[key]) for key in ("output_root", "sweep_root")]
     kind = "last" if config.task == "fit" else "best"
-    path = checkpoints.find_checkpoint(str(config.ckpt_path), model, roots, kind=kind)
-    take_checkpoint(run, path)
+    path = checkpoints.find_checkpoint(str(config.ckpt_path), written["model"], roots, kind=kind)
+    if run.trainer.is_global_zero:
+        require_free(run.folder, config, path)
+    take_checkpoint(run, path, written)
     return path
 
 
-def take_checkpoint(run: Fit, path: Path) -> None:
+def take_checkpoint(run: Fit, path: Path, written: Config) -> None:
     """Refuse a checkpoint that this run cannot take, and tell which one it takes."""
     content = checkpoints.read_safely(path)  # Lightning 2.5 would load anything: it gets nothing but plain values
-    checkpoints.require_checkpoint(path, content)
-    checkpoints.require_same_model(path, content["state_dict"], run.model.state_dict())
     is_fit = run.config.task == "fit"
+    checkpoints.require_checkpoint(path, content, fit=is_fit)
+    checkpoints.require_same_model(path, content["state_dict"], run.model.state_dict())
     if is_fit and run.config.get("optimizer"):
-        # Any one parameter does: what is compared are the settings that this kind of optimizer has.
-        checkpoints.require_same_optimizer(path, content, make(run.config.optimizer)([next(run.model.parameters())]))
+        weights = [torch.nn.Parameter(torch.empty_like(weight, device="meta")) for weight in run.model.parameters()]
+        checkpoints.require_same_optimizer(path, content, make(run.config.optimizer)(weights))
     if run.trainer.is_global_zero:
         epoch, steps = content.get("epoch", 0) + 1, content["global_step"]
-        print(f"Checkpoint: {path} (epoch {epoch}, {steps:,} optimizer steps)")
-        config: Any = OmegaConf.to_container(run.config)
-        warn(checkpoints.differences(path, config, fit=is_fit))
+        print(printable(f"Checkpoint: {path} (epoch {epoch}, {steps:,} optimizer steps)"))
+        warn(checkpoints.differences(path, written, fit=is_fit))
+        if is_fit and run.config.get("lr_scheduler") and not content["lr_schedulers"]:
+            warn(f"{path} holds no state of a schedule: lr_scheduler begins anew.")
 
 
 def fit(run: Fit, checkpoint: Path | None) -> Metrics:
@@ -101,7 +123,8 @@ def fit(run: Fit, checkpoint: Path | None) -> Metrics:
     best = best_checkpoint(run)
     if best is not None and best.best_model_score is not None:
         metrics[str(best.monitor)] = float(best.best_model_score)
-    save_curves(run)
+    with for_people("loss_curves.png"):
+        save_curves(run)
     if run.config.test:
         if best is not None and best.best_model_path:
             # Not by ckpt_path: there, Lightning's weight averaging takes the weights that are not averaged.
@@ -136,13 +159,14 @@ def test(run: Fit, checkpoint: Path | None) -> Metrics:
     metrics = measured(run)
     confusion = getattr(run.model, "confusion", None)
     if confusion:
-        names = list(getattr(run.data, "class_names", ()))
+        names = [printable(name) for name in getattr(run.data, "class_names", ())]
         text, scores = class_report(confusion, names)
         metrics |= {f"test/{kind}_f1": scores[f"{kind} avg"]["f1-score"] for kind in ("macro", "weighted")}
         if run.trainer.is_global_zero:
-            (run.folder / "classification_report.txt").write_text(text, encoding="utf-8")
-            write_json(run.folder / "classification_report.json", scores)
-            write_json(run.folder / "confusion_matrix.json", {"classes": names, "counts": confusion})
+            with for_people("classification_report.txt"):
+                write_text(run.folder / "classification_report.txt", text)
+                write_json(run.folder / "classification_report.json", scores)
+                write_json(run.folder / "confusion_matrix.json", {"classes": names, "counts": confusion})
             if len(confusion) <= MOST_CLASSES_SHOWN:
                 print(f"\n{text}", end="")
     return metrics
@@ -210,7 +234,7 @@ def summarize(run: Fit, metrics: Metrics, seconds: float) -> None:
     warn(told_if_not_finite(metrics))
     if survived:
         print(f"Survived {counted(survived, 'out-of-memory error')}: run again in smaller parts, with the same result.")
-    print(f"Files: {run.folder}")
+    print(printable(f"Files: {run.folder}"))
 
 
 def versions(run: Fit) -> dict[str, str]:

@@ -10,6 +10,8 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any, TextIO
 
+from lightning_ga.errors import printable
+
 ASCII_SIGNS = {"×": "x", "–": "-", "—": "-", "…": "...", "→": "->", "−": "-", "±": "+-", "µ": "u", "‖": "|", "≤": "<="}
 MOVES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")  # colours and movements of a terminal's cursor
 
@@ -91,4 +93,4 @@ def keep_in_log(line: str) -> None:
 def warn(sentence: str | None) -> None:
     """Print a warning beside the output; nothing where there is none."""
     if sentence:
-        print(f"Warning: {sentence}", file=sys.stderr)
+        print(f"Warning: {printable(sentence)}", file=sys.stderr)

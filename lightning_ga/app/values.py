@@ -5,11 +5,13 @@ a constructor refuses in a sentence are left to it, and so are keys that are not
 """
 
 import math
+import os
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from typing import Any, NamedTuple
 
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.resolvers import oc
 
 from lightning_ga.errors import UserError
 from lightning_ga.plan.units import require_bytes
@@ -102,6 +104,7 @@ RULES: Mapping[str, Rule] = {
     "task": one_of("fit", "validate", "test", "predict"),
     "seed": number(0, 0, 2**32 - 1, whole=True, besides=(None,)),
     "dry_run": SWITCH,
+    "overwrite": SWITCH,
     "test": SWITCH,
     "progress": one_of("auto", "bar", "rich", "plain", "none"),
     "compile": one_of(True, False, "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
@@ -183,6 +186,33 @@ def resolved(cfg: DictConfig) -> Config:
     content = OmegaConf.to_container(cfg, resolve=True)
     assert isinstance(content, dict)
     return {str(key): value for key, value in content.items()}
+
+
+def as_written(cfg: DictConfig, config: Config) -> Config:
+    """A resolved configuration as it may be read by others: ``${oc.env:NAME}`` where a value is that of a variable."""
+    OmegaConf.register_new_resolver("oc.env", named, replace=True)
+    try:
+        texts = OmegaConf.to_container(cfg, resolve=True)
+    except Exception:  # a key or another resolver needs the value itself
+        texts = OmegaConf.to_container(cfg, resolve=False)
+    finally:
+        OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
+    written: Config = hidden(config, texts)
+    return written
+
+
+def named(name: str, *default: str | None) -> str | None:
+    """In place of a variable's value, what stands for it."""
+    return f"${{oc.env:{name}}}" if name in os.environ or not default else default[0]
+
+
+def hidden(content: Any, texts: Any) -> Any:
+    """The content, with the texts that name variables in their places."""
+    if isinstance(content, dict) and isinstance(texts, dict):
+        return {key: hidden(value, texts.get(key)) for key, value in content.items()}
+    if isinstance(content, list) and isinstance(texts, list) and len(content) == len(texts):
+        return [hidden(value, text) for value, text in zip(content, texts)]
+    return texts if isinstance(texts, str) and "${" in texts else content
 
 
 def check_values(config: Config) -> None:

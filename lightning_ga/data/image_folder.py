@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from PIL import Image, UnidentifiedImageError
 
-from lightning_ga.data.images import ImageData, Labelled, Splits
-from lightning_ga.errors import UserError
+from lightning_ga.data.images import FORMATS, ImageData, Labelled, Splits, open_picture
+from lightning_ga.errors import UserError, printable
 
 LEFT_OUT = ("__MACOSX",)
 MOST_LISTED = 5
@@ -23,7 +23,7 @@ SMALL = (64, 64)  # pixels: JPEG files are decoded at a smaller scale for the ch
 
 
 class ImageFolder(ImageData):
-    """Folders of pictures in any format that Pillow opens.
+    """Folders of pictures: BMP, GIF, JPEG, PNG, PPM, TIFF or WebP.
 
     Args:
         test_fraction: Share of the training pictures that is kept for the test where ``root/test`` is missing.
@@ -81,7 +81,7 @@ class ImageFolder(ImageData):
         if broken:
             print(
                 f"Warning: {len(broken):,} of {len(pictures):,} pictures cannot be read and are left out, such as "
-                f"{next(iter(broken))}.",
+                f"{printable(next(iter(broken)))}.",
                 file=sys.stderr,
             )
         return [(path, label) for path, label in pictures if path not in broken]
@@ -101,7 +101,8 @@ class ImageFolder(ImageData):
                 "put pictures into them."
             )
         if left_out:
-            print(f"Warning: no classes, and left out, are {', '.join(left_out)} in {train}.", file=sys.stderr)
+            names_left = printable(", ".join(left_out))
+            print(f"Warning: no classes, and left out, are {names_left} in {printable(train)}.", file=sys.stderr)
         return names
 
 
@@ -117,8 +118,8 @@ def is_left_out(name: str) -> bool:
 
 
 def pictures_in(folder: Path) -> list[str]:
-    """Every file below a folder that Pillow can open by its ending, dangling links too, in order of name."""
-    endings = Image.registered_extensions()
+    """Every file below a folder that ends as pictures do, dangling links too, in order of name."""
+    endings = {ending for ending, kind in Image.registered_extensions().items() if kind in FORMATS}
     found = [path for path in folder.rglob("*") if path.suffix.lower() in endings]
     return [str(path) for path in sorted(found) if not any(map(is_left_out, path.relative_to(folder).parts))]
 
@@ -133,11 +134,13 @@ def unreadable(paths: Sequence[str]) -> dict[str, str]:
 def why_unreadable(path: str) -> str:
     """Why a picture cannot be decoded; an empty text if it can."""
     try:
-        with Image.open(path) as image:
+        with open_picture(path) as image:
             image.draft(image.mode, SMALL)
             image.load()
     except FileNotFoundError:
         return "a link to nothing" if Path(path).is_symlink() else "gone"
+    except UserError:
+        return "no regular file"
     except UnidentifiedImageError:
         return "no picture" if Path(path).stat().st_size else "empty"
     except Exception as error:  # Pillow's readers raise errors of many kinds on broken files

@@ -4,7 +4,9 @@ A set of its own is a subclass with one method, :meth:`ImageData.read`. The load
 recipe's ``batch_size``; cutting it into micro-batches is nobody's business here.
 """
 
+import stat
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +19,7 @@ from torchvision.transforms import v2
 
 from lightning_ga.errors import UserError
 
+FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 Sample = tuple[Tensor, int]
 Transform = Callable[[Any], Tensor]
 
@@ -54,14 +57,17 @@ class ImageDataset(Dataset[Sample]):
 
     def __getitem__(self, index: int) -> Sample:
         image = self.samples.images[index]
-        raw = open_picture(image) if isinstance(image, str) else image
-        return self.transform(raw), int(self.samples.labels[index])
+        if not isinstance(image, str):
+            return self.transform(image), int(self.samples.labels[index])
+        with open_picture(image) as picture:
+            return self.transform(picture.convert("RGB")), int(self.samples.labels[index])
 
 
 def open_picture(path: str) -> Image.Image:
-    """A picture file in colour."""
-    with Image.open(path) as image:
-        return image.convert("RGB")
+    """Open a picture by what it holds, whatever its name is; formats that Pillow gives to other programs are none."""
+    if not stat.S_ISREG(Path(path).stat().st_mode):  # a pipe would be waited for
+        raise UserError(f"{path!r} is no regular file: remove it from the pictures.")
+    return Image.open(path, formats=FORMATS)
 
 
 class QuarterTurn(nn.Module):

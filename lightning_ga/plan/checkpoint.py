@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, get_args
 
+from lightning_ga.errors import UserError
 from lightning_ga.plan.attribution import read_attribution
 from lightning_ga.plan.records import Method, ProbeResult, Source, Timing, Trial
 
@@ -36,13 +37,16 @@ class RunState:
     @classmethod
     def from_dict(cls, state: Mapping[str, Any]) -> "RunState":
         """Return the record that ``to_dict`` was called on; without a probe's record of another version's making."""
-        return cls(
-            position=Position(**state["position"]),
-            hardware=state["hardware"],
-            probe=probe_or_none(state["probe"]),
-            limit=state.get("limit"),
-            oom_events=state.get("oom_events", 0),
-        )
+        try:
+            position, limit = Position(**state["position"]), state.get("limit")
+            _require_counts(position.epoch, position.samples_done, position.batches_before, least=0)
+            _require_counts(1 if limit is None else limit, state.get("oom_events", 0) + 1, abs(position.seed) + 1)
+            probe = probe_or_none(state["probe"])
+            return cls(position, str(state["hardware"]), probe, limit, state.get("oom_events", 0))
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise UserError(
+                f"The state of AutoAccumulate in the checkpoint is none that it wrote: {error!r}."
+            ) from error
 
 
 def probe_or_none(record: Any) -> ProbeResult | None:

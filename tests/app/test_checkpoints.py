@@ -1,5 +1,7 @@
 import os
 import pickle
+import zipfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from lightning_ga import UserError
 from lightning_ga.app.checkpoints import (
     differences,
     find_checkpoint,
+    load_initial_weights,
     read_safely,
     require_checkpoint,
     require_same_model,
@@ -133,3 +136,136 @@ def test_a_checkpoint_that_was_being_written_is_none(tmp_path):
     path.rename(path.with_name("last.ckpt.part"))
     with pytest.raises(UserError, match="no run of this model"):
         find_checkpoint("last", MLP, [tmp_path])
+
+
+def test_a_checkpoint_whose_bytes_have_changed_is_refused(tmp_path):
+    """torch would load it without a word: zeros in a tensor, a tensor that is another's, compression."""
+    path = tmp_path / "a.ckpt"
+    torch.save({"state_dict": {"weight": torch.full((4096,), 7.0)}}, path)
+    whole = path.read_bytes()
+    assert read_safely(path)["state_dict"]["weight"][0] == 7.0
+    middle = whole.index(torch.full((64,), 7.0).numpy().tobytes()) + 512
+    path.write_bytes(whole[:middle] + bytes(100) + whole[middle + 100 :])
+    assert 0.0 in torch.load(path, weights_only=True)["state_dict"]["weight"]
+    with pytest.raises(UserError, match=r"its bytes have changed since it was written: .*data/0"):
+        read_safely(path)
+    path.write_bytes(whole)
+    with zipfile.ZipFile(path) as before, zipfile.ZipFile(tmp_path / "b.ckpt", "w", zipfile.ZIP_DEFLATED) as after:
+        for name in before.namelist():
+            after.writestr(name, before.read(name))
+    with pytest.raises(UserError, match="it is compressed"):
+        read_safely(tmp_path / "b.ckpt")
+
+
+PROGRESS = {"fit_loop": {"epoch_progress": {"total": {"ready": 1}, "is_last_batch": True}, "state_dict": {}}}
+WHOLE = {
+    "epoch": 1,
+    "global_step": 4,
+    "pytorch-lightning_version": "2.6.6",
+    "state_dict": {"weight": torch.zeros(1)},
+    "loops": {**PROGRESS, "val_loop": {"combined_loader": [{"place": "any"}]}},
+    "callbacks": {"AutoAccumulate": {"position": {}}},
+    "optimizer_states": [{"state": {}, "param_groups": [{}]}],
+    "lr_schedulers": [],
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"pytorch-lightning_version": None}, "pytorch-lightning_version is missing, or is something else"),
+        ({"pytorch-lightning_version": 2}, "pytorch-lightning_version"),
+        ({"global_step": -5}, "global_step"),
+        ({"global_step": True}, "global_step"),
+        ({"epoch": "x"}, "epoch"),
+        ({"state_dict": "x"}, "state_dict"),
+        ({"state_dict": {"weight": 1.0}}, "state_dict"),
+        ({"loops": "x"}, "loops"),
+        ({"loops": {"fit_loop": {"epoch_progress": {"total": {"ready": "x"}}}}}, "loops"),
+        ({"loops": {"fit_loop": {"epoch_progress": {"total": {"ready": -1}}}}}, "loops"),
+        ({"loops": {"fit_loop": {"epoch_loop.state_dict": {"_batches_that_stepped": "x"}}}}, "loops"),
+        ({"callbacks": []}, "callbacks"),
+        ({"callbacks": {"AutoAccumulate": "x"}}, "callbacks"),
+        ({"callbacks": {"ModelCheckpoint": {"best_model_path": "/run/checkpoints/../../x"}}}, "callbacks"),
+        ({"lr_schedulers": "x"}, "lr_schedulers"),
+        ({"optimizer_states": "x"}, "optimizer_states"),
+        ({"optimizer_states": ["x"]}, "optimizer_states"),
+        ({"optimizer_states": []}, "holds weights alone, and no state of an optimizer.*model.init_from="),
+        ({"optimizer_states": None}, "holds weights alone, and no state of an optimizer.*model.init_from="),
+    ],
+)
+def test_a_checkpoint_of_other_content_is_refused(changes, words):
+    """A test needs less of it than a training that goes on."""
+    require_checkpoint(Path("a.ckpt"), WHOLE, fit=True)
+    require_checkpoint(Path("a.ckpt"), {key: WHOLE[key] for key in list(WHOLE)[:4]})
+    with pytest.raises(UserError, match=rf"'a\.ckpt' .*{words}"):
+        require_checkpoint(Path("a.ckpt"), {**WHOLE, **changes}, fit=True)
+
+
+def test_a_checkpoint_within_itself_is_refused():
+    """What is looked through has an end."""
+    loops = {}
+    loops["fit_loop"] = loops
+    with pytest.raises(UserError, match="loops"):
+        require_checkpoint(Path("a.ckpt"), {**WHOLE, "loops": loops}, fit=True)
+
+
+def trained(make, net):
+    """A checkpoint's part of an optimizer that has stepped."""
+    optimizer = make(net.parameters())
+    net(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    return {"global_step": 1, "optimizer_states": [optimizer.state_dict()]}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        torch.optim.Adam,
+        torch.optim.AdamW,
+        lambda weights: torch.optim.Adam(weights, amsgrad=True),
+        lambda weights: torch.optim.SGD(weights, 0.1),
+        lambda weights: torch.optim.SGD(weights, 0.1, momentum=0.9),
+        torch.optim.Adagrad,
+        torch.optim.RMSprop,
+        torch.optim.Adafactor,
+    ],
+)
+def test_a_training_does_not_go_on_with_a_fresh_optimizer(make):
+    """State that is not there, or is that of other weights: Lightning would begin anew, or fail in the first step."""
+    path, net = Path("a.ckpt"), torch.nn.Linear(2, 3)
+    content = trained(make, net)
+    elsewhere = [torch.nn.Parameter(torch.empty_like(weight, device="meta")) for weight in net.parameters()]
+    require_same_optimizer(path, content, make(elsewhere))
+    state = content["optimizer_states"][0]
+    keeps = any(isinstance(value, torch.Tensor) for each in state["state"].values() for value in each.values())
+    if not keeps or make is torch.optim.Adafactor:  # it keeps nothing, or needs values to take a step
+        return
+    for broken in ({}, trained(make, torch.nn.Linear(2, 4))["optimizer_states"][0]["state"]):
+        with pytest.raises(UserError, match=r"another optimizer than \w+ \(it has no state that fits its weights\)"):
+            require_same_optimizer(path, {**content, "optimizer_states": [{**state, "state": broken}]}, make(elsewhere))
+
+
+def test_settings_of_an_optimizer_may_change(tmp_path):
+    """Those of the checkpoint are taken, and say what it keeps."""
+    content = trained(lambda weights: torch.optim.Adam(weights, amsgrad=True), torch.nn.Linear(2, 3))
+    require_same_optimizer(tmp_path, content, torch.optim.Adam(torch.nn.Linear(2, 3, device="meta").parameters()))
+
+
+@pytest.mark.parametrize("content", [b"text", b"", (2**62).to_bytes(8, "little") + b"{}", b"\x02" + bytes(7) + b"{]"])
+def test_weights_that_are_no_safetensors_are_refused(tmp_path, content):
+    """In one sentence, whatever is wrong with them; a training does not go on with any."""
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=r"a\.safetensors' is no whole file of safetensors"):
+        load_initial_weights(torch.nn.Linear(2, 3), str(path))
+    with pytest.raises(UserError, match="model.init_from="):
+        find_checkpoint(str(path), MLP, [])
+
+
+def test_a_configuration_that_cannot_be_read_is_passed_over(tmp_path):
+    """That of another run, which was killed, say."""
+    same = leave_run(tmp_path, "same", MLP, 20)
+    leave_run(tmp_path, "other", MLP, 10)
+    (tmp_path / "other" / "config.yaml").write_text("model: {_target_")
+    assert find_checkpoint("last", MLP, [tmp_path]) == same

@@ -1,24 +1,20 @@
+import re
+import sys
+import webbrowser
+from pathlib import Path
+
 import pytest
+from omegaconf import OmegaConf
 
 from lightning_ga import UserError
 from lightning_ga.app.arguments import typed_targets
-from lightning_ga.app.composed import check_hydra_section, check_keys
+from lightning_ga.app.composed import check_file, check_hydra_section, check_keys
 
 PLAIN = {
     "callbacks": {},
     "job": {"env_set": {}},
     "sweeper": {"_target_": "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"},
-    "hydra_logging": {"handlers": {"a": {"class": "logging.StreamHandler", "stream": "ext://sys.stdout"}}},
-    "job_logging": {
-        "handlers": {
-            "a": {"class": "logging.FileHandler", "filename": "${hydra.runtime.output_dir}/${hydra.job.name}.log"}
-        }
-    },
 }
-
-
-def with_handler(key: str, **handler: str) -> dict:
-    return PLAIN | {key: {"handlers": {"a": handler}}}
 
 
 @pytest.mark.parametrize(
@@ -38,21 +34,134 @@ def with_handler(key: str, **handler: str) -> dict:
                 "optuna.samplers._tpe.sampler.os.system",
             )
         ),
-        (with_handler("job_logging", **{"()": "os.system"}), "names os.system"),
-        (with_handler("job_logging", **{"()": "logging.os.system"}), "names logging.os.system"),
-        (with_handler("job_logging", **{"class": "subprocess.Popen"}), "names subprocess.Popen"),
-        (with_handler("job_logging", **{"class": "logging.StreamHandler", "stream": "ext://antigravity.x"}), "ext://"),
-        (with_handler("hydra_logging", **{"class": "logging.StreamHandler", "stream": "${oc.env:S}"}), "oc.env"),
-        (with_handler("hydra_logging", **{"filename": "${hydra.runtime.output_dir}/x.log"}), "output_dir"),
-        (with_handler("job_logging", **{"filename": "${oc.env:S}"}), "oc.env"),
-        (PLAIN | {"job_logging": {"handlers": "${mine.handlers}"}}, "mine.handlers"),
     ],
 )
 def test_hydra_builds_nothing_before_the_job(section, words):
-    """Callbacks, variables of the environment, plugins from elsewhere, and any import by way of logging."""
+    """Callbacks, variables of the environment and plugins from elsewhere, whether in a file or typed."""
     check_hydra_section(PLAIN)
     with pytest.raises(UserError, match=words.replace(".", r"\.")):
         check_hydra_section(section)
+
+
+def with_handler(key: str, **handler: str) -> dict:
+    return {key: {"handlers": {"a": handler}}}
+
+
+@pytest.mark.parametrize(
+    ("section", "name"),
+    [
+        ({"searchpath": ["pkg://os"]}, "searchpath"),
+        ({"searchpath": ["structured://os"]}, "searchpath"),
+        ({"searchpath": ["${scheme}://os"]}, "searchpath"),
+        ({"searchpath": "${paths}"}, "searchpath"),
+        ("${mine}", ""),
+        (None, ""),
+        ({"callbacks": {"x": {"_target_": "os.getcwd"}}}, "callbacks"),
+        ({"job": {"env_set": {"LD_PRELOAD": "x.so"}}}, "job.env_set"),
+        ({"job": {"env_copy": ["TOKEN"]}}, "job.env_copy"),
+        ({"job": {"name": "../../.bashrc"}}, "job.name"),
+        ({"output_subdir": "../../elsewhere"}, "output_subdir"),
+        ({"sweeper": {"_target_": "os.getcwd"}}, "sweeper._target_"),
+        ({"sweeper": {"custom_search_space": "os.system"}}, "sweeper.custom_search_space"),
+        ({"sweeper": {"storage": "sqlite:////etc/x.db"}}, "sweeper.storage"),
+        ({"sweeper": "${mine}"}, "sweeper"),
+        ({"sweeper": {"params": {"hydra.searchpath": "[pkg://os]"}}}, "sweeper.params.hydra.searchpath"),
+        ({"sweeper": {"params": {"+hydra.callbacks.x._target_": "os.getcwd"}}}, "sweeper.params.+hydra"),
+        ({"sweeper": {"params": {"hydra/launcher": "x"}}}, "sweeper.params.hydra/launcher"),
+        ({"sweeper": {"params": {"seed=1,2 hydra": "x"}}}, "sweeper.params.seed=1"),
+        ({"launcher": {"setup": ["touch x"]}}, "launcher.setup"),
+        ({"launcher": {"partition": "gpu\ntouch x"}}, "launcher.partition"),
+        ({"launcher": {"additional_parameters": {"wrap": "touch x"}}}, "launcher.additional_parameters.wrap"),
+        ({"launcher": {"pre_dispatch": "print(1)"}}, "launcher.pre_dispatch"),
+        ({"launcher": {"n_jobs": "${oc.env:X}"}}, "launcher.n_jobs"),
+        ({"job_logging": "${mine}"}, "job_logging"),
+        ({"job_logging": {"handlers": "${mine.handlers}"}}, "job_logging.handlers"),
+        *(
+            (with_handler(key, **handler), f"{key}.handlers.a.")
+            for key in ("job_logging", "hydra_logging")
+            for handler in (
+                {"()": "os.system"},
+                {"()": "logging.os.system"},
+                {"class": "subprocess.Popen"},
+                {"class": "logging.FileHandler"},
+                {"filename": "/tmp/x", "mode": "w"},
+                {"filename": "${oc.env:S}"},
+                {"filename": "${hydra.runtime.output_dir}/x.log"},
+                {"stream": "ext://antigravity.x"},
+                {"stream": "${oc.env:S}"},
+                {"level": "ext://antigravity.x"},
+            )
+        ),
+        ({"job_logging": {"formatters": {"simple": {"format": "ext://antigravity.x"}}}}, "job_logging.formatters"),
+        ({"job_logging": {"formatters": {"simple": {"()": "os.system"}}}}, "job_logging.formatters"),
+    ],
+)
+def test_a_file_sets_only_what_does_no_harm_in_hydras_section(section, name):
+    """Hydra imports, builds, writes and starts programs before a job is checked: what a file may set is a list."""
+    with pytest.raises(UserError, match=re.escape(f"'mine.yaml' sets hydra{'.' if name else ''}{name}")):
+        check_file(Path("mine.yaml"), OmegaConf.create({"hydra": section}))
+
+
+def test_a_file_sets_folders_searches_and_numbers():
+    """What experiments of a user's own need."""
+    params = {"optimizer.lr": "interval(1e-4, 1e-2)", "+data.x": [1, 2]}
+    optuna = {"params": params, "n_trials": 20, "direction": "minimize"}
+    logs = {"root": {"level": "DEBUG"}, "formatters": {"simple": {"format": "%(asctime)s %(message)s"}}}
+    section = {
+        "searchpath": ["file:///home/me/conf", "file://${oc.env:HOME}/conf"],
+        "run": {"dir": "outputs/${now:%H}"},
+        "sweep": {"dir": "${paths.sweep_root}/x", "subdir": "${hydra.job.num}"},
+        "job": {"name": "mine", "chdir": False},
+        "sweeper": {**optuna, "sampler": {"_target_": "optuna.samplers.TPESampler", "seed": 3}},
+        "launcher": {"n_jobs": 2, "timeout_min": 60, "partition": "gpu-a,gpu-b"},
+        "job_logging": logs,
+    }
+    check_file(Path("mine.yaml"), OmegaConf.create({"hydra": section, "seed": 1}))
+
+
+FIRST = "# @package _global_\n"
+NINE = [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}' if n else 'x'] * 9)}]" for n in range(7)]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (f"{FIRST}hydra:\n  searchpath: [pkg://antigravity]\n", "sets hydra.searchpath"),
+        ("# @package hydra.launcher\nsetup: [touch x]\n", "sets hydra.launcher.setup"),
+        (f"{FIRST}defaults: [{{/experiment@hydra.launcher: other}}]\n", "sets hydra.launcher.setup"),
+        (f"{FIRST}defaults: [../../aside]\n", "sets hydra.output_subdir"),
+        (FIRST + "\n".join(NINE), "is too large, with its aliases written out"),
+        (f"{FIRST}a: &a\n  b: *a\n", "is too large, with its aliases written out"),
+        (f"{FIRST}x: {'[' * 3000}{']' * 3000}\n", "is too large, with its aliases written out"),
+        (FIRST + "\n".join(f"a{n}: &a{n} [{f'*a{n - 1}' if n else 'x'}]" for n in range(999)), "is too large, with"),
+        (f"{FIRST}x: '{'y' * 1_100_000}'\n", "is not a regular file of at most 1,000,000 bytes"),
+        ("- a\n- b\n", "holds no keys"),
+        (FIRST.encode() + b"x: \xff\n", "is not UTF-8"),
+        (f"{FIRST}x: \x00\n", "is no valid YAML"),
+    ],
+    ids=lambda value: value[:40] if isinstance(value, str) else None,
+)
+@pytest.mark.parametrize("primary", [False, True])
+def test_a_file_is_checked_before_hydra_uses_it(command, monkeypatch, content, words, primary):
+    """By any way in, and even where the configuration is only shown; what is too large is refused at once."""
+    sys.modules.pop("antigravity", None)
+    monkeypatch.setattr(webbrowser, "open", lambda url: pytest.fail("a module was imported"))
+    folder = Path("mine/experiment")
+    folder.mkdir(parents=True)
+    data = content.encode() if isinstance(content, str) else content
+    (folder / "bad.yaml").write_bytes(data)
+    (folder / "other.yaml").write_text("setup: [touch x]\n")
+    Path("aside.yaml").write_text("hydra:\n  output_subdir: ../x\n")
+    if primary:
+        Path("mine/main.yaml").write_bytes(data.replace(b"../../aside", b"../aside").replace(b"@package _global_", b""))
+    line = ("--config-name", "main") if primary else ("experiment=bad",)
+    for shown in (("--cfg", "job"), ()):
+        run = command("--config-dir", "mine", *line, *shown)
+        assert run.code == 1
+        assert run.err.startswith("Error: ")
+        assert words in run.err
+        assert len(run.err.strip().splitlines()) == 1
+    assert "antigravity" not in sys.modules
 
 
 @pytest.mark.parametrize(

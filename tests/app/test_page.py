@@ -135,3 +135,35 @@ def test_a_folder_without_a_run_is_told(tmp_path, capsys):
         main([str(tmp_path)])
     assert end.value.code == 1
     assert capsys.readouterr().err.startswith("Error: ")
+
+
+def test_the_page_of_a_killed_run_says_what_is_missing(tmp_path, capsys):
+    """What there is is shown; of what holds something else altogether, one sentence is left."""
+    folder = leave_run(tmp_path / "run")
+    (folder / "result.json").write_text('{"test/acc": 0.')
+    (folder / "plan.json").unlink()
+    (folder / "csv" / "metrics.csv").write_text("step,train/loss\n0,1.5\n4")
+    main([str(folder)])
+    page = (folder / "report.html").read_text()
+    assert "Missing, or not whole: plan.json, result.json." in page
+    assert "Losses by optimizer step" in page
+    assert "out-of-memory errors" in page
+    (folder / "result.json").write_text('{"test/acc": "abc"}')
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        main([str(folder)])
+    assert capsys.readouterr().err.startswith("Error: A file of the run holds something else")
+
+
+NOT_UTF8 = b"caf\xe9".decode("utf-8", "surrogateescape")
+
+
+@pytest.mark.parametrize("name", ["$\\frac{", "a$b$", "_hidden", "x\x1b[2Jy", NOT_UTF8, "<b>&"])
+def test_a_run_may_have_any_name(tmp_path, name, capsys):
+    """No formula, nothing that a terminal obeys, and no curve without a name."""
+    folders = [leave_run(tmp_path / name / run) for run in ("one", "two")]
+    main([str(folders[0])])
+    main([*map(str, folders), "--output", str(tmp_path / "both.html")])
+    page = (tmp_path / "both.html").read_text()
+    assert "\x1b" not in page + capsys.readouterr().out
+    assert len(re.findall(r"one, training", page)) == 1

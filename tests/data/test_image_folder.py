@@ -1,11 +1,14 @@
+import os
 from pathlib import Path
 
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 from lightning_ga import UserError
 from lightning_ga.data import ImageFolder
+from lightning_ga.data.image_folder import pictures_in, unreadable
+from lightning_ga.data.images import ImageDataset, Labelled, open_picture
 
 
 def write_classes(root: Path, part: str = "train", classes: tuple[str, ...] = ("cat", "dog"), count: int = 6) -> None:
@@ -89,3 +92,45 @@ def test_a_class_that_only_validation_has_is_told(tmp_path):
     write_classes(tmp_path, "val", ("cat", "dog", "emu"))
     with pytest.raises(UserError, match=r"val' has classes that are not in train/: emu"):
         ImageFolder(root=str(tmp_path)).setup("fit")
+
+
+def test_a_picture_starts_no_program(tmp_path, monkeypatch):
+    """Pillow knows a file by its content: PostScript that is called .png would be given to ``gs``."""
+    write_classes(tmp_path)
+    started = tmp_path / "started"
+    program = tmp_path / "bin" / "gs"
+    program.parent.mkdir()
+    program.write_text(f"#!/bin/sh\ntouch {started}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    eps = tmp_path / "train" / "cat" / "x.png"
+    eps.write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n%%EOF\n")
+    with pytest.raises(UserError, match=r"x\.png \(no picture\)"):
+        ImageFolder(root=str(tmp_path)).setup("fit")
+    data = ImageFolder(root=str(tmp_path), check_pictures=False)
+    with pytest.raises(UnidentifiedImageError):
+        ImageDataset(Labelled([str(eps)], torch.zeros(1)), data.transform())[0]
+    assert not started.exists()
+
+
+def test_a_pipe_among_pictures_is_not_waited_for(tmp_path):
+    """It would hang for ever, in the check or in training."""
+    write_classes(tmp_path)
+    pipe = tmp_path / "train" / "dog" / "z.png"
+    os.mkfifo(pipe)
+    with pytest.raises(UserError, match=r"z\.png \(no regular file\)"):
+        ImageFolder(root=str(tmp_path)).setup("fit")
+    with pytest.raises(UserError, match="no regular file"):
+        open_picture(str(pipe))
+
+
+def test_other_formats_are_no_pictures(tmp_path):
+    """Those that are known are read, whatever their names are."""
+    write_classes(tmp_path)
+    folder = tmp_path / "train" / "dog"
+    image = Image.open(folder / "0.png")
+    for name, kind in (("a.webp", "WEBP"), ("b.bmp", "GIF"), ("c.tif", "TIFF"), ("d.ppm", "PPM"), ("e.gif", "BMP")):
+        image.save(folder / name, format=kind)
+    (folder / "f.eps").write_bytes(b"%!PS")
+    assert len(pictures_in(folder)) == 6 + 5
+    assert unreadable(pictures_in(folder)) == {}

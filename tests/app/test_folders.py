@@ -1,0 +1,134 @@
+"""A run's folder is its own: two runs do not mix, and none overwrites another unasked."""
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra.core.utils import setup_globals
+from hydra.types import RunMode
+from omegaconf import OmegaConf
+
+from lightning_ga import UserError
+from lightning_ga.app.folders import clear, own, require_free
+
+SMALL = ("model=mlp", "model.hidden=[32]", "trainer.accelerator=cpu", "accumulate.micro_batch_size=16", "debug=default")
+
+
+def configuration(folder: str, **keys: Any) -> Any:
+    hydra = {"run": {"dir": folder}, "sweep": {"dir": folder}, "overrides": {"hydra": []}}
+    return OmegaConf.create({"hydra": hydra, "task": "fit", **keys})
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("mode", [RunMode.RUN, RunMode.MULTIRUN])
+def test_runs_of_the_same_second_have_folders_of_their_own(tmp_path, mode):
+    """The second one is made under another name, of which the jobs of a sweep are told, too."""
+    setup_globals()
+    folders = []
+    with ExitStack() as locks:
+        for _ in range(3):
+            config = configuration(f"{tmp_path}/it's/${{now:%Y}}")
+            own(config, mode, locks)
+            section = config.hydra.run if mode == RunMode.RUN else config.hydra.sweep
+            folders.append(Path(section.dir))
+        told = [f"hydra.sweep.dir='{folders[2]}'".replace("it's", "it\\'s")] if mode == RunMode.MULTIRUN else []
+        assert list(config.hydra.overrides.hydra) == told
+    assert len(set(folders)) == 3
+    assert folders[1].name == f"{folders[0].name}-2"
+    assert all(folder.is_dir() for folder in folders)
+
+
+def test_a_folder_in_use_is_refused(tmp_path):
+    """Whatever it holds; when the first run has ended it is free."""
+    with ExitStack() as locks:
+        own(configuration(str(tmp_path / "x")), RunMode.RUN, locks)
+        for mode in (RunMode.RUN, RunMode.MULTIRUN):
+            with pytest.raises(UserError, match="Another run is writing into"), ExitStack() as others:
+                own(configuration(str(tmp_path / "x")), mode, others)
+    with ExitStack() as locks:
+        own(configuration(str(tmp_path / "x")), RunMode.RUN, locks)
+
+
+def test_a_folder_that_holds_a_run_is_for_that_run(tmp_path, monkeypatch):
+    """It may go on, by its checkpoint or as the same job of a scheduler; all others need ``overwrite=true``."""
+    run, other = tmp_path / "run", tmp_path / "other"
+    (run / "checkpoints").mkdir(parents=True)
+    other.mkdir()
+    require_free(other, configuration(""))
+    for keys in (
+        {},
+        {"ckpt_path": str(other / "last.ckpt")},
+        {"ckpt_path": str(tmp_path / "run2")},
+        {"ckpt_path": str(run), "task": "test"},
+    ):
+        with pytest.raises(UserError, match=r"holds a run already \(checkpoints\).*overwrite=true"):
+            require_free(run, configuration("", **keys))
+    for keys in ({"ckpt_path": str(run)}, {"ckpt_path": str(run / "checkpoints/x.ckpt")}, {"ckpt_path": "last"}):
+        require_free(run, configuration("", **keys))
+    with pytest.raises(UserError, match="holds a run already"):  # last was that of another run
+        require_free(run, configuration("", ckpt_path="last"), other / "last.ckpt")
+    require_free(run, configuration("", overwrite=True))
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    require_free(run, configuration(""))
+    monkeypatch.undo()
+    (run / "hpc_ckpt_1.ckpt").touch()
+    require_free(run, configuration(""))
+
+
+def test_overwriting_removes_what_runs_leave_and_nothing_else(tmp_path):
+    """A folder may hold files of the user's own."""
+    for name in (
+        "result.json",
+        "checkpoints/best.ckpt",
+        "mine.txt",
+        "checkpoints/notes.txt",
+        "data/x.csv",
+        "mine.json",
+    ):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    clear(tmp_path)
+    assert contents(tmp_path).keys() == {"mine.txt", "mine.json", "checkpoints/notes.txt", "data/x.csv"}
+
+
+@pytest.mark.parametrize(
+    "key", ["hydra.run.dir", "paths.output_dir", "callbacks.best.dirpath", "logger.csv.save_dir", "+logger.x.save_dir"]
+)
+def test_a_second_run_in_a_folder_changes_nothing_there(command, shared, key):
+    """One sentence, before anything is written."""
+    first = shared(*SMALL)
+    before = contents(first.folder)
+    for arguments in ([], ["dry_run=true"], ["task=test", f"ckpt_path={first.folder}"]):
+        elsewhere = [] if key == "hydra.run.dir" else ["hydra.run.dir=elsewhere"]
+        place = first.folder / "checkpoints" if key.endswith("dirpath") else first.folder
+        second = command(*SMALL, *arguments, f"{key}={place}", *elsewhere)
+        assert second.code == 1
+        assert "holds a run already" in second.err
+        assert len(second.err.strip().splitlines()) == 1
+    assert contents(first.folder) == before
+
+
+def test_a_run_goes_on_in_its_folder_or_replaces_it(command, shared):
+    """With its checkpoint the one, with ``overwrite=true`` the other, of which nothing is left."""
+    first = shared(*SMALL)
+    (first.folder / "predictions.csv").write_text("old\n")
+    onward = command(*SMALL, "trainer.max_epochs=2", "test=false", f"ckpt_path={first.folder}")
+    assert onward.code == 0, onward.err
+    assert "Epoch 2/2" in onward.out
+    assert (first.folder / "predictions.csv").exists()
+    anew = command(*SMALL, "dry_run=true", "overwrite=true")
+    assert anew.code == 0, anew.err
+    left = contents(first.folder).keys()
+    assert "plan.json" in left
+    assert not {"predictions.csv", "result.json", "checkpoints/last.ckpt", "csv/metrics.csv"} & left
+
+
+def test_jobs_of_a_sweep_have_folders_of_their_own(command):
+    """A name that is the same for two of them is refused."""
+    run = command("-m", *SMALL, "dry_run=true", "seed=1,2", "hydra.sweep.dir=many", "hydra.sweep.subdir=same")
+    assert run.code == 1
+    assert "for two jobs of this sweep" in run.err

@@ -1,0 +1,50 @@
+import csv
+import json
+
+from omegaconf import OmegaConf
+
+from lightning_ga.app.run_files import read_run, write_json, write_table, write_text
+from lightning_ga.errors import printable
+
+NOT_UTF8 = b"caf\xe9".decode("utf-8", "surrogateescape")
+
+
+def test_a_spreadsheet_finds_nothing_to_run_in_a_table(tmp_path):
+    """Texts that begin as formulas do are quoted; numbers stay, and what moves a cursor is shown."""
+    cells = ["=1+1", "+x", "-x", "@x", " =1", "-1.5", "+2e3", "x=1", "a\x1b[2Jb", "a\nb", NOT_UTF8, -3, 0.5, None]
+    write_table(tmp_path / "x.csv", [cells])
+    with (tmp_path / "x.csv").open(newline="") as file:
+        (row,) = csv.reader(file)
+    quoted = ["'=1+1", "'+x", "'-x", "'@x", "' =1", "-1.5", "+2e3", "x=1"]
+    assert row == [*quoted, r"a\x1b[2Jb", r"a\nb", "caf\ufffd", "-3", "0.5", ""]
+
+
+def test_names_that_are_not_utf8_are_written(tmp_path):
+    """With a sign in place of what has no letter."""
+    write_text(tmp_path / "a" / "x.txt", NOT_UTF8)
+    assert (tmp_path / "a" / "x.txt").read_text() == "caf?"
+    write_json(tmp_path / "x.json", {NOT_UTF8: float("nan")})
+    assert json.loads((tmp_path / "x.json").read_text()) == {"caf?": None}
+
+
+def test_a_text_from_anywhere_does_nothing_to_a_terminal():
+    """Escapes, the bell, letters that change the order of others; plain letters of any script stay."""
+    assert printable("\x1b]0;x\x07\x9b\u202ecba\r\n") == r"\x1b]0;x\x07\x9b\u202ecba\r\n"
+    assert printable("Ärger 犬 🐕 – “x”") == "Ärger 犬 🐕 – “x”"
+
+
+def test_what_a_killed_run_has_left_is_read(tmp_path):
+    """Half a file is missing, half a row is left out."""
+    OmegaConf.save(OmegaConf.create({"data": {"root": "${oc.env:TOKEN}/x"}}), tmp_path / "config.yaml")
+    (tmp_path / "result.json").write_text('{"test/acc": 0.')
+    (tmp_path / "csv").mkdir()
+    (tmp_path / "csv" / "metrics.csv").write_bytes(b"step,train/loss\n0,1.5\n1,0.5,9,9\nx,1\n2,\xff\n3,0.2\n4")
+    run = read_run(tmp_path)
+    assert run.curves == {"train/loss": [(0, 1.5), (1, 0.5), (3, 0.2)]}
+    assert (run.result, run.missing) == ({}, ["plan.json", "result.json"])
+    assert "***/x" in run.config_text
+    assert "TOKEN" not in run.config_text
+    (tmp_path / "config.yaml").write_text("data: {root")
+    assert read_run(tmp_path).missing == ["plan.json", "result.json", "config.yaml"]
+    (tmp_path / "config.yaml").unlink()
+    assert read_run(tmp_path).missing == ["config.yaml", "plan.json", "result.json"]
