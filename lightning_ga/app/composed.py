@@ -5,12 +5,14 @@ is merged without a word, whatever its keys are.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.errors import MissingConfigException
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from lightning_ga.app.errors import did_you_mean
 from lightning_ga.app.walk import walk
@@ -31,6 +33,7 @@ IN_FOLDER = re.compile(r"\$\{hydra\.runtime\.output_dir\}(/|\$\{hydra\.job\.name
 PLAIN_SECTIONS = {
     "paths": ("data_dir", "output_root", "sweep_root", "output_dir"),
     "precision": ("trainer", "float32_matmul"),
+    "run": ("name", "tags"),
 }
 """Sections that build nothing, with all keys that are read."""
 GLOBAL = ("experiment", "debug")  # groups whose files are written from the top of the configuration
@@ -43,7 +46,7 @@ def checked_composition(*, known_keys: Sequence[str], typed: Sequence[str]) -> I
     added = [argument.lstrip("+").split("=")[0].split(".")[0] for argument in typed if argument.startswith("+")]
 
     def load_and_check(*args: Any, **kwargs: Any) -> DictConfig:
-        config = load(*args, **kwargs)
+        config = composed(load, *args, **kwargs)
         content: Any = OmegaConf.to_container(config, resolve=False)
         check_hydra_section(content.pop("hydra"))
         check_keys(content, [*known_keys, *added])
@@ -54,6 +57,20 @@ def checked_composition(*, known_keys: Sequence[str], typed: Sequence[str]) -> I
         yield
     finally:
         ConfigLoaderImpl.load_configuration = load  # type: ignore[method-assign]
+
+
+def composed(load: Callable[..., DictConfig], loader: ConfigLoaderImpl, *args: Any, **kwargs: Any) -> DictConfig:
+    """Let Hydra compose; say which options there are if one of several is missing, and if a list is given a name."""
+    try:
+        return load(loader, *args, **kwargs)
+    except MissingConfigException as error:
+        if error.options is None and error.missing_cfg_file:
+            error.options = loader.get_group_options(error.missing_cfg_file.rpartition("/")[0])
+        raise
+    except (TypeError, ValueError) as error:  # OmegaConf's own are no such errors
+        if isinstance(error, UserError | OmegaConfBaseException):
+            raise
+        raise UserError(f"An override does not fit what it sets ({error}): --cfg job shows the values.") from error
 
 
 def check_keys(content: Mapping[str, Any], known: Sequence[str]) -> None:

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 from omegaconf import OmegaConf
 
 from lightning_ga.app.run_files import read_json
+from lightning_ga.app.terminal import columns
 from lightning_ga.app.values import direction
 
-WIDTH = 80
 TABLE = "sweep.csv"
 RESULT = "result.json"
 
@@ -62,7 +62,7 @@ def read_jobs(folder: Path, metric: str) -> list[Job]:
 
 
 def report_sweep(folder: Path, metric: str) -> None:
-    """Print the jobs in lines of 80 columns and keep them as CSV, with the way to run again what is missing."""
+    """Print the jobs in lines of the terminal and keep them as CSV, with the way to run again what is missing."""
     jobs = read_jobs(folder, metric)
     if len(jobs) < 2:
         return
@@ -71,7 +71,7 @@ def report_sweep(folder: Path, metric: str) -> None:
     for job in jobs:
         value = f"{job.value:.4f}" if job.value is not None else "-" if job.outcome == "done" else job.outcome
         line = f"{job.name:>3}  {value:12} {' '.join(given for given in job.overrides if given not in shared)}"
-        print(line if len(line) <= WIDTH else f"{line[: WIDTH - 1]}…")
+        print(line if len(line) <= columns() else f"{line[: columns() - 1]}…")
     with (folder / TABLE).open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(["job", metric, "outcome", "overrides"])

@@ -7,6 +7,7 @@ A budget is in bytes, a share of the device (0.8 or ``"80%"``), or text with a u
 import re
 from decimal import Decimal
 from math import ceil, floor, log10
+from numbers import Integral, Real
 
 from lightning_ga.errors import UserError
 
@@ -16,6 +17,7 @@ _UNITS = {
     **{f"{prefix}I": 1024**power for power, prefix in enumerate("KMGT", start=1)},
 }
 _AMOUNT = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*(?:([KMGT]I?)?B?|(%))\s*", re.IGNORECASE)
+LEAST_BYTES = 1000  # that anybody means by a number without a unit
 _DIGITS = 3  # of an amount that is proposed
 
 
@@ -29,8 +31,8 @@ def parse_budget(value: int | float | str | None, total_bytes: int | None = None
     return None if value is None else require_bytes("memory_budget", value, total_bytes)
 
 
-def require_bytes(name: str, value: object, total_bytes: int | None = None) -> int:
-    """Return an amount of memory in bytes.
+def require_bytes(name: str, value: object, total_bytes: int | None = None, *, least: int = 1) -> int:
+    """Return an amount of memory in bytes; one below ``least`` was meant in another unit.
 
     Examples:
         >>> require_bytes("device_memory", "80 GB")
@@ -43,6 +45,8 @@ def require_bytes(name: str, value: object, total_bytes: int | None = None) -> i
             f"{name}={value!r} must be {share}a whole number of bytes of at least 1, or a text such as '10GiB' or "
             f"'512 MB'{' or 80%' if total_bytes is not None else ''}."
         )
+    if amount < least:
+        raise UserError(f"{name}={value} is a number of bytes: write {name}='{value}GiB' for so many GiB.")
     return amount
 
 
@@ -50,10 +54,10 @@ def _read_amount(value: object, total: int | None) -> int | None:
     """Return the bytes of a budget; ``None`` if it cannot be read."""
     if isinstance(value, bool):
         return None
-    if isinstance(value, int):
-        return value
-    if isinstance(value, float):
-        return int(value * total) if total is not None and 0 < value <= 1 else None
+    if isinstance(value, Integral):  # numpy's are too
+        return int(value)
+    if isinstance(value, Real):
+        return int(float(value) * total) if total is not None and 0 < float(value) <= 1 else None
     found = _AMOUNT.fullmatch(value) if isinstance(value, str) else None
     if found is None:
         return None
@@ -75,9 +79,9 @@ def sufficient(value: int | float | str, needed: int, total_bytes: int | None = 
     """
     if total_bytes is not None and needed > total_bytes:
         return None
-    if isinstance(value, int):
+    if isinstance(value, Integral):
         return needed
-    if isinstance(value, float):
+    if not isinstance(value, str):
         return None if total_bytes is None else min(1.0, _rounded_up((needed + 1) / total_bytes))  # a share is cut off
     found = _AMOUNT.fullmatch(value)
     if found is None or (found[3] and total_bytes is None):
@@ -95,7 +99,7 @@ def written_like(value: int | float | str, count: int) -> str:
         >>> written_like("20MiB", 40_400_000), written_like(1000, 1234), written_like(0.5, 2**20)
         ('38.6MiB', '1,234 bytes', '1.0 MiB')
     """
-    if isinstance(value, int):
+    if isinstance(value, Integral):
         return f"{count:,} bytes"
     found = _AMOUNT.fullmatch(value) if isinstance(value, str) else None
     return format_bytes(count) if found is None or found[3] else str(sufficient(value, max(1, count)))

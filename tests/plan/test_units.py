@@ -1,5 +1,6 @@
 """Memory budgets as they are written."""
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -27,6 +28,8 @@ from lightning_ga.plan.units import parse_budget, require_bytes, sufficient, wri
         ("10G", 10**10),
         ("1TiB", 2**40),
         (".5KiB", 512),
+        (np.int64(100), 100),
+        (np.float32(0.5), 500),
     ],
 )
 def test_budgets_are_read(value: int | float | str | None, expected: int | None) -> None:
@@ -59,7 +62,19 @@ def test_a_memory_that_cannot_be_read_is_refused(wrong: object):
         require_bytes("device_memory", wrong)
 
 
-@given(st.sampled_from([7, "20MiB", "512 MB", " 1.5 gib ", "100", "10%", 0.5]), st.integers(1, 10**13))
+@pytest.mark.parametrize("typed", [16, "16", 999])
+def test_a_number_without_its_unit_is_told(typed: object) -> None:
+    """Nobody means 16 bytes."""
+    with pytest.raises(
+        UserError, match=rf"^device_memory={typed} is a number of bytes: write device_memory='{typed}GiB'"
+    ):
+        require_bytes("device_memory", typed, least=1000)
+
+
+@given(
+    st.sampled_from([7, np.int64(7), np.float64(0.5), "20MiB", "512 MB", " 1.5 gib ", "100", "10%", 0.5]),
+    st.integers(1, 10**13),
+)
 def test_what_is_proposed_is_enough(value: int | float | str, needed: int) -> None:
     """In the unit that the user wrote, and at most one in a hundred too much."""
     proposed = sufficient(value, needed, 2 * 10**13)
