@@ -10,6 +10,14 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lightning_ga import data as data
+    from lightning_ga import models as models
+    from lightning_ga import report as report
+    from lightning_ga import schedule as schedule
+    from lightning_ga import split as split
+    from lightning_ga import testing as testing
+    from lightning_ga import train as train
+    from lightning_ga import weights as weights
     from lightning_ga.app.atomic import AtomicCheckpointIO
     from lightning_ga.callback import AutoAccumulate
     from lightning_ga.compat.intervals import optimizer_steps
@@ -43,6 +51,7 @@ __all__ = [
     "plan_for_device",
 ]
 
+_MODULES = ("data", "models", "report", "schedule", "split", "testing", "train", "weights")
 _HOMES = {
     "AccumulationPlan": "plan.accumulation",
     "AtomicCheckpointIO": "app.atomic",
@@ -63,10 +72,12 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(f"{__name__}.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+    return sorted([*globals(), *_MODULES, *__all__])

@@ -19,7 +19,22 @@ from lightning_ga.plan.checkpoint import RunState
 from lightning_ga.plan.config import Options, read_request, refuse_rescaling, require_choice
 from lightning_ga.plan.exactness import Exactness
 from lightning_ga.plan.records import ProbeResult
-from lightning_ga.plan.units import parse_budget
+from lightning_ga.plan.schedule import require_one_argument
+from lightning_ga.plan.units import LEAST_BYTES, require_bytes
+
+
+class _ClassGivenError(UserError, AttributeError):
+    """A class stands where an object should; to those who look classes through, an attribute that is not there."""
+
+
+class _OfObjects(property):
+    """A property that the class itself does not have: ``Trainer(callbacks=[AutoAccumulate])`` reads it there."""
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        if instance is None:
+            name = owner.__name__ if owner else ""
+            raise _ClassGivenError(f"callbacks=[{name}] holds the class: write callbacks=[{name}()].")
+        return super().__get__(instance, owner)
 
 
 class AutoAccumulate(Callback):
@@ -92,9 +107,12 @@ class AutoAccumulate(Callback):
             verify=(verify, (True, False)),
             cache=(cache, (True, False)),
         )
-        if normalize not in ("samples", None) and not callable(normalize):
+        if callable(normalize):
+            require_one_argument("normalize", normalize, "batch", "len(batch)")
+        elif normalize is not None and not (isinstance(normalize, str) and normalize == "samples"):
             raise UserError(f'{normalize=} must be "samples", None or a callable that counts the items of a batch.')
-        parse_budget(memory_budget, total_bytes=1 << 40)  # refused here if it is one of no device
+        if memory_budget is not None:  # refused here if it is one of no device
+            require_bytes("memory_budget", memory_budget, 1 << 40, least=LEAST_BYTES)
         self._request = read_request(effective_batch_size, accumulate, micro_batch_size, max_micro_batch_size)
         self._options = Options(memory_budget, normalize, batch_norm, verify, objective, cache, on_oom, micro_batching)
         self._fit: Fit | None = None
@@ -102,6 +120,8 @@ class AutoAccumulate(Callback):
         self._is_fitting = False
         self._reporter: OomReporter | None = None
         self._place: int | None = None  # among the callbacks, where the user put it
+
+    state_key = _OfObjects(lambda self: type(self).__qualname__)
 
     def __repr__(self) -> str:
         defaults = signature(AutoAccumulate).parameters
@@ -159,6 +179,7 @@ class AutoAccumulate(Callback):
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Find the weight of the micro-batch."""
+        checks.check_automatic(pl_module)
         self._started_fit.prepare(batch)
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: torch.Tensor) -> None:
@@ -197,6 +218,8 @@ class AutoAccumulate(Callback):
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Leave the trainer as it was found; if memory ran out, say what holds it."""
+        if "multiple optimizers" in str(exception):  # it would send the user to where AutoAccumulate is refused
+            exception.add_note(f"AutoAccumulate steers the automatic optimization of one optimizer: {checks.BY_HAND}")
         if self._fit and self._is_fitting:
             self._fit.explain(exception)
             self._fit.abandon()

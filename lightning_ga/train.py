@@ -21,6 +21,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_ga.app.arguments import check_arguments, is_first_rank, options_first, rank_overrides, typed_targets
+from lightning_ga.app.completion import completed_values
 from lightning_ga.app.composed import checked_composition
 from lightning_ga.app.errors import chain, explain, is_expected
 from lightning_ga.app.folders import own_folders, require_free_folders
@@ -77,7 +78,7 @@ def run_hydra(arguments: Sequence[str], show_traceback: bool) -> None:
     program = hydra.main(version_base="1.3", config_path=str(config_folder()), config_name="train")
     lines = wrapped_output() if "--help" in arguments else nullcontext()
     checked = checked_composition(own=config_folder(), known_keys=top_level_keys(), typed=given)
-    with lines, process_state(given), checked, own_folders():
+    with lines, process_state(given), checked, own_folders(), completed_values():
         try:
             program(jobs.run)()
         finally:
@@ -134,7 +135,15 @@ class Jobs:
         check_values(config)
         from lightning_ga.app.tasks import run_task  # imports torch: not before it is needed
 
-        return run_task(config, written, self._allow)
+        hydra_config = HydraConfig.get()
+        searches = hydra_config.mode == RunMode.MULTIRUN and "BasicSweeper" not in hydra_config.sweeper._target_
+        value = None if searches and config["dry_run"] else run_task(config, written, self._allow)
+        if searches and value is None:
+            raise UserError(
+                f"A search compares jobs by optimized_metric={config['optimized_metric']}, and this one measures "
+                "none: use task=fit without dry_run=true, and leave validation on."
+            )
+        return value
 
     def report(self) -> None:
         """Print the table of a sweep."""

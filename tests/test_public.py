@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import pytorch_lightning
+import torch
 from forks import forked
 
 import lightning_ga
@@ -21,6 +22,23 @@ def test_every_public_name_is_there() -> None:
         assert getattr(lightning_ga, name).__name__ == name
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         lightning_ga.nothing  # noqa: B018
+
+
+@pytest.mark.parametrize("name", ["data", "models", "report", "schedule", "split", "testing", "train", "weights"])
+def test_public_modules_are_loaded_when_they_are_used(name: str) -> None:
+    """``lightning_ga.weights.TargetTokens()`` needs no import of its own."""
+    assert lightning_ga.__getattr__(name).__name__ == f"lightning_ga.{name}"
+    assert name in dir(lightning_ga)
+
+
+def test_the_class_in_place_of_an_object_is_told() -> None:
+    """When the Trainer is made; those who look the class through are not disturbed."""
+    with pytest.raises(
+        UserError, match=r"^callbacks=\[AutoAccumulate\] holds the class: write callbacks=\[AutoAcc.+\(\)\]"
+    ):
+        pl.Trainer(callbacks=[AutoAccumulate], logger=False, enable_checkpointing=False)
+    assert "setup" in dict(inspect.getmembers(AutoAccumulate))
+    assert AutoAccumulate().state_key == "AutoAccumulate"
 
 
 def test_importing_the_package_loads_none_of_the_heavy_libraries() -> None:
@@ -82,9 +100,19 @@ def test_it_is_a_callback_of_both_namespaces() -> None:
         ({"max_micro_batch_size": -3}, "max_micro_batch_size=-3 must be at least 1"),
         ({"memory_budget": "much"}, "memory_budget='much'"),
         ({"memory_budget": 1.5}, "memory_budget=1.5"),
+        ({"memory_budget": 16}, "memory_budget=16 is a number of bytes: write memory_budget='16GiB'"),
+        ({"effective_batch_size": lambda: 32}, r"with the arguments \(\), and it is called with the epoch alone"),
         ({"objective": "speed"}, "objective='speed' must be one of 'memory', 'throughput'"),
         ({"normalize": "tokens"}, "normalize='tokens'"),
         ({"normalize": 5}, "normalize=5"),
+        ({"normalize": np.ones(2)}, "normalize=array"),
+        (
+            {"normalize": lambda: 5},
+            r"normalize is a function with the arguments \(\), and it is called with the batch alone",
+        ),
+        ({"micro_batch_size": np.ones(2)}, "micro_batch_size=array.* must be a whole number"),
+        ({"verify": np.ones(2)}, "verify=array.* must be one of True, False"),
+        ({"objective": torch.ones(2)}, "objective=tensor.* must be one of 'memory'"),
         ({"cache": "yes"}, "cache='yes' must be one of True, False"),
         ({"verify": "no"}, "verify='no'"),
         ({"on_oom": "pray"}, "on_oom='pray' must be one of"),

@@ -1,6 +1,8 @@
 """Put what was typed into the order that Hydra takes, and read from it what files must not decide."""
 
+import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -8,6 +10,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from lightning_ga.errors import UserError
 
 NEEDED = ("model", "data", "optimizer", "trainer", "precision", "paths")  # groups without which there is no run
+HOME = re.compile(r"""(['"]?)~(?=/|\1$)""")
+APART = re.compile(r"(?:^|\s)([^\s=]+)(?:\s+=\s*|=\s+)([^\s=]+)(?=\s|$)")  # key and value with blanks beside the =
 WITHOUT = {"accumulate": "off", "logger": "none", "callbacks": "none", "lr_scheduler": "none"}
 
 
@@ -16,6 +20,9 @@ def check_arguments(arguments: Sequence[str], groups: Sequence[str]) -> None:
     options, overrides = split_options(arguments)
     if any(option.startswith("--experimental-rerun") for option in options):
         raise UserError("--experimental-rerun unpickles a file, which can run any code: give the overrides again.")
+    apart = APART.search(" ".join(overrides))
+    if apart and any(not override.partition("=")[2] for override in overrides):
+        raise UserError(f"{apart[0].strip()} has a blank beside the =: write {apart[1]}={apart[2]}.")
     for override in overrides:
         key, sign, value = override.partition("=")
         group = key.removeprefix("~")
@@ -39,7 +46,18 @@ def way_without(group: str) -> str:
 def options_first(arguments: Sequence[str]) -> list[str]:
     """Options before overrides: Hydra takes overrides in one piece only, and Lightning appends some for its ranks."""
     options, overrides = split_options(arguments)
-    return [*options, *overrides]
+    return [*options, *map(at_home, overrides)]
+
+
+def at_home(override: str) -> str:
+    """An override in which ``~`` is the home folder: no shell fills that in behind a =.
+
+    Examples:
+        >>> at_home("data.root=pictures~/x")
+        'data.root=pictures~/x'
+    """
+    key, sign, value = override.partition("=")
+    return f"{key}{sign}{HOME.sub(lambda found: found[1] + str(Path.home()), value)}" if HOME.match(value) else override
 
 
 def split_options(arguments: Sequence[str]) -> tuple[list[str], list[str]]:

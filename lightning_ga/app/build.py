@@ -1,6 +1,7 @@
 """From a configuration to objects: what is allowed, in which order, and what cannot work."""
 
 import inspect
+import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -31,6 +32,7 @@ from lightning_ga.compat.planned_trainer import settings_on_this_host
 from lightning_ga.errors import UserError
 
 HALF_PRECISION = ("16-mixed", "16-true", "16")
+MOST_ON_FEW_CORES = 8  # processes, to try ranks out
 TRIAL_STEPS = 100  # of a schedule that is only tried
 
 
@@ -88,7 +90,10 @@ def build_model(cfg: DictConfig) -> LightningModule:
     """The model, from the weights that ``model.init_from`` names, compiled if that is asked for."""
     section = cfg.model.copy()
     weights = section.pop("init_from", None)
+    decay_norms = section.optimizer.pop("decay_norms", True) if section.get("optimizer") else True
     model: LightningModule = make(section)
+    if not decay_norms:
+        vars(model)["decay_norms"] = False
     if weights is not None:
         print(load_initial_weights(model, str(weights)))
     if cfg.compile:
@@ -104,7 +109,7 @@ def build_trainer(cfg: DictConfig, folder: Path) -> Trainer:
     others = [] if cfg.dry_run else make_all(cfg.callbacks)
     loggers: list[Logger] = [] if cfg.dry_run else make_all(cfg.logger)
     has_bar = any(isinstance(callback, ProgressBar) for callback in others)
-    progress = [] if cfg.dry_run else make_progress("none" if has_bar else cfg.progress, folder)
+    progress = [] if cfg.dry_run else make_progress(cfg.progress, folder, cfg.optimized_metric, has_bar=has_bar)
     callbacks: list[Callback] = [*accumulate, report, *others, *progress]
     trainer: Trainer = make(
         cfg.trainer,
@@ -118,6 +123,7 @@ def build_trainer(cfg: DictConfig, folder: Path) -> Trainer:
         vars(trainer.strategy)["world_size"] = ranks
     else:
         check_precision(cfg, trainer)
+        check_processes(trainer)
     if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:  # one of the user's own stays
         trainer.strategy.checkpoint_io = AtomicCheckpointIO()
     check_sweep(trainer)
@@ -126,7 +132,9 @@ def build_trainer(cfg: DictConfig, folder: Path) -> Trainer:
 
 def make(node: Any, **arguments: Any) -> Any:
     """Build what a node names; it is given plain dicts and lists, which checkpoints can hold."""
-    return instantiate(node, **arguments, _convert_="all")
+    content = node.copy()
+    content.pop("decay_norms", None)  # a setting of the model's, which gives the optimizer its groups
+    return instantiate(content, **arguments, _convert_="all")
 
 
 def make_all(nodes: DictConfig | None) -> list[Any]:
@@ -174,6 +182,16 @@ def check_precision(cfg: DictConfig, trainer: Trainer) -> None:
         raise UserError(
             f"trainer.precision={cfg.trainer.precision} needs a GPU, and this run is on the CPU: "
             "use precision=bf16-mixed or precision=fp32."
+        )
+
+
+def check_processes(trainer: Trainer) -> None:
+    """Refuse far more processes than a CPU has cores: each takes a core and a copy of all."""
+    cores = os.cpu_count() or 1
+    if isinstance(trainer.accelerator, CPUAccelerator) and trainer.num_devices > max(MOST_ON_FEW_CORES, cores):
+        raise UserError(
+            f"trainer.devices={trainer.num_devices} would start as many processes on the {cores} cores here: "
+            f"use trainer.devices={cores}."
         )
 
 

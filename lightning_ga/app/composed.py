@@ -5,7 +5,7 @@ is the user's own. And a file of the user's own is merged without a word, whatev
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,9 @@ from typing import Any
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.plugins import Plugins
+from hydra.errors import MissingConfigException
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from lightning_ga.app.errors import did_you_mean
 from lightning_ga.app.reading import checked_yaml
@@ -41,6 +43,7 @@ BY_FILES = {  # keys of the hydra section, and what a file may set them to
 PLAIN_SECTIONS = {
     "paths": ("data_dir", "output_root", "sweep_root", "output_dir"),
     "precision": ("trainer", "float32_matmul"),
+    "run": ("name", "tags"),
 }
 """Sections that build nothing, with all keys that are read."""
 GLOBAL = ("experiment", "debug")  # groups whose files are written from the top of the configuration
@@ -77,7 +80,7 @@ def checked_composition(*, own: Path, known_keys: Sequence[str], typed: Sequence
         return embedded
 
     def load_and_check(*args: Any, **kwargs: Any) -> DictConfig:
-        config: DictConfig = load(*args, **kwargs)
+        config: DictConfig = composed(load, *args, **kwargs)
         content: Any = OmegaConf.to_container(config, resolve=False)
         check_hydra_section(content.pop("hydra"))
         check_keys(content, [*known_keys, *added])
@@ -114,6 +117,20 @@ def may_be_set(key: str, value: Any) -> bool:
         (True, False)
     """
     return any(re.fullmatch(keys, key) and re.fullmatch(values, str(value)) for keys, values in BY_FILES.items())
+
+
+def composed(load: Callable[..., DictConfig], loader: ConfigLoaderImpl, *args: Any, **kwargs: Any) -> DictConfig:
+    """Let Hydra compose; say which options there are if one of several is missing, and if a list is given a name."""
+    try:
+        return load(loader, *args, **kwargs)
+    except MissingConfigException as error:
+        if error.options is None and error.missing_cfg_file:
+            error.options = loader.get_group_options(error.missing_cfg_file.rpartition("/")[0])
+        raise
+    except (TypeError, ValueError) as error:  # OmegaConf's own are no such errors
+        if isinstance(error, UserError | OmegaConfBaseException):
+            raise
+        raise UserError(f"An override does not fit what it sets ({error}): --cfg job shows the values.") from error
 
 
 def check_keys(content: Mapping[str, Any], known: Sequence[str]) -> None:

@@ -9,6 +9,7 @@ import errno
 import inspect
 import re
 import sys
+import traceback
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from typing import Any
@@ -17,6 +18,7 @@ from hydra.errors import HydraException, InstantiationException, MissingConfigEx
 from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped] # it ships no types
 
+from lightning_ga.app.arguments import WITHOUT
 from lightning_ga.errors import UserError
 
 EXPECTED = (UserError, HydraException, OmegaConfBaseException, YAMLError, UnicodeEncodeError)
@@ -27,10 +29,12 @@ PLACE_ERRORS = (  # of a file or folder that the user named, to write or to read
     errno.ENAMETOOLONG,
 )
 PLUGINS = {"optuna": "'lightning_ga[sweep]'", "joblib": "hydra-joblib-launcher"}
+BEFORE_DATA = {"build_model", "model_to_device"}  # functions of this package and of Lightning
 LOGGERS = {  # packages whose errors are about accounts, servers and networks, and what does without them
     "wandb": "logger.wandb.offline=true logs into the output folder, without an account or a network",
     "mlflow": "logger.mlflow.tracking_uri=… names a server or a database",
 }
+TYPESET = dict.fromkeys(map(ord, "“”„‟‘’‚‛«»‹›"))
 FOLDER_KEYS = "hydra.run.dir=FOLDER for this run, paths.output_root=FOLDER for all"
 
 
@@ -42,7 +46,15 @@ def is_expected(error: BaseException) -> bool:
         or is_out_of_memory(error)
         or logger_error(error) is not None
         or place_error(error) is not None
+        or is_refused_by_model(error)
     )
+
+
+def is_refused_by_model(error: BaseException) -> bool:
+    """Whether a reference model failed on what it was given, in a layer of torch or timm."""
+    frames = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    models = [name.startswith("lightning_ga.models") for name in frames]
+    return any(models) and frames[-1].startswith(("torch", "timm")) and not isinstance(error, AssertionError)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -88,6 +100,11 @@ def explain(error: BaseException, keys: Sequence[str] = ()) -> str:
         )
     if isinstance(error, InstantiationException):
         return explain_constructor(error)
+    if is_refused_by_model(error):
+        return (
+            f"The model cannot take what it is given ({one_line(error)}): the keys of model, and data.image_size, "
+            "data.channels or optimizer, have to fit each other (--traceback shows where)."
+        )
     if isinstance(error, InterpolationKeyError):
         return explain_reference(error)
     return one_line(error)
@@ -116,6 +133,10 @@ def explain_reference(error: InterpolationKeyError) -> str:
 def explain_grammar(error: OverrideParseException) -> str:
     """``ckpt_path=epoch=1.ckpt``: how to quote what Hydra would read as something else."""
     key, _, value = str(error.override).partition("=")
+    if (key + value).translate(TYPESET) != key + value:
+        return f"{error.override} holds quotes of a word processor, which are letters here: type ' and \" instead."
+    if key != key.strip() or value != value.lstrip():
+        return f"{error.override} has a blank beside the =: write {key.strip()}={value.strip()}."
     quoted = value.replace("'", "").replace('"', "")
     return (
         f"{error.override} cannot be read: a value with signs such as = , : {{ }} [ ] ( ) or a blank is quoted twice, "
@@ -132,9 +153,17 @@ def explain_key(key: str, error: BaseException, keys: Sequence[str]) -> str:
         nearest = [f"{match}.{rest}" for match in near(first, keys)[:1]]
     elif parent and name in keys:  # trainer.compile is compile
         nearest = [name]
+    elif parent.rpartition(".")[2] in keys[:-1] and parent != first:  # model.optimizer.lr is optimizer.lr
+        nearest = [f"{parent.rpartition('.')[2]}.{name}"]
     else:
+        nodes = {} if parent or section is None else {each: section._get_node(each) for each in keys if each in section}
+        owners = [each for each, node in nodes.items() if hasattr(node, "keys") and name in node]  # lr: optimizer.lr
         nearest = [f"{parent}.{match}" if parent else match for match in near(name, section or keys)]
+        nearest = [f"{owner}.{name}" for owner in owners[:2]] or nearest
     hint = f"; did you mean {' or '.join(nearest)}?" if nearest else "."
+    if section is not None and not section and section._get_full_key(None) == first:
+        without = WITHOUT.get(first, "null")
+        return f"{key} sets a part of {first}, which is left out (as by {first}={without}): give one of the two."
     if section is not None and is_complete(section):
         known = ", ".join(sorted(str(name) for name in section if not str(name).startswith("_")))
         return f"There is no key {key}{hint} The keys of {parent}: {known}."
@@ -183,7 +212,10 @@ def logger_error(error: BaseException) -> BaseException | None:
 
 def explain_out_of_memory(error: BaseException) -> str:
     """An out-of-memory error that nothing caught: what would, and what holds the memory, where that is known."""
+    frames = {frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)}
     way_out = "leave accumulate=auto and accumulate.on_oom=split as they are by default, or use a smaller batch"
+    if frames & BEFORE_DATA:
+        way_out = "the model alone does not fit; use a smaller one, precision=bf16-true or a device with more memory"
     first = str(error).strip().partition(". ")[0].rstrip(".")
     return " ".join([f"Memory ran out ({first}): {way_out}.", *getattr(error, "__notes__", ())])
 

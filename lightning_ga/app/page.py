@@ -13,7 +13,7 @@ from lightning_ga.app.walk import settings
 from lightning_ga.plan.units import format_bytes
 
 PAGE = "report.html"
-METRICS = ("test/acc", "test/loss", "test/perplexity", "val/acc", "val/loss", "train/loss")
+METRICS = ("test/acc", "test/top5", "test/loss", "test/perplexity", "val/acc", "val/loss", "train/loss")
 FOLDERS = ("output_dir", "default_root_dir", "dirpath", "save_dir")  # keys: every run has its own
 MOST_CLASSES = 40  # of a confusion matrix that can be read
 
@@ -72,7 +72,10 @@ def described(run: RunFiles) -> str:
 def facts(run: RunFiles) -> dict[str, str]:
     """What one looks at first, as far as it is known: results, the plan, memory, speed."""
     plan, probe, speed = run.plan.get("plan"), run.probe, run.samples_per_second
-    found = {name: number(run.result[name], "not finite") for name in METRICS if name in run.result}
+    labels = run.config.get("run") or {}
+    found = {"name": str(labels["name"])} if labels.get("name") is not None else {}
+    found |= {"tags": ", ".join(map(str, labels["tags"]))} if labels.get("tags") else {}
+    found |= {name: number(run.result[name], "not finite") for name in METRICS if name in run.result}
     if plan:
         found["effective batch"] = str(plan["effective_batch_size"])
         found["micro-batch × factor"] = f"{plan['micro_batch_size']} × {plan['factor']}"

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from lightning_ga.app.plan_table import PlanRecords, plan_table, save_plan
 from lightning_ga.app.plots import probe_figure
-from lightning_ga.app.terminal import warn
+from lightning_ga.app.terminal import columns, warn
 from lightning_ga.compat import loops
 from lightning_ga.plan.accumulation import AccumulationPlan
 from lightning_ga.plan.planned_device import current_device
@@ -30,28 +30,15 @@ class PlanReport(Callback):
             save_plan(self.folder / "plan.json", records)
             if records.probe is not None:
                 probe_figure(records.probe).savefig(self.folder / "probe.png", dpi=150)
-            console = Console(width=80, highlight=False)
+            console = Console(width=columns(), highlight=False)
             console.print(plan_table(records))
             for line in records.memory:
                 console.print(line, markup=False)
-            warn(beyond_the_data(records.plan, getattr(trainer.train_dataloader, "dataset", None)))
+            mixed = any(getattr(trainer.datamodule, name, 0) for name in ("mixup", "cutmix"))  # type: ignore[attr-defined]
+            if mixed and records.plan is not None and records.plan.micro_batch_size == 1:
+                warn("data.mixup and data.cutmix mix the samples of a micro-batch, and these have one: none is mixed.")
         if self.dry_run:
             loops.end_training(trainer)
-
-
-def beyond_the_data(plan: AccumulationPlan | None, data: Any) -> str | None:
-    """What is odd about an effective batch that is larger than the training set; nothing where it is not.
-
-    Examples:
-        >>> from lightning_ga.plan.accumulation import plan_accumulation
-        >>> beyond_the_data(plan_accumulation(64, micro_batch=8), range(1000))
-    """
-    if plan is None or not hasattr(data, "__len__") or plan.effective_batch_size <= len(data):
-        return None
-    return (
-        f"The effective batch of {plan.effective_batch_size:,} samples is above the {len(data):,} of the training set: "
-        "every epoch is a single optimizer step over all of them, and a larger batch changes nothing."
-    )
 
 
 def describe_setting(trainer: Trainer, module: LightningModule) -> str:

@@ -39,8 +39,8 @@ class PlanRecords:
 
 
 def plan_table(records: PlanRecords) -> Table:
-    """The plan before the first step, in at most 80 columns."""
-    table = Table(title="Plan", title_justify="left", title_style="bold", show_header=False, box=SIMPLE_HEAD, width=80)
+    """The plan before the first step, as wide as what shows it."""
+    table = Table(title="Plan", title_justify="left", title_style="bold", show_header=False, box=SIMPLE_HEAD)
     table.add_column(style="cyan", no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in plan_rows(records):

@@ -1,6 +1,7 @@
 """What a run shows while it trains: a bar on a terminal, one line an epoch anywhere else."""
 
 import logging
+import math
 import sys
 import time
 import warnings
@@ -8,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 import psutil
@@ -18,7 +20,8 @@ from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 
 from lightning_ga.app.plan_report import current_plan
 from lightning_ga.app.run_files import write_json
-from lightning_ga.app.terminal import keep_in_log
+from lightning_ga.app.terminal import columns, keep_in_log
+from lightning_ga.app.values import direction
 from lightning_ga.plan.weights import tensors_in
 
 INFORMATION = (  # Lightning's loggers; which one it uses depends on the order of imports
@@ -32,6 +35,7 @@ NOISE = (  # warnings about choices that this application makes on purpose
     r".*is smaller than the logging interval.*",
     r".*exists and is not empty.*",  # the output folder: Hydra has written its own files
     r".*AMP with fp16 is not supported on CPU.*",  # an error of ours says it
+    r".*could not find the monitored key.*",  # told after training
     r".*The dirpath has changed from.*",  # every run has a folder of its own
     r".*isinstance\(treespec, LeafSpec\).*",  # Lightning 2.6.6 on torch 2.15
 )
@@ -52,9 +56,14 @@ class PlanBar(ProgressBar):
 
 
 class TrainingBar(PlanBar, TQDMProgressBar):
-    """Lightning's bar in 80 columns."""
+    """Lightning's bar in 80 columns; epochs count from 1."""
 
     BAR_FORMAT = "{desc} |{bar:5}| {n_fmt}/{total_fmt} {remaining}{postfix}"
+
+    def on_train_epoch_start(self, trainer: Trainer, *arguments: Any) -> None:
+        """Begin the bar of the next epoch."""
+        super().on_train_epoch_start(trainer, *arguments)
+        self.train_progress_bar.set_description(f"Epoch {trainer.current_epoch + 1}")
 
     def init_validation_tqdm(self) -> Tqdm:
         """Validation has no bar: it is a small part of an epoch."""
@@ -62,22 +71,34 @@ class TrainingBar(PlanBar, TQDMProgressBar):
 
 
 class RichTrainingBar(PlanBar, RichProgressBar):
-    """Lightning's bar in colour."""
+    """Lightning's bar in colour; epochs count from 1."""
+
+    def _get_train_description(self, current_epoch: int) -> str:
+        of = f"/{self.trainer.max_epochs}" if (self.trainer.max_epochs or 0) > 0 else ""
+        return f"Epoch {current_epoch + 1}{of}".ljust(len(self.validation_description))
 
 
 class EpochLog(Callback):
-    """One line an epoch, in the log and, if it is ``shown``, on the screen; and its record in ``epochs.json``."""
+    """One line an epoch, in the log and, if it is ``shown``, on the screen; and its record in ``epochs.json``.
 
-    def __init__(self, folder: Path, *, shown: bool = True) -> None:
-        self.folder = folder
-        self.shown = shown
+    The line says when the ``metric`` was the best so far.
+    """
+
+    def __init__(self, folder: Path, *, metric: str = "", shown: bool = True) -> None:
+        self.folder, self.metric, self.shown = folder, metric, shown
+        self._best: float | None = None
+        self._validated = False
         self._records: list[dict[str, Any]] = []
         self._started = 0.0
         self._samples = 0
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take the time."""
-        self._started, self._samples = time.perf_counter(), 0
+        self._started, self._samples, self._validated = time.perf_counter(), 0, False
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Note that the values of validation are of this epoch."""
+        self._validated = True
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -92,16 +113,35 @@ class EpochLog(Callback):
             return
         means = {f"train/{name}": value for name, value in epoch_means(pl_module).items()}
         metrics = {name: float(value) for name, value in {**trainer.callback_metrics, **means}.items()}
+        metrics = {name: value for name, value in metrics.items() if self._validated or not name.startswith("val/")}
         seconds = time.perf_counter() - self._started
         line = epoch_line(trainer.current_epoch + 1, trainer.max_epochs, metrics, seconds)
-        if self.shown:
-            print(line, flush=True)
-        else:
-            keep_in_log(line)
+        line += "; best so far" if self._is_best(metrics.get(self.metric)) else ""
+        line = "\n".join(wrap(line, columns(), subsequent_indent="  "))
+        bar = trainer.progress_bar_callback
+        show = bar.print if isinstance(bar, TQDMProgressBar) else partial(print, flush=True)
+        keep_in_log(line, show if self.shown else None)
         place, peak = memory_used(pl_module.device)
         counts = {"epoch": trainer.current_epoch + 1, "steps": trainer.global_step, "seconds": round(seconds, 3)}
         self._records.append({**counts, "samples": self._samples, place: peak, **metrics})
         write_json(self.folder / "epochs.json", self._records)
+
+    def _is_best(self, value: float | None) -> bool:
+        """Whether a value is better than all before it, of which there is one at least."""
+        if value is None or math.isnan(value):
+            return False
+        sign = 1 if direction(self.metric) == "max" else -1
+        before, better = self._best, self._best is None or sign * value > sign * self._best
+        self._best = value if better else before
+        return better and before is not None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Keep the best value, for a run that goes on."""
+        return {"best": self._best}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from the best value."""
+        self._best = state_dict["best"]
 
 
 def memory_used(device: torch.device) -> tuple[str, int]:
@@ -111,12 +151,13 @@ def memory_used(device: torch.device) -> tuple[str, int]:
     return "process_bytes", psutil.Process().memory_info().rss
 
 
-def make_progress(kind: str, folder: Path) -> list[Callback]:
+def make_progress(kind: str, folder: Path, metric: str = "", *, has_bar: bool = False) -> list[Callback]:
     """What shows the progress of a training; ``auto`` is a bar on a terminal and plain lines elsewhere."""
     if kind == "auto":
         kind = "bar" if sys.stdout.isatty() else "plain"
     bars: dict[str, Callable[[], Callback]] = {"bar": partial(TrainingBar, refresh_rate=5), "rich": RichTrainingBar}
-    return [*([bars[kind]()] if kind in bars else []), EpochLog(folder, shown=kind == "plain")]
+    made = [bars[kind]()] if kind in bars and not has_bar else []
+    return [*made, EpochLog(folder, metric=metric, shown=kind != "none")]
 
 
 def epoch_line(epoch: int, epochs: int | None, metrics: Mapping[str, float], seconds: float) -> str:
@@ -129,6 +170,8 @@ def epoch_line(epoch: int, epochs: int | None, metrics: Mapping[str, float], sec
     stages: dict[str, list[str]] = {"train": [], "val": []}
     for name, value in metrics.items():
         stage, _, measure = name.rpartition("/")
+        if measure == "top5":  # a line has 80 columns
+            continue
         stages.setdefault(stage, []).append(f"{measure} {value:.4f}")
     told = [f"{stage} {', '.join(values)}".strip() for stage, values in stages.items() if values]
     of = f"/{epochs}" if epochs is not None and epochs > 0 else ""

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 from lightning_ga.app.reading import read_json, read_yaml
 from lightning_ga.app.run_files import write_table
+from lightning_ga.app.terminal import columns
 from lightning_ga.app.values import direction
 from lightning_ga.errors import printable
 
-WIDTH = 80
 TABLE = "sweep.csv"
 RESULT = "result.json"
 
@@ -61,7 +61,7 @@ def read_jobs(folder: Path, metric: str) -> list[Job]:
 
 
 def report_sweep(folder: Path, metric: str) -> None:
-    """Print the jobs in lines of 80 columns and keep them as CSV, with the way to run again what is missing."""
+    """Print the jobs in lines of the terminal and keep them as CSV, with the way to run again what is missing."""
     jobs = read_jobs(folder, metric)
     if len(jobs) < 2:
         return
@@ -70,7 +70,7 @@ def report_sweep(folder: Path, metric: str) -> None:
     for job in jobs:
         value = f"{job.value:.4f}" if job.value is not None else "-" if job.outcome == "done" else job.outcome
         line = f"{job.name:>3}  {value:12} {' '.join(given for given in job.overrides if given not in shared)}"
-        print(printable(line if len(line) <= WIDTH else f"{line[: WIDTH - 1]}…"))
+        print(printable(line if len(line) <= columns() else f"{line[: columns() - 1]}…"))
     head = ["job", metric, "outcome", "overrides"]
     write_table(folder / TABLE, [head, *([job.name, job.value, job.outcome, *job.overrides] for job in jobs)])
     print(f"Files: {folder}")

@@ -116,11 +116,16 @@ def fit(run: Fit, checkpoint: Path | None) -> Metrics:
     memory = run.config.device_memory
     with nullcontext() if memory is None else planned_device(memory):
         run.trainer.fit(run.model, datamodule=run.data, ckpt_path=checkpoint)
-    tell_if_complete(run)
+    require_training(run)
     if run.config.dry_run:
         return {}
     metrics = measured(run)
     best = best_checkpoint(run)
+    if best is not None and best.save_top_k and not best.best_model_path and run.trainer.is_global_zero:
+        warn(
+            f"{best.monitor} was never measured, so there is no best checkpoint, and a test is of the last weights: "
+            "validation runs by trainer.limit_val_batches, check_val_every_n_epoch and val_check_interval."
+        )
     if best is not None and best.best_model_score is not None:
         metrics[str(best.monitor)] = float(best.best_model_score)
     with for_people("loss_curves.png"):
@@ -133,12 +138,14 @@ def fit(run: Fit, checkpoint: Path | None) -> Metrics:
     return metrics
 
 
-def tell_if_complete(run: Fit) -> None:
-    """Say that a fit had nothing left to do: Lightning returns from it without a word."""
+def require_training(run: Fit) -> None:
+    """Say that a fit had nothing left to do, and refuse one without a batch: Lightning returns without a word."""
     trainer = run.trainer
     started = any(getattr(callback, "started", False) for callback in trainer.callbacks)  # type: ignore[attr-defined]
     if started or not trainer.is_global_zero:
         return
+    if not trainer.global_step:
+        raise UserError("Nothing was trained: the data have no batch for it (trainer.limit_train_batches, drop_last).")
     key = "max_steps" if 0 <= trainer.max_steps <= trainer.global_step else "max_epochs"
     done = trainer.global_step if key == "max_steps" else trainer.current_epoch
     print(

@@ -2,8 +2,9 @@
 
 import codecs
 import re
+import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from io import StringIO
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any, TextIO
 from lightning_ga.errors import printable
 
 ASCII_SIGNS = {"×": "x", "–": "-", "—": "-", "…": "...", "→": "->", "−": "-", "±": "+-", "µ": "u", "‖": "|", "≤": "<="}
+_open: list["Tee"] = []  # logs of what is printed
 MOVES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")  # colours and movements of a terminal's cursor
 
 
@@ -30,6 +32,11 @@ def printable_everywhere(*streams: Any) -> None:
     for stream in streams:
         with suppress(AttributeError, ValueError, OSError):
             stream.reconfigure(errors="lightning_ga.ascii")
+
+
+def columns() -> int:
+    """Return how many columns a table may have: those of the terminal within reason, 80 where there is none."""
+    return max(60, min(shutil.get_terminal_size((80, 24)).columns, 200))
 
 
 @contextmanager
@@ -78,16 +85,23 @@ def printed_to(path: Path) -> Iterator[None]:
     """A context that keeps all that is printed in a file, added to its end."""
     with (
         path.open("a", encoding="utf-8", errors="replace") as log,
-        redirect_stdout(Tee(sys.stdout, log)),
+        redirect_stdout(Tee(sys.stdout, log)) as tee,
         redirect_stderr(Tee(sys.stderr, log)),
     ):
-        yield
+        _open.append(tee)
+        try:
+            yield
+        finally:
+            _open.remove(tee)
 
 
-def keep_in_log(line: str) -> None:
-    """Write a line to the log of what is printed, and not on the screen."""
-    if isinstance(sys.stdout, Tee):
-        sys.stdout.keep(f"{line}\n")
+def keep_in_log(line: str, show: Callable[[str], object] | None = None) -> None:
+    """Write a line to the log of what is printed, and ``show`` it; on the screen alone if no log is open."""
+    if show is not None:
+        show(line)
+    shown = show is not None and isinstance(sys.stdout, Tee)  # not within a display of rich, which moves the cursor
+    if _open and not shown:
+        _open[-1].keep(f"{line}\n")
 
 
 def warn(sentence: str | None) -> None:

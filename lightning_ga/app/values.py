@@ -6,20 +6,23 @@ a constructor refuses in a sentence are left to it, and so are keys that are not
 
 import math
 import os
+import re
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.resolvers import oc
 
 from lightning_ga.errors import UserError
-from lightning_ga.plan.units import require_bytes
+from lightning_ga.plan.units import LEAST_BYTES, require_bytes
 
+BUILT = ("data", "model", "optimizer", "lr_scheduler", "accumulate", "trainer")
 KNOWN = ("lightning_ga.", "lightning.pytorch.", "torch.optim.")  # classes whose keys mean what the table says
 MODELS = "lightning_ga.models."
-MONITORED = ("val/acc", "val/loss", "train/acc", "train/loss")  # what the models log before a checkpoint is kept
-MEASURED = (*MONITORED, "test/acc", "test/loss", "test/macro_f1", "test/weighted_f1")
+MONITORED = ("val/acc", "val/top5", "val/loss", "train/acc", "train/loss")  # measured before a checkpoint is kept
+MEASURED = (*MONITORED, "test/acc", "test/loss", "test/top5", "test/macro_f1", "test/weighted_f1")
 TEXT_MODELS = ("lightning_ga.models.GPT",)
 MONITORED_OF_TEXT = ("val/loss", "val/perplexity", "train/loss")
 MEASURED_OF_TEXT = (*MONITORED_OF_TEXT, "test/loss", "test/perplexity")
@@ -94,15 +97,34 @@ def shown(value: Any) -> str:
 
 
 SWITCH = Rule("true or false", "true", lambda value: isinstance(value, bool))
-FOLDER = Rule("the path of a folder", "outputs", lambda value: isinstance(value, str) and value != "")
+TEXT = Rule("a text", "text", lambda value: isinstance(value, str) and value != "")
+FOLDER = Rule("the path of a folder", "outputs", TEXT.holds)
+FILE = Rule("a path or null", "last", lambda value: value is None or TEXT.holds(shown(value)))
 PART = number(0.1, 0, 1)
+SHARE = Rule("a number above 0 and below 1", 0.1, lambda value: PART.holds(value) and 0 < value < 1)
+BETAS = Rule(
+    "two numbers of at least 0 and below 1",
+    "[0.9,0.999]",
+    lambda value: isinstance(value, list) and len(value) == 2 and all(PART.holds(beta) and beta < 1 for beta in value),
+)
 COUNT = number(32, 1, whole=True)
 CLASSES = number(10, 1, whole=True, besides=(None,))
 LIMIT = number(1.0, 0)  # from 1 on Lightning refuses fractions
 
+WORD = re.compile(r"\w[\w.+-]{0,63}")
+NAME = Rule("a word of letters, digits and . _ + -", "first", lambda value: bool(WORD.fullmatch(shown(value))))
+
 RULES: Mapping[str, Rule] = {
     "task": one_of("fit", "validate", "test", "predict"),
+    "optimized_metric": Rule("the name of a metric", "val/acc", TEXT.holds),
+    "ckpt_path": FILE,
     "seed": number(0, 0, 2**32 - 1, whole=True, besides=(None,)),
+    "run.name": NAME,
+    "run.tags": Rule(
+        "a list of words of letters, digits and . _ + -",
+        "[tried,small]",
+        lambda value: isinstance(value, list) and all(map(NAME.holds, value)),
+    ),
     "dry_run": SWITCH,
     "overwrite": SWITCH,
     "test": SWITCH,
@@ -117,7 +139,9 @@ RULES: Mapping[str, Rule] = {
     "trainer.max_steps": number(1000, 1, whole=True, besides=(-1,)),
     "trainer.accumulate_grad_batches": COUNT,
     "trainer.gradient_clip_val": number(1.0, 0, besides=(None,)),
-    "trainer.limit_train_batches": LIMIT,
+    "trainer.limit_train_batches": Rule(
+        "a share of an epoch above 0 or a number of batches", 1.0, lambda value: LIMIT.holds(value) and value != 0
+    ),
     "trainer.limit_val_batches": LIMIT,
     "trainer.limit_test_batches": LIMIT,
     "trainer.val_check_interval": Rule("a share of an epoch above 0 or a number of batches", 0.5, lambda v: v != 0),
@@ -125,6 +149,10 @@ RULES: Mapping[str, Rule] = {
     "trainer.log_every_n_steps": number(5, 0, whole=True, besides=(None,)),
     "trainer.num_sanity_val_steps": number(0, 0, whole=True, besides=(-1, None)),
     "trainer.deterministic": one_of(True, False, None, "warn"),
+    "trainer.overfit_batches": LIMIT,
+    "callbacks.best.save_top_k": number(1, -1, whole=True),
+    "callbacks.early_stopping.patience": COUNT,
+    "data.root": FOLDER,
     "data.download": SWITCH,
     "data.batch_size": COUNT,
     "data.eval_batch_size": COUNT,
@@ -137,8 +165,11 @@ RULES: Mapping[str, Rule] = {
     "data.augment": Rule(
         "a list of transforms", "[{_target_: torchvision.transforms.v2.RandomHorizontalFlip}]", is_list_of_nodes
     ),
-    "data.val_fraction": PART,
-    "data.test_fraction": PART,
+    "data.rand_augment": number(9, 0, 30, whole=True, besides=(None,)),
+    "data.mixup": number(0.2, 0),
+    "data.cutmix": number(1.0, 0),
+    "data.val_fraction": SHARE,
+    "data.test_fraction": SHARE,
     "data.split_seed": number(0, 0, 2**32 - 1, whole=True),
     "data.samples": COUNT,
     "data.noise": PART,
@@ -149,6 +180,14 @@ RULES: Mapping[str, Rule] = {
     "model.in_channels": COUNT,
     "model.image_size": COUNT,
     "model.pretrained": SWITCH,
+    "model.group_norm": SWITCH,
+    "model.label_smoothing": PART,
+    "model.name": Rule("a name of timm.list_models()", "resnet18", TEXT.holds),
+    "model.options": Rule("a mapping", "{drop_rate:0.1}", lambda value: isinstance(value, dict)),
+    "model.init_from": FILE,
+    "model.rows": COUNT,
+    "model.features": COUNT,
+    "model.sparse": SWITCH,
     "model.vocabulary": number(256, 256, whole=True),
     "model.context": COUNT,
     "model.width": COUNT,
@@ -161,8 +200,20 @@ RULES: Mapping[str, Rule] = {
     ),
     "optimizer.lr": number(0.001, 0),
     "optimizer.nesterov": SWITCH,
+    "optimizer.decay_norms": SWITCH,
+    "optimizer.betas": BETAS,
+    "optimizer.momentum": PART,
+    "optimizer.weight_decay": number(0.01, 0),
     "lr_scheduler.warmup": PART,
     "lr_scheduler.final": PART,
+    "lr_scheduler.max_lr": number(0.001, 0),
+    "lr_scheduler.pct_start": PART,
+    "lr_scheduler.step_size": COUNT,
+    "lr_scheduler.gamma": number(0.1, 0),
+    "accumulate.objective": one_of("memory", "throughput"),
+    "accumulate.micro_batching": one_of("loader", "step"),
+    "accumulate.on_oom": one_of("split", "raise"),
+    "accumulate.batch_norm": one_of("warn", "ignore"),
     "accumulate.verify": SWITCH,
     "accumulate.cache": SWITCH,
 }
@@ -175,10 +226,22 @@ def direction(metric: str) -> str:
         >>> direction("val/loss"), direction("val/acc")
         ('min', 'max')
     """
-    return "min" if metric.endswith(SMALLER_IS_BETTER) else "max"
+    return "min" if str(metric).endswith(SMALLER_IS_BETTER) else "max"
 
 
 OmegaConf.register_new_resolver("direction", direction, replace=True)
+
+
+def suffix(name: Any) -> str:
+    """The end of a run's folder: Hydra makes that before values are checked."""
+    if name is not None and not NAME.holds(name):
+        raise UserError(NAME.sentence("run.name", name))
+    return "" if name is None else f"-{name}"
+
+
+OmegaConf.register_new_resolver("named", suffix, replace=True)
+OmegaConf.register_new_resolver("mlflow_tags", lambda tags: {str(tag): "" for tag in tags}, replace=True)
+OmegaConf.register_new_resolver("home", lambda path: str(Path(path).expanduser()), replace=True)
 
 
 def resolved(cfg: DictConfig) -> Config:
@@ -190,7 +253,7 @@ def resolved(cfg: DictConfig) -> Config:
 
 def as_written(cfg: DictConfig, config: Config) -> Config:
     """A resolved configuration as it may be read by others: ``${oc.env:NAME}`` where a value is that of a variable."""
-    OmegaConf.register_new_resolver("oc.env", named, replace=True)
+    OmegaConf.register_new_resolver("oc.env", placeholder, replace=True)
     try:
         texts = OmegaConf.to_container(cfg, resolve=True)
     except Exception:  # a key or another resolver needs the value itself
@@ -201,7 +264,7 @@ def as_written(cfg: DictConfig, config: Config) -> Config:
     return written
 
 
-def named(name: str, *default: str | None) -> str | None:
+def placeholder(name: str, *default: str | None) -> str | None:
     """In place of a variable's value, what stands for it."""
     return f"${{oc.env:{name}}}" if name in os.environ or not default else default[0]
 
@@ -218,14 +281,16 @@ def hidden(content: Any, texts: Any) -> Any:
 def check_values(config: Config) -> None:
     """Refuse the first value of a resolved configuration that breaks its rule, and keys that contradict each other.
 
-    Whole numbers that were written as ``1e3`` become whole numbers.
+    Whole numbers that were written as ``1e3`` become whole numbers, and ``~/`` the home folder.
     """
     for section in (*config.values(), config):
         if isinstance(section, dict) and is_known(section):
-            section.update({name: as_whole(value) for name, value in section.items()})
+            section.update({name: as_typed(value) for name, value in section.items()})
     for key, rule in RULES.items():
-        section, _, name = key.rpartition(".")
-        place = config.get(section) if section else config
+        *sections, name = key.split(".")
+        place: Any = config
+        for section in sections:
+            place = place.get(section) if isinstance(place, dict) else None
         if isinstance(place, dict) and name in place and is_known(place) and not rule.holds(place[name]):
             raise UserError(rule.sentence(key, place[name]))
     if config["dry_run"] and config["task"] != "fit":
@@ -235,21 +300,40 @@ def check_values(config: Config) -> None:
     for name in ("callbacks", "logger"):
         if name in (config.get("trainer") or {}):
             raise UserError(f"trainer.{name} is read by nothing: write {name}=OPTION or {name}.NAME._target_=CLASS.")
+    check_nodes(config)
     check_planned_device(config)
     check_agreement(config)
     check_metrics(config)
 
 
-def as_whole(value: Any) -> Any:
-    """1000.0, which is how YAML reads 1e3, as 1000, in a schedule by epochs too; not 1.0, which may be a share.
+def as_typed(value: Any) -> Any:
+    """A value as it was meant: a path below the home folder, and a whole number.
+
+    1000.0, which is how YAML reads 1e3, as 1000, in a schedule by epochs too; not 1.0, which may be a share.
 
     Examples:
-        >>> as_whole(1e3), as_whole(1.0), as_whole({0: 2e0, 5: 4e0}), as_whole("auto")
+        >>> as_typed(1e3), as_typed(1.0), as_typed({0: 2e0, 5: 4e0}), as_typed("auto")
         (1000, 1.0, {0: 2, 5: 4}, 'auto')
     """
     if isinstance(value, dict):
-        return {key: as_whole(size) if isinstance(key, int) else size for key, size in value.items()}
+        return {key: as_typed(size) if isinstance(key, int) else size for key, size in value.items()}
+    if isinstance(value, str) and value.startswith("~/"):
+        return str(Path(value).expanduser())
     return int(value) if isinstance(value, float) and value > 1 and value.is_integer() else value
+
+
+def check_nodes(config: Config) -> None:
+    """Refuse what names no class to build: a key that was added where nothing was chosen, or a bare value."""
+    nodes = {name: config.get(name) for name in BUILT}
+    for group in ("callbacks", "logger"):
+        nodes |= {f"{group}.{name}": node for name, node in (config.get(group) or {}).items()}
+    for name, node in nodes.items():
+        if node and not (isinstance(node, dict) and node.get("_target_")):
+            group = name.partition(".")[0]
+            raise UserError(
+                f"{name}={shown(node)} has no _target_, and builds nothing: choose {group}=OPTION (--help lists them), "
+                f"or give {name}._target_=CLASS."
+            )
 
 
 def check_planned_device(config: Config) -> None:
@@ -257,7 +341,7 @@ def check_planned_device(config: Config) -> None:
     memory = config["device_memory"]
     if memory is None:
         return
-    require_bytes("device_memory", memory)
+    require_bytes("device_memory", memory, least=LEAST_BYTES)
     if not config["dry_run"]:
         raise UserError(
             f"device_memory={memory} plans for a device that is not here, and nothing can be trained on it: "
@@ -277,9 +361,18 @@ def check_agreement(config: Config) -> None:
     model, data = config.get("model") or {}, config.get("data") or {}
     if not str(model.get("_target_")).startswith(MODELS):
         return
-    for own, other in (("in_channels", "channels"), ("image_size", "image_size")):
+    for name in ("optimizer", "lr_scheduler"):
+        if name in model and model[name] != config.get(name):
+            raise UserError(f"model.{name} is read from {name}: choose {name}=OPTION, or set {name}.KEY.")
+    optimizer = str((config.get("optimizer") or {}).get("_target_"))
+    if model.get("sparse") and optimizer.startswith("torch.optim.Adam"):
+        raise UserError(
+            f"model.sparse=true makes sparse gradients, which {optimizer} does not take: use optimizer=adagrad, or "
+            "model.sparse=false."
+        )
+    for own, other in (("in_channels", "channels"), ("image_size", "image_size"), ("context", "max_length")):
         wanted, given = model.get(own), data.get(other)
-        if wanted is not None and given is not None and wanted != given:
+        if wanted is not None and given is not None and (wanted < given or (wanted > given and own != "context")):
             raise UserError(
                 f"model.{own}={wanted} does not fit data.{other}={given}: set data.{other} alone, the model follows it."
             )

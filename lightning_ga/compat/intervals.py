@@ -24,9 +24,18 @@ def optimizer_steps(trainer: Any) -> int | float:
         trainer: The Trainer of the fit that is running, with or without ``AutoAccumulate``.
 
     Returns:
-        The count; infinite if neither epochs nor steps are limited.
+        The count; infinite if neither epochs nor steps are limited, or if the data have no length.
+
+    Raises:
+        UserError: If no fit is running.
     """
+    if getattr(trainer, "lightning_module", None) is None:
+        raise UserError(
+            "optimizer_steps(trainer) counts the steps of a fit that is running: call it in configure_optimizers, as "
+            "lightning_ga.optimizer_steps(self.trainer)."
+        )
     estimate: int | float = trainer.estimated_stepping_batches  # sets the training data up if need be
+    estimate = inf if estimate == -1 else estimate  # Lightning's word for data without a length
     for callback in trainer.callbacks:
         count = getattr(callback, "optimizer_steps", None)
         if callable(count):

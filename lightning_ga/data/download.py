@@ -6,10 +6,10 @@ from lightning_ga.errors import UserError
 
 
 def missing(name: str, root: str) -> UserError:
-    """The error for a set whose files are not there, with the command that gets them."""
+    """The error for a set whose files are not there, with the way to get them."""
     return UserError(
-        f"data={name} is not in data.root={root!r}; fetch it with: "
-        f"python -m lightning_ga.train data={name} data.download=true"
+        f"data={name} is not in data.root={root!r}: add data.download=true to the same line to fetch it "
+        "(in Python, download=True), or say where it is."
     )
 
 

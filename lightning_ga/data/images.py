@@ -5,6 +5,7 @@ recipe's ``batch_size``; cutting it into micro-batches is nobody's business here
 """
 
 import stat
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ from lightning.pytorch import LightningDataModule
 from PIL import Image
 from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, default_collate
 from torchvision.transforms import v2
 
 from lightning_ga.errors import UserError
@@ -78,6 +79,18 @@ class QuarterTurn(nn.Module):
         return torch.rot90(image, int(torch.randint(4, ())), (-2, -1))
 
 
+class Mixing:
+    """Collate samples and mix each with its neighbour, by one of some transforms; targets become probabilities."""
+
+    def __init__(self, transforms: Sequence[Callable[..., Any]]) -> None:
+        self.transform = v2.RandomChoice(transforms)
+
+    def __call__(self, samples: Sequence[Sample]) -> Sequence[Tensor]:
+        """Return images ``(batch, channels, height, width)`` and targets ``(batch, classes)``."""
+        mixed: Sequence[Tensor] = self.transform(*default_collate(list(samples)))
+        return mixed
+
+
 class ImageData(LightningDataModule):
     """Train, validation and test loaders over images.
 
@@ -93,6 +106,9 @@ class ImageData(LightningDataModule):
         mean: Mean of the pixels (0 to 1), one number or one per channel.
         std: Standard deviation of the pixels, likewise.
         augment: Transforms of training images, e.g. from ``torchvision.transforms.v2``.
+        rand_augment: Magnitude of torchvision's RandAugment behind these, 0 to 30; ``None`` leaves it out.
+        mixup: Alpha of mixup: each sample of a training batch is mixed with its neighbour; 0 leaves it out.
+        cutmix: Alpha of CutMix, likewise; of the two one is drawn for each batch.
         val_fraction: Share of the training samples that is kept for validation, in the same mix of classes.
         split_seed: Seed of that choice: the split does not change with the seed of a run.
     """
@@ -114,6 +130,9 @@ class ImageData(LightningDataModule):
         mean: float | Sequence[float] = 0.5,
         std: float | Sequence[float] = 0.5,
         augment: Sequence[Transform] = (),
+        rand_augment: int | None = None,
+        mixup: float = 0.0,
+        cutmix: float = 0.0,
         val_fraction: float = 0.1,
         split_seed: int = 0,
     ) -> None:
@@ -121,7 +140,9 @@ class ImageData(LightningDataModule):
         self.root, self.download = root, download
         self.batch_size, self.eval_batch_size, self.num_workers = batch_size, eval_batch_size, num_workers
         self.image_size, self.channels, self.num_classes = image_size, channels, num_classes
-        self.mean, self.std, self.augment = mean, std, augment
+        self.mean, self.std = mean, std
+        self.augment = [*augment, *([] if rand_augment is None else [v2.RandAugment(magnitude=rand_augment)])]
+        self.mixup, self.cutmix = mixup, cutmix
         self.val_fraction, self.split_seed = val_fraction, split_seed
         self.splits: Splits | None = None
 
@@ -172,9 +193,15 @@ class ImageData(LightningDataModule):
         try:
             kept, held = train_test_split(places, test_size=fraction, stratify=labels, random_state=self.split_seed)
         except ValueError as error:
+            counts = Counter(labels)
+            rarest = min(counts, key=counts.__getitem__)
+            name = self.class_names[rarest] if rarest < len(self.class_names) else rarest
+            way_out = "change data.val_fraction or data.test_fraction"
+            if counts[rarest] < 2:
+                way_out = f"class {name} has a single sample left, and needs one in each part: add samples of it"
             raise UserError(
-                f"A share of {fraction} of {len(labels)} samples cannot be held out with every class in both parts "
-                f"({error}): change data.val_fraction or data.test_fraction."
+                f"A share of {fraction} of {len(labels)} samples cannot be held out with each of the {len(counts)} "
+                f"classes in both parts: {way_out}."
             ) from error
         return samples.subset(sorted(kept)), samples.subset(sorted(held))
 
@@ -193,10 +220,17 @@ class ImageData(LightningDataModule):
             ImageDataset(getattr(self.splits, part), self.transform(self.augment if shuffle else ())),
             batch_size=batch_size,
             shuffle=shuffle,
+            collate_fn=self._mixing() if shuffle and (self.mixup or self.cutmix) else None,
             num_workers=self.num_workers,
             persistent_workers=self.num_workers > 0,
             pin_memory=torch.cuda.is_available(),
         )
+
+    def _mixing(self) -> "Mixing":
+        assert self.splits is not None, "setup() comes first"
+        classes = self.num_classes or int(self.splits.train.labels.max()) + 1
+        kinds = ((v2.MixUp, self.mixup), (v2.CutMix, self.cutmix))
+        return Mixing([kind(alpha=alpha, num_classes=classes) for kind, alpha in kinds if alpha])
 
     def _per_channel(self, value: float | Sequence[float]) -> list[float]:
         values = [value] if isinstance(value, int | float) else list(value)

@@ -4,10 +4,12 @@ from typing import Any
 
 from lightning_ga.compat import closures, loops
 from lightning_ga.errors import UserError
-from lightning_ga.plan.accumulation import require_count, require_effective_batch
+from lightning_ga.plan.accumulation import require_count, require_effective_batch, require_few_chunks
 from lightning_ga.plan.config import Request
 
-_BY_HAND = """\
+BY_HAND = """\
+leave AutoAccumulate out of the callbacks and cut each batch in training_step with lightning_ga.plan_accumulation:
+
     optimizer = self.optimizers()
     optimizer.zero_grad()
     (sizes,) = plan_accumulation(len(batch), micro_batch=…).chunks
@@ -21,11 +23,7 @@ _RIVALS = ("GradientAccumulationScheduler", "BatchSizeFinder")
 def check_trainer(trainer: Any, module: Any, request: Request) -> None:
     """Refuse a Trainer or module under which accumulation would go wrong."""
     require_count("accumulate_grad_batches", trainer.accumulate_grad_batches)
-    if not module.automatic_optimization:
-        raise UserError(
-            f"{type(module).__name__} sets automatic_optimization=False, and AutoAccumulate steers the automatic one: "
-            f"cut each batch by hand with lightning_ga.plan_accumulation, in training_step:\n\n{_BY_HAND}"
-        )
+    check_automatic(module)
     if trainer.strategy.handles_gradient_accumulation:
         raise UserError(
             f"{type(trainer.strategy).__name__} accumulates gradients on its own, with a factor fixed at its start: "
@@ -36,8 +34,11 @@ def check_trainer(trainer: Any, module: Any, request: Request) -> None:
             "training_step takes a dataloader_iter and so fetches batches on its own, which hides the micro-batches "
             "from AutoAccumulate: let it take (batch, batch_idx)."
         )
+    ours = [type(each).__name__ for each in trainer.callbacks if _is_named(each, ("AutoAccumulate",))]
+    if len(ours) > 1:
+        raise UserError(f"The callbacks hold AutoAccumulate more than once ({', '.join(ours)}): leave one of them.")
     for other in trainer.callbacks:
-        if any(kind.__name__ in _RIVALS for kind in type(other).__mro__):
+        if _is_named(other, _RIVALS):
             raise UserError(
                 f"The callbacks hold AutoAccumulate and {type(other).__name__}, which set the same things: "
                 f"remove {type(other).__name__}."
@@ -47,6 +48,19 @@ def check_trainer(trainer: Any, module: Any, request: Request) -> None:
             f"accumulate={request.factor(0)} and Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}) "
             "both set the factor: remove one of them."
         )
+
+
+def check_automatic(module: Any) -> None:
+    """Refuse manual optimization, also if it is set after the start of training."""
+    if not module.automatic_optimization:
+        raise UserError(
+            f"{type(module).__name__} sets automatic_optimization=False, and AutoAccumulate steers the automatic one: "
+            f"{BY_HAND}"
+        )
+
+
+def _is_named(callback: Any, names: tuple[str, ...]) -> bool:
+    return any(kind.__name__ in names for kind in type(callback).__mro__)
 
 
 def check_factor(trainer: Any, planned: int) -> None:
@@ -60,9 +74,14 @@ def check_factor(trainer: Any, planned: int) -> None:
         )
 
 
-def check_schedule(request: Request, epochs: range, world_size: int) -> None:
-    """Refuse a schedule that would fail in a later epoch: an effective batch holds a sample for each rank."""
-    for epoch in epochs:
-        effective = request.effective(epoch)
-        if effective is not None:
-            require_effective_batch(effective, world_size)
+def check_schedule(request: Request, epochs: range, world_size: int, *, micro_batch: int | None = None) -> int:
+    """Refuse a schedule that would fail in a later epoch; return the largest effective batch, 0 if none is asked for.
+
+    An effective batch holds a sample for each rank and, once the micro-batch is known, not too many of them.
+    """
+    asked = [effective for epoch in epochs if (effective := request.effective(epoch)) is not None]
+    for effective in asked:
+        require_effective_batch(effective, world_size)
+        if micro_batch is not None:
+            require_few_chunks(effective, micro_batch, world_size)
+    return max(asked, default=0)

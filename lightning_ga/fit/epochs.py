@@ -50,7 +50,8 @@ def effective_batch(source: TrainingSource, request: Request, epoch: int, *, mic
         micro_batch = recipe_micro_batch(source, request, epoch)
     if source.keeps_groups:
         micro_batch = min(micro_batch, source.recipe.largest_batch(epoch))
-    return request.effective_batch(epoch, micro_batch, source.world_size)
+    effective = request.effective_batch(epoch, micro_batch, source.world_size)
+    return None if effective is None else source.recipe.within(effective, epoch)
 
 
 def recipe_micro_batch(source: TrainingSource, request: Request, epoch: int) -> int:

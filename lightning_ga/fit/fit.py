@@ -1,6 +1,6 @@
 """One fit: wires loader, plan, limit, weights and survival to the hooks of a Trainer."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import cached_property
 from typing import Any
@@ -52,6 +52,7 @@ class Fit:
         self.recipe_factor: int = trainer.accumulate_grad_batches
         self.gradients = WindowGradients(trainer, options.normalize)
         self.exactness = TrainingExactness(trainer, options)
+        self._largest_asked = 0  # effective batch of any epoch, as the user wants it
         self._planned: PlannedEpoch | None = None  # none before the data are set up
         self._begun: tuple[TrainingSource, int] | None = None  # what the loops were told of last
         self._frequencies: dict[int, int] = {}  # of schedules by step, as the user wrote them
@@ -118,6 +119,8 @@ class Fit:
         self._engine.begin_training(cut_in_step=self.source.cut_in_step)
         with self._engine.suspended():
             self._find_limit(epoch)
+        epochs, limit = loops.training_epochs(trainer), self._limit.micro_batch
+        self._largest_asked = checks.check_schedule(self.request, epochs, trainer.world_size, micro_batch=limit)
         self._begin(epoch)
         if current_device() is not None:
             loops.end_training(trainer)  # what fits on another device may not fit here
@@ -384,8 +387,8 @@ class Fit:
 
     def warnings(self) -> list[str]:
         """Return what the user should know before training: inexact gradients, wrong horizons of schedules."""
-        found, steps = self._untold(), self.optimizer_steps()
-        found += [] if found else self._of_joined_batches()
+        found, steps = [*self._untold(), *self._beyond()], self.optimizer_steps()
+        found += self._of_joined_batches()
         for name, length in intervals.wrong_horizons(self.trainer, steps) if steps else []:
             found.append(
                 f"{name} ends after {length} steps and training takes {steps}: make it with "
@@ -398,12 +401,31 @@ class Fit:
         verdict, joined = self.exactness.training, self._fed.micro_batch_size
         alone = self.source.recipe.largest_batch(self._progress.position.epoch)
         is_told = verdict is not None and verdict.cause == "batch_norm" and self.options.batch_norm != "warn"
-        if self.source.cut_in_step or joined <= alone or is_told or not is_inexact(verdict):
+        if self.source.cut_in_step or self._plans_several_passes or joined <= alone or is_told:
+            return []
+        if not is_inexact(verdict):
             return []
         return [
             f"Up to {joined} samples are in one pass here, and {alone} in one of the recipe's, which gives another "
             f"gradient: {str(verdict).removesuffix('.')}. micro_batch_size={alone} keeps the recipe's passes."
         ]
+
+    def _beyond(self) -> Iterator[str]:
+        """Yield what was asked for beyond what there is: samples of an epoch, memory of the device."""
+        samples, budget = self.source.recipe.total(loops.training_epoch(self.trainer)), self.options.budget
+        if samples is not None and self._largest_asked > (samples := samples * self.source.sharded_ranks):
+            yield (
+                f"The effective batch of {self._largest_asked:,} samples is above the {samples:,} of an epoch: it is a "
+                "single optimizer step over all of them, and a larger batch changes nothing."
+            )
+        if self.probe is None or self.probe.source == "estimate" or budget is None:
+            return
+        memory = total_memory(self.trainer.strategy.root_device)
+        if (parse_budget(budget, memory) or 0) > memory:
+            yield (
+                f"memory_budget={budget!r} is above the {format_bytes(memory)} of the device: what counts is what it "
+                "has free."
+            )
 
     def summary(self) -> str:
         """Return plan and probe in one line."""

@@ -62,6 +62,13 @@ class RecipeBatches:
         samples = used * self.batch_size * self.ranks_per_order
         return samples if size is None else min(size, samples)
 
+    def within(self, effective: int, epoch: int) -> int:
+        """Return an effective batch that is no larger than the epoch, unless that is to drop its last window."""
+        total = self.total(epoch)
+        if total is None or self._drop_last or self.batch_size is None:
+            return effective
+        return max(min(effective, total * self.sharded_ranks), self.settings.world_size)
+
     def used(self) -> int | None:
         """Return the batches of an epoch on one rank that the Trainer's limit lets through; ``None`` if not known."""
         batches = self._count()

@@ -1,7 +1,10 @@
 """An image classifier that is independent of accumulation: its loss is a mean over samples."""
 
+from typing import cast
+
 import torch.nn.functional as F  # noqa: N812 (the name PyTorch users know)
 from torch import Tensor, nn
+from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
 
 from lightning_ga.models.reference import MakeOptimizer, MakeScheduler, ReferenceModule
@@ -17,6 +20,7 @@ class Classifier(ReferenceModule):
         num_classes: Number of classes.
         optimizer: See :class:`~lightning_ga.models.reference.ReferenceModule`.
         lr_scheduler: See :class:`~lightning_ga.models.reference.ReferenceModule`.
+        label_smoothing: Share of the targets of training that is spread over all classes, 0 to 1.
 
     Attributes:
         confusion: After a test, rows of counts ``confusion[target][prediction]``.
@@ -28,11 +32,11 @@ class Classifier(ReferenceModule):
         num_classes: int,
         optimizer: MakeOptimizer | None = None,
         lr_scheduler: MakeScheduler | None = None,
+        label_smoothing: float = 0.0,
     ) -> None:
         super().__init__(("loss", "acc"), optimizer, lr_scheduler)
-        self.net = net
-        self.val_accuracy = MulticlassAccuracy(num_classes, average="micro")
-        self.test_accuracy = MulticlassAccuracy(num_classes, average="micro")
+        self.net, self.label_smoothing = net, label_smoothing
+        self.val_accuracy, self.test_accuracy = accuracies(num_classes), accuracies(num_classes)
         self.test_confusion = MulticlassConfusionMatrix(num_classes)
         self.confusion: list[list[int]] | None = None
 
@@ -45,17 +49,18 @@ class Classifier(ReferenceModule):
         """Return the mean loss of one micro-batch; log the means of the window so far."""
         images, targets = batch
         logits = self(images)
-        loss = F.cross_entropy(logits, targets)
-        accuracy = (logits.detach().argmax(dim=1) == targets).float().mean()
+        loss = F.cross_entropy(logits, targets, label_smoothing=self.label_smoothing)
+        classes = targets if targets.dim() == 1 else targets.argmax(dim=1)  # mixed targets are probabilities
+        accuracy = (logits.detach().argmax(dim=1) == classes).float().mean()
         self.record({"loss": loss, "acc": accuracy}, len(targets))
         return loss
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Log ``val/loss`` and ``val/acc`` over the validation set."""
+        """Log ``val/loss``, ``val/acc`` and ``val/top5`` over the validation set."""
         self._evaluate(batch, "val", self.val_accuracy)
 
     def test_step(self, batch: Batch, batch_idx: int) -> None:
-        """Log ``test/loss`` and ``test/acc`` and count the confusion matrix."""
+        """Log ``test/loss``, ``test/acc`` and ``test/top5`` and count the confusion matrix."""
         logits = self._evaluate(batch, "test", self.test_accuracy)
         self.test_confusion.update(logits, batch[1])
 
@@ -69,10 +74,17 @@ class Classifier(ReferenceModule):
         logits: Tensor = self(batch[0])
         return logits.softmax(dim=1)
 
-    def _evaluate(self, batch: Batch, stage: str, accuracy: MulticlassAccuracy) -> Tensor:
+    def _evaluate(self, batch: Batch, stage: str, accuracies: nn.ModuleDict) -> Tensor:
         images, targets = batch
         logits: Tensor = self(images)
-        accuracy.update(logits, targets)
         self.log(f"{stage}/loss", F.cross_entropy(logits, targets), batch_size=len(targets), sync_dist=True)
-        self.log(f"{stage}/acc", accuracy, on_step=False, on_epoch=True, batch_size=len(targets))
+        for name, accuracy in accuracies.items():
+            cast(Metric, accuracy).update(logits, targets)
+            self.log(f"{stage}/{name}", cast(Metric, accuracy), on_step=False, on_epoch=True, batch_size=len(targets))
         return logits
+
+
+def accuracies(classes: int) -> nn.ModuleDict:
+    """Return the accuracy, and how often the right class is among the five that are thought most likely."""
+    ranks = {"acc": 1, "top5": min(5, classes)}
+    return nn.ModuleDict({name: MulticlassAccuracy(classes, k, average="micro") for name, k in ranks.items()})

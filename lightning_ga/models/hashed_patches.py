@@ -1,11 +1,12 @@
 """A classifier with a large embedding: a picture is a bag of hashed patches, each a row of the table."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F  # noqa: N812 (the name PyTorch users know)
 from torch import Tensor, nn
 
 from lightning_ga.models.classifier import Classifier
-from lightning_ga.models.reference import MakeOptimizer, MakeScheduler
 
 LEVELS, PATCH, STRIDE = 4, 3, 2  # grey levels; pixels of a patch, and from one patch to the next
 SPREAD = 2_654_435_761, 40_503  # odd numbers without a factor in common with usual sizes of tables
@@ -48,8 +49,7 @@ class HashedPatchClassifier(Classifier):
         features: Width of the table.
         sparse: Whether the table's gradient is sparse.
         num_classes: Number of classes.
-        optimizer: See :class:`Classifier`.
-        lr_scheduler: See :class:`Classifier`.
+        **training: ``optimizer``, ``lr_scheduler`` and ``label_smoothing`` of :class:`Classifier`.
     """
 
     def __init__(
@@ -59,10 +59,9 @@ class HashedPatchClassifier(Classifier):
         *,
         sparse: bool = True,
         num_classes: int = 10,
-        optimizer: MakeOptimizer | None = None,
-        lr_scheduler: MakeScheduler | None = None,
+        **training: Any,
     ) -> None:
         table = nn.EmbeddingBag(rows, features, mode="mean", sparse=sparse)
         net = nn.Sequential(HashedPatches(rows), table, nn.Linear(features, num_classes))
-        super().__init__(net, num_classes, optimizer, lr_scheduler)
+        super().__init__(net, num_classes, **training)
         self.save_hyperparameters("rows", "features", "sparse", "num_classes")

@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 from torch import nn
 
 from lightning_ga.models.classifier import Classifier
-from lightning_ga.models.reference import MakeOptimizer, MakeScheduler
 
 
 class MLPClassifier(Classifier):
@@ -17,8 +17,7 @@ class MLPClassifier(Classifier):
         num_classes: Number of classes.
         in_channels: Channels of an image.
         image_size: Height and width of an image, in pixels.
-        optimizer: See :class:`Classifier`.
-        lr_scheduler: See :class:`Classifier`.
+        **training: ``optimizer``, ``lr_scheduler`` and ``label_smoothing`` of :class:`Classifier`.
     """
 
     def __init__(
@@ -28,8 +27,7 @@ class MLPClassifier(Classifier):
         num_classes: int = 10,
         in_channels: int = 1,
         image_size: int = 28,
-        optimizer: MakeOptimizer | None = None,
-        lr_scheduler: MakeScheduler | None = None,
+        **training: Any,
     ) -> None:
         hidden = list(hidden)
         widths = [in_channels * image_size**2, *hidden]
@@ -37,5 +35,5 @@ class MLPClassifier(Classifier):
         for inputs, outputs in pairwise(widths):
             layers += [nn.Linear(inputs, outputs), nn.ReLU()]
         net = nn.Sequential(*layers, nn.Linear(widths[-1], num_classes))
-        super().__init__(net, num_classes, optimizer, lr_scheduler)
+        super().__init__(net, num_classes, **training)
         self.save_hyperparameters("hidden", "num_classes", "in_channels", "image_size")

@@ -12,14 +12,16 @@ from typing import Any, cast
 
 import torch
 from lightning.pytorch import LightningModule
+from timm.optim import param_groups_weight_decay  # type: ignore[attr-defined]
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import OneCycleLR
 from torchmetrics import Metric
 
 from lightning_ga.compat.intervals import optimizer_steps
 from lightning_ga.errors import UserError
+from lightning_ga.plan.units import counted
 
-MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+MakeOptimizer = Callable[[Iterable[Any]], torch.optim.Optimizer]
 MakeScheduler = Callable[..., torch.optim.lr_scheduler.LRScheduler]
 
 
@@ -64,7 +66,13 @@ class ReferenceModule(LightningModule):
         optimizer: Takes the parameters and returns an optimizer; Adam at 1e-3 when left out.
         lr_scheduler: Takes the optimizer and returns a scheduler, stepped once per optimizer step.
             If it has an argument ``total_steps``, it is given the optimizer steps of the whole run.
+
+    Attributes:
+        decay_norms: Whether weight decay counts for all parameters; if not, then for none of norms and biases, by
+            timm's parameter groups. Set it before training.
     """
+
+    decay_norms = True
 
     def __init__(
         self,
@@ -82,8 +90,17 @@ class ReferenceModule(LightningModule):
         self._saved_ends: list[int | None] = []
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Remember the ends of saved schedules: restoring replaces the ends that this training needs."""
+        """Remember the ends of saved schedules, which restoring puts in place of those that this training needs."""
         self._saved_ends = [state.get("total_steps") for state in checkpoint.get("lr_schedulers", ())]
+        saved = [len(state["param_groups"]) for state in checkpoint.get("optimizer_states", ())]
+        if self._trainer is None or self.trainer.state.fn != "fit" or not saved:
+            return
+        groups = len(self.parameter_groups())
+        if saved[0] != groups:
+            raise UserError(
+                f"The checkpoint has parameters in {counted(saved[0], 'group')}, this training in {groups}: give the "
+                "optimizer.decay_norms and weight_decay of its run, or start from its weights with model.init_from=…"
+            )
 
     def on_train_epoch_start(self) -> None:
         """Reset the means of the epoch."""
@@ -125,7 +142,7 @@ class ReferenceModule(LightningModule):
 
     def configure_optimizers(self) -> Any:
         """Return the optimizer, and its scheduler by optimizer step if there is one."""
-        optimizer = self.make_optimizer(self.parameters())
+        optimizer = self.make_optimizer(self.parameter_groups())
         if self.make_scheduler is None:
             return optimizer
         arguments = {}
@@ -136,6 +153,18 @@ class ReferenceModule(LightningModule):
             for end in self._saved_ends:
                 refuse_longer(scheduler, end)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def parameter_groups(self) -> list[dict[str, Any]]:
+        """Return what the optimizer is given: all parameters, or those of norms and biases apart, without decay."""
+        if self.decay_norms:
+            return [{"params": list(self.parameters())}]
+        decay = inspect.signature(self.make_optimizer).parameters.get("weight_decay")
+        if decay is None:
+            raise UserError("optimizer.decay_norms=false needs an optimizer that has a weight_decay.")
+        net: Any = getattr(self, "net", self)
+        undecayed = net.no_weight_decay() if hasattr(net, "no_weight_decay") else ()  # timm's tables of positions
+        groups: list[dict[str, Any]] = param_groups_weight_decay(net, decay.default, no_weight_decay_list=undecayed)
+        return groups
 
     def _log_epoch(self) -> None:
         measured = {
@@ -153,9 +182,12 @@ def finite_steps(trainer: Any) -> int:
     """Return the optimizer steps of the whole training, for a schedule that needs its end."""
     steps = optimizer_steps(trainer)
     if math.isinf(steps):
+        endless = (
+            f"trainer.max_epochs={trainer.max_epochs} has" if trainer.max_epochs == -1 else "The training data have"
+        )
         raise UserError(
-            f"trainer.max_epochs={trainer.max_epochs} has no end, and the learning-rate schedule needs one: give "
-            "trainer.max_epochs=… or trainer.max_steps=…, or choose lr_scheduler=none."
+            f"{endless} no end, and the learning-rate schedule needs one: give trainer.max_epochs=… or "
+            "trainer.max_steps=…, or choose lr_scheduler=none."
         )
     return int(steps)
 

@@ -10,7 +10,6 @@ from torch import nn
 from lightning_ga.errors import UserError
 from lightning_ga.models.classifier import Classifier
 from lightning_ga.models.group_norm import to_group_norm
-from lightning_ga.models.reference import MakeOptimizer, MakeScheduler
 
 OPENS_FILES = {"checkpoint_path", "pretrained_cfg", "pretrained_cfg_overlay"}
 
@@ -26,8 +25,7 @@ class TimmClassifier(Classifier):
         image_size: Height and width of an image, in pixels; models of fixed input size are built for it.
         options: Further arguments of ``timm.create_model``, such as ``drop_rate``.
         group_norm: Replace BatchNorm by GroupNorm, for which accumulation is exact; see :func:`to_group_norm`.
-        optimizer: See :class:`Classifier`.
-        lr_scheduler: See :class:`Classifier`.
+        **training: ``optimizer``, ``lr_scheduler`` and ``label_smoothing`` of :class:`Classifier`.
     """
 
     def __init__(
@@ -40,14 +38,13 @@ class TimmClassifier(Classifier):
         image_size: int = 32,
         options: Mapping[str, Any] | None = None,
         group_norm: bool = False,
-        optimizer: MakeOptimizer | None = None,
-        lr_scheduler: MakeScheduler | None = None,
+        **training: Any,
     ) -> None:
         options = dict(options or {})
         arguments = {"num_classes": num_classes, "in_chans": in_channels, **options}
         net = build_timm(name, image_size=image_size, pretrained=pretrained, **arguments)
         net = to_group_norm(net) if group_norm else net
-        super().__init__(net, num_classes, optimizer, lr_scheduler)
+        super().__init__(net, num_classes, **training)
         pretrained = False  # A checkpoint brings its own weights: loading one must not fetch others.
         self.save_hyperparameters(
             "name", "pretrained", "num_classes", "in_channels", "image_size", "options", "group_norm"

@@ -78,6 +78,13 @@ def plan_accumulation(effective_batch: int, *, micro_batch: int, world_size: int
     """
     micro_batch, world_size = require_count("micro_batch", micro_batch), require_count("world_size", world_size)
     effective_batch = require_effective_batch(effective_batch, world_size)
+    require_few_chunks(effective_batch, micro_batch, world_size)
+    chunks = cut_window(effective_batch, micro_batch=micro_batch, world_size=world_size)
+    return AccumulationPlan(effective_batch, world_size, chunks[0][0], len(chunks[0]), chunks)
+
+
+def require_few_chunks(effective_batch: int, micro_batch: int, world_size: int) -> None:
+    """Refuse an effective batch of more micro-batches than are planned."""
     if effective_batch > MOST_CHUNKS * micro_batch * world_size:
         factor = -(-effective_batch // (micro_batch * world_size))
         raise UserError(
@@ -85,8 +92,6 @@ def plan_accumulation(effective_batch: int, *, micro_batch: int, world_size: int
             f"optimizer step, and at most {MOST_CHUNKS:,} are planned: for the whole data set in one step, give its "
             "number of samples."
         )
-    chunks = cut_window(effective_batch, micro_batch=micro_batch, world_size=world_size)
-    return AccumulationPlan(effective_batch, world_size, chunks[0][0], len(chunks[0]), chunks)
 
 
 def in_groups(windows: Sequence[Sequence[int]], *, pieces: int) -> AccumulationPlan:

@@ -75,14 +75,14 @@ def read_request(
     return Request(
         effective=as_schedule(effective_batch_size, name="effective_batch_size"),
         factor=_factors(accumulate),
-        micro_batch=None if micro_batch_size == "auto" else _micro_batch(micro_batch_size),
+        micro_batch=_micro_batch(micro_batch_size),
         most=None if max_micro_batch_size is None else require_count("max_micro_batch_size", max_micro_batch_size),
     )
 
 
 def refuse_rescaling(batch_norm: str) -> None:
     """Refuse a choice that earlier versions had, and say what to do instead."""
-    if batch_norm == "rescale":
+    if isinstance(batch_norm, str) and batch_norm == "rescale":
         raise UserError(
             'batch_norm="rescale" was removed because it gained nothing: measured, evaluation was worse with a '
             'constant learning rate and hardly better with one that falls to 0; use batch_norm="ignore" with '
@@ -94,12 +94,14 @@ def refuse_rescaling(batch_norm: str) -> None:
 def require_choice(**given: tuple[Any, tuple[Any, ...]]) -> None:
     """Refuse a value that is none of the choices."""
     for name, (value, choices) in given.items():
-        if value not in choices:
+        if getattr(value, "ndim", 0) or value not in choices:  # arrays have no answer
             raise UserError(f"{name}={value!r} must be one of {', '.join(map(repr, choices))}.")
 
 
-def _micro_batch(value: Any) -> int:
+def _micro_batch(value: Any) -> int | None:
     if isinstance(value, str):
+        if value == "auto":
+            return None
         raise UserError(f'micro_batch_size={value!r} must be a whole number of at least 1, or "auto".')
     return require_count("micro_batch_size", value)
 

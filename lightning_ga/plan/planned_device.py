@@ -13,7 +13,7 @@ from math import ceil
 from lightning_ga.errors import UserError
 from lightning_ga.plan.accumulation import AccumulationPlan
 from lightning_ga.plan.records import ProbeResult
-from lightning_ga.plan.units import parse_budget, require_bytes
+from lightning_ga.plan.units import LEAST_BYTES, parse_budget, require_bytes
 
 CONTEXT = 512 * 2**20  # bytes of the CUDA context and of kernels' code, which no tensor can use
 WORKSPACE = 32 * 2**20  # bytes that cuBLAS takes at the first product: the most of all generations
@@ -99,7 +99,7 @@ def planned_device(memory: int | str, *, like_cuda: bool = True) -> Iterator[Pla
         ...     device.total_bytes
         17179869184
     """
-    device = PlannedDevice(require_bytes("device_memory", memory), like_cuda)
+    device = PlannedDevice(require_bytes("device_memory", memory, least=LEAST_BYTES), like_cuda)
     token = _planned.set(device)
     try:
         yield device

@@ -2,6 +2,9 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from inspect import signature
+from operator import index
+from typing import Any
 
 from lightning_ga.errors import UserError
 from lightning_ga.plan.accumulation import require_count
@@ -33,6 +36,7 @@ def as_schedule(value: ScheduleLike | None, *, name: str) -> Schedule:
     if isinstance(value, Mapping):
         return _from_mapping(value, name)
     if callable(value):
+        require_one_argument(name, value, "epoch", "32")
         return _Checked(name, value)
     return _Steps(((0, require_count(name, value)),))
 
@@ -64,8 +68,26 @@ def _from_mapping(value: Mapping[int, int], name: str) -> Schedule:
         raise UserError(f"{name}={{}} is empty: give at least one epoch, for example {{0: 32}}.")
     steps: dict[int, int] = {}
     for key, count in value.items():
-        epoch = int(key) if isinstance(key, str) and key.isdecimal() else key
-        if isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 0:
+        try:
+            epoch = int(key) if isinstance(key, str) and key.isdecimal() else index(key)
+        except TypeError:
+            epoch = -1
+        if isinstance(key, bool) or epoch < 0:
             raise UserError(f"{name} has the epoch {key!r}; epochs are whole numbers and start at 0.")
         steps[epoch] = require_count(f"{name}[{epoch}]", count)
     return _Steps(tuple(sorted(steps.items())))
+
+
+def require_one_argument(name: str, function: Callable[..., Any], what: str, example: str) -> None:
+    """Refuse a function that cannot be called with the epoch, or the batch, alone."""
+    try:
+        parameters = signature(function)
+    except (TypeError, ValueError):  # some built-in functions show none
+        return
+    try:
+        parameters.bind(0)
+    except TypeError:
+        raise UserError(
+            f"{name} is a function with the arguments {parameters}, and it is called with the {what} alone: take one, "
+            f"as in lambda {what}: {example}."
+        ) from None

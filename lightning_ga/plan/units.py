@@ -6,6 +6,7 @@ A budget is in bytes, a share of the device (0.8 or ``"80%"``), or text with a u
 
 import re
 from math import ceil, floor, log10
+from numbers import Integral, Real
 
 from lightning_ga.errors import UserError
 
@@ -15,6 +16,7 @@ _UNITS = {
     **{f"{prefix}I": 1024**power for power, prefix in enumerate("KMGT", start=1)},
 }
 _AMOUNT = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*(?:([KMGT]I?)?B?|(%))\s*", re.IGNORECASE)
+LEAST_BYTES = 1000  # that anybody means by a number without a unit
 
 
 def parse_budget(value: int | float | str | None, total_bytes: int | None = None) -> int | None:
@@ -22,8 +24,8 @@ def parse_budget(value: int | float | str | None, total_bytes: int | None = None
     return None if value is None else require_bytes("memory_budget", value, total_bytes)
 
 
-def require_bytes(name: str, value: object, total_bytes: int | None = None) -> int:
-    """Return an amount of memory in bytes."""
+def require_bytes(name: str, value: object, total_bytes: int | None = None, *, least: int = 1) -> int:
+    """Return an amount of memory in bytes; one below ``least`` was meant in another unit."""
     amount = _read_amount(value, total_bytes)
     if amount is None or amount < 1:
         share = "a fraction above 0 and up to 1, " if total_bytes is not None else ""
@@ -31,15 +33,19 @@ def require_bytes(name: str, value: object, total_bytes: int | None = None) -> i
             f"{name}={value!r} must be {share}a whole number of bytes of at least 1, or a text such as '10GiB' or "
             f"'512 MB'{' or 80%' if total_bytes is not None else ''}."
         )
+    if amount < least:
+        raise UserError(f"{name}={value} is a number of bytes: write {name}='{value}GiB' for so many GiB.")
     return amount
 
 
 def _read_amount(value: object, total: int | None) -> int | None:
     """Return the bytes of a budget; ``None`` if it cannot be read."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value
-    if isinstance(value, float):
-        return int(value * total) if total is not None and 0 < value <= 1 else None
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, Integral):  # numpy's are too
+        return int(value)
+    if isinstance(value, Real):
+        return int(float(value) * total) if total is not None and 0 < float(value) <= 1 else None
     found = _AMOUNT.fullmatch(value) if isinstance(value, str) else None
     if found is None:
         return None

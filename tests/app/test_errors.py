@@ -100,3 +100,15 @@ def test_memory_that_ran_out_is_told_in_one_sentence():
     assert told.startswith("Memory ran out (CUDA out of memory): ")
     assert "accumulate.on_oom=split" in told
     assert told.endswith("As the probe recorded it: …")
+
+
+def test_a_model_that_does_not_fit_is_not_told_to_use_smaller_batches():
+    """No batch was read when memory ran out."""
+
+    def build_model():
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB. GPU 0 has …")
+
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        build_model()
+    assert "the model alone does not fit; use a smaller one" in explain(caught.value)
+    assert "batch" not in explain(caught.value)

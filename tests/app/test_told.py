@@ -2,6 +2,7 @@
 
 import csv
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -56,7 +57,33 @@ def test_an_effective_batch_above_the_data_is_told(command):
     """Every epoch is one step."""
     run = command(*TINY, "accumulate.effective_batch_size=1e4", "accumulate.verify=false", "dry_run=true")
     assert run.code == 0, run.err
-    assert "Warning: The effective batch of 10,000 samples is above the 1,293 of the training set" in run.err
+    assert "Warning: The effective batch of 10,000 samples is above the 1,293 of an epoch" in run.err
+
+
+@pytest.mark.parametrize("setting", ["trainer.check_val_every_n_epoch=2", "trainer.limit_val_batches=0"])
+def test_a_training_without_validation_is_told(command, setting):
+    """There is no best checkpoint: what is tested are the last weights."""
+    run = command(*TINY, setting)
+    assert run.code == 0, run.err
+    assert run.err.startswith(
+        "Warning: val/acc was never measured, so there is no best checkpoint, and a test is of the "
+    )
+    assert len(run.err.strip().splitlines()) == 1
+    assert not (run.folder / "checkpoints" / "best.ckpt").exists()
+
+
+def test_a_home_folder_is_never_made_beside_a_run(command, monkeypatch, tmp_path):
+    """Typed, quoted, or in a file of one's own."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    text = "# @package _global_\npaths:\n  output_root: ~/runs\n"
+    for given in (["paths.output_root=~/runs"], ["paths.output_root='~/runs'"], own_experiment(text)):
+        run = command(
+            *TINY, *given, "dry_run=true", "accumulate.verify=false", "hydra.run.dir=${home:${paths.output_root}}"
+        )
+        assert run.code == 0, run.err
+        assert (tmp_path / "home" / "runs" / "plan.json").is_file()
+        shutil.rmtree(tmp_path / "home")
+    assert not Path("~").exists()
 
 
 def test_a_result_that_is_no_number_is_told(command):

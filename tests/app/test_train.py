@@ -5,10 +5,16 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+import yaml
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 
+from lightning_ga import UserError, train
+from lightning_ga.app import tasks
 from lightning_ga.models.classifier import Classifier
 from lightning_ga.train import config_folder, options_first, top_level_keys
 
@@ -73,9 +79,10 @@ def test_progress_is_shown_as_was_asked_for(command, progress, shown):
     run = command(*TINY, f"progress={progress}")
     assert run.code == 0, run.err
     assert shown in run.out
-    assert ("Epoch" in run.out) == (progress != "none")
+    assert ("Epoch 2/2: train loss" in run.out) == (progress != "none")
+    assert "Epoch 0" not in run.out
     log = (run.folder / "train.log").read_text()
-    assert "Epoch 1/2: train loss" in log
+    assert log.count("Epoch 1/2: train loss") == 1
     assert "\r" not in log
 
 
@@ -157,6 +164,53 @@ def test_a_run_that_survived_says_so_at_its_end(command, shared, monkeypatch):
     assert "oom_events" not in result(smooth.folder)
 
 
+def test_a_run_has_a_name_and_tags(command):
+    """In the folder's name, in the configuration, which trackers are built from, and on the page."""
+    run = command(*TINY, "run.name=first", "run.tags=[small,tried]", "hydra.run.dir=${home:x}${named:${run.name}}")
+    assert run.code == 0, run.err
+    folder = Path("x-first")
+    page = (folder / "report.html").read_text()
+    assert "first" in page
+    assert "small, tried" in page
+    trackers = command(
+        "--cfg", "job", "-p", "logger", "logger=[wandb,mlflow]", "run.name=first", "run.tags=[a]", "--resolve"
+    )
+    assert yaml.safe_load(trackers.out) is None or "first" in trackers.out
+    assert all(word in trackers.out for word in ("name: first", "run_name: first", "- a", "a: ''"))
+
+
+def test_a_wrong_name_makes_no_folder(command):
+    """Hydra would make it before values are checked."""
+    run = command(*TINY, "run.name=../x", "hydra.run.dir=here${named:${run.name}}")
+    assert run.code == 1
+    assert run.err.startswith("Error: run.name=../x must be a word of letters, digits")
+    assert not list(Path.cwd().iterdir())
+
+
+def test_what_recipes_of_images_set(command):
+    """Mixed samples, smoothed labels, no decay of norms; the check says what mixing means for accumulation."""
+    run = command(
+        *(*TINY, "data.mixup=0.2", "data.cutmix=1.0", "data.rand_augment=9", "model.label_smoothing=0.1"),
+        *("optimizer=adamw", "optimizer.decay_norms=false", "accumulate.effective_batch_size=32"),
+    )
+    assert run.code == 0, run.err
+    plan = json.loads((run.folder / "plan.json").read_text())
+    assert plan["exactness"]["cause"] == "random"
+    assert "accumulation is right on average" in plan["told"]["exactness"]
+    assert result(run.folder)["test/top5"] >= result(run.folder)["test/acc"]
+    groups = torch.load(run.folder / "checkpoints" / "last.ckpt", weights_only=True)["optimizer_states"][0][
+        "param_groups"
+    ]
+    assert [group["weight_decay"] for group in groups] == [0.0, 0.01]
+
+
+def test_samples_that_have_no_other_to_be_mixed_with_are_told(command):
+    """A micro-batch of one."""
+    run = command(*TINY, "data.mixup=0.2", "accumulate.micro_batch_size=1", "accumulate.verify=false", "dry_run=true")
+    assert run.code == 0, run.err
+    assert "Warning: data.mixup and data.cutmix mix the samples of a micro-batch, and these have one" in run.err
+
+
 @pytest.mark.slow
 def test_resnet34d_learns_the_digits(command):
     """The main job reaches 95 % on the test set; by default it trains 4 epochs, and 2 are enough."""
@@ -175,7 +229,7 @@ def test_resnet34d_learns_the_digits(command):
         (["modle=mlp"], ["did you mean model?"]),
         (["accumulate.acumulate=3"], ["did you mean accumulate.accumulate?"]),
         (["model=timm", "model.name=resnet34dd"], ["'resnet34dd'", "nearest names: resnet34d"]),
-        (["model=mlp", "data=cifar10"], ["python -m lightning_ga.train data=cifar10 data.download=true"]),
+        (["model=mlp", "data=cifar10"], ["add data.download=true to the same line"]),
         (["model=mlp", "data=image_folder"], ["data.root=FOLDER"]),
         (["model=mlp", "precision=fp16-mixed", "trainer.accelerator=cpu"], ["needs a GPU", "bf16-mixed"]),
         (["model=mlp", "accumulate.memory_budget=1MiB"], ["memory_budget"]),
@@ -197,15 +251,39 @@ def test_resnet34d_learns_the_digits(command):
         (["optimizer._target_=torch.load"], ["torch.load is not on the list"]),
         (["--experimental-rerun", "x.pickle"], ["unpickles"]),
         (["--config-dir", "nowhere"], ["nowhere"]),
-        (["model=mlp", "optimizer.betas=[0.9]"], ["optimizer (torch.optim.Adam) could not be built: IndexError"]),
-        (["model=mlp", "lr_scheduler=step", "lr_scheduler.step_size=abc"], ["lr_scheduler (torch.optim.lr_scheduler"]),
-        (["model=mlp", "lr_scheduler=step", "lr_scheduler.step_size=0"], ["lr_scheduler (torch.optim.lr_scheduler"]),
-        (["model=mlp", "lr_scheduler=onecycle", "lr_scheduler.max_lr=abc"], ["lr_scheduler (torch.optim.lr_scheduler"]),
+        (["model=mlp", "optimizer.betas=[0.9]"], ["optimizer.betas=[0.9] must be two numbers", "[0.9,0.999]"]),
+        (["model=mlp", "+optimizer.eps=abc"], ["optimizer (torch.optim.Adam) could not be built"]),
+        (["model=mlp", "lr_scheduler=step", "lr_scheduler.step_size=0"], ["step_size=0 must be a whole number of at"]),
+        (
+            ["model=mlp", "lr_scheduler=onecycle", "lr_scheduler.max_lr=-1"],
+            ["max_lr=-1 must be a number of at least 0"],
+        ),
+        (["model=mlp", "+lr_scheduler.warmups=0"], ["lr_scheduler (lightning_ga.models.schedules.warmup_cosine)"]),
         (["model=mlp", "trainer.max_epochs=-1"], ["trainer.max_epochs=-1 has no end", "lr_scheduler=none"]),
         (["model=mlp", "ckpt_path=/etc/passwd"], ["'/etc/passwd' is not a checkpoint"]),
         (["model=mlp", "model.num_classes=3"], ["model.num_classes=3 is less than the 10 classes"]),
         (["model=mlp", "data.num_classes=3"], ["data.num_classes=3 is less than the 10 classes of digits"]),
-        (["model=mlp", "data.val_fraction=0.001"], ["cannot be held out", "data.val_fraction"]),
+        (["model=mlp", "data.val_fraction=0.001"], ["cannot be held out with each of the 10", "data.val_fraction"]),
+        (["model=mlp", "data.val_fraction=0"], ["data.val_fraction=0 must be a number above 0 and below 1"]),
+        (["accumulate=off", "accumulate.verify=true"], ["accumulate, which is left out (as by accumulate=off)"]),
+        (["accumulate=off", "+accumulate.verify=true"], ["accumulate={'verify': True} has no _target_"]),
+        (["callbacks=none", "callbacks.best.monitor=x"], ["is left out (as by callbacks=none): give one of the two"]),
+        (["model=mlp", "+callbacks.mine.x=1"], ["callbacks.mine={'x': 1} has no _target_", "callbacks=OPTION"]),
+        (["model=mlp", "+logger.mine=1"], ["logger.mine=1 has no _target_", "logger=OPTION"]),
+        (["optimizer._target_=null"], ["has no _target_, and builds nothing: choose optimizer=OPTION"]),
+        (["data=image_folder", "data.root=~/none-of-mine"], [f"'{Path.home()}/none-of-mine/train' needs one folder"]),
+        (["data=image_folder", "data.root='~/none-of-mine'"], [f"'{Path.home()}/none-of-mine/train' needs one folder"]),
+        (["ckpt_path=~/none.ckpt"], [f"ckpt_path={Path.home()}/none.ckpt is not a file"]),
+        (["trainer.limit_train_batches=0"], ["trainer.limit_train_batches=0 must be a share of an epoch above 0"]),
+        (["model", "=", "mlp"], ["model = mlp has a blank beside the =: write model=mlp."]),
+        (["model=mlp", "seed=", "3"], ["seed= 3 has a blank beside the =: write seed=3."]),
+        (["model = mlp"], ["model = mlp has a blank beside the =: write model=mlp."]),
+        (["model=“mlp”"], ["holds quotes of a word processor", "type ' and \" instead"]),
+        (["logger=[csv,nope]"], ["logger=nope does not exist", "The options: csv, default, many, mlflow, none"]),
+        (["model=mlp", "model.hidden.first=3"], ["An override does not fit what it sets (invalid literal for int()"]),
+        (["dry_run=true", "device_memory=16"], ["device_memory=16 is a number of bytes: write device_memory='16GiB'"]),
+        (["lr=0.1"], ["There is no key lr; did you mean optimizer.lr?"]),
+        (["max_epochs=3"], ["There is no key max_epochs; did you mean trainer.max_epochs?"]),
         (["model=mlp", "seed=abc"], ["seed=abc must be a whole number from 0", "seed=0"]),
         (["model=mlp", "dry_run=true", "device_memory=300MiB"], ["leaves nothing to a training"]),
         (["model=mlp", "dry_run=true", "device_memory=8GiB", "trainer.strategy=fsdp"], ["only data parallelism"]),
@@ -240,6 +318,23 @@ def test_a_mistake_ends_in_one_sentence(command, arguments, parts):
     assert "Epoch" not in run.out
 
 
+@pytest.mark.parametrize("measured", [None, 0.5])
+def test_a_search_without_a_number_is_refused(monkeypatch, measured):
+    """At once where nothing is trained, and after a job that measured nothing."""
+    sweeper = SimpleNamespace(_target_="hydra_plugins.hydra_optuna_sweeper.optuna_sweeper.OptunaSweeper")
+    monkeypatch.setattr(HydraConfig, "get", lambda: SimpleNamespace(mode=RunMode.MULTIRUN, sweeper=sweeper))
+    monkeypatch.setattr(train, "check_values", lambda config: None)
+    monkeypatch.setattr(tasks, "run_task", lambda config, allow: measured)
+    jobs = train.Jobs([], show_traceback=False)
+    content = {"optimized_metric": "val/acc", "dry_run": False}
+    for config in (content | {"dry_run": True}, *([content] if measured is None else [])):
+        with pytest.raises(
+            UserError, match="A search compares jobs by optimized_metric=val/acc, and this one measures n"
+        ):
+            jobs._run(config)
+    assert measured is None or jobs._run(content) == measured
+
+
 @pytest.mark.skipif(find_spec("optuna") is not None, reason="the extra 'sweep' is installed")
 def test_a_search_without_its_package_says_what_to_install(command):
     """The extra, by name."""
@@ -252,8 +347,6 @@ def test_a_search_without_its_package_says_what_to_install(command):
 
 def test_traceback_shows_an_error_in_full(command):
     """With --traceback the exception passes through."""
-    from lightning_ga import UserError
-
     with pytest.raises(UserError, match="data=mnist"):
         command("model=mlp", "data=mnist", "--traceback")
 

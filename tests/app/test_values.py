@@ -50,6 +50,12 @@ def check(*overrides: str) -> None:
         "data.augment=abc", "data.augment=[abc]", "data.augment=null",
         "optimizer.lr=abc", "optimizer.lr=-1", "optimizer.lr=1e400", "model.hidden=-5", "model.hidden=[0]",
         "data.image_size=100000", "data.batch_size=1e-3", "trainer.max_steps=1.5e0",
+        "run.name=a/b", "run.name=..", "run.name=", "run.tags=a", "run.tags=[a/b]", "run.tags=null",
+        "data.mixup=-1", "data.cutmix=abc", "data.rand_augment=31", "model.label_smoothing=2",
+        "optimizer.decay_norms=maybe",
+        "trainer.limit_train_batches=0", "data.val_fraction=0", "data.val_fraction=1", "data.test_fraction=0",
+        "optimizer.betas=[0.9]", "optimizer.betas=[0.9,1]", "optimizer.betas=0.9", "optimizer.weight_decay=-1",
+        "accumulate.on_oom=pray", "accumulate.objective=speed", "accumulate.micro_batching=no",
     ],
 )  # fmt: skip
 def test_a_wrong_value_is_refused(wrong: str):
@@ -75,6 +81,22 @@ def test_the_sentence_says_what_may_be(wrong: str, words: str):
     """In words, with the nearest choice or an example."""
     with pytest.raises(UserError, match=f"^{wrong} must be .*{words}"):
         check(wrong)
+
+
+@pytest.mark.parametrize(
+    ("group", "wrong"),
+    [
+        ("optimizer=sgd", "optimizer.momentum=-1"),
+        ("lr_scheduler=step", "lr_scheduler.step_size=0"),
+        ("lr_scheduler=step", "lr_scheduler.gamma=-1"),
+        ("lr_scheduler=onecycle", "lr_scheduler.max_lr=-1"),
+        ("lr_scheduler=onecycle", "lr_scheduler.pct_start=2"),
+    ],
+)
+def test_a_wrong_value_of_one_option_is_refused(group: str, wrong: str):
+    """What training would meet in its middle, or never tell."""
+    with pytest.raises(UserError, match=f"^{wrong} must be "):
+        check(group, wrong)
 
 
 @pytest.mark.parametrize("samples", ["0", "abc"])

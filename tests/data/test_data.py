@@ -69,6 +69,29 @@ def test_only_training_batches_are_shuffled():
     assert next(iter(data.train_dataloader()))[1].tolist() != data.splits.train.labels[:32].tolist()
 
 
+@pytest.mark.parametrize(("mixup", "cutmix"), [(0.2, 0.0), (0.0, 1.0), (0.2, 1.0)])
+def test_training_batches_are_mixed(mixup: float, cutmix: float):
+    """Targets become shares of two classes, in the mix of the images; other batches stay as they are."""
+    torch.manual_seed(0)
+    data = ready(Digits(batch_size=64, mixup=mixup, cutmix=cutmix))
+    images, targets = next(iter(data.train_dataloader()))
+    assert images.shape == (64, 1, 32, 32)
+    assert targets.shape == (64, 10)
+    assert torch.allclose(targets.sum(dim=1), torch.ones(64))
+    assert ((targets > 0).sum(dim=1) == 2).sum() > 0
+    assert next(iter(data.val_dataloader()))[1].dtype == torch.int64
+
+
+@pytest.mark.parametrize(("magnitude", "changed"), [(None, 0), (9, 1)])
+def test_rand_augment_changes_training_images_alone(magnitude, changed):
+    """Behind the transforms of ``augment``."""
+    torch.manual_seed(0)
+    data, plain = ready(Digits(rand_augment=magnitude)), ready(Digits())
+    for part, differs in (("train", changed), ("val", 0)):
+        sets = [getattr(each, f"{part}_dataloader")().dataset for each in (data, plain)]
+        assert any(not torch.equal(sets[0][i][0], sets[1][i][0]) for i in range(10)) == bool(differs)
+
+
 @pytest.mark.parametrize("ending", ["", ".gz"])
 @pytest.mark.parametrize("below", [".", "MNIST/raw"])
 def test_mnist_is_read_from_idx_files(tmp_path, below, ending):
@@ -100,9 +123,9 @@ def test_a_damaged_idx_file_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("kind", [MNIST, CIFAR10])
-def test_a_missing_set_tells_the_command_that_gets_it(tmp_path, kind):
+def test_a_missing_set_tells_how_to_get_it(tmp_path, kind):
     """Nothing is fetched unasked."""
-    with pytest.raises(UserError, match=f"data={kind.name} data.download=true"):
+    with pytest.raises(UserError, match=f"data={kind.name} is not in data.root=.* add data.download=true"):
         ready(kind(root=str(tmp_path)))
 
 

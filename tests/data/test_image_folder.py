@@ -34,6 +34,14 @@ def break_pictures(folder: Path) -> dict[str, str]:
     return {"a.jpg": "truncated", "b.png": "", "c.png": "empty", "d.png": "no picture", "e.png": "a link to nothing"}
 
 
+def test_a_class_of_one_picture_is_named(tmp_path):
+    """No fraction would help."""
+    write_classes(tmp_path)
+    write_classes(tmp_path, classes=("bird",), count=1)
+    with pytest.raises(UserError, match=r"each of the 3 classes in both parts: class bird has a single sample left"):
+        ImageFolder(root=str(tmp_path)).setup("fit")
+
+
 def test_every_picture_that_cannot_be_read_is_listed_before_training(tmp_path):
     """Truncated, empty, no picture, a link to nothing: each with the reason, all in one error."""
     write_classes(tmp_path)

@@ -103,6 +103,17 @@ def test_modules_that_run_the_loop_themselves_are_refused(module: type, message:
         check_trainer(trainer(), module(), asked())
 
 
+def test_one_callback_plans() -> None:
+    """A second of a class derived from it would cut what the first has cut."""
+
+    class Mine(AutoAccumulate):
+        pass
+
+    made = trainer(callbacks=[AutoAccumulate(), Mine()])
+    with pytest.raises(UserError, match=r"AutoAccumulate more than once \(AutoAccumulate, Mine\): leave one of them"):
+        check_trainer(made, Plain(), asked())
+
+
 def test_a_factor_is_set_in_one_place_only() -> None:
     """By the callback or by the Trainer; an effective batch goes with a factor of the recipe's."""
     check_trainer(trainer(accumulate_grad_batches=4), Plain(), asked())
@@ -148,3 +159,6 @@ def test_a_schedule_is_checked_for_all_epochs_before_the_first() -> None:
     check_schedule(asked(), range(20), world_size=64)
     with pytest.raises(UserError, match="effective_batch_size=2 is below the number of ranks, 4"):
         check_schedule(schedule, range(8), world_size=4)
+    assert check_schedule(asked(effective={0: 8, 7: 10**9}), range(8), world_size=1, micro_batch=100) == 10**9
+    with pytest.raises(UserError, match="would take 62,500,000 micro-batches of 16 for one optimizer step"):
+        check_schedule(asked(effective={0: 8, 7: 10**9}), range(8), world_size=1, micro_batch=16)

@@ -7,6 +7,7 @@ from reference import quiet_trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_ga import UserError
 from lightning_ga.models import Classifier, MLPClassifier
 from lightning_ga.models.schedules import warmup_cosine
 
@@ -102,6 +103,79 @@ def test_a_checkpoint_brings_back_model_and_arguments(tmp_path):
     loaded = MLPClassifier.load_from_checkpoint(path, weights_only=True)
     images = torch.randn(2, 1, 4, 4)
     assert torch.equal(loaded(images), model(images))
+
+
+def test_labels_are_smoothed_in_training_alone():
+    """The loss of validation stays comparable."""
+    plain, smooth = small(), small(label_smoothing=0.3)
+    metrics = [train(model, batch_size=24, factor=1).callback_metrics for model in (plain, smooth)]
+    images, targets = samples().tensors
+    with torch.no_grad():
+        expected = nn.functional.cross_entropy(small()(images), targets, label_smoothing=0.3)
+    assert metrics[1]["train/loss"].item() == pytest.approx(expected.item(), rel=1e-5)
+    assert metrics[0]["train/loss"] != metrics[1]["train/loss"]
+    assert metrics[1]["val/loss"].item() == pytest.approx(
+        nn.functional.cross_entropy(smooth(images), targets).item(), rel=1e-5
+    )
+
+
+def test_targets_may_be_probabilities():
+    """As mixup makes them: the accuracy is that of the likelier class."""
+    images, targets = samples().tensors
+    mixed = TensorDataset(images, 0.7 * nn.functional.one_hot(targets, 3) + 0.1)
+    model = small()
+    trainer = quiet_trainer(max_epochs=1)
+    trainer.fit(model, DataLoader(mixed, batch_size=24), DataLoader(samples(), batch_size=24))
+    predicted = small()(images).argmax(dim=1)
+    assert trainer.callback_metrics["train/acc"].item() == pytest.approx((predicted == targets).float().mean().item())
+
+
+def test_the_right_class_among_five_is_counted():
+    """With fewer classes it always is."""
+    assert train(small(), batch_size=8, factor=1).callback_metrics["val/top5"] == 1.0
+    model = MLPClassifier([8], num_classes=24, image_size=4)
+    images = samples().tensors[0]
+    trainer = Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False)
+    (metrics,) = trainer.test(model, DataLoader(TensorDataset(images, torch.arange(24)), batch_size=5), verbose=False)
+    best = model(images).topk(5, dim=1).indices
+    assert metrics["test/top5"] == pytest.approx(sum(i in best[i].tolist() for i in range(24)) / 24)
+
+
+def test_norms_and_biases_may_be_left_without_weight_decay():
+    """By timm's groups; without the setting there is one group of all."""
+    optimizer = functools.partial(torch.optim.AdamW, weight_decay=0.05)
+    model = small(optimizer=optimizer)
+    assert len(train(model, batch_size=24, factor=1).optimizers[0].param_groups) == 1
+    model = small(optimizer=optimizer)
+    model.decay_norms = False
+    groups = train(model, batch_size=24, factor=1).optimizers[0].param_groups
+    for group, decay, dimensions in zip(groups, (0.0, 0.05), (1, 2)):
+        assert group["weight_decay"] == decay
+        assert {parameter.dim() for parameter in group["params"]} == {dimensions}
+    assert sum(len(group["params"]) for group in groups) == len(list(model.parameters()))
+
+
+def test_a_checkpoint_with_other_groups_is_refused(tmp_path):
+    """In a sentence, where the optimizer would fail; a test takes it."""
+    optimizer = functools.partial(torch.optim.AdamW, weight_decay=0.05)
+    trainer = train(small(optimizer=optimizer), batch_size=24, factor=1)
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    model, loader = small(optimizer=optimizer), DataLoader(samples(), batch_size=24)
+    model.decay_norms = False
+    again = quiet_trainer(max_epochs=2)
+    with pytest.raises(
+        UserError, match="has parameters in 1 group, this training in 2: give the optimizer.decay_norms"
+    ):
+        again.fit(model, loader, loader, ckpt_path=tmp_path / "a.ckpt")
+    again.test(model, loader, ckpt_path=tmp_path / "a.ckpt", verbose=False)
+
+
+def test_an_optimizer_without_weight_decay_is_refused():
+    """There is nothing to leave out."""
+    model = small(optimizer=torch.optim.LBFGS)
+    model.decay_norms = False
+    with pytest.raises(UserError, match="needs an optimizer that has a weight_decay"):
+        model.parameter_groups()
 
 
 def test_the_classic_perceptron():

@@ -1,5 +1,6 @@
 """A number, a mapping or a callable: each becomes the same function of the epoch."""
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -36,6 +37,11 @@ def test_the_callers_mapping_is_neither_changed_nor_watched() -> None:
     assert steps == {0: 8}
 
 
+def test_epochs_may_be_of_numpy() -> None:
+    """As counts may."""
+    assert as_schedule({np.int64(0): np.int32(8)}, name="n")(3) == 8
+
+
 @settings(deadline=None)
 @given(COUNTS, st.integers(0, 1000))
 def test_a_number_holds_for_every_epoch(count: int, epoch: int) -> None:
@@ -56,6 +62,9 @@ def test_a_number_holds_for_every_epoch(count: int, epoch: int) -> None:
         ({-1: 8}, "^n has the epoch -1; epochs are whole numbers and start at 0"),
         ({"first": 8}, "^n has the epoch 'first'"),
         ({True: 8}, "^n has the epoch True"),
+        ({0.0: 8}, "^n has the epoch 0.0"),
+        (lambda: 8, r"^n is a function with the arguments \(\), and it is called with the epoch alone"),
+        (lambda epoch, step: 8, r"^n is a function with the arguments \(epoch, step\)"),
     ],
 )
 def test_a_wrong_schedule_is_refused_at_once(value: object, message: str) -> None:

@@ -1,5 +1,6 @@
 """Memory budgets as they are written."""
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -27,6 +28,8 @@ from lightning_ga.plan.units import least_budget, parse_budget, require_bytes
         ("10G", 10**10),
         ("1TiB", 2**40),
         (".5KiB", 512),
+        (np.int64(100), 100),
+        (np.float32(0.5), 500),
     ],
 )
 def test_budgets_are_read(value: int | float | str | None, expected: int | None) -> None:
@@ -51,6 +54,15 @@ def test_a_memory_that_cannot_be_read_is_refused(wrong: object):
     """A share has no meaning without a device to take it of."""
     with pytest.raises(UserError, match=r"device_memory=.+ must be a whole number of bytes .*'10GiB'"):
         require_bytes("device_memory", wrong)
+
+
+@pytest.mark.parametrize("typed", [16, "16", 999])
+def test_a_number_without_its_unit_is_told(typed: object) -> None:
+    """Nobody means 16 bytes."""
+    with pytest.raises(
+        UserError, match=rf"^device_memory={typed} is a number of bytes: write device_memory='{typed}GiB'"
+    ):
+        require_bytes("device_memory", typed, least=1000)
 
 
 @given(st.integers(1, 10**15))
