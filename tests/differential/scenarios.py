@@ -357,6 +357,7 @@ add_fits(
     },
     gradient_clipping_by_norm={"gradient_clip_val": 0.1},
     gradient_clipping_by_value={"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"},
+    gradient_clipping_of_windows={"data": loader(Samples(32)), "gradient_clip_val": 0.1, "accumulate_grad_batches": 2},
     limit_by_count={"limit_train_batches": 2},
     limit_by_fraction={"limit_train_batches": 0.5},
     no_training_batches={"limit_train_batches": 0},
@@ -388,6 +389,11 @@ add_fits(
 @scenario()
 def schedule_by_step_with_a_frequency(run: Run) -> None:
     run.fit(Net(schedule=step_lr, interval="step", frequency=2))
+
+
+@scenario(modes=(*NEUTRAL, CUT_STEP))  # stock Lightning tests it against the number of the batch
+def schedule_by_step_with_a_frequency_under_accumulation(run: Run) -> None:
+    run.fit(Net(schedule=step_lr, interval="step", frequency=2), loader(Samples(48)), accumulate_grad_batches=3)
 
 
 @scenario()

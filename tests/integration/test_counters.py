@@ -4,8 +4,7 @@ from functools import cache
 from typing import Any
 
 import pytest
-import torch
-from reference import Regression, Samples, StreamOf, Validated, cut, fit, plain_loop, worst_error
+from reference import Samples, StreamOf, Validated, cut, fit, plain_loop, worst_error
 from torch.utils.data import DataLoader
 
 from lightning_ga import AutoAccumulate, UserError
@@ -69,13 +68,6 @@ def test_validation_runs_after_the_same_steps(micro_batch: int, settings: dict[s
     assert ours.steps_at_validation == stock_validations(tuple(settings.items()))
 
 
-def test_validation_of_a_stream_runs_at_its_end() -> None:
-    """A stream of unknown length is validated when it is over."""
-    for extra in ((), (AutoAccumulate(micro_batch_size=3),)):
-        module, _ = fit(DataLoader(StreamOf(Samples(30)), batch_size=8), *extra, module=Validated())
-        assert module.steps_at_validation == [4, 8]
-
-
 def test_an_interval_above_the_epoch_is_refused_in_batches_of_the_recipe() -> None:
     """Eight batches of the recipe are an epoch, however many micro-batches that makes."""
     fit(loader(), AutoAccumulate(64), module=Validated(), val_check_interval=8, max_epochs=1)
@@ -89,36 +81,9 @@ def test_limits_are_the_users_again_after_the_fit() -> None:
     assert (trainer.limit_train_batches, trainer.val_check_interval) == (3, 2)
 
 
-@pytest.mark.parametrize("micro_batch", [3, 8])
-def test_estimated_steps_and_schedulers_by_step_count_optimizer_steps(micro_batch: int) -> None:
-    """A OneCycle schedule made from the estimate ends exactly with training."""
-
-    class Scheduled(Regression):
-        def configure_optimizers(self) -> Any:
-            optimizer = super().configure_optimizers()
-            self.estimate = self.trainer.estimated_stepping_batches
-            schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=self.estimate)
-            return [optimizer], [{"scheduler": schedule, "interval": "step"}]
-
-    module, trainer = fit(
-        loader(), AutoAccumulate(micro_batch_size=micro_batch), module=Scheduled(), accumulate_grad_batches=2
-    )
-    assert module.estimate == trainer.global_step == 8
-    assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.0)
-
-
 def test_overfitting_turns_a_shuffle_off() -> None:
     """The first batches of the dataset, in every epoch, and Lightning says so."""
     shuffled = DataLoader(Samples(30), batch_size=4, shuffle=True)
     with pytest.warns(UserWarning, match="turning off the train dataloader shuffling"):
         module, _ = fit(shuffled, AutoAccumulate(micro_batch_size=3), overfit_batches=2)
     assert module.windows == cut(range(8), 4) * 2
-
-
-@pytest.mark.parametrize("settings", [{"fast_dev_run": True}, {"overfit_batches": 2}, {"max_steps": 5}])
-def test_trainer_modes_keep_their_meaning(settings: dict[str, Any]) -> None:
-    """As many optimizer steps as without the callback, on the same samples."""
-    settings = {"accumulate_grad_batches": 2, "max_epochs": 3, **settings}
-    stock, _ = fit(loader(), **settings)
-    ours, _ = fit(loader(), AutoAccumulate(micro_batch_size=3), **settings)
-    assert [sorted(w) for w in ours.windows] == [sorted(w) for w in stock.windows]

@@ -264,7 +264,7 @@ def test_modes_of_the_trainer(mode: str, oom: bool, settings: dict[str, Any]) ->
 
 
 @row("Schedules of the learning rate, `LearningRateMonitor`")
-@every_pair(interval=["step", "epoch"], frequency=[1, 2], mode=BOTH, oom=MAYBE)
+@every_pair(interval=["step", "epoch"], frequency=[1, 2, 3], mode=BOTH, oom=MAYBE)
 def test_schedules(mode: str, oom: bool, interval: str, frequency: int, tmp_path: Path) -> None:
     """By steps of the optimizer or by epochs, and what the monitor logs."""
 
@@ -285,6 +285,7 @@ def test_schedules(mode: str, oom: bool, interval: str, frequency: int, tmp_path
         at = table[0].split(",").index("lr-SGD")
         logged = [line.split(",")[at] for line in table[1:] if line.split(",")[at]]
         rates.append((logged, trainer.optimizers[0].param_groups[0]["lr"]))
+        assert trainer.lr_scheduler_configs[0].frequency == frequency
     assert rates[0] == rates[1]
 
 

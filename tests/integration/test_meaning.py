@@ -84,18 +84,6 @@ def test_a_stream_with_a_limit_has_as_many_steps(micro_batch_size: int) -> None:
     assert trainer.num_training_batches == 4 * -(-8 // micro_batch_size)
 
 
-def test_a_stream_that_ends_before_its_limit_ends_the_epoch() -> None:
-    """Its last window, too, which is ragged."""
-    module, trainer = fit(
-        DataLoader(Stream(), batch_size=24),
-        AutoAccumulate(48, micro_batch_size=10),
-        max_epochs=1,
-        limit_train_batches=1000,
-    )
-    assert [len(window) for window in module.windows] == [48, 48, 48, 48, 8]
-    assert trainer.global_step == 5
-
-
 class Forgetful(Regression):
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
         optimizer.optimizer.step()
@@ -122,12 +110,6 @@ def test_closures_are_those_of_lightning(micro_batching: str) -> None:
     """So that code which asks for their class goes on to work."""
     _, trainer = fit(loader(), AutoAccumulate(micro_batch_size=4, micro_batching=micro_batching), module=Curious())
     assert trainer.global_step == 8
-
-
-def test_loaders_one_after_the_other_are_refused() -> None:
-    """As stock Lightning does."""
-    with pytest.raises(UserError, match="sequential"):
-        fit(CombinedLoader([loader(), loader()], "sequential"), AutoAccumulate(micro_batch_size=4))
 
 
 class Paired(Regression):
@@ -164,15 +146,6 @@ class Scheduled(Regression):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         super().on_before_optimizer_step(optimizer)
         self.rates.append(optimizer.param_groups[0]["lr"])
-
-
-@pytest.mark.parametrize("micro_batching", ["loader", "step"])
-def test_a_frequency_means_what_it_means_in_lightning_where_nothing_is_cut(micro_batching: str) -> None:
-    """It is tested against the number of the batch."""
-    stock, _ = fit(loader(), module=Scheduled(), accumulate_grad_batches=2)
-    callback = AutoAccumulate(micro_batch_size=8, micro_batching=micro_batching)
-    ours, _ = fit(loader(), callback, module=Scheduled(), accumulate_grad_batches=2)
-    assert ours.rates == stock.rates
 
 
 def test_where_batches_are_cut_a_frequency_counts_steps_and_that_is_said(caplog: pytest.LogCaptureFixture) -> None:
@@ -336,12 +309,6 @@ class Looking(Regression):
         return super().training_step(batch["a"] if isinstance(batch, dict) else batch, batch_idx)
 
 
-@pytest.mark.parametrize("data", [loader(), {"a": loader()}, CombinedLoader({"a": loader()}, "min_size")])
-def test_the_trainer_shows_the_loaders_that_the_user_gave(data: Any) -> None:
-    module, _ = fit(data, AutoAccumulate(micro_batch_size=3, verify=False), module=Looking(), max_epochs=1)
-    assert module.found is (data.iterables if isinstance(data, CombinedLoader) else data)
-
-
 def test_callbacks_are_in_their_order_again_after_a_fit() -> None:
     others = Thawing(), Thawing()
     callback = AutoAccumulate(micro_batch_size=4)
@@ -412,3 +379,9 @@ def test_a_loader_that_ends_its_epochs_itself_is_not_cut_in_silence() -> None:
         assert trainer.global_step == 4
         for mine, theirs in zip(cut.parameters(), whole.parameters()):
             torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("data", [loader(), {"a": loader()}, CombinedLoader({"a": loader()}, "min_size")])
+def test_the_trainer_shows_the_loaders_that_the_user_gave(data: Any) -> None:
+    module, _ = fit(data, AutoAccumulate(micro_batch_size=3, verify=False), module=Looking(), max_epochs=1)
+    assert module.found is (data.iterables if isinstance(data, CombinedLoader) else data)
