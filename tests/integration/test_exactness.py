@@ -307,24 +307,6 @@ def test_drop_last_drops_the_ragged_window(drop_last: bool) -> None:
     assert worst_error(module.gradients, plain_loop(dataset, windows)) <= 1e-12
 
 
-def test_without_normalization_gradients_are_those_of_stock_lightning() -> None:
-    """``normalize=None`` keeps the division by the nominal factor, the ragged window's error included."""
-    dataset = Samples(20)
-    stock, _ = fit(DataLoader(dataset, batch_size=4), accumulate_grad_batches=3)
-    ours, _ = fit(
-        DataLoader(dataset, batch_size=4), AutoAccumulate(micro_batch_size=4, normalize=None), accumulate_grad_batches=3
-    )
-    assert worst_error(ours.gradients, stock.gradients) <= 1e-12
-
-
-def test_full_windows_of_equal_chunks_are_bitwise_those_of_stock_lightning() -> None:
-    """Where all weights are one nothing is touched."""
-    dataset = Samples(24)
-    stock, _ = fit(DataLoader(dataset, batch_size=4), accumulate_grad_batches=3)
-    ours, _ = fit(DataLoader(dataset, batch_size=4), AutoAccumulate(micro_batch_size=4), accumulate_grad_batches=3)
-    assert all(torch.equal(a, b) for a, b in zip(ours.gradients, stock.gradients, strict=True))
-
-
 def test_the_users_loader_stays_as_it_was() -> None:
     """After a fit it yields what it yielded before."""
     loader = DataLoader(Samples(10), batch_size=4)

@@ -76,17 +76,6 @@ def test_sums_of_many_micro_batches_lose_nothing(factor):
     assert error(module.seen[0], wanted) < 6e-3
 
 
-def test_a_sum_in_bf16_would_lose_it():
-    """What the same windows come to without this: the reason for it."""
-    module = Regressor()
-    wanted = in_double(module, 1024)
-    twin = copy.deepcopy(module).to(torch.bfloat16)
-    for inputs, targets in DataLoader(data(1024), batch_size=2):
-        loss = nn.functional.mse_loss(twin.net(inputs.bfloat16()).float(), targets.bfloat16().float())
-        (loss / 512).backward()
-    assert error([p.grad for p in twin.parameters()], wanted) > 2e-2
-
-
 @sums_in_float32
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW, torch.optim.LBFGS])
 @pytest.mark.parametrize("micro_batching", ["loader", "step"])

@@ -151,13 +151,6 @@ def test_state_is_told_to_the_byte() -> None:
     assert 2 * weights <= parts["optimizer state"] <= 2 * weights + 100 * max(8, rounding)
 
 
-def test_the_batch_is_told_apart() -> None:
-    """Where it is large, and the model small."""
-    holders = held(trained(Plain(classes=2)))
-    batch = 32 * TOKENS * (WIDTH * 4 + 8)
-    assert dict(holders.parts)["batch"] == batch
-
-
 @pytest.mark.parametrize("make", [Plain, Attention, Keeping])
 def test_looking_changes_nothing(make: Callable[[], Plain], monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither what the probe finds nor how many steps it takes; nor the training."""

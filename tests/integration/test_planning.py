@@ -146,19 +146,6 @@ def test_nothing_is_left_behind(precision: Any) -> None:
     assert module._trainer is None
 
 
-def test_a_fit_after_a_plan_is_the_fit_without_one() -> None:
-    """Bit for bit."""
-    weights = []
-    for planned in (False, True):
-        pl.seed_everything(1, verbose=False)
-        module, data = Pictures(), loader(batch_size=32)
-        if planned:
-            plan_for_device(module, data, "16GiB", precision="bf16-mixed", gradient_clip_val=1.0)
-        quiet_trainer(max_epochs=1).fit(module, data)
-        weights.append(torch.cat([parameter.flatten() for parameter in module.parameters()]))
-    assert torch.equal(*weights)
-
-
 def test_several_devices_share_the_effective_batch() -> None:
     """Each holds its share, and buckets beside its gradients."""
     one, four = (

@@ -215,19 +215,3 @@ def test_lazy_modules_and_growing_optimizers_are_refused_with_the_way_out() -> N
         probe(Lazy())
     with pytest.raises(UserError, match="LBFGS keeps a history"):
         probe(Growing())
-
-
-def test_a_limit_of_other_hardware_is_looked_for_again(tmp_path: Any) -> None:
-    """A checkpoint's limit holds for its own budget only."""
-    settings: dict[str, Any] = {"module": Wide(), "max_epochs": 1}
-    loader = DataLoader(Samples(128), batch_size=64)
-    first = AutoAccumulate(64, memory_budget=BUDGET)
-    _, trainer = fit(loader, first, **settings)
-    trainer.save_checkpoint(tmp_path / "run.ckpt")
-    settings = {"ckpt_path": tmp_path / "run.ckpt", "max_epochs": 2}
-    same, other = AutoAccumulate(64, memory_budget=BUDGET), AutoAccumulate(64, memory_budget=BUDGET - 20_000)
-    fit(loader, same, module=Wide(), **settings)
-    fit(loader, other, module=Wide(), **settings)
-    assert (same.probe.source, same.probe.limit) == ("checkpoint", first.probe.limit)
-    assert other.probe.source == "probe"
-    assert other.probe.limit < first.probe.limit

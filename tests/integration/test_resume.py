@@ -94,15 +94,3 @@ def test_state_in_a_checkpoint_is_plain_values(tmp_path: Path) -> None:
     state = checkpoint["callbacks"]["AutoAccumulate"]
     assert state["position"] == {"seed": 7, "epoch": 0, "samples_done": 20, "batches_before": 0, "shuffles": False}
     assert state["probe"] is None
-
-
-def test_a_checkpoint_loads_in_stock_lightning(tmp_path: Path) -> None:
-    """Without the callback training goes on, with Lightning's own warning about the missing one."""
-    saver = Saver(tmp_path, "on_train_epoch_end")
-    run(Regression(), 5, saver)
-    path, step = saver.saved[0]
-    with pytest.warns(UserWarning, match="callbacks used to create the checkpoint"):
-        module, trainer = fit(
-            DataLoader(Samples(27), batch_size=5), module=Regression(), ckpt_path=path, accumulate_grad_batches=2
-        )
-    assert trainer.global_step == 2 * step

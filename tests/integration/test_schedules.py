@@ -54,13 +54,6 @@ def test_the_factor_follows_the_epoch(schedule: object) -> None:
     assert worst_error(module.gradients, plain_loop(dataset, windows)) <= 1e-12
 
 
-def test_the_users_mapping_is_not_changed() -> None:
-    """Neither by the constructor nor by training."""
-    schedule = {1: 6}
-    fit(DataLoader(Samples(12), batch_size=4), AutoAccumulate(schedule, micro_batch_size=2))
-    assert schedule == {1: 6}
-
-
 def test_a_second_fit_of_the_same_trainer_goes_on_with_the_schedule(micro_batching: str) -> None:
     """The factor that the first fit left in the trainer is not taken for the recipe's."""
     dataset = Samples(24)

@@ -364,15 +364,6 @@ def test_data_workers_draw_what_they_draw_in_the_stock_run(
     same_as_stock(Drawing, data, {**arguments, "micro_batching": "loader"})
 
 
-@pytest.mark.parametrize("factor", [2, 3])
-@MODES
-def test_a_recipe_that_accumulates_by_itself_is_the_stock_run(factor: int, mode: str) -> None:
-    """Full windows of full batches: what Lightning does is right, and is left alone."""
-    data = lambda: DataLoader(Augmented(48), batch_size=8)  # noqa: E731
-    arguments = {"micro_batch_size": 8, "micro_batching": mode}
-    same_as_stock(Drawing, data, arguments, accumulate_grad_batches=factor)
-
-
 # --- what is said, and who is muted -------------------------------------------------------------
 
 
@@ -451,24 +442,6 @@ def test_other_trainers_of_the_process_are_not_muted() -> None:
     assert (mine.called, theirs.called) == ([], ["start", "batch", "batch", "end"])
     quiet_trainer(mine, max_epochs=1).fit(Task(), data)
     assert mine.called == theirs.called
-
-
-@pytest.mark.usefixtures("_hooks_as_they_were")
-def test_two_trainers_are_muted_one_within_the_other() -> None:
-    """Each until its own context ends, in whatever order they do."""
-    data = DataLoader(pairs(16), batch_size=8)
-    hooks = [Hooks(), Hooks(), Hooks()]
-    trainers = [quiet_trainer(hook, max_epochs=1) for hook in hooks]
-    first, second = trial_steps.muted(trainers[0]), trial_steps.muted(trainers[1])
-    first.__enter__()
-    second.__enter__()
-    first.__exit__(None, None, None)
-    for trainer in trainers:
-        trainer.fit(Task(), data)
-    second.__exit__(None, None, None)
-    assert [len(hook.called) for hook in hooks] == [4, 0, 4]
-    quiet_trainer(hooks[1], max_epochs=1).fit(Task(), data)
-    assert len(hooks[1].called) == 4
 
 
 @pytest.mark.usefixtures("_hooks_as_they_were")
