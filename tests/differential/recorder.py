@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import lightning.pytorch as pl
 import numpy as np
@@ -37,14 +38,7 @@ PLAIN = frozenset({type(None), bool, int, float, str, bytes})
 
 @dataclass(frozen=True)
 class Event:
-    """One call of a hook.
-
-    Attributes:
-        owner: ``"callback"`` or ``"module"``.
-        hook: Its name.
-        step: ``trainer.global_step`` at that time.
-        values: What it was given, as plain values.
-    """
+    """One call of a hook."""
 
     owner: str
     hook: str
@@ -146,10 +140,20 @@ for _name in CALLBACK_HOOKS:
     setattr(Watcher, _name, _callback_hook(_name))
 
 
-class Told(pl.LightningModule):
-    """A module whose hooks write themselves into ``journal``, where it has one."""
+JOURNALS: WeakKeyDictionary[pl.LightningModule, Journal] = WeakKeyDictionary()
+"""Apart from their modules: what hangs on a module is looked through in each window whose hooks may change it."""
 
-    journal: Journal | None = None
+
+class Told(pl.LightningModule):
+    """A module whose hooks write themselves into a journal, where it has one."""
+
+    @property
+    def journal(self) -> Journal | None:
+        return JOURNALS.get(self)
+
+    @journal.setter
+    def journal(self, journal: Journal) -> None:
+        JOURNALS[self] = journal
 
     def tell(self, hook: str, *values: Any) -> None:
         """Write one call down."""

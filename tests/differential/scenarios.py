@@ -4,7 +4,6 @@ A scenario is a function that is given a ``Run`` and trains with it; ``SCENARIOS
 write a function with ``@scenario()`` before it. ``Run.fit`` takes whatever the Trainer takes.
 """
 
-import contextlib
 import random
 from collections import namedtuple
 from collections.abc import Callable, Iterator, Mapping
@@ -33,14 +32,7 @@ FEATURES, BATCH, CUT, SIZE = 5, 8, 3, 20
 
 @dataclass(frozen=True)
 class Mode:
-    """One way to run a scenario.
-
-    Attributes:
-        name: How tests call it.
-        cut: Whether the recipe's batches are cut.
-        micro_batching: Where; ``None`` for stock Lightning.
-        settings: Arguments of the callback.
-    """
+    """One way to run a scenario."""
 
     name: str
     cut: bool = False
@@ -105,13 +97,7 @@ def add(name: str, train: Callable[["Run"], None], **settings: Any) -> None:
 
 
 class Run:
-    """What a scenario trains with: builds trainers as the mode asks for them and keeps records.
-
-    Args:
-        scenario: What is run.
-        mode: How.
-        folder: For loggers and checkpoints.
-    """
+    """What a scenario trains with: builds trainers as the mode asks for them and keeps records."""
 
     def __init__(self, scenario: Scenario, mode: Mode, folder: Path) -> None:
         self.scenario, self.mode, self.folder = scenario, mode, folder
@@ -702,31 +688,19 @@ def loaders_of_the_module(run: Run) -> None:
 
 
 @scenario()
-def own_after_batch_transfer(run: Run) -> None:
-    class Mine(Net):
-        def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-            self.tell("on_after_batch_transfer", batch, dataloader_idx)
-            return [2 * batch[0], *batch[1:]]
-
-    run.fit(Mine())
-
-
-@scenario()
-def own_before_batch_transfer(run: Run) -> None:
+def own_hooks_of_the_transfer(run: Run) -> None:
     class Mine(Net):
         def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
             self.tell("on_before_batch_transfer", len(batch[0]), dataloader_idx)
             return [2 * batch[0], *batch[1:]]
 
-    run.fit(Mine())
-
-
-@scenario()
-def own_transfer(run: Run) -> None:
-    class Mine(Net):
         def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
             self.tell("transfer_batch_to_device", batch, str(device), dataloader_idx)
             return super().transfer_batch_to_device([3 * batch[0], *batch[1:]], device, dataloader_idx)
+
+        def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            self.tell("on_after_batch_transfer", batch, dataloader_idx)
+            return [0.2 * batch[0], *batch[1:]]
 
     run.fit(Mine())
 
@@ -824,18 +798,6 @@ def outputs_read_by_callbacks(run: Run) -> None:
         return {"loss": losses.mean(), "each": losses.detach(), "extra": losses.detach().mean() * 2}
 
     run.fit(Stepping(step), None, First(), Second())
-
-
-@scenario()
-def outputs_changed_by_callbacks(run: Run) -> None:
-    class First(pl.Callback):
-        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            outputs["added"] = 1
-
-    def step(module: Any, batch: Any, batch_idx: int) -> Any:
-        return {"loss": module.losses(batch).mean()}
-
-    run.fit(Stepping(step), None, First())
 
 
 @scenario()
@@ -976,42 +938,22 @@ def logged_in_every_hook(run: Run) -> None:
     run.fit(Logging())
 
 
-@scenario()
-def averages_gathered_by_the_user(run: Run) -> None:
-    class Gathering(Net):
-        def on_train_epoch_start(self) -> None:
-            self.kept: list[torch.Tensor] = []
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            losses = self.losses(batch)
-            self.kept.append(losses.detach())
-            return losses.mean()
-
-        def on_train_epoch_end(self) -> None:
-            self.log("mine", torch.cat(self.kept).mean())
-
-    run.fit(Gathering())
-
-
 # --- stopping --------------------------------------------------------------------------------------
 
 
-@scenario()
-def rest_of_the_epoch_is_skipped(run: Run) -> None:
-    class Skipping(Net):
-        def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
-            return -1 if self.current_epoch == 0 and int(batch[2][0]) == 8 else None
+class Skipping(Net):
+    """Leaves out the rest of one epoch, from the batch that begins with a sample."""
 
-    run.fit(Skipping())
+    def __init__(self, epoch: int, first: int) -> None:
+        super().__init__()
+        self.skipped = epoch, first
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if (self.current_epoch, int(batch[2][0])) == self.skipped else None
 
 
-@scenario()
-def whole_epoch_is_skipped(run: Run) -> None:
-    class Skipping(Net):
-        def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
-            return -1 if self.current_epoch == 1 else None
-
-    run.fit(Skipping(), max_epochs=3)
+add("rest_of_the_epoch_is_skipped", lambda run: run.fit(Skipping(0, 8)))
+add("whole_epoch_is_skipped", lambda run: run.fit(Skipping(1, 0), max_epochs=3))
 
 
 @scenario()
@@ -1025,16 +967,6 @@ def stopped_by_the_step(run: Run) -> None:
 
 
 @scenario()
-def stopped_after_a_batch(run: Run) -> None:
-    class Stop(pl.Callback):
-        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            if 15 in batch[2].tolist():
-                trainer.should_stop = True
-
-    run.fit(None, None, Stop())
-
-
-@scenario()
 def stopped_by_a_step_count(run: Run) -> None:
     class Stop(pl.Callback):
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -1043,34 +975,23 @@ def stopped_by_a_step_count(run: Run) -> None:
     run.fit(None, None, Stop())
 
 
-@scenario()
-def error_in_the_step(run: Run) -> None:
+def _ended_by(error: type[BaseException], run: Run) -> None:
     def step(module: Any, batch: Any, batch_idx: int) -> Any:
         if module.trainer.global_step == 2:
-            raise ValueError("of the user's")
+            raise error("of the user's")
         return module.losses(batch).mean()
 
     trainer, module = run.trainer(), Stepping(step)
     module.journal = run.journal
     try:
         trainer.fit(module, loader())
-    except ValueError as error:
-        run.notes["error"] = str(error)
+    except (ValueError, KeyboardInterrupt, SystemExit) as ended:
+        run.notes["error"] = str(ended) if isinstance(ended, ValueError) else None
     run.ends.append(end_of(trainer, module))
 
 
-@scenario()
-def interrupted(run: Run) -> None:
-    def step(module: Any, batch: Any, batch_idx: int) -> Any:
-        if module.trainer.global_step == 2:
-            raise KeyboardInterrupt
-        return module.losses(batch).mean()
-
-    trainer, module = run.trainer(), Stepping(step)
-    module.journal = run.journal
-    with contextlib.suppress(KeyboardInterrupt, SystemExit):
-        trainer.fit(module, loader())
-    run.ends.append(end_of(trainer, module))
+add("error_in_the_step", partial(_ended_by, ValueError))
+add("interrupted", partial(_ended_by, KeyboardInterrupt))
 
 
 # --- precision -------------------------------------------------------------------------------------
@@ -1215,12 +1136,7 @@ def evaluated_from_a_checkpoint(run: Run) -> None:
 
 @dataclass(frozen=True)
 class Refused:
-    """A training that the callback refuses.
-
-    Attributes:
-        train: Runs it.
-        sentence: What the error says.
-    """
+    """A training that the callback refuses."""
 
     train: Callable[[Run], Any]
     sentence: str
@@ -1277,7 +1193,7 @@ WRONG: dict[str, Callable[[Run], Any]] = {
 
 _NAMES = """
 sgd schedule_of_one_cycle less_than_a_batch batch_is_a_dict stream stream_that_drops_the_last ready_batches a_worker
-a_dict_of_loaders own_transfer checkpoint_of_the_best averaging_stochastically frozen_at_first
+a_dict_of_loaders own_hooks_of_the_transfer checkpoint_of_the_best averaging_stochastically frozen_at_first
 random_numbers_in_the_step batch_norm step_skips_batches metrics_as_objects precision_16_mixed
 fitted_twice resumed_after_an_epoch_of_us_by_us
 """

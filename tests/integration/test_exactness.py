@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import count, pairwise
 from typing import Any
 
 import pytest
@@ -265,19 +265,18 @@ def test_a_sampler_ends_where_stock_lightning_lets_it_end(workers: int, batch_si
     assert runs[0] == runs[1]
 
 
+class Endless(Sampler[int]):
+    """Has a length all the same."""
+
+    def __len__(self) -> int:
+        return 20
+
+    def __iter__(self) -> Iterator[int]:
+        return (index % 20 for index in count())
+
+
 def test_a_sampler_without_an_end_is_cut_at_its_length() -> None:
     """As torch's loaders never ask it for more than the loop takes."""
-
-    class Endless(Sampler[int]):
-        def __len__(self) -> int:
-            return 20
-
-        def __iter__(self) -> Iterator[int]:
-            index = 0
-            while True:
-                yield index % 20
-                index += 1
-
     module, _ = fit(DataLoader(Samples(20), 8, sampler=Endless()), AutoAccumulate(micro_batch_size=3), max_epochs=1)
     assert module.windows == cut(range(20), 8)
 
@@ -295,16 +294,6 @@ def test_samples_that_a_collate_fn_drops_are_left_out_of_the_mean() -> None:
     whole, _ = fit(loader, AutoAccumulate(micro_batch_size=12), max_epochs=1)
     stock, _ = fit(loader, max_epochs=1)
     assert worst_error(whole.gradients, stock.gradients) == 0.0
-
-
-@pytest.mark.parametrize("drop_last", [False, True])
-def test_drop_last_drops_the_ragged_window(drop_last: bool) -> None:
-    """Dropped is what the whole batch would have dropped."""
-    dataset = Samples(50)
-    loader = DataLoader(dataset, batch_size=8, drop_last=drop_last)
-    module, _ = fit(loader, AutoAccumulate(micro_batch_size=3), accumulate_grad_batches=2, max_epochs=1)
-    windows = cut(range(50), 16, drop_last)
-    assert worst_error(module.gradients, plain_loop(dataset, windows)) <= 1e-12
 
 
 def test_the_users_loader_stays_as_it_was() -> None:

@@ -1,7 +1,6 @@
 """What users write for Lightning keeps its meaning: intervals by time, streams with a limit, forgotten closures."""
 
 import logging
-import time
 import warnings
 from collections.abc import Iterator
 from itertools import islice
@@ -125,12 +124,6 @@ def test_nothing_is_said_of_data_that_the_user_does_not_have() -> None:
     assert not [each for each in told if "IterableDataset" in str(each.message)]
 
 
-def test_the_warning_that_overfitting_does_not_shuffle_is_kept() -> None:
-    """Lightning's own."""
-    with pytest.warns(UserWarning, match="overfit but enabled"):
-        fit(loader(shuffle=True), AutoAccumulate(micro_batch_size=4), overfit_batches=2)
-
-
 class Scheduled(Regression):
     """Notes the learning rate of each step."""
 
@@ -225,20 +218,6 @@ def test_workers_are_started_as_often_as_by_stock_lightning(persistent: bool, tm
         started.append((tmp_path / name).read_text().count("0"))
     assert started == [2 - persistent, 2 - persistent, 3 - persistent]
     assert looking.exactness.cause == "exact"
-
-
-class Slow(Samples):
-    """Samples that take a moment to read."""
-
-    def __getitem__(self, index: int) -> Any:
-        time.sleep(0.002)
-        return super().__getitem__(index)
-
-
-def test_the_probe_counts_what_it_takes_to_read_samples() -> None:
-    callback = AutoAccumulate(cache=False, verify=False)
-    fit(DataLoader(Slow(64), batch_size=8), callback, module=Regression(), max_epochs=1)
-    assert callback.probe.seconds >= 64 * 0.002
 
 
 def test_a_collection_may_hold_loaders_of_streams() -> None:

@@ -189,15 +189,6 @@ def test_nothing_is_compiled_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
     assert compiled[0] == compiled[1] > 0
 
 
-def test_no_hook_is_left_behind() -> None:
-    """Nothing runs outside of traces."""
-    trained(Plain())
-    module = torch.nn.modules.module
-    assert not module._global_forward_hooks
-    assert not module._global_forward_pre_hooks
-    assert not module._global_forward_hooks_always_called
-
-
 def test_a_remembered_limit_keeps_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     """It is in the cache, and in the checkpoint as plain values."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -67,16 +67,6 @@ def test_a_second_fit_of_the_same_trainer_goes_on_with_the_schedule(micro_batchi
     assert factors.seen == [(0, 4 // yielded), (1, 4 // yielded), (2, 12 // yielded)]
 
 
-def test_a_second_fit_keeps_the_recipe() -> None:
-    """Twice the same recipe is twice the same effective batch."""
-    callback = AutoAccumulate(micro_batch_size=2)
-    module, trainer = fit(DataLoader(Samples(24), batch_size=4), callback, accumulate_grad_batches=3, max_epochs=1)
-    assert (callback.plan.effective_batch_size, callback.plan.factor) == (12, 6)
-    trainer.fit_loop.max_epochs = 2
-    trainer.fit(module, DataLoader(Samples(24), batch_size=4))
-    assert (callback.plan.effective_batch_size, callback.plan.factor) == (12, 6)
-
-
 def test_the_schedule_holds_after_a_resume_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
     """Lightning's own scheduler trains on at factor 1 there."""
     dataset = Samples(30)

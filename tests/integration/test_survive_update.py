@@ -22,13 +22,7 @@ NOTE = "Memory ran out after the window's last backward pass"
 
 
 class Updated(Regression):
-    """Its own optimizer, the steps of which are counted, and faults within.
-
-    Args:
-        factory: Makes the optimizer.
-        faults: Armed within its steps.
-        closures: Whether also where it evaluates its closure.
-    """
+    """Its own optimizer, the steps of which are counted, and faults within, if asked for in its closures too."""
 
     def __init__(self, factory: Factory, faults: Faults, closures: bool) -> None:
         super().__init__()

@@ -18,7 +18,7 @@ from pairing import every_pair
 from reference import quiet_trainer
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, default_collate
-from true_support import OOM, WAYS, Case, Memory, Task, Trained, Way, each_way, error, one_pass, pairs, run, train
+from true_support import LOADER, OOM, Case, Memory, Task, Trained, Way, each_way, error, one_pass, pairs, run, train
 
 from lightning_ga import AutoAccumulate, UserError
 from lightning_ga.compat import trial_steps
@@ -135,23 +135,15 @@ def test_a_stream_that_goes_on_loses_nothing(name: str, micro_batch_size: int | 
 
 
 @pytest.mark.parametrize("name", STREAMS)
+@pytest.mark.parametrize("fails", [False, True], ids=["windows of two batches", "oom"])
 @MODES
-def test_a_stream_that_goes_on_and_memory_that_runs_out(name: str, mode: str) -> None:
+def test_a_stream_that_goes_on_in_windows_or_after_an_error_loses_nothing(name: str, fails: bool, mode: str) -> None:
     """Nor does an error cost a batch."""
-    whole, expected = of_stream(name)
-    callback = AutoAccumulate(micro_batch_size=8, micro_batching=mode)
-    ours, seen = of_stream(name, callback, memory=Memory(6))
-    assert callback.oom_events == 1
-    assert seen == expected
-    assert error(ours, whole) <= 1e-12
-
-
-@pytest.mark.parametrize("name", STREAMS)
-@MODES
-def test_a_stream_that_goes_on_in_windows_of_its_own(name: str, mode: str) -> None:
-    """Two batches a step."""
-    whole, expected = of_stream(name, accumulate_grad_batches=2)
-    ours, seen = of_stream(name, AutoAccumulate(16, micro_batch_size=4, micro_batching=mode))
+    whole, expected = of_stream(name, accumulate_grad_batches=1 if fails else 2)
+    arguments = {"micro_batch_size": 8} if fails else {"effective_batch_size": 16, "micro_batch_size": 4}
+    callback = AutoAccumulate(**arguments, micro_batching=mode)
+    ours, seen = of_stream(name, callback, memory=Memory(*([6] if fails else [])))
+    assert callback.oom_events == fails
     assert seen == expected
     assert error(ours, whole) <= 1e-12
 
@@ -382,30 +374,20 @@ LOADERS = {
 }
 
 
-def lines(case: str, caplog: pytest.LogCaptureFixture, callback: AutoAccumulate, **settings: Any) -> list[str]:
+@pytest.mark.parametrize("case", LOADERS)
+@pytest.mark.parametrize(
+    ("way", "micro", "most"), [(LOADER, 8, 0), (LOADER, 3, 1), (OOM, 3, 1)], ids=["whole", "loader", "oom"]
+)
+def test_what_is_said_of_data_that_are_cut_in_the_step(
+    case: str, way: Way, micro: int, most: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One line, and none if nothing has to be cut; nobody is told to leave the callback out."""
     module, data = LOADERS[case]
     with caplog.at_level(logging.INFO):
-        train(module(), data(), callback, **settings)
-    return [record.getMessage() for record in caplog.records if "AutoAccumulate" in record.getMessage()]
-
-
-@pytest.mark.parametrize("case", LOADERS)
-def test_what_need_not_be_cut_is_not_said_to_be(case: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Where everything works there is nothing to explain."""
-    said = lines(case, caplog, AutoAccumulate(micro_batch_size=8, micro_batching="loader"))
-    assert not [line for line in said if "cuts batches in the training step" in line]
+        train(module(), data(), way.callback(8, micro), memory=way.memory())
+    said = [record.getMessage() for record in caplog.records if "AutoAccumulate" in record.getMessage()]
     assert not [line for line in said if "leave the callback out" in line]
-
-
-@pytest.mark.parametrize("case", LOADERS)
-@pytest.mark.parametrize("way", [WAYS["loader"], OOM], ids=["loader", "oom"])
-def test_nobody_is_told_to_leave_the_callback_out_where_it_works(
-    case: str, way: Way, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Batches of such data are cut in the step, which is one line without a warning in it."""
-    said = lines(case, caplog, way.callback(8, 3), memory=way.memory())
-    assert not [line for line in said if "leave the callback out" in line]
-    assert len([line for line in said if "cuts batches in the training step" in line]) <= 1
+    assert len([line for line in said if "cuts batches in the training step" in line]) <= most
 
 
 class Hooks(pl.Callback):
