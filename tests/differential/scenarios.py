@@ -849,6 +849,41 @@ add_fits(
     }
 )
 add("random_numbers_in_the_step", lambda run: run.fit(Stepping(_random)), modes=NEUTRAL)
+
+
+class Augmented(Samples):
+    """Every sample draws from all generators."""
+
+    def __getitem__(self, index: int) -> Any:
+        inputs, *rest = super().__getitem__(index)
+        return (inputs * (torch.rand(()).item() + np.random.random() + random.random()), *rest)
+
+
+class SteppingPaired(Stepping, Paired):
+    """Draws in its steps, on several loaders at a time."""
+
+
+def _augmented(make: Callable[..., Any], run: Run) -> None:
+    """Let data, dropout, steps and validation draw."""
+    run.fit(
+        SteppingPaired(_random, net=network(torch.float64, torch.nn.Dropout(0.3))), make(), val=loader(Augmented(6), 4)
+    )
+
+
+_GROUPS = BatchSampler(SequentialSampler(range(SIZE)), 4, False)
+_AUGMENTED: dict[str, Callable[..., Any]] = {
+    "samples": lambda: loader(Augmented()),
+    "a_stream": lambda: loader(reference.StreamOf(Augmented())),
+    "groups": lambda: loader(Augmented(), batch_size=1, batch_sampler=_GROUPS),
+    "two_loaders": lambda: CombinedLoader({name: loader(Augmented(16)) for name in "ab"}, "min_size"),
+    "unequal_loaders": lambda: {"a": loader(Augmented(16), 4), "b": loader(Augmented(48), 12)},
+    "a_worker": lambda: loader(Augmented(), num_workers=1),
+    "workers_that_stay": lambda: loader(Augmented(), num_workers=2, persistent_workers=True),
+}
+for _name, _make in _AUGMENTED.items():
+    add(f"random_numbers_of_{_name}", partial(_augmented, _make), modes=NEUTRAL, batch=1000)
+for _name, _ours in {"as_large": {}, "verified": {"verify": True}, "without_retries": {"on_oom": "raise"}}.items():
+    add(f"random_numbers_{_name}", partial(_augmented, _AUGMENTED["samples"]), modes=NEUTRAL, ours=_ours)
 add(
     "dropout",
     lambda run: run.fit(Net(net=network(torch.float64, torch.nn.Dropout(0.3)))),
@@ -1194,7 +1229,9 @@ WRONG: dict[str, Callable[[Run], Any]] = {
 _NAMES = """
 sgd schedule_of_one_cycle less_than_a_batch batch_is_a_dict stream stream_that_drops_the_last ready_batches a_worker
 a_dict_of_loaders own_hooks_of_the_transfer checkpoint_of_the_best averaging_stochastically frozen_at_first
-random_numbers_in_the_step batch_norm step_skips_batches metrics_as_objects precision_16_mixed
+random_numbers_of_samples random_numbers_of_a_stream random_numbers_of_unequal_loaders
+random_numbers_of_workers_that_stay random_numbers_in_the_step batch_norm step_skips_batches metrics_as_objects
+precision_16_mixed
 fitted_twice resumed_after_an_epoch_of_us_by_us
 """
 WITH_DEFAULTS = tuple(_NAMES.split())

@@ -86,16 +86,6 @@ class Watched(Regression):
         return DataLoader(Samples(8), batch_size=4)
 
 
-@row("Gradient clipping by norm", "Gradient clipping by value")
-@every_pair(kind=["norm", "value"], mode=BOTH, oom=MAYBE)
-def test_clipping(mode: str, oom: bool, kind: str) -> None:
-    """Of the gradient of the whole batch, once a step."""
-    settings = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": kind}
-    stock, _ = train(**settings)
-    ours, _ = train(mode=mode, oom=oom, **settings)
-    same_weights(ours, stock)
-
-
 class Normalized(Regression):
     """A BatchNorm layer beside the net: its statistics are gathered, and nothing depends on them."""
 
@@ -106,6 +96,25 @@ class Normalized(Regression):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         self.norm(batch[0])
         return super().training_step(batch, batch_idx)
+
+
+@row("`EMAWeightAveraging`, `WeightAveraging`")
+@row("Gradient clipping by norm", "Gradient clipping by value")
+@every_pair(
+    what={
+        "averages": lambda: ([EMAWeightAveraging(decay=0.9)], {}),
+        "norm": lambda: ([], {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "norm"}),
+        "value": lambda: ([], {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
+    },
+    mode=BOTH,
+    oom=MAYBE,
+)
+def test_clipping_and_moving_averages(mode: str, oom: bool, what: Any) -> None:
+    """Of the gradient of the whole batch, once a step."""
+    (callbacks, settings), (others, _) = what(), what()
+    stock, _ = train(*callbacks, **settings)
+    ours, _ = train(*others, mode=mode, oom=oom, **settings)
+    same_weights(ours, stock)
 
 
 @row("`StochasticWeightAveraging`")
@@ -125,16 +134,6 @@ def test_stochastic_weight_averaging(mode: str, oom: bool, kind: Any) -> None:
     )
     if kind is Normalized and not oom:  # micro-batches of one size, which weigh the same
         torch.testing.assert_close(ours.norm.running_mean, stock.norm.running_mean, rtol=1e-10, atol=1e-10)
-
-
-@row("`EMAWeightAveraging`, `WeightAveraging`")
-@MODES
-@OOM
-def test_moving_averages_of_weights(mode: str, oom: bool) -> None:
-    """One update for each step of the optimizer."""
-    stock, _ = train(EMAWeightAveraging(decay=0.9))
-    ours, _ = train(EMAWeightAveraging(decay=0.9), mode=mode, oom=oom)
-    same_weights(ours, stock)
 
 
 @row("`EarlyStopping`")

@@ -11,6 +11,7 @@ import torch
 from faults import Faults
 from reference import Regression, Samples, fit
 from torch.utils.data import DataLoader
+from true_support import Sharpness
 
 from lightning_ga import AutoAccumulate
 
@@ -101,25 +102,6 @@ def test_an_update_is_never_run_twice(name: str) -> None:
             before, after = whole.history[failed.steps - 1 : failed.steps + 1]
             for now, *either in zip(failed.weights(), before, after):
                 assert any(torch.equal(now, each) for each in either), at
-
-
-class Sharpness(torch.optim.Optimizer):
-    """SAM: the gradient is that of weights a little further up."""
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {"lr": 0.1})
-
-    @torch.no_grad()
-    def step(self, closure: Any) -> Any:  # type: ignore[override]
-        evaluate: Callable[[], Any] = torch.enable_grad()(closure)
-        value = evaluate()
-        weights = [weight for group in self.param_groups for weight in group["params"]]
-        moves = [0.5 * weight.grad for weight in weights]
-        torch._foreach_add_(weights, moves)
-        evaluate()
-        torch._foreach_sub_(weights, moves)
-        torch._foreach_add_(weights, [weight.grad for weight in weights], alpha=-0.1)
-        return value
 
 
 def test_a_step_that_evaluates_its_closure_again_is_never_run_twice() -> None:

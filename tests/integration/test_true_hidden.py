@@ -3,13 +3,11 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
-from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
 from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
-from true_support import FEATURES, WAYS, Case, Task, each, each_way, error, network, one_pass, pairs, run, train
+from true_support import WAYS, Case, Task, each, each_way, error, network, one_pass, pairs, run, train
 
 from lightning_ga import AutoAccumulate, UserError
 
@@ -167,35 +165,20 @@ def test_only_rates_of_dropout_are_switched_off() -> None:
     assert train(Dropped(), loader, AutoAccumulate(micro_batch_size=4)).cause == "coupled"
 
 
-class Plain(pl.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(FEATURES, 7), nn.ReLU(), nn.Linear(7, 1))
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        return mse_loss(self.net(batch[0]), batch[1])
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
 @pytest.mark.parametrize("micro_batching", ["loader", "step"])
 def test_autocast_is_not_taken_for_coupling(micro_batching: str) -> None:
     """Small batches in bf16 differ by rounding."""
+    module = Task().float()
     samples = [(x.float(), y.float()) for x, y in pairs(24)]
     callback = AutoAccumulate(micro_batch_size=3, micro_batching=micro_batching)
-    ours = train(Plain(), DataLoader(samples, batch_size=8), callback, precision="bf16-mixed")
+    ours = train(module, DataLoader(samples, batch_size=8), callback, precision="bf16-mixed")
     assert (ours.cause, ours.told) == ("exact", [])
 
 
 class Batches:
     """Ready-made batches in the order of a list."""
 
-    def __init__(self, seen: list[int] | None = None) -> None:
-        self.starts = 0
-
     def __iter__(self) -> Iterator[Any]:
-        self.starts += 1
         return (default_collate(pairs(36)[start : start + 8]) for start in range(0, 24, 8))
 
 

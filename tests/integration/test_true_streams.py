@@ -1,23 +1,20 @@
 """Training sees the data that stock Lightning sees: streams that go on, batch samplers with meaning, random numbers."""
 
 import logging
-import random
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import numpy as np
 import pytest
 import torch
 from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.trainer import call
-from lightning.pytorch.utilities import CombinedLoader
 from pairing import every_pair
 from reference import quiet_trainer
 from torch.nn.functional import mse_loss
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, default_collate
+from torch.utils.data import DataLoader, IterableDataset, Sampler, default_collate
 from true_support import LOADER, OOM, Case, Memory, Task, Trained, Way, each_way, error, one_pass, pairs, run, train
 
 from lightning_ga import AutoAccumulate, UserError
@@ -239,121 +236,6 @@ def test_groups_are_trained_as_they_come_where_no_effective_batch_is_asked_for(w
     ours = run(case, way)
     assert all(len(set(groups)) == 1 for _, groups in Groups.noted)
     assert error(ours, one_pass(case)) <= 1e-12
-
-
-# --- random numbers where nothing has to be done ------------------------------------------------
-
-
-class Augmented(Dataset[Any]):
-    """Draws from all generators for every sample."""
-
-    def __init__(self, samples: int = 24) -> None:
-        self.samples = indexed(samples)
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def __getitem__(self, index: int) -> Any:
-        sample = dict(self.samples[index])
-        drawn = torch.rand(()).item() + np.random.random() + random.random()
-        sample["x"] = sample["x"] * drawn
-        return sample
-
-
-class AugmentedStream(IterableDataset[Any]):
-    def __iter__(self) -> Iterator[Any]:
-        samples = Augmented()
-        return (samples[index] for index in range(len(samples)))
-
-
-class Drawing(Task):
-    """Dropout, and numbers drawn in the step from all generators."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dropout = torch.nn.Dropout(0.4)
-        self.drawn: list[float] = []
-
-    def loss(self, batch: Any) -> torch.Tensor:
-        parts = list(batch.values()) if isinstance(batch, dict) and "x" not in batch else [batch]
-        return sum((self.of_one(part) for part in parts), torch.zeros((), dtype=torch.float64))
-
-    def of_one(self, batch: Any) -> torch.Tensor:
-        noise = torch.randn(batch["x"].shape, dtype=torch.float64) * np.random.random() * random.random()
-        return mse_loss(self.predict(self.dropout(batch["x"]) + 0.1 * noise), batch["y"])
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.drawn += [float(torch.rand(())), np.random.random(), random.random()]
-
-
-class DrawingValidated(Drawing):
-    """The same with a validation that draws."""
-
-    def val_dataloader(self) -> Any:
-        return DataLoader(Augmented(8), batch_size=4)
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.drawn += [float(self.loss(batch))]
-
-
-NOTHING_TO_DO = {
-    "micro-batch of the batch": {"micro_batch_size": 8},
-    "unverified": {"micro_batch_size": 8, "verify": False},
-    "larger than the batch": {"micro_batch_size": 1000},
-    "probed": {},
-    "no retries": {"micro_batch_size": 8, "on_oom": "raise"},
-}
-DATA: dict[str, Callable[..., Any]] = {
-    "samples": lambda **settings: DataLoader(Augmented(), batch_size=8, **settings),
-    "ragged": lambda **settings: DataLoader(Augmented(21), batch_size=8, **settings),
-    "a stream": lambda **settings: DataLoader(AugmentedStream(), batch_size=8, **settings),
-    "groups": lambda **settings: DataLoader(Augmented(), batch_sampler=TimeIndex(6), **settings),
-    "two loaders": lambda **settings: CombinedLoader(
-        {name: DataLoader(Augmented(), batch_size=8, **settings) for name in "ab"}, "min_size"
-    ),
-    "unequal loaders": lambda **settings: {
-        "a": DataLoader(Augmented(16), batch_size=4, **settings),
-        "b": DataLoader(Augmented(48), batch_size=12, **settings),
-    },
-}
-
-
-def same_as_stock(
-    module: Callable[[], Drawing], data: Callable[[], Any], arguments: dict[str, Any], **settings: Any
-) -> None:
-    """Assert that a run is bit for bit the one without the callback."""
-    stock = train(module(), data(), max_epochs=2, **settings)
-    ours = train(module(), data(), AutoAccumulate(**arguments), max_epochs=2, **settings)
-    assert all(torch.equal(*pair) for pair in zip(ours.gradients, stock.gradients, strict=True))
-    assert torch.equal(ours.weights, stock.weights)
-    assert ours.module.drawn == stock.module.drawn
-    assert ours.told == ours.ran_out == []
-
-
-@every_pair(arguments=NOTHING_TO_DO, module=[Drawing, DrawingValidated], mode=["loader", "step"])
-def test_a_run_with_nothing_to_do_is_the_stock_run(arguments: dict[str, Any], module: Any, mode: str) -> None:
-    """Bit for bit: dropout, numbers drawn in the step and by the dataset, and by validation.
-
-    In every pair of values: validation draws its numbers between the epochs of either mode.
-    """
-    same_as_stock(module, DATA["samples"], {**arguments, "micro_batching": mode})
-
-
-@every_pair(name=DATA.keys(), micro_batch_size=["auto", 1000], mode=["loader", "step"])
-def test_data_of_any_kind_is_the_stock_data_where_there_is_nothing_to_do(
-    name: str, micro_batch_size: int | str, mode: str
-) -> None:
-    """Bit for bit, whatever the batches come from: each kind in both modes, with a probe in one of them."""
-    same_as_stock(Drawing, DATA[name], {"micro_batch_size": micro_batch_size, "micro_batching": mode})
-
-
-@every_pair(workers=[1, 2], persistent=[False, True], arguments={"fixed": {"micro_batch_size": 8}, "probed": {}})
-def test_data_workers_draw_what_they_draw_in_the_stock_run(
-    workers: int, persistent: bool, arguments: dict[str, Any]
-) -> None:
-    """Their seeds come from the same draw of the main process; in every pair of values."""
-    data = lambda: DATA["samples"](num_workers=workers, persistent_workers=persistent)  # noqa: E731
-    same_as_stock(Drawing, data, {**arguments, "micro_batching": "loader"})
 
 
 # --- what is said, and who is muted -------------------------------------------------------------

@@ -337,3 +337,25 @@ class Queued(Task):
         value = (predicted - batch[1]).square().mean() + (predicted @ self.queue.T).logsumexp(1).mean()
         self.queue = torch.cat([self.queue[len(predicted) :], predicted.detach()])
         return value
+
+
+# --- optimizers ---------------------------------------------------------------------------------
+
+
+class Sharpness(torch.optim.Optimizer):
+    """SAM: the gradient is that of weights a little further up."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any) -> Any:  # type: ignore[override]
+        evaluate: Callable[[], Any] = torch.enable_grad()(closure)
+        value = evaluate()
+        weights = [weight for group in self.param_groups for weight in group["params"]]
+        moves = [0.5 * weight.grad for weight in weights]
+        torch._foreach_add_(weights, moves)
+        evaluate()
+        torch._foreach_sub_(weights, moves)
+        torch._foreach_add_(weights, [weight.grad for weight in weights], alpha=-0.1)
+        return value
