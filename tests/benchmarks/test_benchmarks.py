@@ -12,18 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT))  # benchmarks are not installed
 
-from benchmarks import (  # noqa: E402
-    batch_norm,
-    cuda_dispatch,
-    fidelity,
-    output,
-    overhead,
-    planning,
-    quote,
-    startup,
-    training,
-    turns,
-)
+from benchmarks import fidelity, output, overhead, quote, startup, turns  # noqa: E402
 from benchmarks.cases import CASES, Case  # noqa: E402
 from benchmarks.measure import Measured  # noqa: E402
 
@@ -32,7 +21,7 @@ from benchmarks.measure import Measured  # noqa: E402
 def _quiet_and_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Results go to a folder of the test's own, and logging and warnings stay as pytest has them."""
     monkeypatch.setattr(output, "RESULTS", tmp_path)
-    for program in (batch_norm, fidelity, overhead, planning, training):
+    for program in (fidelity, overhead):
         monkeypatch.setattr(program, "quiet", lambda: None)
     for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):  # seed_everything leaves them behind
         monkeypatch.setenv(name, "0")
@@ -71,34 +60,6 @@ def test_a_missed_target_is_said_and_exits_with_one(
     printed = capsys.readouterr().out
     assert "MISSED wrong: ours in fp64 is nan, at most 1e-12 was asked." in printed
     assert printed.count("MISSED") == 3
-
-
-def test_planning_compares_with_a_probe_and_with_cuda(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    """One row is equal to the byte; what CPU operators keep is more than what CUDA's do, and known."""
-    chosen = [case for case in planning.CASES if case.name == "convolutions, BatchNorm, dropout"]
-    monkeypatch.setattr(planning, "CASES", chosen)
-    monkeypatch.setattr(cuda_dispatch, "FORWARD", {chosen[0].name: cuda_dispatch.FORWARD[chosen[0].name]})
-    assert planning.main([]) == 0
-    assert max(map(len, capsys.readouterr().out.splitlines())) <= output.WIDTH
-    record = json.loads((tmp_path / "planning.json").read_text())
-    assert record["rows"][0]["error"] == 0
-    for row in record["forward"]:
-        assert row["estimate"] == pytest.approx(row["cuda"], rel=1e-3)
-        assert row["cpu"] > 1.1 * row["cuda"]
-
-
-def test_training_compares_with_the_whole_batch(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    """One epoch of ours is exact, and one of stock Lightning is not."""
-    monkeypatch.setattr(training, "GROUPS", [training.GROUPS[0][:3]])
-    assert training.main(["--epochs", "1", "--seeds", "1"]) == 0
-    assert max(map(len, capsys.readouterr().out.splitlines())) <= output.WIDTH
-    whole, stock, ours = json.loads((tmp_path / "training.json").read_text())["groups"][0]
-    assert whole["weights"] == [0.0]
-    assert ours["weights"][0] < 1e-4 < stock["weights"][0]
 
 
 @pytest.mark.parametrize(("slower", "code"), [(1.0, 0), (1.015, 1), (1.03, 1)])

@@ -116,23 +116,6 @@ def test_peers_search_as_their_documentation_says(program: str, sizes: list[int]
     assert (training.counter.sizes, outcome) == (sizes, found)
 
 
-def test_tensors_without_values_are_not_bounded_by_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ours finds the limit of a device larger than the host, and peers are counted without computing."""
-    monkeypatch.setattr("lightning_ga.memory.device.control_group_limits", lambda: [(MIB, 0)])
-    record = cells.measure(Cell("MLP", 8, FAKE))
-    assert record["programs"][OURS]["found"] == record["limit"] > 1_000_000
-    assert record["programs"][POWER]["seconds"] is None
-
-
-def test_a_model_that_does_not_fit_is_said() -> None:
-    """Whether the model alone is too large or a step of one sample; the row says so."""
-    for gib in (2**-16, 2**-14):
-        record = cells.measure(Cell("MLP", gib))
-        assert record["limit"] is None
-        assert record["refusal"]
-        assert "does not fit" in output.as_text(tables.against_binsearch([record]))
-
-
 def small_cell(**changes: Any) -> dict[str, Any]:
     """A record of a cell: a peer with ten times the steps and the seconds of ours."""
     mine = {"found": 20, "method": "replay", "trials": 4, "steps": 4, "ooms": 0, "seconds": 1.0, **changes}

@@ -50,6 +50,7 @@ class Event:
 class Journal:
     """The calls of a run, in order, and what can be read from the trainer during them."""
 
+    on_module: bool = False  # whether what checks and trials write into it is put back with their module
     events: list[Event] = field(default_factory=list)
     draws: list[tuple[str, str]] = field(default_factory=list)
     batches: list[dict[str, Any]] = field(default_factory=list)
@@ -141,7 +142,7 @@ for _name in CALLBACK_HOOKS:
 
 
 JOURNALS: WeakKeyDictionary[pl.LightningModule, Journal] = WeakKeyDictionary()
-"""Apart from their modules: what hangs on a module is looked through in each window whose hooks may change it."""
+"""Apart from their modules, where all that hangs on them is looked through in each window whose hooks may change it."""
 
 
 class Told(pl.LightningModule):
@@ -149,11 +150,14 @@ class Told(pl.LightningModule):
 
     @property
     def journal(self) -> Journal | None:
-        return JOURNALS.get(self)
+        return vars(self).get("_journal", JOURNALS.get(self))
 
     @journal.setter
     def journal(self, journal: Journal) -> None:
-        JOURNALS[self] = journal
+        if journal.on_module:
+            vars(self)["_journal"] = journal
+        else:
+            JOURNALS[self] = journal
 
     def tell(self, hook: str, *values: Any) -> None:
         """Write one call down."""
@@ -241,6 +245,7 @@ def end_of(trainer: Any, module: pl.LightningModule, result: Any = None) -> End:
             **_counters(trainer),
             "batches_that_stepped": trainer.fit_loop.epoch_loop._batches_that_stepped,
             "should_stop": trainer.should_stop,
+            "frequencies": [config.frequency for config in trainer.lr_scheduler_configs],
             "state": (str(trainer.state.status), str(trainer.state.fn)),
             "training": [each.training for each in module.modules()],
             "frozen": [parameter.requires_grad for parameter in module.parameters()],

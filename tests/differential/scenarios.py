@@ -4,6 +4,7 @@ A scenario is a function that is given a ``Run`` and trains with it; ``SCENARIOS
 write a function with ``@scenario()`` before it. ``Run.fit`` takes whatever the Trainer takes.
 """
 
+import contextlib
 import random
 from collections import namedtuple
 from collections.abc import Callable, Iterator, Mapping
@@ -17,6 +18,7 @@ import numpy as np
 import reference
 import torch
 import torchmetrics
+from faults import Arm, Faults
 from lightning.pytorch import callbacks as stock
 from lightning.pytorch.profilers import SimpleProfiler
 from lightning.pytorch.utilities import CombinedLoader
@@ -38,6 +40,7 @@ class Mode:
     cut: bool = False
     micro_batching: str | None = None
     settings: tuple[tuple[str, Any], ...] = (("verify", False),)
+    fails: bool = False  # memory runs out once, in the second step or so
 
 
 STOCK = Mode("stock")
@@ -45,6 +48,8 @@ DEFAULTS = Mode("defaults", micro_batching="loader", settings=())
 NEUTRAL_LOADER, NEUTRAL_STEP = (Mode(f"neutral-{where}", micro_batching=where) for where in ("loader", "step"))
 CUT_LOADER, CUT_STEP = (Mode(f"cut-{where}", cut=True, micro_batching=where) for where in ("loader", "step"))
 CUT_MODES = CUT_LOADER, CUT_STEP
+AFTER = {mode: Mode(f"oom-{mode.micro_batching}", True, mode.micro_batching, fails=True) for mode in CUT_MODES}
+FAILS_AT = 60  # operations of training steps and their backward passes
 NEUTRAL = NEUTRAL_LOADER, NEUTRAL_STEP
 ALL = NEUTRAL + CUT_MODES
 
@@ -101,11 +106,12 @@ class Run:
 
     def __init__(self, scenario: Scenario, mode: Mode, folder: Path) -> None:
         self.scenario, self.mode, self.folder = scenario, mode, folder
-        self.journal = Journal()
+        self.journal = Journal(on_module=dict(mode.settings, **(scenario.ours or {})).get("verify", True))
         self.ends: list[End] = []
         self.notes: dict[str, Any] = {}
         self.loggers: list[Rows] = []
         self.trainers = 0
+        self.faults = Faults(*([FAILS_AT] if mode.fails else []))
 
     def trainer(self, *callbacks: pl.Callback, **settings: Any) -> pl.Trainer:
         """A Trainer with a logger and without checkpoints, unless they are asked for."""
@@ -129,7 +135,8 @@ class Run:
             quiet["logger"] = self.loggers[-1]
         else:
             quiet = {name: quiet[name] for name in ("max_epochs", "accelerator", "devices", "default_root_dir")}
-        return pl.Trainer(callbacks=[*ours, *callbacks, Watcher(self.journal)], **{**quiet, **settings})
+        arm = [Arm(self.faults)] if self.mode.fails and ours else []
+        return pl.Trainer(callbacks=[*ours, *callbacks, Watcher(self.journal), *arm], **{**quiet, **settings})
 
     def ours(self) -> AutoAccumulate:
         """The callback, as the mode sets it."""
@@ -173,9 +180,12 @@ def record(scenario: Scenario, mode: Mode, folder: Path) -> Record:
     with watched(run.journal, folder, run.ends, run.notes) as records:
         pl.seed_everything(7, verbose=False)
         try:
-            scenario.train(run)
+            with run.faults if mode.fails else contextlib.nullcontext():
+                scenario.train(run)
         finally:
             run.notes["rows"] = [row for logger in run.loggers for row in logger.rows]
+    survived = any("Memory ran out in training" in text for _, text in records[0].warnings)
+    assert survived == (mode.fails and run.faults.count >= FAILS_AT)
     return records[0]
 
 
@@ -1240,9 +1250,13 @@ WITH_DEFAULTS = tuple(_NAMES.split())
 CASES = [
     (scenario, mode)
     for scenario in SCENARIOS.values()
-    for mode in (*([DEFAULTS] if scenario.name in WITH_DEFAULTS else []), *scenario.modes)
+    for mode in (
+        *([DEFAULTS] if scenario.name in WITH_DEFAULTS else []),
+        *scenario.modes,
+        *(AFTER[mode] for mode in scenario.modes if mode.cut),
+    )
 ]
-TURNS = (NEUTRAL_LOADER, CUT_STEP), (NEUTRAL_STEP, CUT_LOADER)
+TURNS = (NEUTRAL_LOADER, CUT_STEP, AFTER[CUT_LOADER]), (NEUTRAL_STEP, CUT_LOADER, AFTER[CUT_STEP])
 
 
 def has_its_turn(scenario: Scenario, mode: Mode) -> bool:

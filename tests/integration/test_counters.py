@@ -14,7 +14,7 @@ def loader(size: int = 30, batch_size: int = 4) -> Any:
     return DataLoader(Samples(size), batch_size=batch_size)
 
 
-@pytest.mark.parametrize("limit", [1, 2, 3, 5, 100, 0.5, 0.99, 1.0])
+@pytest.mark.parametrize("limit", [1, 5, 100, 0.5, 0.99])
 @pytest.mark.parametrize("factor", [1, 2])
 def test_limit_train_batches_counts_batches_of_the_recipe(limit: int | float, factor: int) -> None:
     """The same samples as without the callback, in the same windows."""
@@ -45,7 +45,7 @@ def stock_validations(settings: tuple[tuple[str, Any], ...]) -> list[int]:
     return module.steps_at_validation
 
 
-@pytest.mark.parametrize("micro_batch", [1, 3, 4, 8])
+@pytest.mark.parametrize("micro_batch", [1, 3, 8])
 @pytest.mark.parametrize(
     "settings",
     [

@@ -41,22 +41,9 @@ class Validating(Regression):
 @pytest.mark.parametrize("micro_batch_size", [8, 3])
 def test_validation_by_time(interval: Any, micro_batch_size: int) -> None:
     """An interval of no seconds is due after every batch."""
-    module, trainer = fit(
-        loader(),
-        AutoAccumulate(micro_batch_size=micro_batch_size),
-        module=Validating(),
-        max_epochs=1,
-        val_check_interval=interval,
-        num_sanity_val_steps=0,
-    )
-    assert trainer.global_step == 4
-    assert module.validated[-1] == 4
-
-
-class Stream(IterableDataset[Any]):
-    def __iter__(self) -> Iterator[Any]:
-        samples = Samples(200)
-        return (samples[index] for index in range(200))
+    callback, settings = AutoAccumulate(micro_batch_size=micro_batch_size), {"val_check_interval": interval}
+    module, trainer = fit(loader(), callback, module=Validating(), max_epochs=1, **settings)
+    assert trainer.global_step == module.validated[-1] == 4
 
 
 class Planning(Regression):
@@ -72,43 +59,32 @@ class Planning(Regression):
 @pytest.mark.parametrize("micro_batch_size", [8, 3])
 def test_a_stream_with_a_limit_has_as_many_steps(micro_batch_size: int) -> None:
     """``limit_train_batches`` tells what the stream does not."""
-    module, trainer = fit(
-        DataLoader(Stream(), batch_size=8),
-        AutoAccumulate(micro_batch_size=micro_batch_size),
-        module=Planning(),
-        max_epochs=2,
-        limit_train_batches=4,
-    )
+    callback, data = AutoAccumulate(micro_batch_size=micro_batch_size), DataLoader(StreamOf(Samples(200)), batch_size=8)
+    module, trainer = fit(data, callback, module=Planning(), limit_train_batches=4)
     assert (module.steps, trainer.global_step) == (8, 8)
     assert trainer.num_training_batches == 4 * -(-8 // micro_batch_size)
 
 
-class Forgetful(Regression):
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
-        optimizer.optimizer.step()
+class OwnStep(Regression):
+    """Looks at the closure that it is given, or forgets it."""
 
-
-class Curious(Regression):
-    """Looks at the closure that it is given."""
+    def __init__(self, forgets: bool) -> None:
+        super().__init__()
+        self.forgets = forgets
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
         assert isinstance(optimizer_closure, Closure)
-        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+        optimizer.optimizer.step(*([] if self.forgets else [optimizer_closure]))
 
 
 @pytest.mark.parametrize("micro_batching", ["loader", "step"])
-def test_an_optimizer_step_that_forgets_its_closure_is_told_so(micro_batching: str) -> None:
+def test_an_optimizer_step_gets_lightnings_closure_and_may_not_forget_it(micro_batching: str) -> None:
     """By Lightning's own error; a run in which no weight changes is no success."""
     callback = AutoAccumulate(micro_batch_size=4, micro_batching=micro_batching)
-    with pytest.raises(MisconfigurationException, match="The closure hasn't been executed"):
-        fit(loader(), callback, module=Forgetful())
-
-
-@pytest.mark.parametrize("micro_batching", ["loader", "step"])
-def test_closures_are_those_of_lightning(micro_batching: str) -> None:
-    """So that code which asks for their class goes on to work."""
-    _, trainer = fit(loader(), AutoAccumulate(micro_batch_size=4, micro_batching=micro_batching), module=Curious())
+    _, trainer = fit(loader(), callback, module=OwnStep(forgets=False))
     assert trainer.global_step == 8
+    with pytest.raises(MisconfigurationException, match="The closure hasn't been executed"):
+        fit(loader(), callback, module=OwnStep(forgets=True))
 
 
 class Paired(Regression):
@@ -149,24 +125,13 @@ def test_where_batches_are_cut_a_frequency_counts_steps_and_that_is_said(caplog:
     assert sum("counts optimizer steps" in record.message for record in caplog.records) == 1
 
 
-class Reseeding(Regression):
-    """Seeds torch anew before the data are asked for."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        self.seed = seed
-
-    def prepare_data(self) -> None:
-        torch.manual_seed(self.seed)
-
-
 def test_the_seed_of_everything_decides_the_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that are spawned begin with it, whatever else was seeded; without it torch's seed decides."""
 
     def order(seed: int) -> list[Any]:
-        callback = AutoAccumulate(micro_batch_size=4)
-        module, _ = fit(loader(shuffle=True), callback, module=Reseeding(seed), max_epochs=1)
-        return module.windows
+        module = Regression()
+        module.prepare_data = lambda: torch.manual_seed(seed)
+        return fit(loader(shuffle=True), AutoAccumulate(micro_batch_size=4), module=module, max_epochs=1)[0].windows
 
     assert order(1) == order(2)
     monkeypatch.setattr(pl, "seed_everything", lambda *_, **__: None)

@@ -123,7 +123,7 @@ def test_weights_that_reentrant_checkpoints_share(mode: str) -> None:
     whole, _, counted, _ = train(mode=mode, module=Shared(), epochs=1)
     operations = counted.count // 3  # a window of two micro-batches is more than that
     assert operations > 50
-    for at in range(operations // 3, operations, 17):
+    for at in range(operations // 3, operations, 29):
         module, callback, _, _ = train(at, mode=mode, module=Shared(), epochs=1)
         assert callback.oom_events == 1, at
         assert worst_error(module.gradients, whole.gradients) <= 1e-12, at
