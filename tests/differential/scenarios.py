@@ -367,6 +367,16 @@ add_fits(
     validation_by_count={"val_check_interval": 2},
     validation_by_fraction={"val_check_interval": 0.34},
     validation_over_epochs={"val_check_interval": 4, "check_val_every_n_epoch": None, "max_epochs": 3},
+    validation_within_windows={"data": loader(Samples(32)), "val_check_interval": 1, "accumulate_grad_batches": 2},
+    validation_of_windows_by_fraction={
+        **{"data": loader(Samples(48)), "val_check_interval": 0.5, "accumulate_grad_batches": 2},
+        "check_val_every_n_epoch": 2,
+    },
+    validation_of_windows_over_epochs={
+        **{"data": loader(Samples(32)), "val_check_interval": 6, "accumulate_grad_batches": 2},
+        **{"check_val_every_n_epoch": None, "max_epochs": 3},
+    },
+    validation_of_a_part={"limit_train_batches": 2, "val_check_interval": 1},
     validation_every_other_epoch={"check_val_every_n_epoch": 2, "max_epochs": 3},
     sanity_check={"num_sanity_val_steps": 2},
     whole_sanity_check={"num_sanity_val_steps": -1},

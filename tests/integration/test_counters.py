@@ -1,6 +1,5 @@
 """What the user wrote in batches goes on meaning batches of the recipe."""
 
-from functools import cache
 from typing import Any
 
 import pytest
@@ -36,36 +35,6 @@ def test_limit_train_batches_cuts_a_stream() -> None:
             max_epochs=1,
         )
         assert worst_error(module.gradients, plain_loop(Samples(30), windows)) <= 1e-12
-
-
-@cache
-def stock_validations(settings: tuple[tuple[str, Any], ...]) -> list[int]:
-    """After how many steps stock Lightning validates."""
-    module, _ = fit(loader(), module=Validated(), **dict(settings))
-    return module.steps_at_validation
-
-
-@pytest.mark.parametrize("micro_batch", [1, 3, 8])
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"val_check_interval": 2},
-        {"val_check_interval": 4},
-        {"val_check_interval": 0.5},
-        {"val_check_interval": 4, "limit_train_batches": 6},
-        {"val_check_interval": 6, "check_val_every_n_epoch": None},
-        {"val_check_interval": 10, "check_val_every_n_epoch": None},
-        {"check_val_every_n_epoch": 2},
-    ],
-    ids=str,
-)
-def test_validation_runs_after_the_same_steps(micro_batch: int, settings: dict[str, Any]) -> None:
-    """Whole numbers, fractions and counts over epochs, whatever the micro-batch is; after a check of exactness too."""
-    settings = {"accumulate_grad_batches": 2, "max_epochs": 3, **settings}
-    callback = AutoAccumulate(micro_batch_size=micro_batch, verify=micro_batch == 3)
-    ours, _ = fit(loader(), callback, module=Validated(), **settings)
-    assert ours.steps_at_validation == stock_validations(tuple(settings.items()))
 
 
 def test_an_interval_above_the_epoch_is_refused_in_batches_of_the_recipe() -> None:

@@ -4,8 +4,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-import torch
-from reference import Regression, Samples, cut, fit, plain_loop, worst_error
+from reference import Samples, fit
 from torch.utils.data import DataLoader
 
 from lightning_ga import AutoAccumulate, UserError
@@ -26,21 +25,6 @@ def test_data_that_another_run_of_the_loop_left_are_set_up_anew() -> None:
     _, trainer = fit(loader(), Leaves(), callback, max_epochs=1)
     assert callback.plan.factor == 4
     assert trainer.global_step == 4
-
-
-def test_a_callback_that_reads_gradients_sees_those_of_the_window() -> None:
-    """Wherever it stands in the list: ours runs first."""
-
-    class Reader(pl.Callback):
-        def __init__(self) -> None:
-            self.gradients: list[torch.Tensor] = []
-
-        def on_before_optimizer_step(self, trainer: pl.Trainer, module: Regression, *_: object) -> None:
-            self.gradients.append(torch.cat([p.grad.flatten().clone() for p in module.parameters()]))
-
-    reader = Reader()
-    fit(DataLoader(Samples(21), batch_size=8), reader, AutoAccumulate(micro_batch_size=3), max_epochs=1)
-    assert worst_error(reader.gradients, plain_loop(Samples(21), cut(range(21), 8))) <= 1e-12
 
 
 @pytest.mark.parametrize("micro_batching", ["loader", "step"])
