@@ -3,7 +3,7 @@
 from collections import UserDict, namedtuple
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, cycle, islice, pairwise
+from itertools import accumulate, islice, pairwise
 from typing import Any
 
 import pytest
@@ -24,6 +24,7 @@ from true_support import (
     Memory,
     Task,
     Way,
+    by_turns,
     comes_from_memory,
     cut_rightly,
     each,
@@ -537,18 +538,7 @@ UNEQUAL = {"of 8 and 24 with split_batch": FIXMATCH, "of 8 and 24 in proportion"
 CASES = SEQUENCES | BELONGS_TO_ALL | READY | MORE_OR_FEWER | GRAPHS | CONTAINERS | MADE_ANEW | SEVERAL | UNEQUAL
 
 
-TURNS = {"loader", "oom in step mode"}, {"step", "oom"}
-"""The ways that are tried for one case and for the next; the others are slow."""
-
-
-@pytest.mark.parametrize(
-    ("name", "way"),
-    [
-        pytest.param(name, WAYS[way], id=f"{name}-{way}", marks=() if way in turn else pytest.mark.slow)
-        for name, turn in zip(CASES, cycle(TURNS))
-        for way in WAYS
-    ],
-)
+@by_turns(CASES)
 def test_the_samples_of_a_batch_are_cut_rightly(name: str, way: Way) -> None:
     """Wherever they lie: the gradient and the weights are those of one pass, and nothing else is said."""
     cut_rightly(CASES[name], way)
@@ -562,20 +552,13 @@ def test_batches_of_few_samples(name: str) -> None:
         assert ours.module.kinds == {type(KINDS[name][0](*default_collate(pairs(2))))}
 
 
-@pytest.mark.parametrize(
-    ("name", "mode", "place"),
-    [
-        pytest.param(name, mode, place, id=f"{name}-{mode}-{place}", marks=() if mode in turn else pytest.mark.slow)
-        for name, turn in zip(CASES, cycle(TURNS))
-        for mode, place in (("loader", "forward"), ("step", "backward"))
-    ],
-)
-def test_memory_may_run_out_in_a_later_part(name: str, place: str, mode: str) -> None:
+@by_turns(CASES, {"loader": LOADER, "step": STEP})
+def test_memory_may_run_out_in_a_later_part(name: str, way: Way) -> None:
     """In the second micro-batch, which is cut once more: the gradient and the weights are those of one pass."""
     case = CASES[name]
     if case.micro == 1:
         pytest.skip("one sample cannot be cut")
-    callback = AutoAccumulate(micro_batch_size=case.micro, micro_batching=mode)
+    callback, place = way.callback(case.batch, case.micro), "forward" if way is LOADER else "backward"
     ours = train(case.module(), case.loader(), callback, memory=Memory(2, place=place))
     assert callback.oom_events == 1
     assert error(ours, one_pass(case)) <= 1e-12

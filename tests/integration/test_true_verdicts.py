@@ -28,6 +28,7 @@ from true_support import (
     Task,
     Trained,
     Way,
+    by_turns,
     cut_rightly,
     each,
     each_oom,
@@ -43,7 +44,8 @@ from true_support import (
 from lightning_ga import AutoAccumulate
 from lightning_ga.plan.weights import TargetTokens
 
-each_mode = each({name: way for name, way in WAYS.items() if not way.fails})
+CUT = {name: way for name, way in WAYS.items() if not way.fails}
+each_mode = each(CUT)
 BATCH, MICRO = 12, 4
 
 
@@ -170,8 +172,7 @@ class Clamped(Task):
 INEXACT["hooks of weights that clamp"] = ("stateful", Clamped, "hooks on gradients.*on_before_optimizer_step")
 
 
-@each_mode
-@pytest.mark.parametrize("name", INEXACT)
+@by_turns(INEXACT, CUT)
 def test_the_cause_is_named_where_accumulation_is_not_exact(name: str, way: Way) -> None:
     """Once at the start of training, with what it is about."""
     cause, module, words = INEXACT[name]
@@ -409,8 +410,7 @@ class Tables(Task):
         return super().loss((batch[0] * self.table if is_read else batch[0], batch[1]))
 
 
-@each(WAYS)
-@pytest.mark.parametrize("kind", ["positions", "samples", "kinds", "count"])
+@by_turns(["positions", "samples", "kinds", "count"], name="kind")
 def test_state_that_parts_leave_as_the_whole_does_is_none_of_what_steps_change(kind: str, way: Way) -> None:
     """The cosines of positions; marks and counts that no loss reads."""
     ours = cut_rightly(Case(lambda: Tables(kind), loader, BATCH, MICRO), way)
@@ -486,10 +486,7 @@ class Numbered(Task):
         return self.loss(batch) + number * self.net(batch[0]).square().mean()
 
 
-@each(WAYS)
-@pytest.mark.parametrize(
-    "counts", ["argument", "every fourth", "from the fifth", "hook", "loop", "all", "step", "steps"]
-)
+@by_turns(["argument", "every fourth", "from the fifth", "hook", "loop", "all", "step", "steps"], name="counts")
 def test_a_step_that_counts_batches_is_told_where_micro_batches_are_counted(counts: str, way: Way) -> None:
     """Where the loader cuts: at the start, or in the epoch after the one in which memory ran out."""
     case = Case(lambda: Numbered(counts), loader, BATCH, MICRO)
@@ -602,8 +599,7 @@ RANDOM = {
 }
 
 
-@each_mode
-@pytest.mark.parametrize("name", RANDOM)
+@by_turns(RANDOM, CUT)
 def test_random_numbers_are_no_error(name: str, way: Way) -> None:
     """Said in ``exactness`` and not warned of, as accumulation is right on average."""
     module, collate = RANDOM[name]
@@ -676,8 +672,7 @@ DROPOUTS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@each_mode
-@pytest.mark.parametrize("name", DROPOUTS)
+@by_turns(DROPOUTS, CUT)
 def test_dropout_of_any_kind_is_left_out_of_the_measurement(name: str, way: Way) -> None:
     """An exact model stays one."""
     ours = judged(lambda: Within(DROPOUTS[name]()), way)

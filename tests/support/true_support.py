@@ -7,7 +7,7 @@ callback. What decides that memory runs out lies outside of the module, so that 
 import random
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -205,6 +205,16 @@ def each(ways: dict[str, Way]) -> Any:
 each_way = each(WAYS)
 each_cut_in_step = each({name: way for name, way in WAYS.items() if way is not LOADER})
 each_oom = each({name: way for name, way in WAYS.items() if way.fails})
+
+
+def by_turns(values: Iterable[Any], ways: dict[str, Way] = WAYS, *, name: str = "name") -> Any:
+    """One test for each value in each way; each is quick in half of the ways, by turns, and slow in the others."""
+    rows = [
+        pytest.param(value, way, id=f"{value}-{label}", marks=[pytest.mark.slow] * ((turn + place) % 2))
+        for turn, value in enumerate(values)
+        for place, (label, way) in enumerate(ways.items())
+    ]
+    return pytest.mark.parametrize((name, "way"), rows)
 
 
 @dataclass(frozen=True)
