@@ -397,11 +397,6 @@ def schedule_by_step_with_a_frequency(run: Run) -> None:
     run.fit(Net(schedule=step_lr, interval="step", frequency=2))
 
 
-@scenario(modes=(*NEUTRAL, CUT_STEP))  # stock Lightning tests it against the number of the batch
-def schedule_by_step_with_a_frequency_under_accumulation(run: Run) -> None:
-    run.fit(Net(schedule=step_lr, interval="step", frequency=2), loader(Samples(48)), accumulate_grad_batches=3)
-
-
 @scenario()
 def schedule_of_one_cycle(run: Run) -> None:
     def one_cycle(optimizer: Optimizer) -> Any:

@@ -27,6 +27,10 @@ class Scheduled(Regression):
         schedule = self.make(optimizer, self.steps)
         return [optimizer], [{"scheduler": schedule, "interval": "step", "frequency": self.frequency}]
 
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        super().on_before_optimizer_step(optimizer)
+        self.rates.append(optimizer.param_groups[0]["lr"])
+
 
 def loader() -> Any:
     return DataLoader(Samples(30), batch_size=4)
@@ -89,3 +93,18 @@ def test_a_horizon_that_is_wrong_warns_with_both_numbers() -> None:
     """A schedule made for micro-batches would never come down."""
     with pytest.warns(ExactnessWarning, match="OneCycleLR ends after 32 steps and training takes 8"):
         fit(loader(), AutoAccumulate(8, micro_batch_size=3), module=Scheduled(one_cycle_too_long))
+
+
+@pytest.mark.parametrize("frequency", [1, 2, 3])
+@pytest.mark.parametrize("micro_batch", [2, 3, 8])
+def test_frequency_counts_optimizer_steps(frequency: int, micro_batch: int) -> None:
+    """As without accumulation, whatever the factor is; Lightning tests it against micro-batches."""
+
+    def halving(optimizer: Any, _: int) -> Any:
+        return torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+
+    whole = DataLoader(Samples(30), batch_size=8)
+    stock, _ = fit(whole, module=Scheduled(halving, frequency))
+    ours, trainer = fit(whole, AutoAccumulate(micro_batch_size=micro_batch), module=Scheduled(halving, frequency))
+    assert ours.rates == stock.rates
+    assert trainer.lr_scheduler_configs[0].frequency == frequency

@@ -15,7 +15,7 @@ from pairing import every_pair
 from reference import quiet_trainer
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, IterableDataset, Sampler, default_collate
-from true_support import LOADER, OOM, Case, Memory, Task, Trained, Way, each_way, error, one_pass, pairs, run, train
+from true_support import OOM, WAYS, Case, Memory, Task, Trained, Way, each_way, error, one_pass, pairs, run, train
 
 from lightning_ga import AutoAccumulate, UserError
 from lightning_ga.compat import trial_steps
@@ -258,7 +258,9 @@ LOADERS = {
 
 @pytest.mark.parametrize("case", LOADERS)
 @pytest.mark.parametrize(
-    ("way", "micro", "most"), [(LOADER, 8, 0), (LOADER, 3, 1), (OOM, 3, 1)], ids=["whole", "loader", "oom"]
+    ("way", "micro", "most"),
+    [(WAYS["loader"], 8, 0), (WAYS["loader"], 3, 1), (OOM, 3, 1)],
+    ids=["whole", "loader", "oom"],
 )
 def test_what_is_said_of_data_that_are_cut_in_the_step(
     case: str, way: Way, micro: int, most: int, caplog: pytest.LogCaptureFixture

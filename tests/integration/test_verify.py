@@ -40,6 +40,13 @@ def verify(net: torch.nn.Module, loss: Any, **arguments: Any) -> AutoAccumulate:
     return callback
 
 
+def test_independent_samples_are_found_exact() -> None:
+    """Dropout is off while it is measured."""
+    exactness = verify(plain(), torch.nn.functional.mse_loss).exactness
+    assert (exactness.cause, exactness.micro_steps) == ("exact", 12)
+    assert exactness.relative_error <= 1e-12
+
+
 def test_batch_norm_may_be_known_about() -> None:
     """Without a warning then, but measured all the same."""
     assert verify(normalized(), torch.nn.functional.mse_loss, batch_norm="ignore").exactness.cause == "batch_norm"
