@@ -12,27 +12,16 @@ import pytest
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT))  # benchmarks are not installed
 
-from benchmarks import (  # noqa: E402
-    batch_norm,
-    cuda_dispatch,
-    fidelity,
-    output,
-    overhead,
-    planning,
-    quote,
-    startup,
-    training,
-    turns,
-)
+from benchmarks import fidelity, output, overhead, quote, startup, turns  # noqa: E402
 from benchmarks.cases import CASES, Case  # noqa: E402
-from benchmarks.measure import Measured, measure  # noqa: E402
+from benchmarks.measure import Measured  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
 def _quiet_and_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Results go to a folder of the test's own, and logging and warnings stay as pytest has them."""
     monkeypatch.setattr(output, "RESULTS", tmp_path)
-    for program in (batch_norm, fidelity, overhead, planning, training):
+    for program in (fidelity, overhead):
         monkeypatch.setattr(program, "quiet", lambda: None)
     for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):  # seed_everything leaves them behind
         monkeypatch.setenv(name, "0")
@@ -60,14 +49,6 @@ def test_the_fidelity_table_is_80_columns_wide_and_its_json_complete(
     assert set(half["reasons"]) == {"accelerate", "ours_fp64"}
 
 
-def test_every_case_has_its_window_last() -> None:
-    """Windows cover all samples but skipped ones."""
-    for case in CASES:
-        windows = case.windows()
-        assert sum(map(len, windows)) == case.samples - len(case.skip) * case.micro
-        assert -(-case.effective // case.ranks // case.micro) == case.factor
-
-
 def test_a_missed_target_is_said_and_exits_with_one(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -79,55 +60,6 @@ def test_a_missed_target_is_said_and_exits_with_one(
     printed = capsys.readouterr().out
     assert "MISSED wrong: ours in fp64 is nan, at most 1e-12 was asked." in printed
     assert printed.count("MISSED") == 3
-
-
-def test_a_peer_that_is_not_installed_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the way to install it."""
-    monkeypatch.setitem(sys.modules, "accelerate", None)
-    measured = measure(CASES[0], draws=1)
-    assert measured.worst("accelerate") is None
-    assert "lightning_ga[bench]" in measured.reasons["accelerate"]
-
-
-def test_planning_compares_with_a_probe_and_with_cuda(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    """One row is equal to the byte; what CPU operators keep is more than what CUDA's do, and known."""
-    chosen = [case for case in planning.CASES if case.name == "convolutions, BatchNorm, dropout"]
-    monkeypatch.setattr(planning, "CASES", chosen)
-    monkeypatch.setattr(cuda_dispatch, "FORWARD", {chosen[0].name: cuda_dispatch.FORWARD[chosen[0].name]})
-    assert planning.main([]) == 0
-    assert max(map(len, capsys.readouterr().out.splitlines())) <= output.WIDTH
-    record = json.loads((tmp_path / "planning.json").read_text())
-    assert record["rows"][0]["error"] == 0
-    for row in record["forward"]:
-        assert row["estimate"] == pytest.approx(row["cuda"], rel=1e-3)
-        assert row["cpu"] > 1.1 * row["cuda"]
-
-
-def test_training_compares_with_the_whole_batch(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    """One epoch of ours is exact, and one of stock Lightning is not."""
-    monkeypatch.setattr(training, "GROUPS", [training.GROUPS[0][:3]])
-    assert training.main(["--epochs", "1", "--seeds", "1"]) == 0
-    assert max(map(len, capsys.readouterr().out.splitlines())) <= output.WIDTH
-    whole, stock, ours = json.loads((tmp_path / "training.json").read_text())["groups"][0]
-    assert whole["weights"] == [0.0]
-    assert ours["weights"][0] < 1e-4 < stock["weights"][0]
-
-
-def test_rescaling_is_compared_under_the_same_weights(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    """Running statistics differ, and nothing else."""
-    monkeypatch.setattr(batch_norm, "MICRO_BATCHES", (32,))
-    assert batch_norm.main(["--epochs", "1", "--seeds", "1"]) == 0
-    assert max(map(len, capsys.readouterr().out.splitlines())) <= output.WIDTH
-    record = json.loads((tmp_path / "batch_norm.json").read_text())
-    assert record["same_weights"]
-    (plain,), (rescaled,) = (record["groups"]["constant"][name] for name in ("2×32", "2×32, rescaled"))
-    assert plain["loss"] != rescaled["loss"]
 
 
 @pytest.mark.parametrize(("slower", "code"), [(1.0, 0), (1.015, 1), (1.03, 1)])
@@ -190,22 +122,6 @@ def test_trainers_take_turns_window_by_window() -> None:
     watches = turns.take_turns([player("a", 2), player("b", 1), player("c", 2)], [2, 2, 2])
     assert "".join(seen) == "aabbccaacc"
     assert [len(watch.wall) for watch in watches] == [2, 1, 2]
-
-
-def test_the_order_of_a_round_is_drawn() -> None:
-    """The same on all ranks; each has one turn in every round."""
-
-    def orders(seed: int) -> list[list[int]]:
-        table = turns.Turns(3, seed)
-        played = []
-        for _ in range(3 * 20):
-            played.append(table._waiting[0])
-            table.pass_on()
-        return [played[place : place + 3] for place in range(0, len(played), 3)]
-
-    assert orders(1) == orders(1) != orders(2)
-    assert all(sorted(order) == [0, 1, 2] for order in orders(1))
-    assert len(set(map(tuple, orders(1)))) > 3
 
 
 def test_a_trainer_that_fails_ends_all() -> None:

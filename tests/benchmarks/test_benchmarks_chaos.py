@@ -18,7 +18,7 @@ sys.path.append(str(ROOT))  # benchmarks are not installed
 from benchmarks import chaos, output  # noqa: E402
 from benchmarks.disasters import telling  # noqa: E402
 from benchmarks.disasters.stories import CELLS, MOMENTS, PLACES, draw, undisturbed  # noqa: E402
-from benchmarks.disasters.telling import Told, judged, that_count  # noqa: E402
+from benchmarks.disasters.telling import Told, judged  # noqa: E402
 
 
 def test_doctests() -> None:
@@ -37,19 +37,6 @@ def test_a_seed_tells_the_same_stories() -> None:
     assert {fault.place for life in lives for fault in life.faults} == set(PLACES)
     assert {life.end.place for life in lives if life.end} == set(MOMENTS)
     assert all(story.lives[-1].end is None for story in stories)
-
-
-def test_a_step_that_was_run_again_counts_once() -> None:
-    """As the last life ran it, on all of its ranks."""
-    lines = [
-        {"kind": "step", "step": 1, "life": 0, "used": [1]},
-        {"kind": "step", "step": 2, "life": 0, "used": [2]},
-        {"kind": "kill", "place": "forward", "life": 0},
-        {"kind": "step", "step": 2, "life": 1, "used": [3]},
-        {"kind": "step", "step": 2, "life": 1, "used": [4]},
-    ]
-    counted = that_count(lines)
-    assert [[line["used"] for line in counted[step]] for step in counted] == [[[1]], [[3], [4]]]
 
 
 def some_chaos(results: Path) -> int:

@@ -17,10 +17,10 @@ from torch import nn
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT))  # benchmarks are not installed
 
-from benchmarks import allocator, gpu, output, probe, random_cells  # noqa: E402
-from benchmarks.probing import cells, emulation, models, prediction, programs, tables, throughput  # noqa: E402
+from benchmarks import gpu, output, probe  # noqa: E402
+from benchmarks.probing import cells, models, programs, tables  # noqa: E402
 from benchmarks.probing.cells import Cell  # noqa: E402
-from benchmarks.probing.devices import EMULATED, FAKE, TRAINER, memory  # noqa: E402
+from benchmarks.probing.devices import EMULATED, FAKE, TRAINER  # noqa: E402
 from benchmarks.probing.programs import (  # noqa: E402
     ACCELERATE,
     BINSEARCH,
@@ -31,7 +31,7 @@ from benchmarks.probing.programs import (  # noqa: E402
     Choice,
     start_size,
 )
-from benchmarks.probing.training import Counter, Oracle, Training  # noqa: E402
+from benchmarks.probing.training import Counter, Oracle  # noqa: E402
 
 TINY = models.Model(
     lambda: nn.Sequential(nn.Flatten(), nn.Linear(192, 16), nn.Tanh(), nn.Linear(16, 10)), lambda: models.images(8)
@@ -116,37 +116,6 @@ def test_peers_search_as_their_documentation_says(program: str, sizes: list[int]
     assert (training.counter.sizes, outcome) == (sizes, found)
 
 
-def test_tensors_without_values_are_not_bounded_by_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ours finds the limit of a device larger than the host, and peers are counted without computing."""
-    monkeypatch.setattr("lightning_ga.memory.device.control_group_limits", lambda: [(MIB, 0)])
-    record = cells.measure(Cell("MLP", 8, FAKE))
-    assert record["programs"][OURS]["found"] == record["limit"] > 1_000_000
-    assert record["programs"][POWER]["seconds"] is None
-
-
-def test_the_probe_of_a_trainer_finds_the_limit_of_the_training_after_it() -> None:
-    """In few steps; no peer runs there."""
-    record = cells.measure(Cell("MLP", 1 / 8192, TRAINER))
-    assert record["programs"].keys() == {OURS}
-    assert record["programs"][OURS]["found"] == record["limit"]
-    assert "n/a" in output.as_text(tables.against_binsearch([record]))
-
-
-def test_a_model_that_does_not_fit_is_said() -> None:
-    """Whether the model alone is too large or a step of one sample; the row says so."""
-    for gib in (2**-16, 2**-14):
-        record = cells.measure(Cell("MLP", gib))
-        assert record["limit"] is None
-        assert record["refusal"]
-        assert "does not fit" in output.as_text(tables.against_binsearch([record]))
-
-
-def test_the_true_limit_does_not_depend_on_the_guess() -> None:
-    """Steps decide."""
-    cell = Cell("MLP", 1 / 8192)
-    assert cells.true_limit(cell, 3) == cells.true_limit(cell, 1000) > 3
-
-
 def small_cell(**changes: Any) -> dict[str, Any]:
     """A record of a cell: a peer with ten times the steps and the seconds of ours."""
     mine = {"found": 20, "method": "replay", "trials": 4, "steps": 4, "ooms": 0, "seconds": 1.0, **changes}
@@ -188,37 +157,6 @@ def test_the_benchmark_prints_80_columns_and_exits_by_its_targets(
     assert max(map(len, printed.splitlines())) <= output.WIDTH
     assert "MISSED training steps" in printed
     assert len(json.loads((tmp_path / "probe.json").read_text())["cells"]) == len(cells.full(cuda=False))
-
-
-def test_what_a_limit_costs_is_measured() -> None:
-    """Microseconds, for each of the operations of a step."""
-    cost = emulation.emulation_cost(rounds=3)
-    assert cost["operations"] > 20
-    assert cost["limit_us"] < 1000
-
-
-def test_a_prediction_is_compared_with_a_training_of_its_own() -> None:
-    """On a CPU the two agree to the byte."""
-    foreseen = prediction.prediction(Cell("MLP", 1 / 1024))
-    assert foreseen["predicted"] == foreseen["measured"]
-    assert foreseen["error"] == 0
-
-
-@pytest.mark.filterwarnings("ignore:The '.*' does not have many workers")
-def test_throughput_compares_windows_in_pairs() -> None:
-    """Of ours and of a plain loop, with the same loader."""
-    speed = throughput.throughput(TINY, 4, "cpu", rounds=3)
-    assert speed["micro_batch"] == 4
-    assert min(speed["ratio"], speed["plain"], speed["ours"]) > 0
-
-
-def test_without_a_gpu_the_gpu_benchmark_says_so(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """In one sentence, with code 2."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert gpu.main([]) == 2
-    assert "needs a CUDA device" in capsys.readouterr().err
 
 
 def test_what_the_gpu_benchmark_has_measured_is_kept(
@@ -267,46 +205,6 @@ def test_what_fails_on_a_gpu_is_kept_and_the_rest_is_measured(
         assert (kept["cells"], kept["left_out"], len(kept["errors"])) == (measured, 0, 1)
 
 
-def test_the_gpu_tables_are_80_columns_wide_and_their_targets_judged() -> None:
-    """From a record as a GPU would write it."""
-    foreseen = {"samples": 20, "predicted": 99 * MIB, "measured": 100 * MIB, "error": -0.01}
-    record = {**small_cell(found=19), "limit": 19, "prediction": foreseen}
-    assert all(target.met for target in gpu.gpu_targets([record]))
-    record["prediction"] |= {"error": -0.02}
-    assert [target.what for target in gpu.gpu_targets([record]) if not target.met] == ["prediction error, largest"]
-    record["prediction"] |= {"error": -0.01}
-    assert [target.met for target in gpu.speed_targets([{"ratio": 0.97}])] == [False]
-    shown = gpu.text({"device": "NVIDIA H200", "cells": [record, small_cell()]})
-    assert "-1.00 %" in shown
-    assert max(map(len, shown.splitlines())) <= output.WIDTH
-
-
-def test_a_device_is_fresh() -> None:
-    """What an earlier training took does not count, and what is made inside does."""
-    for _ in range(3):
-        with memory(EMULATED, MIB):
-            Training(TINY).step(4)
-    with memory(EMULATED, 4096), pytest.raises(torch.OutOfMemoryError):
-        Training(TINY)
-
-
-def test_settings_of_the_allocator_are_told_in_80_columns_and_judged() -> None:
-    """The worst cell decides; the device is named, as it may be simulated."""
-    cell = {"model": "MLP", "gib": 2.0, "found": 99, "limit": 100, "steps": 4, "failed": 0, "errors": 0}
-    record = {
-        "device": "Simulated CUDA device",
-        "models": ["MLP"],
-        "budgets": [2.0],
-        "settings": {name: [cell] for name in allocator.SETTINGS},
-    }
-    assert all(target.met for target in allocator.targets(record["settings"]))
-    worse = {"as it is": [cell, cell | {"found": 97, "steps": 7, "errors": 2}]}
-    assert [target.met for target in allocator.targets(worse)] == [False] * 4
-    shown = allocator.text(record)
-    assert max(map(len, shown.splitlines())) <= output.WIDTH
-    assert "Simulated" in shown
-
-
 def test_the_gpu_benchmarks_need_neither_hydra_nor_the_hub_of_timm(tmp_path: Path) -> None:
     """On a machine with a GPU, PyTorch, Lightning and timm are enough."""
     blocked = dict.fromkeys(("hydra", "omegaconf", "huggingface_hub", "benchmarks", "timm"))
@@ -317,14 +215,3 @@ def test_the_gpu_benchmarks_need_neither_hydra_nor_the_hub_of_timm(tmp_path: Pat
     )
     done = forked(exec, "\n".join(lines), folder=tmp_path)
     assert done.code == 0, done.output
-
-
-def test_random_cells_are_the_same_for_the_same_number() -> None:
-    """They fit: a budget is several times as large as the parameters. All families are drawn."""
-    drawn = [random_cells.draw_cell(number) for number in range(40)]
-    assert drawn == [random_cells.draw_cell(number) for number in range(40)]
-    assert all(random_cells.SMALLEST <= cell.gib <= random_cells.LARGEST for cell in drawn)
-    assert len({cell.model.split()[0] for cell in drawn}) >= 9
-    cells = [asdict(cell) | {"found": 99, "limit": 100, "steps": 4, "errors": 0} for cell in drawn]
-    shown = random_cells.text({"device": "Simulated CUDA device", "seeds": [0], "cells": cells})
-    assert max(map(len, shown.splitlines())) <= output.WIDTH

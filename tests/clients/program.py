@@ -44,14 +44,7 @@ class Program:
 def train(
     module: Callable[[], LightningModule], data: Callable[[], Any], callbacks: Sequence[Any], **settings: Any
 ) -> LightningModule:
-    """Fit a fresh module to fresh data.
-
-    Args:
-        module: Makes the module; called first, so that weights come from the seed alone.
-        data: Makes the loader or data module.
-        callbacks: Callbacks of the Trainer.
-        settings: Further arguments of the Trainer.
-    """
+    """Fit a fresh module to fresh data."""
     seed_everything(0, verbose=False)
     trained, loader = module(), data()
     trainer = Trainer(**trainer_settings(callbacks) | settings)

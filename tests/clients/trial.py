@@ -19,16 +19,7 @@ OOM_STEP = 1  # memory runs out in the second optimizer step
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """What one training left.
-
-    Attributes:
-        gradients: What the optimizer was given, one vector a step.
-        weights: Trained parameters, by name.
-        operations: Operations of forward and backward in the second step; 0 where they were not counted.
-        error: What ended it, ``None`` if nothing did.
-        started: Whether a training step had begun by then.
-        told: Warnings of ``AutoAccumulate``, with their categories.
-    """
+    """What one training left."""
 
     gradients: tuple[torch.Tensor, ...]
     weights: dict[str, torch.Tensor]
@@ -44,15 +35,7 @@ class Trace:
 
 
 def run(program: Program, batch: int, callbacks: Sequence[Any] = (), *, fails_at: int | None = None) -> Trace:
-    """Train once.
-
-    Args:
-        program: What to train.
-        batch: Batch size of its loader.
-        callbacks: Callbacks beside the one that watches.
-        fails_at: Operation of the second step at which memory runs out; 0 counts operations only; ``None`` leaves
-            them alone.
-    """
+    """Train once."""
     before = torch.get_default_dtype()
     with ExitStack() as stack:
         watch = Watch(fails_at, stack)
@@ -77,12 +60,7 @@ def _is_ours(warning: warnings.WarningMessage) -> bool:
 
 
 class Watch(Callback, LegacyCallback):  # type: ignore[misc]
-    """Keeps the gradients of each step, and counts the operations of one or lets memory run out in it.
-
-    Args:
-        fails_at: As for ``run``.
-        stack: Closed when training is over, whatever ended it.
-    """
+    """Keeps the gradients of each step, and counts the operations of one or lets memory run out in it."""
 
     def __init__(self, fails_at: int | None, stack: ExitStack) -> None:
         super().__init__()

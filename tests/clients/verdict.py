@@ -10,23 +10,7 @@ SAME = "with the same result"
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One program in one mode.
-
-    Attributes:
-        client: The project.
-        name: What is trained.
-        mode: ``"alone"``, ``"budget"``, ``"step"`` or ``"out of memory"``.
-        factor: Micro-batches of a full window when training ended; ``None`` where it never began.
-        gradient: Relative error of the gradient of the step in question.
-        weights: Relative error of the weights at the end.
-        cause: What ``callback.exactness`` said.
-        sentence: The same in words.
-        verdict: What to think of it; begins with WRONG where it is wrong.
-        told: Warnings.
-        error: What ended the training.
-        setting: Arguments of ``AutoAccumulate``, as text.
-        survived: Errors that were survived.
-    """
+    """One program in one mode."""
 
     client: str
     name: str

@@ -73,7 +73,7 @@ MEANT = (
     ),
     Meant(
         scenarios="learning_rates_monitored",
-        modes="cut-loader",
+        modes="cut-loader|oom-loader",
         where=r"\['rows'\].*",
         reason="The monitor writes in every batch of a logged step, as it does where stock Lightning accumulates.",
         sentence="writes a row for each micro-batch of a step that is logged",

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import lightning.pytorch as pl
 import numpy as np
@@ -37,14 +38,7 @@ PLAIN = frozenset({type(None), bool, int, float, str, bytes})
 
 @dataclass(frozen=True)
 class Event:
-    """One call of a hook.
-
-    Attributes:
-        owner: ``"callback"`` or ``"module"``.
-        hook: Its name.
-        step: ``trainer.global_step`` at that time.
-        values: What it was given, as plain values.
-    """
+    """One call of a hook."""
 
     owner: str
     hook: str
@@ -56,6 +50,7 @@ class Event:
 class Journal:
     """The calls of a run, in order, and what can be read from the trainer during them."""
 
+    on_module: bool = False  # whether what checks and trials write into it is put back with their module
     events: list[Event] = field(default_factory=list)
     draws: list[tuple[str, str]] = field(default_factory=list)
     batches: list[dict[str, Any]] = field(default_factory=list)
@@ -146,10 +141,23 @@ for _name in CALLBACK_HOOKS:
     setattr(Watcher, _name, _callback_hook(_name))
 
 
-class Told(pl.LightningModule):
-    """A module whose hooks write themselves into ``journal``, where it has one."""
+JOURNALS: WeakKeyDictionary[pl.LightningModule, Journal] = WeakKeyDictionary()
+"""Apart from their modules, where all that hangs on them is looked through in each window whose hooks may change it."""
 
-    journal: Journal | None = None
+
+class Told(pl.LightningModule):
+    """A module whose hooks write themselves into a journal, where it has one."""
+
+    @property
+    def journal(self) -> Journal | None:
+        return vars(self).get("_journal", JOURNALS.get(self))
+
+    @journal.setter
+    def journal(self, journal: Journal) -> None:
+        if journal.on_module:
+            vars(self)["_journal"] = journal
+        else:
+            JOURNALS[self] = journal
 
     def tell(self, hook: str, *values: Any) -> None:
         """Write one call down."""
@@ -237,6 +245,7 @@ def end_of(trainer: Any, module: pl.LightningModule, result: Any = None) -> End:
             **_counters(trainer),
             "batches_that_stepped": trainer.fit_loop.epoch_loop._batches_that_stepped,
             "should_stop": trainer.should_stop,
+            "frequencies": [config.frequency for config in trainer.lr_scheduler_configs],
             "state": (str(trainer.state.status), str(trainer.state.fn)),
             "training": [each.training for each in module.modules()],
             "frozen": [parameter.requires_grad for parameter in module.parameters()],

@@ -18,6 +18,7 @@ import numpy as np
 import reference
 import torch
 import torchmetrics
+from faults import Arm, Faults
 from lightning.pytorch import callbacks as stock
 from lightning.pytorch.profilers import SimpleProfiler
 from lightning.pytorch.utilities import CombinedLoader
@@ -33,19 +34,13 @@ FEATURES, BATCH, CUT, SIZE = 5, 8, 3, 20
 
 @dataclass(frozen=True)
 class Mode:
-    """One way to run a scenario.
-
-    Attributes:
-        name: How tests call it.
-        cut: Whether the recipe's batches are cut.
-        micro_batching: Where; ``None`` for stock Lightning.
-        settings: Arguments of the callback.
-    """
+    """One way to run a scenario."""
 
     name: str
     cut: bool = False
     micro_batching: str | None = None
     settings: tuple[tuple[str, Any], ...] = (("verify", False),)
+    fails: bool = False  # memory runs out once, in the second step or so
 
 
 STOCK = Mode("stock")
@@ -53,6 +48,8 @@ DEFAULTS = Mode("defaults", micro_batching="loader", settings=())
 NEUTRAL_LOADER, NEUTRAL_STEP = (Mode(f"neutral-{where}", micro_batching=where) for where in ("loader", "step"))
 CUT_LOADER, CUT_STEP = (Mode(f"cut-{where}", cut=True, micro_batching=where) for where in ("loader", "step"))
 CUT_MODES = CUT_LOADER, CUT_STEP
+AFTER = {mode: Mode(f"oom-{mode.micro_batching}", True, mode.micro_batching, fails=True) for mode in CUT_MODES}
+FAILS_AT = 60  # operations of training steps and their backward passes
 NEUTRAL = NEUTRAL_LOADER, NEUTRAL_STEP
 ALL = NEUTRAL + CUT_MODES
 
@@ -105,21 +102,16 @@ def add(name: str, train: Callable[["Run"], None], **settings: Any) -> None:
 
 
 class Run:
-    """What a scenario trains with: builds trainers as the mode asks for them and keeps records.
-
-    Args:
-        scenario: What is run.
-        mode: How.
-        folder: For loggers and checkpoints.
-    """
+    """What a scenario trains with: builds trainers as the mode asks for them and keeps records."""
 
     def __init__(self, scenario: Scenario, mode: Mode, folder: Path) -> None:
         self.scenario, self.mode, self.folder = scenario, mode, folder
-        self.journal = Journal()
+        self.journal = Journal(on_module=dict(mode.settings, **(scenario.ours or {})).get("verify", True))
         self.ends: list[End] = []
         self.notes: dict[str, Any] = {}
         self.loggers: list[Rows] = []
         self.trainers = 0
+        self.faults = Faults(*([FAILS_AT] if mode.fails else []))
 
     def trainer(self, *callbacks: pl.Callback, **settings: Any) -> pl.Trainer:
         """A Trainer with a logger and without checkpoints, unless they are asked for."""
@@ -143,7 +135,8 @@ class Run:
             quiet["logger"] = self.loggers[-1]
         else:
             quiet = {name: quiet[name] for name in ("max_epochs", "accelerator", "devices", "default_root_dir")}
-        return pl.Trainer(callbacks=[*ours, *callbacks, Watcher(self.journal)], **{**quiet, **settings})
+        arm = [Arm(self.faults)] if self.mode.fails and ours else []
+        return pl.Trainer(callbacks=[*ours, *callbacks, Watcher(self.journal), *arm], **{**quiet, **settings})
 
     def ours(self) -> AutoAccumulate:
         """The callback, as the mode sets it."""
@@ -187,9 +180,12 @@ def record(scenario: Scenario, mode: Mode, folder: Path) -> Record:
     with watched(run.journal, folder, run.ends, run.notes) as records:
         pl.seed_everything(7, verbose=False)
         try:
-            scenario.train(run)
+            with run.faults if mode.fails else contextlib.nullcontext():
+                scenario.train(run)
         finally:
             run.notes["rows"] = [row for logger in run.loggers for row in logger.rows]
+    survived = any("Memory ran out in training" in text for _, text in records[0].warnings)
+    assert survived == (mode.fails and run.faults.count >= FAILS_AT)
     return records[0]
 
 
@@ -357,6 +353,7 @@ add_fits(
     },
     gradient_clipping_by_norm={"gradient_clip_val": 0.1},
     gradient_clipping_by_value={"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"},
+    gradient_clipping_of_windows={"data": loader(Samples(32)), "gradient_clip_val": 0.1, "accumulate_grad_batches": 2},
     limit_by_count={"limit_train_batches": 2},
     limit_by_fraction={"limit_train_batches": 0.5},
     no_training_batches={"limit_train_batches": 0},
@@ -370,6 +367,16 @@ add_fits(
     validation_by_count={"val_check_interval": 2},
     validation_by_fraction={"val_check_interval": 0.34},
     validation_over_epochs={"val_check_interval": 4, "check_val_every_n_epoch": None, "max_epochs": 3},
+    validation_within_windows={"data": loader(Samples(32)), "val_check_interval": 1, "accumulate_grad_batches": 2},
+    validation_of_windows_by_fraction={
+        **{"data": loader(Samples(48)), "val_check_interval": 0.5, "accumulate_grad_batches": 2},
+        "check_val_every_n_epoch": 2,
+    },
+    validation_of_windows_over_epochs={
+        **{"data": loader(Samples(32)), "val_check_interval": 6, "accumulate_grad_batches": 2},
+        **{"check_val_every_n_epoch": None, "max_epochs": 3},
+    },
+    validation_of_a_part={"limit_train_batches": 2, "val_check_interval": 1},
     validation_every_other_epoch={"check_val_every_n_epoch": 2, "max_epochs": 3},
     sanity_check={"num_sanity_val_steps": 2},
     whole_sanity_check={"num_sanity_val_steps": -1},
@@ -708,31 +715,19 @@ def loaders_of_the_module(run: Run) -> None:
 
 
 @scenario()
-def own_after_batch_transfer(run: Run) -> None:
-    class Mine(Net):
-        def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-            self.tell("on_after_batch_transfer", batch, dataloader_idx)
-            return [2 * batch[0], *batch[1:]]
-
-    run.fit(Mine())
-
-
-@scenario()
-def own_before_batch_transfer(run: Run) -> None:
+def own_hooks_of_the_transfer(run: Run) -> None:
     class Mine(Net):
         def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
             self.tell("on_before_batch_transfer", len(batch[0]), dataloader_idx)
             return [2 * batch[0], *batch[1:]]
 
-    run.fit(Mine())
-
-
-@scenario()
-def own_transfer(run: Run) -> None:
-    class Mine(Net):
         def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
             self.tell("transfer_batch_to_device", batch, str(device), dataloader_idx)
             return super().transfer_batch_to_device([3 * batch[0], *batch[1:]], device, dataloader_idx)
+
+        def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            self.tell("on_after_batch_transfer", batch, dataloader_idx)
+            return [0.2 * batch[0], *batch[1:]]
 
     run.fit(Mine())
 
@@ -833,18 +828,6 @@ def outputs_read_by_callbacks(run: Run) -> None:
 
 
 @scenario()
-def outputs_changed_by_callbacks(run: Run) -> None:
-    class First(pl.Callback):
-        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            outputs["added"] = 1
-
-    def step(module: Any, batch: Any, batch_idx: int) -> Any:
-        return {"loss": module.losses(batch).mean()}
-
-    run.fit(Stepping(step), None, First())
-
-
-@scenario()
 def simple_profiler(run: Run) -> None:
     profiler = SimpleProfiler(dirpath=run.folder)
     run.fit(profiler=profiler)
@@ -893,6 +876,41 @@ add_fits(
     }
 )
 add("random_numbers_in_the_step", lambda run: run.fit(Stepping(_random)), modes=NEUTRAL)
+
+
+class Augmented(Samples):
+    """Every sample draws from all generators."""
+
+    def __getitem__(self, index: int) -> Any:
+        inputs, *rest = super().__getitem__(index)
+        return (inputs * (torch.rand(()).item() + np.random.random() + random.random()), *rest)
+
+
+class SteppingPaired(Stepping, Paired):
+    """Draws in its steps, on several loaders at a time."""
+
+
+def _augmented(make: Callable[..., Any], run: Run) -> None:
+    """Let data, dropout, steps and validation draw."""
+    run.fit(
+        SteppingPaired(_random, net=network(torch.float64, torch.nn.Dropout(0.3))), make(), val=loader(Augmented(6), 4)
+    )
+
+
+_GROUPS = BatchSampler(SequentialSampler(range(SIZE)), 4, False)
+_AUGMENTED: dict[str, Callable[..., Any]] = {
+    "samples": lambda: loader(Augmented()),
+    "a_stream": lambda: loader(reference.StreamOf(Augmented())),
+    "groups": lambda: loader(Augmented(), batch_size=1, batch_sampler=_GROUPS),
+    "two_loaders": lambda: CombinedLoader({name: loader(Augmented(16)) for name in "ab"}, "min_size"),
+    "unequal_loaders": lambda: {"a": loader(Augmented(16), 4), "b": loader(Augmented(48), 12)},
+    "a_worker": lambda: loader(Augmented(), num_workers=1),
+    "workers_that_stay": lambda: loader(Augmented(), num_workers=2, persistent_workers=True),
+}
+for _name, _make in _AUGMENTED.items():
+    add(f"random_numbers_of_{_name}", partial(_augmented, _make), modes=NEUTRAL, batch=1000)
+for _name, _ours in {"as_large": {}, "verified": {"verify": True}, "without_retries": {"on_oom": "raise"}}.items():
+    add(f"random_numbers_{_name}", partial(_augmented, _AUGMENTED["samples"]), modes=NEUTRAL, ours=_ours)
 add(
     "dropout",
     lambda run: run.fit(Net(net=network(torch.float64, torch.nn.Dropout(0.3)))),
@@ -982,42 +1000,22 @@ def logged_in_every_hook(run: Run) -> None:
     run.fit(Logging())
 
 
-@scenario()
-def averages_gathered_by_the_user(run: Run) -> None:
-    class Gathering(Net):
-        def on_train_epoch_start(self) -> None:
-            self.kept: list[torch.Tensor] = []
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            losses = self.losses(batch)
-            self.kept.append(losses.detach())
-            return losses.mean()
-
-        def on_train_epoch_end(self) -> None:
-            self.log("mine", torch.cat(self.kept).mean())
-
-    run.fit(Gathering())
-
-
 # --- stopping --------------------------------------------------------------------------------------
 
 
-@scenario()
-def rest_of_the_epoch_is_skipped(run: Run) -> None:
-    class Skipping(Net):
-        def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
-            return -1 if self.current_epoch == 0 and int(batch[2][0]) == 8 else None
+class Skipping(Net):
+    """Leaves out the rest of one epoch, from the batch that begins with a sample."""
 
-    run.fit(Skipping())
+    def __init__(self, epoch: int, first: int) -> None:
+        super().__init__()
+        self.skipped = epoch, first
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if (self.current_epoch, int(batch[2][0])) == self.skipped else None
 
 
-@scenario()
-def whole_epoch_is_skipped(run: Run) -> None:
-    class Skipping(Net):
-        def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
-            return -1 if self.current_epoch == 1 else None
-
-    run.fit(Skipping(), max_epochs=3)
+add("rest_of_the_epoch_is_skipped", lambda run: run.fit(Skipping(0, 8)))
+add("whole_epoch_is_skipped", lambda run: run.fit(Skipping(1, 0), max_epochs=3))
 
 
 @scenario()
@@ -1031,16 +1029,6 @@ def stopped_by_the_step(run: Run) -> None:
 
 
 @scenario()
-def stopped_after_a_batch(run: Run) -> None:
-    class Stop(pl.Callback):
-        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            if 15 in batch[2].tolist():
-                trainer.should_stop = True
-
-    run.fit(None, None, Stop())
-
-
-@scenario()
 def stopped_by_a_step_count(run: Run) -> None:
     class Stop(pl.Callback):
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -1049,34 +1037,23 @@ def stopped_by_a_step_count(run: Run) -> None:
     run.fit(None, None, Stop())
 
 
-@scenario()
-def error_in_the_step(run: Run) -> None:
+def _ended_by(error: type[BaseException], run: Run) -> None:
     def step(module: Any, batch: Any, batch_idx: int) -> Any:
         if module.trainer.global_step == 2:
-            raise ValueError("of the user's")
+            raise error("of the user's")
         return module.losses(batch).mean()
 
     trainer, module = run.trainer(), Stepping(step)
     module.journal = run.journal
     try:
         trainer.fit(module, loader())
-    except ValueError as error:
-        run.notes["error"] = str(error)
+    except (ValueError, KeyboardInterrupt, SystemExit) as ended:
+        run.notes["error"] = str(ended) if isinstance(ended, ValueError) else None
     run.ends.append(end_of(trainer, module))
 
 
-@scenario()
-def interrupted(run: Run) -> None:
-    def step(module: Any, batch: Any, batch_idx: int) -> Any:
-        if module.trainer.global_step == 2:
-            raise KeyboardInterrupt
-        return module.losses(batch).mean()
-
-    trainer, module = run.trainer(), Stepping(step)
-    module.journal = run.journal
-    with contextlib.suppress(KeyboardInterrupt, SystemExit):
-        trainer.fit(module, loader())
-    run.ends.append(end_of(trainer, module))
+add("error_in_the_step", partial(_ended_by, ValueError))
+add("interrupted", partial(_ended_by, KeyboardInterrupt))
 
 
 # --- precision -------------------------------------------------------------------------------------
@@ -1221,12 +1198,7 @@ def evaluated_from_a_checkpoint(run: Run) -> None:
 
 @dataclass(frozen=True)
 class Refused:
-    """A training that the callback refuses.
-
-    Attributes:
-        train: Runs it.
-        sentence: What the error says.
-    """
+    """A training that the callback refuses."""
 
     train: Callable[[Run], Any]
     sentence: str
@@ -1283,8 +1255,10 @@ WRONG: dict[str, Callable[[Run], Any]] = {
 
 _NAMES = """
 sgd schedule_of_one_cycle less_than_a_batch batch_is_a_dict stream stream_that_drops_the_last ready_batches a_worker
-a_dict_of_loaders own_transfer checkpoint_of_the_best averaging_stochastically frozen_at_first
-random_numbers_in_the_step batch_norm step_skips_batches metrics_as_objects precision_16_mixed
+a_dict_of_loaders own_hooks_of_the_transfer checkpoint_of_the_best averaging_stochastically frozen_at_first
+random_numbers_of_samples random_numbers_of_a_stream random_numbers_of_unequal_loaders
+random_numbers_of_workers_that_stay random_numbers_in_the_step batch_norm step_skips_batches metrics_as_objects
+precision_16_mixed
 fitted_twice resumed_after_an_epoch_of_us_by_us
 """
 WITH_DEFAULTS = tuple(_NAMES.split())
@@ -1293,9 +1267,13 @@ WITH_DEFAULTS = tuple(_NAMES.split())
 CASES = [
     (scenario, mode)
     for scenario in SCENARIOS.values()
-    for mode in (*([DEFAULTS] if scenario.name in WITH_DEFAULTS else []), *scenario.modes)
+    for mode in (
+        *([DEFAULTS] if scenario.name in WITH_DEFAULTS else []),
+        *scenario.modes,
+        *(AFTER[mode] for mode in scenario.modes if mode.cut),
+    )
 ]
-TURNS = (NEUTRAL_LOADER, CUT_STEP), (NEUTRAL_STEP, CUT_LOADER)
+TURNS = (NEUTRAL_LOADER, CUT_STEP, AFTER[CUT_LOADER]), (NEUTRAL_STEP, CUT_LOADER, AFTER[CUT_STEP])
 
 
 def has_its_turn(scenario: Scenario, mode: Mode) -> bool:

@@ -46,6 +46,20 @@ def outcome(record: Record) -> dict[str, Any]:
     }
 
 
+def survived(record: Record) -> dict[str, Any]:
+    """What an error of memory changes nothing of, whatever smaller pieces followed."""
+    rows = [(step, _by_epoch(values, in_step=False)) for step, values in record.rows if "oom_events" not in values]
+    kept = ("state_dict", "epoch", "global_step")
+    return {
+        **outcome(record),
+        "scaler": record.ends[-1].scaler,
+        "rates_of_steps": record.rates_of_steps,
+        "steps_of_validations": record.steps_of_validations,
+        "rows": rows,
+        "checkpoints": {name: {key: file[key] for key in kept} for name, file in record.checkpoints.items()},
+    }
+
+
 def _end(end: Any, in_step: bool) -> dict[str, Any]:
     parts = {name: getattr(end, name) for name in type(end).__dataclass_fields__ if name not in ("random", "draw")}
     parts["callback_metrics"] = _by_epoch(end.callback_metrics, in_step)

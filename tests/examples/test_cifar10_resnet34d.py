@@ -38,16 +38,6 @@ def test_batch_norm_is_what_8_times_4_changes(group_norm: bool, exact: bool, tmp
     assert (cut.values["train"] == pytest.approx(whole.values["train"], rel=1e-3)) == exact
 
 
-@pytest.mark.slow
-def test_a_larger_model_in_the_memory_of_a_smaller_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The micro-batch that is found trains within that memory."""
-    monkeypatch.setattr(recipe, "LARGE_IMAGE", 64)
-    monkeypatch.setattr(recipe, "REFERENCE", "resnet10t")
-    found = recipe.in_budget(tmp_path, "vit_tiny_patch16_224", data="digits", channels=1)
-    budget = recipe.whole_window(tmp_path, channels=1).values["peak"]
-    assert found.values["peak"] <= budget
-
-
 def new(folder: Path) -> Path:
     folder.mkdir()
     return folder

@@ -1,22 +1,19 @@
 """Recipes run row by row, go on where they were ended, and the pages show what the records hold."""
 
-import io
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from rich.console import Console
 
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT))  # examples are not installed
 
 from examples.reproduce import __main__ as program  # noqa: E402
-from examples.reproduce import data, mnist_mlp, pages, run  # noqa: E402
+from examples.reproduce import mnist_mlp, pages, run  # noqa: E402
 from examples.reproduce.recipe import Column, Measured, Setup, Task, read_result  # noqa: E402
-from examples.reproduce.tables import markdown, overview  # noqa: E402
-from examples.reproduce.windows import cut_text, gradient_share, train_window, window_peak  # noqa: E402
+from examples.reproduce.windows import gradient_share, train_window, window_peak  # noqa: E402
 from lightning_ga.models import MLPClassifier  # noqa: E402
 
 SETUP = Setup("quick", "nowhere")
@@ -56,26 +53,6 @@ def test_a_run_that_was_ended_goes_on_at_its_row(tmp_path: Path) -> None:
     assert measured == [*"abdc", *"abdc"]
 
 
-def test_what_another_version_measured_is_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A record is of one environment; ``again`` measures anyway."""
-    measured: list[str] = []
-    toy = recipe(measured, "a")
-    for torch_version, again in (("1", False), ("1", False), ("2", False), ("2", True)):
-        monkeypatch.setattr(run, "environment", lambda version=torch_version: {"torch": version, "threads": 1})
-        run.reproduce(toy, SETUP, tmp_path, again=again, tell=lambda _: None)
-    assert measured == ["a"] * 3
-
-
-def test_tables_show_what_was_measured(tmp_path: Path) -> None:
-    """In the recipe's form, with an empty cell where a row has no such value."""
-    toy = recipe([], "a")
-    result = run.reproduce(toy, SETUP, tmp_path, tell=lambda _: None)
-    assert "| a | 0.12 |  | 0 |" in markdown(toy, result)
-    console = Console(width=80, file=io.StringIO())
-    console.print(overview([(toy, result)]))
-    assert "loss 0.12" in console.file.getvalue()
-
-
 @pytest.mark.parametrize("name", program.NAMES)
 def test_pages_show_the_numbers_of_their_records(name: str) -> None:
     """Written by ``python -m examples.reproduce.pages``."""
@@ -98,15 +75,6 @@ def test_records_are_of_the_rows_that_there_are(name: str, scale: str) -> None:
     chosen.draw(result)
 
 
-def test_a_set_that_is_too_small_is_taken_whole() -> None:
-    """Digits stand in for any set that is not there."""
-    assert data.first_at_hand("nowhere", "mnist", "fashion_mnist") == "digits"
-    assert data.subset("nowhere", "digits", train=320) == ["data=digits", "data.val_fraction=0.777314"]
-    assert data.subset("nowhere", "digits", train=12060) == ["data=digits"]
-    assert data.described("nowhere", "digits", train=320).endswith("(319 of 1,437 training images)")
-    assert data.described("nowhere", "digits", train=None) == "scikit-learn's digits"
-
-
 def test_the_share_of_a_gradient() -> None:
     """Means that are added up weigh as many times too much as there are; ours weighs 1, in unequal parts too."""
     torch.manual_seed(0)
@@ -127,10 +95,6 @@ def test_the_peak_of_a_window() -> None:
     assert cut < whole
     with pytest.raises(torch.OutOfMemoryError):
         window_peak(MLPClassifier().net, make, (2048,), (1, 28, 28), budget=int(cut * 2**20))
-
-
-def test_micro_batches_in_words() -> None:
-    assert cut_text([43, 43, 42]) == "43 × 2 + 42"
 
 
 DIGITS = ("data=digits", "data.val_fraction=0.8", "trainer.max_epochs=2", "lr_scheduler=none", "optimizer=sgd")

@@ -2,7 +2,8 @@
 
 import random
 from collections.abc import Iterator
-from itertools import pairwise
+from functools import partial
+from itertools import count, pairwise
 from typing import Any
 
 import pytest
@@ -84,7 +85,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("draw", [0, 1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("draw", [0, *(pytest.param(draw, marks=pytest.mark.slow) for draw in (1, 2))])
 def test_gradients_equal_the_recipe_run_whole(way: str, draw: int) -> None:
     """Relative error ≤ 1e-12 in fp64 for random sizes, ragged windows included, and as many steps."""
     rng = random.Random(f"{way} {draw}")
@@ -109,9 +110,9 @@ def test_gradients_equal_the_recipe_run_whole(way: str, draw: int) -> None:
 @pytest.mark.parametrize(
     ("way", "effective"),
     [
-        *(("keyword arguments", effective) for effective in (1, 7, 32, 50, 500)),
-        *(("iterable dataset", effective) for effective in (1, 7, 32, 50, 500)),
-        *(("persistent workers", effective) for effective in (7, 500)),
+        *(("keyword arguments", effective) for effective in (1, 7, 500)),
+        *(("iterable dataset", effective) for effective in (1, 7, 500)),
+        ("persistent workers", 7),
     ],
 )
 def test_an_effective_batch_of_the_users_own(way: str, effective: int) -> None:
@@ -124,7 +125,7 @@ def test_an_effective_batch_of_the_users_own(way: str, effective: int) -> None:
 
 
 @pytest.mark.parametrize("factor", [1, 3])
-@pytest.mark.parametrize("limit", [1, 4, 9, 100])
+@pytest.mark.parametrize("limit", [1, 4, 100])
 def test_a_batch_sampler_of_the_users_own_keeps_its_batches(factor: int, limit: int) -> None:
     """Batches of varying size stay together: a window is that of the recipe, its samples weigh the same."""
     dataset = Samples(61)
@@ -235,7 +236,8 @@ def test_an_optimizer_that_evaluates_again_leaves_out_micro_batches_without_a_sa
     """The window that LBFGS runs again holds each sample once."""
     weights = []
     for callbacks in ([], [AutoAccumulate(micro_batch_size=2, verify=False)]):
-        module, _ = fit(DataLoader(Samples(18), batch_sampler=Unequal()), *callbacks, module=Logging(torch.optim.LBFGS))
+        module = Logging(partial(torch.optim.LBFGS, max_iter=4))
+        fit(DataLoader(Samples(18), batch_sampler=Unequal()), *callbacks, module=module, max_epochs=1)
         weights.append((torch.cat([p.flatten() for p in module.net.parameters()]), module.seen))
     torch.testing.assert_close(*weights, rtol=1e-4, atol=1e-6)  # LBFGS enlarges rounding
 
@@ -265,19 +267,18 @@ def test_a_sampler_ends_where_stock_lightning_lets_it_end(workers: int, batch_si
     assert runs[0] == runs[1]
 
 
+class Endless(Sampler[int]):
+    """Has a length all the same."""
+
+    def __len__(self) -> int:
+        return 20
+
+    def __iter__(self) -> Iterator[int]:
+        return (index % 20 for index in count())
+
+
 def test_a_sampler_without_an_end_is_cut_at_its_length() -> None:
     """As torch's loaders never ask it for more than the loop takes."""
-
-    class Endless(Sampler[int]):
-        def __len__(self) -> int:
-            return 20
-
-        def __iter__(self) -> Iterator[int]:
-            index = 0
-            while True:
-                yield index % 20
-                index += 1
-
     module, _ = fit(DataLoader(Samples(20), 8, sampler=Endless()), AutoAccumulate(micro_batch_size=3), max_epochs=1)
     assert module.windows == cut(range(20), 8)
 
@@ -295,34 +296,6 @@ def test_samples_that_a_collate_fn_drops_are_left_out_of_the_mean() -> None:
     whole, _ = fit(loader, AutoAccumulate(micro_batch_size=12), max_epochs=1)
     stock, _ = fit(loader, max_epochs=1)
     assert worst_error(whole.gradients, stock.gradients) == 0.0
-
-
-@pytest.mark.parametrize("drop_last", [False, True])
-def test_drop_last_drops_the_ragged_window(drop_last: bool) -> None:
-    """Dropped is what the whole batch would have dropped."""
-    dataset = Samples(50)
-    loader = DataLoader(dataset, batch_size=8, drop_last=drop_last)
-    module, _ = fit(loader, AutoAccumulate(micro_batch_size=3), accumulate_grad_batches=2, max_epochs=1)
-    windows = cut(range(50), 16, drop_last)
-    assert worst_error(module.gradients, plain_loop(dataset, windows)) <= 1e-12
-
-
-def test_without_normalization_gradients_are_those_of_stock_lightning() -> None:
-    """``normalize=None`` keeps the division by the nominal factor, the ragged window's error included."""
-    dataset = Samples(20)
-    stock, _ = fit(DataLoader(dataset, batch_size=4), accumulate_grad_batches=3)
-    ours, _ = fit(
-        DataLoader(dataset, batch_size=4), AutoAccumulate(micro_batch_size=4, normalize=None), accumulate_grad_batches=3
-    )
-    assert worst_error(ours.gradients, stock.gradients) <= 1e-12
-
-
-def test_full_windows_of_equal_chunks_are_bitwise_those_of_stock_lightning() -> None:
-    """Where all weights are one nothing is touched."""
-    dataset = Samples(24)
-    stock, _ = fit(DataLoader(dataset, batch_size=4), accumulate_grad_batches=3)
-    ours, _ = fit(DataLoader(dataset, batch_size=4), AutoAccumulate(micro_batch_size=4), accumulate_grad_batches=3)
-    assert all(torch.equal(a, b) for a, b in zip(ours.gradients, stock.gradients, strict=True))
 
 
 def test_the_users_loader_stays_as_it_was() -> None:

@@ -112,18 +112,6 @@ def test_the_micro_batch_changes_nothing(micro_batch: int, num_workers: int, who
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("ranks", "micro_batch", "loader"), [(2, 4, "float32, workers"), (3, 3, "float32")])
-def test_the_number_of_ranks_changes_nothing(
-    ranks: int, micro_batch: int, loader: str, whole: tuple[Losses, Path], tmp_path: Path
-) -> None:
-    """With workers and without; for four, see below."""
-    accumulate = {"effective_batch_size": EFFECTIVE, "micro_batch_size": micro_batch}
-    records = run_ranks(tmp_path, ranks=ranks, accumulate=accumulate, loader=loader, **ON_RANKS)
-    assert joined(records) == SAMPLES
-    assert agree(mean_losses(*records), whole[0])
-
-
-@pytest.mark.distributed
 def test_four_ranks_change_nothing(whole: tuple[Losses, Path], on_four_ranks: tuple[list[Any], Path]) -> None:
     """Not even where one of them is left without a sample."""
     records, _ = on_four_ranks
@@ -150,14 +138,6 @@ def test_three_ranks_take_over_from_one(whole: tuple[Losses, Path], tmp_path: Pa
     records = run_ranks(tmp_path, ranks=3, accumulate=accumulate, **resume, **ON_RANKS)
     assert joined(records)[MID_EPOCH:] == SAMPLES[MID_EPOCH:]
     assert agree(mean_losses(*records), whole[0][MID_EPOCH:])
-
-
-@pytest.mark.parametrize(("micro_batch", "num_workers"), [(1, 0), (5, 2), (100, 0)])
-def test_a_resume_changes_nothing(micro_batch: int, num_workers: int, whole: tuple[Losses, Path]) -> None:
-    """On one rank, with another micro-batch."""
-    module = run(micro_batch, num_workers=num_workers, ckpt_path=whole[1], seed=1)
-    assert samples(module)[MID_EPOCH:] == SAMPLES[MID_EPOCH:]
-    assert agree(mean_losses(module), whole[0][MID_EPOCH:])
 
 
 def test_all_this_holds_for_orders_that_are_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,13 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from faults import Arm, Faults
 from forks import forked
 from killed import main
-from reference import Regression, Samples, fit
-from torch.utils.data import DataLoader
-
-from lightning_ga import AtomicCheckpointIO, AutoAccumulate
 
 SAMPLES = 27
 DEATHS = [
@@ -114,19 +109,3 @@ def test_the_limit_is_known_on_the_same_hardware_and_probed_on_another(chains: P
     assert budget["limit"] > first["limit"]
     assert machine["probed"] > 0
     assert machine["limit"] == first["limit"]
-
-
-def test_a_checkpoint_of_a_run_that_survived_loads_in_stock_lightning(tmp_path: Path) -> None:
-    """Written by ``AtomicCheckpointIO`` with what the callback keeps of errors; read without either."""
-    faults = Faults(2)
-    loader = DataLoader(Samples(32), batch_size=8)
-    callback = AutoAccumulate(16, micro_batch_size=8, verify=False)
-    with faults, pytest.warns(UserWarning, match="Memory ran out"):
-        _, trainer = fit(loader, callback, Arm(faults), max_epochs=1, plugins=[AtomicCheckpointIO()])
-    trainer.save_checkpoint(tmp_path / "run.ckpt")
-    kept = torch.load(tmp_path / "run.ckpt", weights_only=True)["callbacks"]["AutoAccumulate"]
-    assert (kept["oom_events"], kept["limit"]) == (1, 4)
-    with pytest.warns(UserWarning, match="callbacks used to create the checkpoint"):
-        module, stock = fit(loader, module=Regression(), ckpt_path=tmp_path / "run.ckpt", accumulate_grad_batches=2)
-    assert stock.global_step == 4
-    assert [sorted(window) for window in module.windows[2:]] == [list(range(16)), list(range(16, 32))]

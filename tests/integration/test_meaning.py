@@ -1,7 +1,6 @@
 """What users write for Lightning keeps its meaning: intervals by time, streams with a limit, forgotten closures."""
 
 import logging
-import time
 import warnings
 from collections.abc import Iterator
 from itertools import islice
@@ -42,22 +41,9 @@ class Validating(Regression):
 @pytest.mark.parametrize("micro_batch_size", [8, 3])
 def test_validation_by_time(interval: Any, micro_batch_size: int) -> None:
     """An interval of no seconds is due after every batch."""
-    module, trainer = fit(
-        loader(),
-        AutoAccumulate(micro_batch_size=micro_batch_size),
-        module=Validating(),
-        max_epochs=1,
-        val_check_interval=interval,
-        num_sanity_val_steps=0,
-    )
-    assert trainer.global_step == 4
-    assert module.validated[-1] == 4
-
-
-class Stream(IterableDataset[Any]):
-    def __iter__(self) -> Iterator[Any]:
-        samples = Samples(200)
-        return (samples[index] for index in range(200))
+    callback, settings = AutoAccumulate(micro_batch_size=micro_batch_size), {"val_check_interval": interval}
+    module, trainer = fit(loader(), callback, module=Validating(), max_epochs=1, **settings)
+    assert trainer.global_step == module.validated[-1] == 4
 
 
 class Planning(Regression):
@@ -73,61 +59,32 @@ class Planning(Regression):
 @pytest.mark.parametrize("micro_batch_size", [8, 3])
 def test_a_stream_with_a_limit_has_as_many_steps(micro_batch_size: int) -> None:
     """``limit_train_batches`` tells what the stream does not."""
-    module, trainer = fit(
-        DataLoader(Stream(), batch_size=8),
-        AutoAccumulate(micro_batch_size=micro_batch_size),
-        module=Planning(),
-        max_epochs=2,
-        limit_train_batches=4,
-    )
+    callback, data = AutoAccumulate(micro_batch_size=micro_batch_size), DataLoader(StreamOf(Samples(200)), batch_size=8)
+    module, trainer = fit(data, callback, module=Planning(), limit_train_batches=4)
     assert (module.steps, trainer.global_step) == (8, 8)
     assert trainer.num_training_batches == 4 * -(-8 // micro_batch_size)
 
 
-def test_a_stream_that_ends_before_its_limit_ends_the_epoch() -> None:
-    """Its last window, too, which is ragged."""
-    module, trainer = fit(
-        DataLoader(Stream(), batch_size=24),
-        AutoAccumulate(48, micro_batch_size=10),
-        max_epochs=1,
-        limit_train_batches=1000,
-    )
-    assert [len(window) for window in module.windows] == [48, 48, 48, 48, 8]
-    assert trainer.global_step == 5
+class OwnStep(Regression):
+    """Looks at the closure that it is given, or forgets it."""
 
-
-class Forgetful(Regression):
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
-        optimizer.optimizer.step()
-
-
-class Curious(Regression):
-    """Looks at the closure that it is given."""
+    def __init__(self, forgets: bool) -> None:
+        super().__init__()
+        self.forgets = forgets
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
         assert isinstance(optimizer_closure, Closure)
-        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+        optimizer.optimizer.step(*([] if self.forgets else [optimizer_closure]))
 
 
 @pytest.mark.parametrize("micro_batching", ["loader", "step"])
-def test_an_optimizer_step_that_forgets_its_closure_is_told_so(micro_batching: str) -> None:
+def test_an_optimizer_step_gets_lightnings_closure_and_may_not_forget_it(micro_batching: str) -> None:
     """By Lightning's own error; a run in which no weight changes is no success."""
     callback = AutoAccumulate(micro_batch_size=4, micro_batching=micro_batching)
-    with pytest.raises(MisconfigurationException, match="The closure hasn't been executed"):
-        fit(loader(), callback, module=Forgetful())
-
-
-@pytest.mark.parametrize("micro_batching", ["loader", "step"])
-def test_closures_are_those_of_lightning(micro_batching: str) -> None:
-    """So that code which asks for their class goes on to work."""
-    _, trainer = fit(loader(), AutoAccumulate(micro_batch_size=4, micro_batching=micro_batching), module=Curious())
+    _, trainer = fit(loader(), callback, module=OwnStep(forgets=False))
     assert trainer.global_step == 8
-
-
-def test_loaders_one_after_the_other_are_refused() -> None:
-    """As stock Lightning does."""
-    with pytest.raises(UserError, match="sequential"):
-        fit(CombinedLoader([loader(), loader()], "sequential"), AutoAccumulate(micro_batch_size=4))
+    with pytest.raises(MisconfigurationException, match="The closure hasn't been executed"):
+        fit(loader(), callback, module=OwnStep(forgets=True))
 
 
 class Paired(Regression):
@@ -141,12 +98,6 @@ def test_nothing_is_said_of_data_that_the_user_does_not_have() -> None:
         warnings.simplefilter("always")
         fit([loader(), loader()], AutoAccumulate(micro_batch_size=4), module=Paired())
     assert not [each for each in told if "IterableDataset" in str(each.message)]
-
-
-def test_the_warning_that_overfitting_does_not_shuffle_is_kept() -> None:
-    """Lightning's own."""
-    with pytest.warns(UserWarning, match="overfit but enabled"):
-        fit(loader(shuffle=True), AutoAccumulate(micro_batch_size=4), overfit_batches=2)
 
 
 class Scheduled(Regression):
@@ -166,15 +117,6 @@ class Scheduled(Regression):
         self.rates.append(optimizer.param_groups[0]["lr"])
 
 
-@pytest.mark.parametrize("micro_batching", ["loader", "step"])
-def test_a_frequency_means_what_it_means_in_lightning_where_nothing_is_cut(micro_batching: str) -> None:
-    """It is tested against the number of the batch."""
-    stock, _ = fit(loader(), module=Scheduled(), accumulate_grad_batches=2)
-    callback = AutoAccumulate(micro_batch_size=8, micro_batching=micro_batching)
-    ours, _ = fit(loader(), callback, module=Scheduled(), accumulate_grad_batches=2)
-    assert ours.rates == stock.rates
-
-
 def test_where_batches_are_cut_a_frequency_counts_steps_and_that_is_said(caplog: pytest.LogCaptureFixture) -> None:
     """Micro-batches are no batches of the recipe."""
     with caplog.at_level(logging.INFO):
@@ -183,24 +125,13 @@ def test_where_batches_are_cut_a_frequency_counts_steps_and_that_is_said(caplog:
     assert sum("counts optimizer steps" in record.message for record in caplog.records) == 1
 
 
-class Reseeding(Regression):
-    """Seeds torch anew before the data are asked for."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        self.seed = seed
-
-    def prepare_data(self) -> None:
-        torch.manual_seed(self.seed)
-
-
 def test_the_seed_of_everything_decides_the_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that are spawned begin with it, whatever else was seeded; without it torch's seed decides."""
 
     def order(seed: int) -> list[Any]:
-        callback = AutoAccumulate(micro_batch_size=4)
-        module, _ = fit(loader(shuffle=True), callback, module=Reseeding(seed), max_epochs=1)
-        return module.windows
+        module = Regression()
+        module.prepare_data = lambda: torch.manual_seed(seed)
+        return fit(loader(shuffle=True), AutoAccumulate(micro_batch_size=4), module=module, max_epochs=1)[0].windows
 
     assert order(1) == order(2)
     monkeypatch.setattr(pl, "seed_everything", lambda *_, **__: None)
@@ -252,20 +183,6 @@ def test_workers_are_started_as_often_as_by_stock_lightning(persistent: bool, tm
         started.append((tmp_path / name).read_text().count("0"))
     assert started == [2 - persistent, 2 - persistent, 3 - persistent]
     assert looking.exactness.cause == "exact"
-
-
-class Slow(Samples):
-    """Samples that take a moment to read."""
-
-    def __getitem__(self, index: int) -> Any:
-        time.sleep(0.002)
-        return super().__getitem__(index)
-
-
-def test_the_probe_counts_what_it_takes_to_read_samples() -> None:
-    callback = AutoAccumulate(cache=False, verify=False)
-    fit(DataLoader(Slow(64), batch_size=8), callback, module=Regression(), max_epochs=1)
-    assert callback.probe.seconds >= 64 * 0.002
 
 
 def test_a_collection_may_hold_loaders_of_streams() -> None:
@@ -334,12 +251,6 @@ class Looking(Regression):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         self.found = self.trainer.train_dataloader
         return super().training_step(batch["a"] if isinstance(batch, dict) else batch, batch_idx)
-
-
-@pytest.mark.parametrize("data", [loader(), {"a": loader()}, CombinedLoader({"a": loader()}, "min_size")])
-def test_the_trainer_shows_the_loaders_that_the_user_gave(data: Any) -> None:
-    module, _ = fit(data, AutoAccumulate(micro_batch_size=3, verify=False), module=Looking(), max_epochs=1)
-    assert module.found is (data.iterables if isinstance(data, CombinedLoader) else data)
 
 
 def test_callbacks_are_in_their_order_again_after_a_fit() -> None:
@@ -412,3 +323,9 @@ def test_a_loader_that_ends_its_epochs_itself_is_not_cut_in_silence() -> None:
         assert trainer.global_step == 4
         for mine, theirs in zip(cut.parameters(), whole.parameters()):
             torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("data", [loader(), {"a": loader()}, CombinedLoader({"a": loader()}, "min_size")])
+def test_the_trainer_shows_the_loaders_that_the_user_gave(data: Any) -> None:
+    module, _ = fit(data, AutoAccumulate(micro_batch_size=3, verify=False), module=Looking(), max_epochs=1)
+    assert module.found is (data.iterables if isinstance(data, CombinedLoader) else data)

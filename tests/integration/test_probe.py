@@ -4,7 +4,6 @@ import os
 from typing import Any
 
 import lightning.pytorch as pl
-import numpy as np
 import pytest
 import torch
 from reference import Samples, fit
@@ -117,30 +116,6 @@ def test_steps_find_the_callbacks_and_callbacks_hear_of_no_trial() -> None:
     assert counting.calls == 2 * callback.plan.factor
 
 
-def test_features_tapped_by_a_hook_are_found() -> None:
-    """The object that a hook writes to is the one that the step reads."""
-
-    class Tap:
-        def __init__(self, layer: torch.nn.Module) -> None:
-            self.calls, self.out = 0, None
-            layer.register_forward_hook(self.hook)
-
-        def hook(self, module: torch.nn.Module, inputs: Any, out: torch.Tensor) -> None:
-            self.calls, self.out = self.calls + 1, out
-
-    class Tapped(Wide):
-        def __init__(self) -> None:
-            super().__init__()
-            self.tap = Tap(self.net[0])
-
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            return super().training_step(batch, batch_idx) + self.tap.out.pow(2).mean()
-
-    module = Tapped()
-    callback = probe(module)
-    assert module.tap.calls == 2 * callback.plan.factor
-
-
 def test_a_collate_fn_may_change_what_it_is_given() -> None:
     """Samples that trials share are copied for it."""
 
@@ -178,24 +153,6 @@ def test_a_dataset_is_read_by_workers_only() -> None:
     assert dataset.handle is None
 
 
-def test_random_numbers_of_a_dataset_are_untouched() -> None:
-    """Augmentations of the first epoch are those without a probe."""
-
-    class Noisy(Samples):
-        def __init__(self) -> None:
-            super().__init__(64)
-            self.rng = np.random.default_rng(3)
-            self.drawn: list[float] = []
-
-        def __getitem__(self, index: int) -> Any:
-            self.drawn.append(float(self.rng.random()))
-            return super().__getitem__(index)
-
-    dataset = Noisy()
-    probe(Wide(), dataset)
-    assert dataset.drawn[-64:] == [float(x) for x in np.random.default_rng(3).random(64)]
-
-
 def test_lazy_modules_and_growing_optimizers_are_refused_with_the_way_out() -> None:
     """Rather than a wrong limit."""
 
@@ -215,19 +172,3 @@ def test_lazy_modules_and_growing_optimizers_are_refused_with_the_way_out() -> N
         probe(Lazy())
     with pytest.raises(UserError, match="LBFGS keeps a history"):
         probe(Growing())
-
-
-def test_a_limit_of_other_hardware_is_looked_for_again(tmp_path: Any) -> None:
-    """A checkpoint's limit holds for its own budget only."""
-    settings: dict[str, Any] = {"module": Wide(), "max_epochs": 1}
-    loader = DataLoader(Samples(128), batch_size=64)
-    first = AutoAccumulate(64, memory_budget=BUDGET)
-    _, trainer = fit(loader, first, **settings)
-    trainer.save_checkpoint(tmp_path / "run.ckpt")
-    settings = {"ckpt_path": tmp_path / "run.ckpt", "max_epochs": 2}
-    same, other = AutoAccumulate(64, memory_budget=BUDGET), AutoAccumulate(64, memory_budget=BUDGET - 20_000)
-    fit(loader, same, module=Wide(), **settings)
-    fit(loader, other, module=Wide(), **settings)
-    assert (same.probe.source, same.probe.limit) == ("checkpoint", first.probe.limit)
-    assert other.probe.source == "probe"
-    assert other.probe.limit < first.probe.limit

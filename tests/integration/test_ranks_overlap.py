@@ -18,14 +18,7 @@ MODES = {
 
 
 def failing(mode: str, *operations: tuple[int, int], **settings: Any) -> dict[str, Any]:
-    """A fit of as many windows, and a first one that shows in which order gradients come.
-
-    Args:
-        mode: How windows are cut.
-        operations: Number of the operation of the window's last backward pass at which memory runs out, for both ranks;
-            0 for none.
-        settings: Of the fit.
-    """
+    """A fit of as many windows, and a first one: where memory runs out in each last backward pass, by rank."""
     return {
         **scenario(accumulate=MODES[mode], strategy=EACH_ALONE, trainer={"max_epochs": 1}),
         "size": (1 + len(operations)) * MODES[mode]["effective_batch_size"],
@@ -56,20 +49,18 @@ def survive(mode: str, folder: Path, *operations: tuple[int, int]) -> None:
     assert [len(record["sent"]) for record in records[mode]] == [GRADIENTS * (1 + len(operations))] * 2
 
 
-def test_at_operations_of_the_last_backward_pass(tmp_path: Path) -> None:
-    """On either rank, or on both at different operations; those that join and exchange gradients are among them."""
-    most = operations_of("factor 1", tmp_path / "clean")
+@pytest.mark.parametrize(
+    "mode", ["factor 1", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("factor 2", "step"))]
+)
+def test_at_every_operation_of_the_last_backward_pass(mode: str, tmp_path: Path) -> None:
+    """On either rank, or on both at different operations; those that join and exchange gradients are among them.
+
+    Of windows of one and of several micro-batches, and of batches that are cut in the step.
+    """
+    most = operations_of(mode, tmp_path / "clean")
     assert most > 30
     kinds = [lambda k: (k, 0), lambda k: (0, k), lambda k: (k, 1 + 7 * k % most)]
-    survive("factor 1", tmp_path, *(kinds[k % 3](k) for k in range(1, most + 1)))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", MODES)
-def test_at_every_operation_of_the_last_backward_pass(mode: str, tmp_path: Path) -> None:
-    """Of windows of one and of several micro-batches, and of batches that are cut in the step."""
-    most = operations_of(mode, tmp_path / "clean")
-    survive(mode, tmp_path, *(pair for k in range(1, most + 1) for pair in ((k, 0), (0, k), (k, 1 + 7 * k % most))))
+    survive(mode, tmp_path, *(kinds[k % 3](k) for k in range(1, most + 1)))
 
 
 def test_messages_leave_within_the_last_backward_pass(tmp_path: Path) -> None:

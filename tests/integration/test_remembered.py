@@ -62,42 +62,35 @@ class Other(Wide):
         return super().training_step(batch, batch_idx) + 0 * self.net(batch[0]).square().mean()
 
 
-def wider() -> Wide:
+def changed(change: Callable[[Wide], Any]) -> Wide:
     module = Wide()
+    change(module)
+    return module
+
+
+def widen(module: Wide) -> None:
     module.net = torch.nn.Sequential(torch.nn.Linear(FEATURES, 49), torch.nn.Tanh(), torch.nn.Linear(49, 1)).double()
-    return module
 
 
-def frozen() -> Wide:
-    module = Wide()
-    module.net[0].requires_grad_(False)
-    return module
+class Optimized(Wide):
+    """By another optimizer, or with another option of it."""
 
+    def __init__(self, make: Callable[..., torch.optim.Optimizer], **options: Any) -> None:
+        super().__init__()
+        self.make, self.options = make, options
 
-def with_setting() -> Wide:
-    module = Wide()
-    module.keep_activations = True
-    return module
-
-
-class WithSGD(Wide):
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=1e-3)
-
-
-class WithAMSGrad(Wide):
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters(), lr=1e-3, amsgrad=True)
+        return self.make(self.parameters(), **self.options)
 
 
 OTHERS: dict[str, Callable[[], AutoAccumulate]] = {
     "another budget": lambda: run(memory_budget=BUDGET - 5000),
-    "another layer": lambda: run(wider()),
-    "a frozen layer": lambda: run(frozen()),
-    "another setting": lambda: run(with_setting()),
+    "another layer": lambda: run(changed(widen)),
+    "a frozen layer": lambda: run(changed(lambda module: module.net[0].requires_grad_(False))),
+    "another setting": lambda: run(changed(lambda module: setattr(module, "keep_activations", True))),
     "another step": lambda: run(Other()),
-    "another optimizer": lambda: run(WithSGD()),
-    "another option of the optimizer": lambda: run(WithAMSGrad()),
+    "another optimizer": lambda: run(Optimized(torch.optim.SGD, lr=1e-3)),
+    "another option of the optimizer": lambda: run(Optimized(torch.optim.Adam, lr=1e-3, amsgrad=True)),
     "another precision": lambda: run(trainer={"precision": "64-true"}),
     "clipping": lambda: run(trainer={"gradient_clip_val": 1.0}),
     "another collate function": lambda: run(loader={"collate_fn": lambda batch: default_collate(batch)}),
@@ -133,11 +126,7 @@ def test_it_holds_for_the_same_step_only(what: str) -> None:
 def test_what_takes_no_memory_may_change() -> None:
     """Learning rate, values of weights and data, the effective batch up to the limit."""
 
-    class Faster(Wide):
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.Adam(self.parameters(), lr=1.0)
-
-    assert run(Faster()).probe.source != "cache"  # another class and other code
+    assert run(Optimized(torch.optim.Adam, lr=1.0)).probe.source != "cache"  # another class and other code
     same = Wide()
     with torch.no_grad():
         same.net[0].weight.fill_(0.5)

@@ -25,20 +25,13 @@ class Saver(pl.Callback):
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         self.logger_steps.append((trainer.global_step, trainer.fit_loop.epoch_loop._batches_that_stepped))
 
-    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-        self._save("on_train_batch_end", trainer)
+    def setup(self, trainer: Any, module: Any, stage: str) -> None:
+        vars(self)[self.hook] = self.save
 
-    def on_validation_end(self, trainer: Any, *args: Any) -> None:
-        self._save("on_validation_end", trainer)
-
-    def on_train_epoch_end(self, trainer: Any, *args: Any) -> None:
-        self._save("on_train_epoch_end", trainer)
-
-    def _save(self, hook: str, trainer: Any) -> None:
-        if hook == self.hook and self.folder is not None:
-            path = self.folder / f"{len(self.saved)}.ckpt"
-            trainer.save_checkpoint(path)
-            self.saved.append((path, trainer.global_step))
+    def save(self, trainer: Any, *_: Any) -> None:
+        path = self.folder / f"{len(self.saved)}.ckpt"
+        trainer.save_checkpoint(path)
+        self.saved.append((path, trainer.global_step))
 
 
 def run(module: Regression, micro_batch: int, *callbacks: pl.Callback, verify: bool = True, **settings: Any) -> Any:
@@ -69,7 +62,7 @@ def test_training_goes_on_as_if_it_had_not_stopped(hook: str, settings: dict[str
     whole, whole_trainer = run(Validated(), 4, saver, **settings)
     assert saver.saved
     for number, (path, step) in enumerate(saver.saved, SETTINGS.index(settings)):
-        watcher, module = Saver(tmp_path, "never"), Validated()
+        watcher, module = Saver(tmp_path, "on_exception"), Validated()
         micro_batch = (4, 3, 10)[number % 3]
         _, trainer = run(module, micro_batch, watcher, ckpt_path=path, seed=1, verify=False, **settings)
         assert [sorted(w) for w in module.windows[step:]] == [sorted(w) for w in whole.windows[step:]]
@@ -94,15 +87,3 @@ def test_state_in_a_checkpoint_is_plain_values(tmp_path: Path) -> None:
     state = checkpoint["callbacks"]["AutoAccumulate"]
     assert state["position"] == {"seed": 7, "epoch": 0, "samples_done": 20, "batches_before": 0, "shuffles": False}
     assert state["probe"] is None
-
-
-def test_a_checkpoint_loads_in_stock_lightning(tmp_path: Path) -> None:
-    """Without the callback training goes on, with Lightning's own warning about the missing one."""
-    saver = Saver(tmp_path, "on_train_epoch_end")
-    run(Regression(), 5, saver)
-    path, step = saver.saved[0]
-    with pytest.warns(UserWarning, match="callbacks used to create the checkpoint"):
-        module, trainer = fit(
-            DataLoader(Samples(27), batch_size=5), module=Regression(), ckpt_path=path, accumulate_grad_batches=2
-        )
-    assert trainer.global_step == 2 * step

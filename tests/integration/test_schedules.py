@@ -54,13 +54,6 @@ def test_the_factor_follows_the_epoch(schedule: object) -> None:
     assert worst_error(module.gradients, plain_loop(dataset, windows)) <= 1e-12
 
 
-def test_the_users_mapping_is_not_changed() -> None:
-    """Neither by the constructor nor by training."""
-    schedule = {1: 6}
-    fit(DataLoader(Samples(12), batch_size=4), AutoAccumulate(schedule, micro_batch_size=2))
-    assert schedule == {1: 6}
-
-
 def test_a_second_fit_of_the_same_trainer_goes_on_with_the_schedule(micro_batching: str) -> None:
     """The factor that the first fit left in the trainer is not taken for the recipe's."""
     dataset = Samples(24)
@@ -72,16 +65,6 @@ def test_a_second_fit_of_the_same_trainer_goes_on_with_the_schedule(micro_batchi
     trainer.fit_loop.max_epochs = 3
     trainer.fit(module, DataLoader(dataset, batch_size=4))
     assert factors.seen == [(0, 4 // yielded), (1, 4 // yielded), (2, 12 // yielded)]
-
-
-def test_a_second_fit_keeps_the_recipe() -> None:
-    """Twice the same recipe is twice the same effective batch."""
-    callback = AutoAccumulate(micro_batch_size=2)
-    module, trainer = fit(DataLoader(Samples(24), batch_size=4), callback, accumulate_grad_batches=3, max_epochs=1)
-    assert (callback.plan.effective_batch_size, callback.plan.factor) == (12, 6)
-    trainer.fit_loop.max_epochs = 2
-    trainer.fit(module, DataLoader(Samples(24), batch_size=4))
-    assert (callback.plan.effective_batch_size, callback.plan.factor) == (12, 6)
 
 
 def test_the_schedule_holds_after_a_resume_in_the_middle_of_an_epoch(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from reference import cut, fit
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_ga import AutoAccumulate
-from lightning_ga.fit.window_gradients import WindowGradients
 from lightning_ga.loading.largest_samples import SAMPLES_KEPT
 from lightning_ga.testing import limit_memory
 
@@ -138,14 +137,6 @@ def test_the_peak_does_not_grow_with_the_factor(table: Any, normalize: Any) -> N
     two, many = (peak_beyond_parameters(factor, table, normalize) for factor in (2, 32))
     assert many <= 1.1 * two
     assert many < LARGE[0] * LARGE[1] * 4 / 10
-
-
-def test_this_would_show_gradients_that_grow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Left alone, PyTorch keeps the rows of all micro-batches side by side."""
-    monkeypatch.setattr(WindowGradients, "settle", lambda self: None)
-    monkeypatch.setattr(Lookup, "on_before_optimizer_step", lambda *_: None)
-    two, many = (peak_beyond_parameters(factor, embedding) for factor in (2, 32))
-    assert many > 5 * two
 
 
 def plain_dense(windows: Iterable[torch.Tensor], rows: int) -> torch.Tensor:

@@ -43,12 +43,19 @@ def loader(samples: int = 44) -> DataLoader[Any]:
     return DataLoader(Samples(samples), batch_size=8)
 
 
-def run(cut: dict[str, Any] | None, *callbacks: Any, data: Any = None, module: Any = None, **settings: Any) -> Any:
+def run(
+    cut: dict[str, Any] | None,
+    *callbacks: Any,
+    data: Any = None,
+    module: Any = None,
+    repeats: Any = "ignore",
+    **settings: Any,
+) -> Any:
     """Train with the callback, or without it where ``cut`` is ``None``."""
     ours = [] if cut is None else [AutoAccumulate(**cut, verify=False)]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Be aware that when using `ckpt_path`")
-        warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before")
+        warnings.filterwarnings(repeats, "You're resuming from a checkpoint that ended before")
         settings = {"max_epochs": 2, "num_sanity_val_steps": 0} | settings
         return fit(data or loader(), *ours, *callbacks, module=module or Regression(), **settings)
 
@@ -135,15 +142,19 @@ def test_an_epoch_that_max_steps_ended_early_is_gone_on_with(
 
 
 class Shelf:
-    """Batches that are read where the last epoch left off, by an iterator that goes on or one that keeps its place."""
+    """Batches that are read where the last epoch left off, by an iterator that goes on."""
 
     def __init__(self) -> None:
-        self.place = 0
+        self.place, self.left = 0, 0
 
     def __iter__(self) -> Iterator[Any]:
+        self.left = 5
+        return self.rest()
+
+    def rest(self) -> Iterator[Any]:
         samples = Samples(200)
-        for _ in range(5):
-            self.place += 8
+        while self.left:
+            self.left, self.place = self.left - 1, self.place + 8
             yield default_collate([samples[index % 200] for index in range(self.place - 8, self.place)])
 
     def __len__(self) -> int:
@@ -151,23 +162,36 @@ class Shelf:
 
 
 class Remembering(Shelf):
-    """The same, which goes on in mid-epoch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left = 5
+    """The same, which keeps its place and goes on in mid-epoch."""
 
     def __iter__(self) -> Iterator[Any]:
-        samples, self.left = Samples(200), self.left or 5
-        while self.left:
-            self.left, self.place = self.left - 1, self.place + 8
-            yield default_collate([samples[index % 200] for index in range(self.place - 8, self.place)])
+        self.left = self.left or 5
+        return self.rest()
 
     def state_dict(self) -> dict[str, Any]:
         return {"place": self.place, "left": self.left}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.place, self.left = state["place"], state["left"]
+
+
+class StatefulLoader(DataLoader[Any]):
+    """A loader that keeps its place, as torchdata's do."""
+
+    done = skipped = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        skipped, self.skipped = self.skipped, 0
+        for number, batch in enumerate(super().__iter__()):
+            if number >= skipped:
+                self.done = (number + 1) % len(self)
+                yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"done": self.done}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.skipped = state["done"]
 
 
 class Endless(Iterator[Any]):
@@ -201,15 +225,24 @@ def test_a_generator_ends_with_its_first_epoch() -> None:
     assert [index for _, indices in module.micro_batches for index in indices] == list(range(40))
 
 
-@pytest.mark.parametrize(("writes", "reads"), [*zip(CUTS, CUTS), *((None, cut) for cut in CUTS[1:]), (CUTS[3], None)])
-def test_the_place_that_data_keep_is_saved_and_restored(writes: Any, reads: Any, tmp_path: Path) -> None:
-    """In mid-epoch, whoever wrote the checkpoint and whoever reads it."""
-    path = checkpoints(tmp_path, writes, {"every_n_train_steps": 1}, data=Remembering())[2]
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", "You're resuming from a checkpoint that ended before")
-        module, trainer = run(reads, data=Remembering(), ckpt_path=path)
-    assert [index for _, indices in module.micro_batches for index in indices] == list(range(24, 80))
-    assert trainer.global_step == 10
+KEEP_THEIR_PLACE: dict[str, tuple[Callable[[], Any], list[int], int]] = {
+    "data": (Remembering, [*range(24, 80)], 10),
+    "loader": (lambda: StatefulLoader(Samples(44), batch_size=8), [*range(24, 44), *range(44)], 12),
+}
+
+
+@pytest.mark.parametrize("name", KEEP_THEIR_PLACE)
+@pytest.mark.parametrize(
+    ("writes", "reads"),
+    [*zip(CUTS, CUTS), *((None, cut) for cut in CUTS[1:]), (CUTS[3], None), (CUTS[2], None)],
+)
+def test_the_place_that_data_keep_is_saved_and_restored(writes: Any, reads: Any, name: str, tmp_path: Path) -> None:
+    """In mid-epoch, whoever wrote the checkpoint and whoever reads it; it is not counted twice."""
+    data, left, steps = KEEP_THEIR_PLACE[name]
+    path = checkpoints(tmp_path, writes, {"every_n_train_steps": 1}, data=data())[2]
+    module, trainer = run(reads, data=data(), ckpt_path=path, repeats="error")
+    assert [index for _, indices in module.micro_batches for index in indices] == left
+    assert trainer.global_step == steps
 
 
 def test_states_of_other_loaders_are_refused(tmp_path: Path) -> None:
@@ -238,33 +271,3 @@ def test_a_checkpoint_of_an_error_goes_on_with_the_batch_that_failed(writes: Any
     module, trainer = run(reads, ckpt_path=tmp_path / "error.ckpt")
     assert trainer.global_step == 12
     assert sum(len(indices) for _, indices in module.micro_batches) == 44
-
-
-class StatefulLoader(DataLoader[Any]):
-    """A loader that keeps its place, as torchdata's do."""
-
-    done = skipped = 0
-
-    def __iter__(self) -> Iterator[Any]:
-        skipped, self.skipped = self.skipped, 0
-        for number, batch in enumerate(super().__iter__()):
-            if number >= skipped:
-                self.done = (number + 1) % len(self)
-                yield batch
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"done": self.done}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.skipped = state["done"]
-
-
-@pytest.mark.parametrize(("writes", "reads"), [*zip(CUTS, CUTS), *((None, cut) for cut in CUTS[1:]), (CUTS[2], None)])
-def test_the_place_that_a_loader_keeps_is_not_counted_twice(writes: Any, reads: Any, tmp_path: Path) -> None:
-    def data() -> StatefulLoader:
-        return StatefulLoader(Samples(44), batch_size=8)
-
-    path = checkpoints(tmp_path, writes, {"every_n_train_steps": 1}, data=data())[2]
-    module, trainer = run(reads, data=data(), ckpt_path=path)
-    assert [index for _, indices in module.micro_batches for index in indices] == [*range(24, 44), *range(44)]
-    assert trainer.global_step == 12

@@ -226,11 +226,7 @@ def test_metrics_that_come_where_an_epoch_begins_count_each_batch_once() -> None
 
 
 class Adds(Measured):
-    """A metric comes with a batch.
-
-    Args:
-        comes: The batch.
-    """
+    """A metric comes with a batch."""
 
     def __init__(self, comes: int, at: int = 0) -> None:
         super().__init__(Plain, at)

@@ -48,11 +48,7 @@ class Shadow:
 
 
 class Holds(Regression):
-    """Changes what it holds in every step, which runs out of memory after that once.
-
-    Args:
-        fails: Whether it does.
-    """
+    """Changes what it holds in every step, which runs out of memory after that once."""
 
     def __init__(self, fails: bool) -> None:
         super().__init__()

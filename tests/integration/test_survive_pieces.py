@@ -1,7 +1,7 @@
 """Memory runs out in a batch that runs in pieces: at which operation is not to be seen afterwards, to the bit."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import pytest
@@ -275,29 +275,25 @@ def test_what_is_done_around_pieces_is_done_again() -> None:
     assert seen == {0, 1}
 
 
-class Norms(pl.LightningModule):
-    """BatchNorm of vectors, which refuses a single sample; more than ``most`` samples do not fit from a batch on."""
+class Few(nn.Module):
+    """Refuses a single sample, as BatchNorm of vectors does; more than two do not fit from some call on."""
 
-    def __init__(self, most: int, since: int) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Linear(6, 1))
-        self.most, self.since, self.sizes = most, since, list[int]()
+    sizes: ClassVar[list[int]] = []
 
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        (inputs,) = batch
-        if batch_idx >= self.since and len(inputs) > self.most:
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        assert len(inputs) > 1
+        if sum(self.sizes) >= 8 * 4 and len(inputs) > 2:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         self.sizes.append(len(inputs))
-        return self.net(inputs).square().mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.05)
+        return inputs
 
 
 def test_a_batch_that_is_run_again_is_cut_into_near_equal_pieces() -> None:
     """Three samples halved would be two and one, which BatchNorm refuses, and two passes more."""
-    module = Norms(most=2, since=4)
+    module = Stateful()
+    module.net = nn.Sequential(Few(), nn.Linear(5, 1))
+    Few.sizes.clear()
     ours = AutoAccumulate(micro_batch_size=3, micro_batching="step", batch_norm="ignore", verify=False)
     trainer(ours).fit(module, DataLoader(TensorDataset(torch.randn(8 * 5, 5)), batch_size=8))
     assert ours.oom_events == 1
-    assert module.sizes[-4:] == [2, 2, 2, 2]
+    assert Few.sizes[-4:] == [2, 2, 2, 2]

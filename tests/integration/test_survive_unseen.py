@@ -20,12 +20,7 @@ NAMED = "(net.2.bias, net.2.weight) is as the failed attempt left it."
 
 
 class OutOfMemory(Regression):
-    """Runs out of memory where it is told to: in the forward pass, or in the backward pass after the last layer.
-
-    Args:
-        at: The attempt at a micro-batch of training, from 1; 0 for none.
-        forward: Whether that is before the pass has changed anything.
-    """
+    """Runs out of memory at an attempt (from 1): in the forward pass, or in the backward pass after the last layer."""
 
     def __init__(self, at: int = 0, forward: bool = False) -> None:
         super().__init__()
@@ -127,12 +122,7 @@ def test_a_window_that_fails_before_it_updates_weights_is_run_again(name: str) -
 
 
 class Following(OutOfMemory):
-    """A teacher that follows before the backward pass, as those of MoCo and BYOL; it is in the loss.
-
-    Args:
-        by_data: Whether no version tells.
-        every: In which of so many batches it follows.
-    """
+    """A teacher that follows before the backward pass of every so many batches, as that of MoCo; it is in the loss."""
 
     seen: ClassVar[list[float]] = []  # of the teacher, by each attempt in training
 

@@ -11,6 +11,7 @@ import torch
 from faults import Faults
 from reference import Regression, Samples, fit
 from torch.utils.data import DataLoader
+from true_support import Sharpness
 
 from lightning_ga import AutoAccumulate
 
@@ -22,13 +23,7 @@ NOTE = "Memory ran out after the window's last backward pass"
 
 
 class Updated(Regression):
-    """Its own optimizer, the steps of which are counted, and faults within.
-
-    Args:
-        factory: Makes the optimizer.
-        faults: Armed within its steps.
-        closures: Whether also where it evaluates its closure.
-    """
+    """Its own optimizer, the steps of which are counted, and faults within, if asked for in its closures too."""
 
     def __init__(self, factory: Factory, faults: Faults, closures: bool) -> None:
         super().__init__()
@@ -125,25 +120,6 @@ def test_a_hook_outside_of_the_passes_is_not_run_again(hook: str) -> None:
     error = _error_of(lambda: fit(data, AutoAccumulate(), module=module))
     assert module.trainer.global_step == 2
     assert [note for note in error.__notes__ if "outside of the forward and backward passes" in note]
-
-
-class Sharpness(torch.optim.Optimizer):
-    """SAM: the gradient is that of weights a little further up."""
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {"lr": 0.1})
-
-    @torch.no_grad()
-    def step(self, closure: Any) -> Any:  # type: ignore[override]
-        evaluate: Callable[[], Any] = torch.enable_grad()(closure)
-        value = evaluate()
-        weights = [weight for group in self.param_groups for weight in group["params"]]
-        moves = [0.5 * weight.grad for weight in weights]
-        torch._foreach_add_(weights, moves)
-        evaluate()
-        torch._foreach_sub_(weights, moves)
-        torch._foreach_add_(weights, [weight.grad for weight in weights], alpha=-0.1)
-        return value
 
 
 def test_a_step_that_evaluates_its_closure_again_is_never_run_twice() -> None:

@@ -22,12 +22,7 @@ MODES = pytest.mark.parametrize(("mode", "micro_batch"), [("loader", BATCH), ("s
 
 
 class RunsOut(Regression):
-    """Memory runs out in a backward pass, when the gradients of the last layer are there, or before it.
-
-    Args:
-        at: The attempt in training, from 1; 0 for none.
-        before: Whether that is before the backward pass, when gradients have been zeroed.
-    """
+    """Memory runs out at an attempt in training (from 1), when the gradients of the last layer are there, or before."""
 
     def __init__(self, at: int, before: bool = False) -> None:
         super().__init__()
@@ -158,12 +153,7 @@ def test_gradients_that_no_optimizer_zeroes_are_named(
 
 
 class HalfZeroed(Decaying):
-    """Memory runs out while gradients are zeroed, before those of a layer.
-
-    Args:
-        at: The attempt, from 1; 0 for none.
-        layer: The layer.
-    """
+    """Memory runs out while gradients are zeroed for the ``at``-th time, before those of a layer."""
 
     def __init__(self, at: int, layer: int) -> None:
         super().__init__(0)

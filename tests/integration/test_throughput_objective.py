@@ -38,24 +38,19 @@ def run(**arguments: Any) -> AutoAccumulate:
     return callback
 
 
-def test_the_smallest_of_the_fast_sizes_is_taken() -> None:
+def test_the_smallest_of_the_fast_sizes_is_taken_and_remembered() -> None:
+    """With its timings."""
     callback = run()
     found = callback.probe
     assert found.limit > 16
-    assert found.fastest == callback.plan.micro_batch_size
-    assert found.fastest == 8
+    assert found.fastest == callback.plan.micro_batch_size == 8
     assert max(timing.seconds for timing in found.timings if timing.micro_batch_size >= 8) < 0.067
     best = min(timing.seconds for timing in found.timings)
     fast = [timing.micro_batch_size for timing in found.timings if timing.seconds <= SLOWER * best]
     assert found.fastest == min(fast)
     assert max(timing.micro_batch_size for timing in found.timings) <= found.limit
-
-
-def test_timings_are_remembered_with_the_limit() -> None:
-    first, second = run(), run()
-    assert second.probe.source == "cache"
-    assert second.probe.timings == first.probe.timings
-    assert second.plan == first.plan
+    again = run()
+    assert (again.probe.source, again.probe.timings, again.plan) == ("cache", found.timings, callback.plan)
 
 
 def test_training_is_that_of_the_micro_batch_it_took() -> None:

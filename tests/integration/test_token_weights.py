@@ -6,7 +6,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from reference import Regression, Samples, cut, fit, flat_gradient, plain_loop, worst_error
+from reference import cut, fit, flat_gradient, worst_error
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_ga import AutoAccumulate, UserError
@@ -136,16 +136,6 @@ def test_a_count_that_is_none_is_an_error(count: float) -> None:
         )
 
 
-def test_a_wrong_key_is_named() -> None:
-    """With the keys that there are."""
-    with pytest.raises(UserError, match=r"'target' in a dict with the keys \['attention_mask', 'labels', 'words'\]"):
-        fit(
-            DataLoader(Sequences(8), batch_size=8),
-            AutoAccumulate(micro_batch_size=2, normalize=TargetTokens("target")),
-            module=Tagger(),
-        )
-
-
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
 @pytest.mark.parametrize("normalize", ["samples", TargetTokens()])
 @pytest.mark.parametrize("skip", [(0,), (1, 2), (3,), (4, 5, 6)])
@@ -191,44 +181,6 @@ def test_a_window_that_is_skipped_whole_changes_nothing() -> None:
         assert torch.equal(ours, theirs)
 
 
-class Sparse(Tagger):
-    """An embedding with sparse gradients under SparseAdam."""
-
-    def __init__(self, sparse: bool) -> None:
-        super().__init__(sparse=sparse)
-        self.net = torch.nn.Sequential(self.net[0], _Scores())
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        kind = torch.optim.SparseAdam if self.net[0].sparse else torch.optim.Adam
-        return kind(list(self.net.parameters()), lr=0.1)
-
-    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        gradient = self.net[0].weight.grad
-        assert gradient.is_sparse == self.net[0].sparse
-        assert not gradient.is_sparse or gradient.is_coalesced()
-        self.gradients.append(gradient.to_dense().clone())
-
-
-class _Scores(torch.nn.Module):
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden @ torch.linspace(-1, 1, 6 * WORDS, dtype=hidden.dtype).view(6, WORDS)
-
-
-@pytest.mark.parametrize("micro_batch", [1, 3, 16])
-def test_sparse_gradients_are_accumulated_sparse_and_equal_the_dense_ones(micro_batch: int) -> None:
-    """Never densified, always coalesced, scaled like any other."""
-    results = []
-    for sparse, size in ((True, micro_batch), (False, 16)):
-        module, _ = fit(
-            DataLoader(Sequences(43), batch_size=16),
-            AutoAccumulate(micro_batch_size=size, normalize=TargetTokens()),
-            module=Sparse(sparse),
-            max_epochs=1,
-        )
-        results.append(module.gradients)
-    assert worst_error(results[0][:1], results[1][:1]) <= 1e-12  # lazy and dense Adam part ways after the first step
-
-
 def test_half_precision_overflows_no_more_often_than_without_weights() -> None:
     """The GradScaler's scale after training is the same with token weights as with none."""
     scales = []
@@ -245,16 +197,3 @@ def test_half_precision_overflows_no_more_often_than_without_weights() -> None:
         )
         scales.append(scaler.get_scale())
     assert scales[1] >= scales[0]
-
-
-def test_sample_weights_of_the_reference_task_are_untouched_by_a_counter_of_samples() -> None:
-    """Counting samples as they come gives what knowing them gives."""
-    from lightning_ga.plan.weights import Samples as CountSamples
-
-    module, _ = fit(
-        DataLoader(Samples(23), batch_size=8),
-        AutoAccumulate(micro_batch_size=3, normalize=CountSamples()),
-        max_epochs=1,
-    )
-    assert isinstance(module, Regression)
-    assert worst_error(module.gradients, plain_loop(Samples(23), cut(range(23), 8))) <= 1e-12

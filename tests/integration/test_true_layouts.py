@@ -1,7 +1,9 @@
 """Where the samples of a batch lie is read and not guessed: batches of many shapes are cut rightly, or refused."""
 
+from collections import UserDict, namedtuple
 from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate, cycle, islice, pairwise
+from dataclasses import dataclass
+from itertools import accumulate, islice, pairwise
 from typing import Any
 
 import pytest
@@ -9,8 +11,8 @@ import torch
 from lightning.pytorch.utilities import CombinedLoader
 from pairing import every_pair
 from reference import quiet_trainer
-from torch.nn.functional import mse_loss
-from torch.nn.utils.rnn import pad_sequence
+from torch.nn.functional import mse_loss, pad
+from torch.nn.utils.rnn import pack_sequence, pad_packed_sequence, pad_sequence
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 from true_support import (
     FEATURES,
@@ -22,6 +24,7 @@ from true_support import (
     Memory,
     Task,
     Way,
+    by_turns,
     comes_from_memory,
     cut_rightly,
     each,
@@ -350,6 +353,112 @@ GRAPHS = {
     "split_batch": Case(Hooked, of_graphs(Opaque).loader),
 }
 
+
+class Slotted:
+    """A batch whose class has slots, and no ``__dict__``."""
+
+    __slots__ = ("x", "y")
+
+    def __init__(self, samples: Sequence[Any]) -> None:
+        self.x, self.y = default_collate(samples)
+
+    def to(self, device: torch.device) -> "Slotted":
+        self.x, self.y = self.x.to(device), self.y.to(device)
+        return self
+
+
+class OfSlots(Task):
+    def loss(self, batch: Slotted) -> torch.Tensor:
+        return mse_loss(self.predict(batch.x), batch.y)
+
+
+MADE_ANEW = {
+    "graphs that nobody can cut": of_graphs(Opaque),
+    "slots": Case(OfSlots, lambda: DataLoader(pairs(24), batch_size=8, collate_fn=Slotted)),
+}
+"""Parts of types that nobody can cut are collated from samples that are at hand."""
+
+# --- containers ---------------------------------------------------------------------------------
+
+
+class Encoding(UserDict[str, Any]):
+    """``BatchEncoding`` of Hugging Face: a mapping with attributes, and a list beside it."""
+
+    def __init__(self, data: dict[str, Any], encodings: Sequence[str]) -> None:
+        super().__init__(data)
+        self._encodings = encodings
+
+    def to(self, device: Any, **_: Any) -> "Encoding":
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        return self.__dict__["data"][name]
+
+
+Pair = namedtuple("Pair", "x y extra")
+
+
+@dataclass
+class Record:
+    x: torch.Tensor
+    y: torch.Tensor
+    extra: None = None
+
+
+def steps_of(x: torch.Tensor) -> list[torch.Tensor]:
+    """Rows as sequences of four to six steps of one number."""
+    return [row.view(-1, 1)[: FEATURES - int(row[0] > 0) - int(row[1] > 0)] for row in x]
+
+
+def filled(padded: torch.Tensor) -> torch.Tensor:
+    """Rows again; parts are padded to their own longest."""
+    return pad(padded.squeeze(-1), (0, FEATURES - padded.shape[1]))
+
+
+def jagged(x: torch.Tensor) -> torch.Tensor:
+    return torch.nested.nested_tensor(steps_of(x), layout=torch.jagged)
+
+
+KINDS: dict[str, tuple[Callable[..., Any], Callable[[Any], Any]]] = {
+    "tuple": (lambda x, y: (x, y), lambda b: b),
+    "list": (lambda x, y: [x, y], lambda b: b),
+    "nested dict": (
+        lambda x, y: {"x": x, "deep": {"y": [y, None]}, "scale": 0.5, "none": None},
+        lambda b: (b["x"], b["deep"]["y"][0]),
+    ),
+    "named tuple": (lambda x, y: Pair(x, y, None), lambda b: b[:2]),
+    "dataclass": (Record, lambda b: (b.x, b.y)),
+    "encoding": (lambda x, y: Encoding({"x": x, "y": y}, [*map(str, y)]), lambda b: (b["x"], b.y)),
+    "packed": (
+        lambda x, y: (pack_sequence(steps_of(x), enforce_sorted=False), y),
+        lambda b: (filled(pad_packed_sequence(b[0], batch_first=True)[0]), b[1]),
+    ),
+    "jagged": (lambda x, y: (jagged(x), y), lambda b: (filled(torch.nested.to_padded_tensor(b[0], 0.0)), b[1])),
+    "samples": (lambda x, y: [*zip(x, y)], default_collate),
+}
+
+
+class Contained(Task):
+    """A batch of whatever kind."""
+
+    def __init__(self, read: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.read = read
+        self.kinds: set[type] = set()
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        self.kinds.add(type(batch))
+        return super().loss(self.read(batch))
+
+
+def of_kind(name: str, batch: int = 8, micro: int = 3) -> Case:
+    make, read = KINDS[name]
+    collate = lambda samples: make(*default_collate(samples))  # noqa: E731
+    return Case(lambda: Contained(read), lambda: DataLoader(pairs(3 * batch), batch, collate_fn=collate), batch, micro)
+
+
+CONTAINERS = {name: of_kind(name) for name in KINDS}
+
 # --- several loaders ----------------------------------------------------------------------------
 
 
@@ -390,42 +499,71 @@ SEVERAL = {
     **{f"{name} of one tensor": loaders(combine, 8, 8, data=one_tensor) for name, combine in COLLECTIONS.items()},
 }
 
+
+class Unsplit(Task):
+    """FixMatch: labelled samples, and more without a label of which two views have to agree."""
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        labelled, unlabelled = batch["labelled"], batch["unlabelled"]
+        wanted = self.net(unlabelled["weak"]).detach()
+        agree = mse_loss(self.net(unlabelled["strong"]), wanted)
+        return mse_loss(self.predict(labelled["x"]), labelled["y"]) + agree
+
+
+class FixMatch(Unsplit):
+    """A share of each loader in every part."""
+
+    def split_batch(self, batch: Any, sizes: Sequence[int]) -> list[Any]:
+        ends = [0, *accumulate(sizes)]
+
+        def part(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+            return tensor[len(tensor) * start // ends[-1] : len(tensor) * stop // ends[-1]]
+
+        return [
+            {name: {key: part(tensor, *span) for key, tensor in fields.items()} for name, fields in batch.items()}
+            for span in pairwise(ends)
+        ]
+
+
+def fixmatch_loaders(unlabelled: int = 24) -> dict[str, Any]:
+    some = [{"x": x, "y": y} for x, y in pairs(32)]
+    more = [{"weak": x, "strong": x + 0.1} for x, _ in pairs(4 * unlabelled)]
+    return {"labelled": DataLoader(some, batch_size=8), "unlabelled": DataLoader(more, batch_size=unlabelled)}
+
+
+FIXMATCH = Case(FixMatch, fixmatch_loaders, 1000, 4)  # a micro-batch of 1000 leaves batches whole, however they count
+UNSPLIT = Case(Unsplit, fixmatch_loaders, 1000, 4)
+COPRIME = Case(Unsplit, lambda: fixmatch_loaders(25), 1000, 4)
+
+
+UNEQUAL = {"of 8 and 24 with split_batch": FIXMATCH, "of 8 and 24 in proportion": UNSPLIT}
+
 # --- tests --------------------------------------------------------------------------------------
 
-CASES = SEQUENCES | BELONGS_TO_ALL | READY | MORE_OR_FEWER | GRAPHS | SEVERAL
+CASES = SEQUENCES | BELONGS_TO_ALL | READY | MORE_OR_FEWER | GRAPHS | CONTAINERS | MADE_ANEW | SEVERAL | UNEQUAL
 
 
-TURNS = {"loader", "oom in step mode"}, {"step", "oom"}
-"""The ways that are tried for one case and for the next; the others are slow."""
-
-
-@pytest.mark.parametrize(
-    ("name", "way"),
-    [
-        pytest.param(name, WAYS[way], id=f"{name}-{way}", marks=() if way in turn else pytest.mark.slow)
-        for name, turn in zip(CASES, cycle(TURNS))
-        for way in WAYS
-    ],
-)
+@by_turns(CASES)
 def test_the_samples_of_a_batch_are_cut_rightly(name: str, way: Way) -> None:
     """Wherever they lie: the gradient and the weights are those of one pass, and nothing else is said."""
     cut_rightly(CASES[name], way)
 
 
-@pytest.mark.parametrize(
-    ("name", "mode", "place"),
-    [
-        pytest.param(name, mode, place, id=f"{name}-{mode}-{place}", marks=() if mode in turn else pytest.mark.slow)
-        for name, turn in zip(CASES, cycle(TURNS))
-        for mode, place in (("loader", "forward"), ("step", "backward"))
-    ],
-)
-def test_memory_may_run_out_in_a_later_part(name: str, place: str, mode: str) -> None:
+@pytest.mark.parametrize("name", [name for name in KINDS if name != "nested dict"])  # two fields for two samples
+def test_batches_of_few_samples(name: str) -> None:
+    """The loader's own batch size tells samples from fields; parts are of the type of the batch."""
+    for size in (2, 3, 4):
+        ours = cut_rightly(of_kind(name, size, 1), STEP)
+        assert ours.module.kinds == {type(KINDS[name][0](*default_collate(pairs(2))))}
+
+
+@by_turns(CASES, {"loader": LOADER, "step": STEP})
+def test_memory_may_run_out_in_a_later_part(name: str, way: Way) -> None:
     """In the second micro-batch, which is cut once more: the gradient and the weights are those of one pass."""
     case = CASES[name]
     if case.micro == 1:
         pytest.skip("one sample cannot be cut")
-    callback = AutoAccumulate(micro_batch_size=case.micro, micro_batching=mode)
+    callback, place = way.callback(case.batch, case.micro), "forward" if way is LOADER else "backward"
     ours = train(case.module(), case.loader(), callback, memory=Memory(2, place=place))
     assert callback.oom_events == 1
     assert error(ours, one_pass(case)) <= 1e-12
@@ -452,7 +590,8 @@ def evaluated(case: Case, limit: int | None, *callbacks: Any) -> float:
 
 @pytest.mark.filterwarnings("ignore:Memory ran out in validation")
 @pytest.mark.parametrize(
-    "name", [name for name in CASES if name not in SEVERAL and isinstance(CASES[name].module, type)]
+    "name",
+    [name for name in CASES if name not in SEVERAL | UNEQUAL | MADE_ANEW and isinstance(CASES[name].module, type)],
 )
 def test_memory_that_runs_out_in_validation(name: str) -> None:
     """The same loss as of whole batches, or a sentence that is raised from the error."""
@@ -530,18 +669,11 @@ def padded_by_others(sizes: Sequence[int] = (8, 6, 8)) -> Case:
     return Case(PadsToLongest, lambda: DataLoader(Given(batches), batch_size=None))
 
 
-def test_a_piece_that_fails_by_itself_is_told() -> None:
-    """No bare error about the sizes of tensors: a part of a batch failed, which was cut by the step mode."""
-    case = padded_by_others()
+@pytest.mark.parametrize("way", [STEP, OOM], ids=["step", "oom"])
+def test_a_piece_that_fails_by_itself_is_told(way: Way) -> None:
+    """The error is the step's own; a note says which part of a batch ran, and the way out."""
     with pytest.raises(RuntimeError) as caught:
-        run(case, STEP)
-    assert any("part of" in note and "split_batch" in note for note in caught.value.__notes__)
-
-
-def test_a_piece_that_fails_by_itself_after_memory_ran_out_is_told() -> None:
-    """The error is the step's own; a note says which part ran, and the way out."""
-    with pytest.raises(RuntimeError) as caught:
-        run(padded_by_others(), OOM)
+        run(padded_by_others(), way)
     assert any("ran a part of a batch" in note and "split_batch" in note for note in caught.value.__notes__)
 
 
@@ -550,33 +682,6 @@ def test_a_type_that_nobody_can_cut_and_memory_that_runs_out(way: Way) -> None:
     """The sentence names memory first, the type and the way out second."""
     failure = refused(of_opaque(), way, "memory", "Opaque", "split_batch")
     assert comes_from_memory(failure)
-
-
-class Slotted:
-    """A batch whose class has slots, and no ``__dict__``."""
-
-    __slots__ = ("x", "y")
-
-    def __init__(self, samples: Sequence[Any]) -> None:
-        self.x, self.y = default_collate(samples)
-
-    def to(self, device: torch.device) -> "Slotted":
-        self.x, self.y = self.x.to(device), self.y.to(device)
-        return self
-
-
-class OfSlots(Task):
-    def loss(self, batch: Slotted) -> torch.Tensor:
-        return mse_loss(self.predict(batch.x), batch.y)
-
-
-@each_way
-@pytest.mark.parametrize(
-    "case", [of_graphs(Opaque), Case(OfSlots, lambda: DataLoader(pairs(24), batch_size=8, collate_fn=Slotted))]
-)
-def test_a_type_that_nobody_can_cut_is_made_anew_from_samples_at_hand(case: Case, way: Way) -> None:
-    """Parts of its batches are collated from their samples."""
-    cut_rightly(case, way)
 
 
 def test_a_type_that_nobody_can_cut_is_refused_at_the_start_in_step_mode() -> None:
@@ -649,78 +754,23 @@ def test_loaders_of_unequal_size_have_no_effective_batch(combine: Any, effective
     assert memory.sizes == []
 
 
-@every_pair(combine=COLLECTIONS, mode=["loader", "step"], arguments=[{}, {"accumulate": 1}])
+@every_pair(
+    case={**{name: loaders(combine, 8, 24) for name, combine in COLLECTIONS.items()}, **UNEQUAL},
+    mode=["loader", "step"],
+    arguments=[{}, {"accumulate": 1}, {"micro_batch_size": 1000}],
+)
 def test_loaders_of_unequal_size_train_where_there_is_nothing_to_do(
-    combine: Any, mode: str, arguments: dict[str, Any]
+    case: Case, mode: str, arguments: dict[str, Any]
 ) -> None:
     """Bit for bit as stock Lightning, as FixMatch's 8 labelled and 24 unlabelled samples do.
 
-    In every pair of values: each collection in both modes, with one of two ways to ask for nothing.
+    In every pair of values: each collection in both modes, with one of three ways to ask for nothing.
     """
-    case = loaders(combine, 8, 24)
     ours = train(case.module(), case.loader(), AutoAccumulate(micro_batching=mode, **arguments))
     whole = one_pass(case)
     assert all(torch.equal(*pair) for pair in zip(ours.gradients, whole.gradients, strict=True))
     assert torch.equal(ours.weights, whole.weights)
-
-
-class Unsplit(Task):
-    """FixMatch: labelled samples, and more without a label of which two views have to agree."""
-
-    def loss(self, batch: Any) -> torch.Tensor:
-        labelled, unlabelled = batch["labelled"], batch["unlabelled"]
-        wanted = self.net(unlabelled["weak"]).detach()
-        agree = mse_loss(self.net(unlabelled["strong"]), wanted)
-        return mse_loss(self.predict(labelled["x"]), labelled["y"]) + agree
-
-
-class FixMatch(Unsplit):
-    """A share of each loader in every part."""
-
-    def split_batch(self, batch: Any, sizes: Sequence[int]) -> list[Any]:
-        ends = [0, *accumulate(sizes)]
-
-        def part(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-            return tensor[len(tensor) * start // ends[-1] : len(tensor) * stop // ends[-1]]
-
-        return [
-            {name: {key: part(tensor, *span) for key, tensor in fields.items()} for name, fields in batch.items()}
-            for span in pairwise(ends)
-        ]
-
-
-def fixmatch_loaders(unlabelled: int = 24) -> dict[str, Any]:
-    some = [{"x": x, "y": y} for x, y in pairs(32)]
-    more = [{"weak": x, "strong": x + 0.1} for x, _ in pairs(4 * unlabelled)]
-    return {"labelled": DataLoader(some, batch_size=8), "unlabelled": DataLoader(more, batch_size=unlabelled)}
-
-
-FIXMATCH = Case(FixMatch, fixmatch_loaders, 1000, 4)  # a micro-batch of 1000 leaves batches whole, however they count
-UNSPLIT = Case(Unsplit, fixmatch_loaders, 1000, 4)
-COPRIME = Case(Unsplit, lambda: fixmatch_loaders(25), 1000, 4)
-
-
-@each_way
-def test_split_batch_cuts_what_loaders_of_unequal_size_yield(way: Way) -> None:
-    """In every mode, and after memory ran out; as many samples as the first loader's batch."""
-    cut_rightly(FIXMATCH, way)
-
-
-@every_pair(
-    case={"with split_batch": FIXMATCH, "without": UNSPLIT}, micro_batch_size=["auto", 1000], mode=["loader", "step"]
-)
-def test_fixmatch_trains_where_there_is_nothing_to_do(case: Case, micro_batch_size: int | str, mode: str) -> None:
-    """Bit for bit as stock Lightning; in every pair of values."""
-    callback = AutoAccumulate(micro_batch_size=micro_batch_size, micro_batching=mode)
-    ours = train(case.module(), case.loader(), callback)
-    assert torch.equal(ours.weights, one_pass(case).weights)
     assert (ours.told, ours.trainer.accumulate_grad_batches) == ([], 1)
-
-
-@each_way
-def test_loaders_of_unequal_size_without_split_batch_are_cut_in_proportion(way: Way) -> None:
-    """Parts of 4 and 12 of 8 and 24 samples: each mean keeps its weight."""
-    cut_rightly(UNSPLIT, way)
 
 
 @each({name: way for name, way in WAYS.items() if not way.fails})

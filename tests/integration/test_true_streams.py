@@ -1,23 +1,20 @@
 """Training sees the data that stock Lightning sees: streams that go on, batch samplers with meaning, random numbers."""
 
 import logging
-import random
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import numpy as np
 import pytest
 import torch
 from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.trainer import call
-from lightning.pytorch.utilities import CombinedLoader
 from pairing import every_pair
 from reference import quiet_trainer
 from torch.nn.functional import mse_loss
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, default_collate
+from torch.utils.data import DataLoader, IterableDataset, Sampler, default_collate
 from true_support import (
     OOM,
     ROUNDING,
@@ -150,23 +147,15 @@ def test_a_stream_that_goes_on_loses_nothing(name: str, micro_batch_size: int | 
 
 
 @pytest.mark.parametrize("name", STREAMS)
+@pytest.mark.parametrize("fails", [False, True], ids=["windows of two batches", "oom"])
 @MODES
-def test_a_stream_that_goes_on_and_memory_that_runs_out(name: str, mode: str) -> None:
+def test_a_stream_that_goes_on_in_windows_or_after_an_error_loses_nothing(name: str, fails: bool, mode: str) -> None:
     """Nor does an error cost a batch."""
-    whole, expected = of_stream(name)
-    callback = AutoAccumulate(micro_batch_size=8, micro_batching=mode)
-    ours, seen = of_stream(name, callback, memory=Memory(6))
-    assert callback.oom_events == 1
-    assert seen == expected
-    assert error(ours, whole) <= 1e-12
-
-
-@pytest.mark.parametrize("name", STREAMS)
-@MODES
-def test_a_stream_that_goes_on_in_windows_of_its_own(name: str, mode: str) -> None:
-    """Two batches a step."""
-    whole, expected = of_stream(name, accumulate_grad_batches=2)
-    ours, seen = of_stream(name, AutoAccumulate(16, micro_batch_size=4, micro_batching=mode))
+    whole, expected = of_stream(name, accumulate_grad_batches=1 if fails else 2)
+    arguments = {"micro_batch_size": 8} if fails else {"effective_batch_size": 16, "micro_batch_size": 4}
+    callback = AutoAccumulate(**arguments, micro_batching=mode)
+    ours, seen = of_stream(name, callback, memory=Memory(*([6] if fails else [])))
+    assert callback.oom_events == fails
     assert seen == expected
     assert error(ours, whole) <= 1e-12
 
@@ -264,130 +253,6 @@ def test_groups_are_trained_as_they_come_where_no_effective_batch_is_asked_for(w
     assert error(ours, one_pass(case)) <= 1e-12
 
 
-# --- random numbers where nothing has to be done ------------------------------------------------
-
-
-class Augmented(Dataset[Any]):
-    """Draws from all generators for every sample."""
-
-    def __init__(self, samples: int = 24) -> None:
-        self.samples = indexed(samples)
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def __getitem__(self, index: int) -> Any:
-        sample = dict(self.samples[index])
-        drawn = torch.rand(()).item() + np.random.random() + random.random()
-        sample["x"] = sample["x"] * drawn
-        return sample
-
-
-class AugmentedStream(IterableDataset[Any]):
-    def __iter__(self) -> Iterator[Any]:
-        samples = Augmented()
-        return (samples[index] for index in range(len(samples)))
-
-
-class Drawing(Task):
-    """Dropout, and numbers drawn in the step from all generators."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dropout = torch.nn.Dropout(0.4)
-        self.drawn: list[float] = []
-
-    def loss(self, batch: Any) -> torch.Tensor:
-        parts = list(batch.values()) if isinstance(batch, dict) and "x" not in batch else [batch]
-        return sum((self.of_one(part) for part in parts), torch.zeros((), dtype=torch.float64))
-
-    def of_one(self, batch: Any) -> torch.Tensor:
-        noise = torch.randn(batch["x"].shape, dtype=torch.float64) * np.random.random() * random.random()
-        return mse_loss(self.predict(self.dropout(batch["x"]) + 0.1 * noise), batch["y"])
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.drawn += [float(torch.rand(())), np.random.random(), random.random()]
-
-
-class DrawingValidated(Drawing):
-    """The same with a validation that draws."""
-
-    def val_dataloader(self) -> Any:
-        return DataLoader(Augmented(8), batch_size=4)
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.drawn += [float(self.loss(batch))]
-
-
-NOTHING_TO_DO = {
-    "micro-batch of the batch": {"micro_batch_size": 8},
-    "unverified": {"micro_batch_size": 8, "verify": False},
-    "larger than the batch": {"micro_batch_size": 1000},
-    "probed": {},
-    "no retries": {"micro_batch_size": 8, "on_oom": "raise"},
-}
-DATA: dict[str, Callable[..., Any]] = {
-    "samples": lambda **settings: DataLoader(Augmented(), batch_size=8, **settings),
-    "ragged": lambda **settings: DataLoader(Augmented(21), batch_size=8, **settings),
-    "a stream": lambda **settings: DataLoader(AugmentedStream(), batch_size=8, **settings),
-    "groups": lambda **settings: DataLoader(Augmented(), batch_sampler=TimeIndex(6), **settings),
-    "two loaders": lambda **settings: CombinedLoader(
-        {name: DataLoader(Augmented(), batch_size=8, **settings) for name in "ab"}, "min_size"
-    ),
-    "unequal loaders": lambda **settings: {
-        "a": DataLoader(Augmented(16), batch_size=4, **settings),
-        "b": DataLoader(Augmented(48), batch_size=12, **settings),
-    },
-}
-
-
-def same_as_stock(
-    module: Callable[[], Drawing], data: Callable[[], Any], arguments: dict[str, Any], **settings: Any
-) -> None:
-    """Assert that a run is bit for bit the one without the callback."""
-    stock = train(module(), data(), max_epochs=2, **settings)
-    ours = train(module(), data(), AutoAccumulate(**arguments), max_epochs=2, **settings)
-    assert all(torch.equal(*pair) for pair in zip(ours.gradients, stock.gradients, strict=True))
-    assert torch.equal(ours.weights, stock.weights)
-    assert ours.module.drawn == stock.module.drawn
-    assert ours.told == ours.ran_out == []
-
-
-@every_pair(arguments=NOTHING_TO_DO, module=[Drawing, DrawingValidated], mode=["loader", "step"])
-def test_a_run_with_nothing_to_do_is_the_stock_run(arguments: dict[str, Any], module: Any, mode: str) -> None:
-    """Bit for bit: dropout, numbers drawn in the step and by the dataset, and by validation.
-
-    In every pair of values: validation draws its numbers between the epochs of either mode.
-    """
-    same_as_stock(module, DATA["samples"], {**arguments, "micro_batching": mode})
-
-
-@every_pair(name=DATA.keys(), micro_batch_size=["auto", 1000], mode=["loader", "step"])
-def test_data_of_any_kind_is_the_stock_data_where_there_is_nothing_to_do(
-    name: str, micro_batch_size: int | str, mode: str
-) -> None:
-    """Bit for bit, whatever the batches come from: each kind in both modes, with a probe in one of them."""
-    same_as_stock(Drawing, DATA[name], {"micro_batch_size": micro_batch_size, "micro_batching": mode})
-
-
-@every_pair(workers=[1, 2], persistent=[False, True], arguments={"fixed": {"micro_batch_size": 8}, "probed": {}})
-def test_data_workers_draw_what_they_draw_in_the_stock_run(
-    workers: int, persistent: bool, arguments: dict[str, Any]
-) -> None:
-    """Their seeds come from the same draw of the main process; in every pair of values."""
-    data = lambda: DATA["samples"](num_workers=workers, persistent_workers=persistent)  # noqa: E731
-    same_as_stock(Drawing, data, {**arguments, "micro_batching": "loader"})
-
-
-@pytest.mark.parametrize("factor", [2, 3])
-@MODES
-def test_a_recipe_that_accumulates_by_itself_is_the_stock_run(factor: int, mode: str) -> None:
-    """Full windows of full batches: what Lightning does is right, and is left alone."""
-    data = lambda: DataLoader(Augmented(48), batch_size=8)  # noqa: E731
-    arguments = {"micro_batch_size": 8, "micro_batching": mode}
-    same_as_stock(Drawing, data, arguments, accumulate_grad_batches=factor)
-
-
 # --- what is said, and who is muted -------------------------------------------------------------
 
 
@@ -406,30 +271,22 @@ LOADERS = {
 }
 
 
-def lines(case: str, caplog: pytest.LogCaptureFixture, callback: AutoAccumulate, **settings: Any) -> list[str]:
+@pytest.mark.parametrize("case", LOADERS)
+@pytest.mark.parametrize(
+    ("way", "micro", "most"),
+    [(WAYS["loader"], 8, 0), (WAYS["loader"], 3, 1), (OOM, 3, 1)],
+    ids=["whole", "loader", "oom"],
+)
+def test_what_is_said_of_data_that_are_cut_in_the_step(
+    case: str, way: Way, micro: int, most: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One line, and none if nothing has to be cut; nobody is told to leave the callback out."""
     module, data = LOADERS[case]
     with caplog.at_level(logging.INFO):
-        train(module(), data(), callback, **settings)
-    return [record.getMessage() for record in caplog.records if "AutoAccumulate" in record.getMessage()]
-
-
-@pytest.mark.parametrize("case", LOADERS)
-def test_what_need_not_be_cut_is_not_said_to_be(case: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Where everything works there is nothing to explain."""
-    said = lines(case, caplog, AutoAccumulate(micro_batch_size=8, micro_batching="loader"))
-    assert not [line for line in said if "cuts batches in the training step" in line]
+        train(module(), data(), way.callback(8, micro), memory=way.memory())
+    said = [record.getMessage() for record in caplog.records if "AutoAccumulate" in record.getMessage()]
     assert not [line for line in said if "leave the callback out" in line]
-
-
-@pytest.mark.parametrize("case", LOADERS)
-@pytest.mark.parametrize("way", [WAYS["loader"], OOM], ids=["loader", "oom"])
-def test_nobody_is_told_to_leave_the_callback_out_where_it_works(
-    case: str, way: Way, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Batches of such data are cut in the step, which is one line without a warning in it."""
-    said = lines(case, caplog, way.callback(8, 3), memory=way.memory())
-    assert not [line for line in said if "leave the callback out" in line]
-    assert len([line for line in said if "cuts batches in the training step" in line]) <= 1
+    assert len([line for line in said if "cuts batches in the training step" in line]) <= most
 
 
 class Hooks(pl.Callback):
@@ -466,24 +323,6 @@ def test_other_trainers_of_the_process_are_not_muted() -> None:
     assert (mine.called, theirs.called) == ([], ["start", "batch", "batch", "end"])
     quiet_trainer(mine, max_epochs=1).fit(Task(), data)
     assert mine.called == theirs.called
-
-
-@pytest.mark.usefixtures("_hooks_as_they_were")
-def test_two_trainers_are_muted_one_within_the_other() -> None:
-    """Each until its own context ends, in whatever order they do."""
-    data = DataLoader(pairs(16), batch_size=8)
-    hooks = [Hooks(), Hooks(), Hooks()]
-    trainers = [quiet_trainer(hook, max_epochs=1) for hook in hooks]
-    first, second = trial_steps.muted(trainers[0]), trial_steps.muted(trainers[1])
-    first.__enter__()
-    second.__enter__()
-    first.__exit__(None, None, None)
-    for trainer in trainers:
-        trainer.fit(Task(), data)
-    second.__exit__(None, None, None)
-    assert [len(hook.called) for hook in hooks] == [4, 0, 4]
-    quiet_trainer(hooks[1], max_epochs=1).fit(Task(), data)
-    assert len(hooks[1].called) == 4
 
 
 @pytest.mark.usefixtures("_hooks_as_they_were")

@@ -198,24 +198,8 @@ def gathered(module: Gathering) -> list[float]:
     return [float(value) for part in kept for value in torch.as_tensor(part).flatten()]
 
 
-def keep_dict(module: Gathering, preds: torch.Tensor, targets: torch.Tensor) -> None:
-    module.outputs.append({"preds": preds, "targets": targets, "n": len(preds)})
-
-
-def keep_nested(module: Gathering, preds: torch.Tensor, targets: torch.Tensor) -> None:
-    module.outputs.append({"preds": preds, "more": {"targets": [targets], "name": "batch"}, "n": torch.tensor(3)})
-
-
-def keep_tuple(module: Gathering, preds: torch.Tensor, targets: torch.Tensor) -> None:
-    module.outputs.append((preds, targets, len(preds)))
-
-
-def keep_numpy(module: Gathering, preds: torch.Tensor, targets: torch.Tensor) -> None:
-    module.outputs.append({"preds": preds.numpy(), "n": len(preds)})
-
-
-def keep_plain(module: Gathering, preds: torch.Tensor, targets: torch.Tensor) -> None:
-    module.outputs.append({"preds": preds.flatten().tolist(), "n": len(preds)})
+def keep_anew(module: Gathering, preds: torch.Tensor, targets: torch.Tensor) -> None:
+    module.outputs = [*module.outputs, {"preds": preds}]
 
 
 def keep_lists(module: Gathering, preds: torch.Tensor, targets: torch.Tensor) -> None:
@@ -223,15 +207,16 @@ def keep_lists(module: Gathering, preds: torch.Tensor, targets: torch.Tensor) ->
     module.history["targets"].append(targets)
 
 
-def keep_extended(module: Gathering, preds: torch.Tensor, targets: torch.Tensor) -> None:
-    module.outputs += [{"preds": row} for row in preds.split(1)]
-
-
-def keep_anew(module: Gathering, preds: torch.Tensor, targets: torch.Tensor) -> None:
-    module.outputs = [*module.outputs, {"preds": preds}]
-
-
-KEEPS = [keep_dict, keep_nested, keep_tuple, keep_numpy, keep_plain, keep_lists, keep_extended, keep_anew]
+KEEPS = {
+    "dict": lambda m, p, t: m.outputs.append({"preds": p, "targets": t, "n": len(p)}),
+    "nested": lambda m, p, t: m.outputs.append({"preds": p, "more": {"targets": [t], "name": "b"}}),
+    "tuple": lambda m, p, t: m.outputs.append((p, t, len(p))),
+    "numpy": lambda m, p, t: m.outputs.append({"preds": p.numpy(), "n": len(p)}),
+    "plain": lambda m, p, t: m.outputs.append({"preds": p.flatten().tolist(), "n": len(p)}),
+    "extended": lambda m, p, t: m.outputs.extend({"preds": row} for row in p.split(1)),
+    "lists": keep_lists,
+    "anew": keep_anew,
+}
 
 
 @every_pair(keep=KEEPS, mode=["loader", "step"], at=[(1,), (1, 4)])

@@ -1,6 +1,5 @@
 """What the exactness check cannot see, as it calls no callback and takes no step, training itself shows: it is told."""
 
-from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
@@ -18,6 +17,7 @@ from true_support import (
     STEP,
     Case,
     Memory,
+    Sharpness,
     Task,
     Way,
     each,
@@ -52,31 +52,24 @@ class Taught(Task):
 
 
 class Follow(pl.Callback):
-    """As in lightning-bolts: by ``.data``."""
+    """As in lightning-bolts: by ``.data``, in one hook."""
+
+    def __init__(self, hook: str = "") -> None:
+        vars(self)[hook] = lambda trainer, module, *_: self.follow(module)
 
     def follow(self, module: Any) -> None:
         for old, new in zip(module.teacher.parameters(), module.net.parameters()):
             old.data = 0.5 * old.data + 0.5 * new.data
 
 
-class AfterBatch(Follow):
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-        self.follow(pl_module)
-
-
-class BeforeZeroing(Follow):
-    def on_before_zero_grad(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        self.follow(pl_module)
-
-
 class TaughtAfterBatch(Taught):
     def configure_callbacks(self) -> Any:
-        return [AfterBatch()]
+        return [Follow("on_train_batch_end")]
 
 
 class TaughtBeforeZeroing(Taught):
     def configure_callbacks(self) -> Any:
-        return [BeforeZeroing()]
+        return [Follow("on_before_zero_grad")]
 
 
 @pytest.mark.parametrize(
@@ -128,7 +121,7 @@ def test_a_teacher_that_follows_once_a_batch_is_exact_where_batches_are_cut_in_t
     assert (ours.cause, ours.told) == ("exact", [])
 
 
-class Momentum(Taught, Follow):
+class Momentum(Taught):
     """MoCo and BYOL as they are written: the teacher starts as its student, and follows before the forward pass."""
 
     def __init__(self) -> None:
@@ -137,7 +130,7 @@ class Momentum(Taught, Follow):
 
     def loss(self, batch: Any) -> torch.Tensor:
         touch("early", len(batch[0]))
-        self.follow(self)
+        Follow().follow(self)
         return super().loss(batch)
 
 
@@ -157,25 +150,6 @@ def test_a_failed_pass_leaves_no_trace_on_a_teacher_from_the_first_on(mode: str,
     assert late.callback.oom_events == early.callback.oom_events == 1
     assert late.cause == "stateful"
     assert torch.equal(late.weights, early.weights)
-
-
-class Sharpness(torch.optim.Optimizer):
-    """SAM: the gradient is that of weights a little further up."""
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {"lr": 0.1})
-
-    @torch.no_grad()
-    def step(self, closure: Any) -> Any:  # type: ignore[override]
-        evaluate: Callable[[], Any] = torch.enable_grad()(closure)
-        value = evaluate()
-        weights = [weight for group in self.param_groups for weight in group["params"]]
-        moves = [0.5 * weight.grad for weight in weights]
-        torch._foreach_add_(weights, moves)
-        evaluate()
-        torch._foreach_sub_(weights, moves)
-        torch._foreach_add_(weights, [weight.grad for weight in weights], alpha=-0.1)
-        return value
 
 
 class Sharp(Task):
@@ -332,8 +306,7 @@ class OverwritingByNumPy(Task):
 
 
 @pytest.mark.parametrize("module", [Overwriting, OverwritingByNumPy])
-@pytest.mark.parametrize("mode", ["loader", "step"])
-@pytest.mark.parametrize("at", [1, 5])
+@pytest.mark.parametrize(("mode", "at"), [("loader", 1), ("loader", 5), ("step", 1), ("step", 5)])
 def test_a_batch_that_is_overwritten_unseen_is_not_run_again(module: Any, mode: str, at: int) -> None:
     """Be it in the first batch, or in one after such as went through."""
     callback = AutoAccumulate(micro_batch_size=8, micro_batching=mode)

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.utilities import CombinedLoader
-from reference import Regression, Samples, fit, loss, plain_loop, worst_error
+from reference import Regression, Samples, fit, plain_loop, worst_error
 from torch.utils.data import DataLoader, IterableDataset
 from wide import BUDGET, Wide
 
@@ -137,41 +136,9 @@ def test_data_that_end_before_their_length_end_the_epoch() -> None:
     assert (module.windows, trainer.global_step) == (windows, 4)
 
 
-class Paired(Regression):
-    """Two loaders at once."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        a, b = batch["a"], batch["b"]
-        assert len(a[0]) == len(b[0])
-        return loss(self.net, a[0], a[1]) + 0.5 * loss(self.net, b[0], b[1])
-
-
-@pytest.mark.parametrize("combine", [dict, lambda **loaders: CombinedLoader(loaders, "min_size")])
-def test_several_loaders_at_once(combine: Any) -> None:
-    """A dictionary of loaders yields dictionaries of batches."""
-
-    def loaders() -> Any:
-        return combine(a=DataLoader(Samples(32), batch_size=8), b=DataLoader(Samples(32), batch_size=8))
-
-    cut, _ = fit(loaders(), AutoAccumulate(micro_batch_size=3, verify=False), module=Paired())
-    whole, _ = fit(loaders(), module=Paired())
-    assert worst_error(cut.gradients, whole.gradients) <= 1e-12
-
-
 def test_an_effective_batch_must_be_a_whole_number_of_batches() -> None:
     with pytest.raises(UserError, match=r"effective_batch_size=12 is no whole number of batches: .* of 8 samples"):
         fit(Sized(), AutoAccumulate(12, micro_batch_size=4))
     module, trainer = fit(Sized(), AutoAccumulate(24, micro_batch_size=4, verify=False))
     assert [len(window) for window in module.windows] == [24, 13] * 2
     assert trainer.accumulate_grad_batches == 3
-
-
-def test_what_cannot_be_cut_at_all_is_told() -> None:
-    """A batch of a type that is not known."""
-
-    class Opaque:
-        def __iter__(self) -> Iterator[Any]:
-            return iter([object()])
-
-    with pytest.raises(UserError, match="split_batch"):
-        fit(Opaque(), AutoAccumulate(micro_batch_size=2))

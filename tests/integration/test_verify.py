@@ -33,15 +33,6 @@ def plain() -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Linear(FEATURES, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
 
 
-def contrastive(embeddings: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
-    """Every sample is told from the others in its batch."""
-    return torch.nn.functional.cross_entropy(embeddings @ embeddings.T, torch.arange(len(embeddings)))
-
-
-def summed(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.mse_loss(prediction, target, reduction="sum")
-
-
 def verify(net: torch.nn.Module, loss: Any, **arguments: Any) -> AutoAccumulate:
     """The callback after a fit."""
     callback = AutoAccumulate(micro_batch_size=4, **arguments)
@@ -54,23 +45,6 @@ def test_independent_samples_are_found_exact() -> None:
     exactness = verify(plain(), torch.nn.functional.mse_loss).exactness
     assert (exactness.cause, exactness.micro_steps) == ("exact", 17)
     assert exactness.relative_error <= 1e-12
-
-
-@pytest.mark.parametrize(
-    ("net", "loss", "cause", "says"),
-    [
-        (normalized, torch.nn.functional.mse_loss, "batch_norm", r"BatchNorm layers \(net\.1\) normalize"),
-        (plain, contrastive, "coupled", "couples the samples of a batch"),
-        (plain, summed, "sum", "is a sum over samples"),
-    ],
-)
-def test_the_cause_of_a_difference_is_named(net: Any, loss: Any, cause: str, says: str) -> None:
-    """In a warning with the measured number, and in the callback's record."""
-    with pytest.warns(ExactnessWarning, match=f"relative error .*{says}"):
-        callback = verify(net(), loss)
-    assert callback.exactness.cause == cause
-    assert callback.exactness.relative_error > 1e-3
-    assert callback.exactness.layers == (("net.1",) if cause == "batch_norm" else ())
 
 
 def test_batch_norm_may_be_known_about() -> None:

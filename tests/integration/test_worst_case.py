@@ -131,45 +131,42 @@ def train(
     return callback
 
 
-PADDED = {"attention": (attending, 12_000_000), "recurrence": (recurrent, 260_000)}
+PADDED: dict[str, tuple[Any, int, list[list[int]]]] = {
+    "attention": (attending, 12_000_000, [lengths()]),
+    "recurrence": (recurrent, 260_000, [lengths()]),
+    "attention of sources and targets": (
+        translating,
+        12_000_000,
+        [lengths(seed=1), lengths(longest_at=HIDDEN + 5, seed=2)],
+    ),
+}
 
 
-@pytest.mark.loader_only(
+LARGER = pytest.mark.loader_only(
     reason="its micro-batches are larger than the loader's batches, which a step only makes smaller"
 )
+
+
+@LARGER
 @pytest.mark.parametrize("kind", PADDED)
-def test_the_one_long_sequence_is_found_and_decides(kind: str) -> None:
-    """An epoch at the limit never runs out; one sample more does as soon as the longest is among them."""
-    loss, budget = PADDED[kind]
-    limit = train(loss, Sequences(lengths()), padded, budget).probe.limit
+def test_the_one_long_sequence_of_every_field_is_found_and_decides(kind: str) -> None:
+    """An epoch at the limit never runs out; one sample more does as soon as the longest is among them.
+
+    Fields are padded each by itself: the worst batch holds the longest of each.
+    """
+    loss, budget, fields = PADDED[kind]
+    limit = train(loss, Sequences(*fields), padded, budget).probe.limit
     assert 2 <= limit < 64
-    worst = Sequences([LONGEST] * 64)
+    worst = Sequences(*[[LONGEST] * 64] * len(fields))
     train(loss, worst, padded, budget, limit)
     with pytest.raises(torch.OutOfMemoryError):
         train(loss, worst, padded, budget, limit + 1)
 
 
-@pytest.mark.loader_only(
-    reason="its micro-batches are larger than the loader's batches, which a step only makes smaller"
-)
-def test_the_longest_of_every_field_is_in_the_trial() -> None:
-    """Sources and targets are padded each by itself: the worst batch holds the longest of both."""
-    budget = 12_000_000
-    sources, targets = lengths(seed=1), lengths(longest_at=HIDDEN + 5, seed=2)
-    limit = train(translating, Sequences(sources, targets), padded, budget).probe.limit
-    assert 2 <= limit < 64
-    worst = Sequences([LONGEST] * 64, [LONGEST] * 64)
-    train(translating, worst, padded, budget, limit)
-    with pytest.raises(torch.OutOfMemoryError):
-        train(translating, worst, padded, budget, limit + 1)
-
-
 ROUTED = {"packed": (concatenated, packed, 900_000), "masked": (unpadded, padded, 1_000_000)}
 
 
-@pytest.mark.loader_only(
-    reason="its micro-batches are larger than the loader's batches, which a step only makes smaller"
-)
+@LARGER
 @pytest.mark.parametrize("kind", ROUTED)
 def test_where_tokens_count_the_heaviest_samples_are_tried(kind: str) -> None:
     """No two batches are alike, so sizes are tried one by one; the limit is that of the heaviest samples."""
@@ -184,30 +181,19 @@ def test_where_tokens_count_the_heaviest_samples_are_tried(kind: str) -> None:
             train(loss, dataset, collate, budget, micro_batch, shuffle=False)
 
 
-def test_workers_look_as_well() -> None:
-    """In processes of their own, with the same limit."""
-    loss, budget = PADDED["recurrence"]
-    limits = [
-        train(loss, Sequences(lengths(200)), padded, budget, steps=1, num_workers=workers).probe.limit
-        for workers in (0, 2)
-    ]
-    assert limits[0] == limits[1]
-
-
-def test_a_stream_is_read_to_its_end() -> None:
-    """The longest sequence may be the last."""
-    loss, budget = PADDED["recurrence"]
+def test_workers_look_as_well_and_streams_are_read_to_their_end() -> None:
+    """In processes of their own, with the same limit; the longest sequence may be the last."""
+    loss, budget, _ = PADDED["recurrence"]
     dataset = Sequences(lengths(300, longest_at=299))
     known = train(loss, dataset, padded, budget, steps=1).probe.limit
+    assert train(loss, dataset, padded, budget, steps=1, num_workers=2).probe.limit == known
     assert train(loss, StreamOf(dataset), padded, budget, steps=1, shuffle=None).probe.limit == known
 
 
-@pytest.mark.loader_only(
-    reason="its micro-batches are larger than the loader's batches, which a step only makes smaller"
-)
+@LARGER
 def test_samples_that_there_was_no_time_for_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """With what to do about them; a sorted data set is safe, as its first and last samples are always seen."""
-    loss, budget = PADDED["recurrence"]
+    loss, budget, _ = PADDED["recurrence"]
     known = train(loss, Sequences(lengths()), padded, budget, steps=1).probe.limit
     monkeypatch.setattr("lightning_ga.loading.largest_samples.LOOK_SECONDS", -1.0)
     with pytest.warns(UserWarning, match=r"time to look at 127 of 700: .*Sort the dataset.*max_micro_batch_size"):
@@ -251,7 +237,7 @@ class Changing(Dataset):
         self.cache: dict[int, Any] = {}
         self.nested = {"order": [0]}
         self.rng = np.random.default_rng(3)
-        self.transform = Transform()
+        self.transform = random.Random(4)
         self.drawn: list[float] = []
         self.lengths = lengths(200)
 
@@ -261,25 +247,15 @@ class Changing(Dataset):
     def __getitem__(self, index: int) -> tuple[torch.Tensor]:
         self.reads += 1
         self.cache[index] = self.nested["order"].append(index)
-        noise = self.rng.random() + random.random() + np.random.rand() + float(torch.rand(())) + self.transform()
+        noise = self.rng.random() + random.random() + np.random.rand() + float(torch.rand(())) + self.transform.random()
         self.drawn.append(noise)
         return (torch.arange(self.lengths[index]) % 50 + 1,)
-
-
-class Transform:
-    """Random numbers of its own."""
-
-    def __init__(self) -> None:
-        self.rng = random.Random(4)
-
-    def __call__(self) -> float:
-        return self.rng.random()
 
 
 @pytest.mark.parametrize("wrap", [lambda data: data, lambda data: Subset(data, range(200))], ids=["plain", "wrapped"])
 def test_looking_at_samples_changes_nothing_in_a_dataset(wrap: Any) -> None:
     """Neither counters and caches nor any random number that training draws."""
-    loss, budget = PADDED["recurrence"]
+    loss, budget, _ = PADDED["recurrence"]
     records = []
     limit: Any = "auto"
     for _ in range(2):

@@ -105,17 +105,7 @@ def train(
     kind: type[Deep] = Deep,
     **settings: Any,
 ) -> Seen:
-    """Train under the callback, or with ``mode=None`` under stock Lightning.
-
-    Args:
-        norm: The layer that some models have and that some have not.
-        precision: The Trainer's.
-        mode: ``micro_batching``.
-        ranks: Processes, of which this is one.
-        *callbacks: Others.
-        kind: The module.
-        **settings: Of the Trainer.
-    """
+    """Train under the callback, or with ``mode=None`` under stock Lightning."""
     ours = [] if mode is None else [AutoAccumulate(**OURS, micro_batching=mode)]
     size = MICRO_BATCH * FACTOR * (WARM_UP + WINDOWS) * ranks
     data = TensorDataset(torch.randn(size, WIDTH), torch.randint(5, (size,)))

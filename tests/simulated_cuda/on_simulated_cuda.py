@@ -21,21 +21,17 @@ EXPLAINED: dict[str, str] = {
     "integration/test_probe.py::test_training_at_the_limit_fits_and_one_more_does_not": BYTES,
     "integration/test_recovery.py::test_a_sample_that_is_too_large_is_stopped_at_the_first_operation": ONLY_CPU,
     "integration/test_recovery.py::test_no_trial_comes_near_the_memory_that_there_is": ONLY_CPU,
-    "integration/test_sparse.py::test_this_would_show_gradients_that_grow": (
-        "the CPU's kernels, which give values here, add up sparse tensors in memory that is not the device's"
-    ),
     "integration/test_step_mode.py::test_the_limit_counts_the_whole_batch_where_it_lies_in_the_same_memory": (
         "on a GPU the batch that the loader made lies elsewhere"
     ),
     "integration/test_survive.py::test_a_real_device_that_is_too_small[loader]": HIDDEN,
-    "integration/test_survive.py::test_an_optimizer_step_is_run_again_only_if_it_has_changed_nothing": HIDDEN,
     "integration/test_survive.py::test_gradients_that_no_module_or_hook_tells_of[Unregistered]": (
         "its weight belongs to no module, so that no Trainer moves it to the device"
     ),
     "integration/test_survive_update.py::test_a_step_that_the_scaler_skips_leaves_no_gradients_behind": (
         "its gradient scaler is one of the CPU, which does not see what overflows on the device"
     ),
-    "integration/test_throughput_objective.py::test_the_smallest_of_the_fast_sizes_is_taken": BYTES,
+    "integration/test_throughput_objective.py::test_the_smallest_of_the_fast_sizes_is_taken_and_remembered": BYTES,
     "integration/test_traceless.py::test_a_probe_leaves_no_trace[fp16]": BYTES,
 }
 

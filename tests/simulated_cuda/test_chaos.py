@@ -61,12 +61,7 @@ class Wide(pl.LightningModule):
 
 
 class Thief(pl.Callback):
-    """Leaves little memory from somewhere in a window until its gradients are complete.
-
-    Args:
-        seed: Of its choices; ``None`` takes nothing.
-        update: Take memory before the optimizer's update instead, until it is over.
-    """
+    """Leaves little memory from somewhere in a window until its gradients are complete."""
 
     def __init__(self, seed: int | None, *, update: bool = False) -> None:
         self.choices = None if seed is None else random.Random(seed)

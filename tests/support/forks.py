@@ -39,12 +39,7 @@ LAST_RESORT = 600  # seconds
 
 @dataclass(frozen=True)
 class Ended:
-    """How a process came to its end.
-
-    Attributes:
-        code: Its exit code; a signal that ended it is negative.
-        output: What it and its children printed.
-    """
+    """How a process came to its end."""
 
     code: int
     output: str

@@ -28,14 +28,7 @@ _REMARK = re.compile(r"<!-- ([^>]+?) -->\n\Z")
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block.
-
-    Attributes:
-        language: As it is written behind the fence.
-        text: Without indentation.
-        line: Where its text begins, from 0.
-        remark: The comment on the line before it, or nothing.
-    """
+    """A fenced block."""
 
     language: str
     text: str

@@ -137,11 +137,7 @@ class Task(pl.LightningModule):
 
 
 class LastBackward(pl.Callback):
-    """Lets memory run out in the last backward pass of windows, in its first attempt alone.
-
-    Args:
-        operations: Number of an operation for every window but the first; 0 for none.
-    """
+    """Lets memory run out in the last backward pass of windows, in its first attempt alone."""
 
     def __init__(self, *operations: int) -> None:
         self.operations, self.faults = (0, *operations), Faults()

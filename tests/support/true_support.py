@@ -7,7 +7,7 @@ callback. What decides that memory runs out lies outside of the module, so that 
 import random
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -27,18 +27,14 @@ ROUNDING = 1e-12  # in fp64
 
 
 class Memory:
-    """Runs out at chosen calls of ``touch``, counted from 1 for each place, or above a number of samples.
-
-    Attributes:
-        sizes: What each forward pass of training held, failed ones too.
-    """
+    """Runs out at chosen calls of ``touch``, counted from 1 for each place, or above a number of samples."""
 
     in_use: "Memory | None" = None
 
     def __init__(self, *at: int, place: str = "backward", above: int | None = None) -> None:
         self.at, self.place, self.above = at, place, above
         self.calls: dict[str, int] = {}
-        self.sizes: list[int] = []
+        self.sizes: list[int] = []  # of each forward pass of training, failed ones too
         self.armed = False
 
     def touch(self, place: str, samples: int) -> None:
@@ -128,21 +124,15 @@ def flat_gradient(module: torch.nn.Module) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Trained:
-    """What came of a fit.
-
-    Attributes:
-        gradients: At every optimizer step.
-        told: Warnings about exactness.
-        ran_out: Warnings about memory that ran out.
-    """
+    """What came of a fit."""
 
     module: Any
     trainer: pl.Trainer
     callback: Any
     gradients: list[torch.Tensor]
     memory: Memory
-    told: list[str] = field(default_factory=list)
-    ran_out: list[str] = field(default_factory=list)
+    told: list[str] = field(default_factory=list)  # warnings about exactness
+    ran_out: list[str] = field(default_factory=list)  # warnings about memory that ran out
 
     @property
     def weights(self) -> torch.Tensor:
@@ -190,15 +180,10 @@ def train(
 
 @dataclass(frozen=True)
 class Way:
-    """How a batch comes to be cut.
-
-    Attributes:
-        mode: ``micro_batching``.
-        fails: Whether memory runs out in the first batch, which is whole.
-    """
+    """How a batch comes to be cut."""
 
     mode: str
-    fails: bool = False
+    fails: bool = False  # memory runs out in the first batch, which is whole
 
     def callback(self, batch: int, micro: int, **arguments: Any) -> AutoAccumulate:
         return AutoAccumulate(micro_batch_size=batch if self.fails else micro, micro_batching=self.mode, **arguments)
@@ -222,14 +207,19 @@ each_cut_in_step = each({name: way for name, way in WAYS.items() if way is not L
 each_oom = each({name: way for name, way in WAYS.items() if way.fails})
 
 
+def by_turns(values: Iterable[Any], ways: dict[str, Way] = WAYS, *, name: str = "name") -> Any:
+    """One test for each value in each way; each is quick in half of the ways, by turns, and slow in the others."""
+    rows = [
+        pytest.param(value, way, id=f"{value}-{label}", marks=[pytest.mark.slow] * ((turn + place) % 2))
+        for turn, value in enumerate(values)
+        for place, (label, way) in enumerate(ways.items())
+    ]
+    return pytest.mark.parametrize((name, "way"), rows)
+
+
 @dataclass(frozen=True)
 class Case:
-    """A module, its loader, and how its batches are cut.
-
-    Attributes:
-        batch: Samples of a batch.
-        micro: Samples of a micro-batch.
-    """
+    """A module, its loader, and how its batches are cut."""
 
     module: Callable[[], pl.LightningModule]
     loader: Callable[[], Any]
@@ -356,4 +346,26 @@ class Queued(Task):
         predicted = self.predict(batch[0])
         value = (predicted - batch[1]).square().mean() + (predicted @ self.queue.T).logsumexp(1).mean()
         self.queue = torch.cat([self.queue[len(predicted) :], predicted.detach()])
+        return value
+
+
+# --- optimizers ---------------------------------------------------------------------------------
+
+
+class Sharpness(torch.optim.Optimizer):
+    """SAM: the gradient is that of weights a little further up."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any) -> Any:  # type: ignore[override]
+        evaluate: Callable[[], Any] = torch.enable_grad()(closure)
+        value = evaluate()
+        weights = [weight for group in self.param_groups for weight in group["params"]]
+        moves = [0.5 * weight.grad for weight in weights]
+        torch._foreach_add_(weights, moves)
+        evaluate()
+        torch._foreach_sub_(weights, moves)
+        torch._foreach_add_(weights, [weight.grad for weight in weights], alpha=-0.1)
         return value

@@ -51,16 +51,13 @@ class SimCLR(LightningModule):
         self.criterion = NTXentLoss()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Project images."""
         return self.projection_head(self.backbone(x).flatten(start_dim=1))
 
     def training_step(self, batch: Any, batch_index: int) -> torch.Tensor:
-        """Contrast two views."""
         x0, x1 = batch[0]
         return self.criterion(self.forward(x0), self.forward(x1))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """SGD, as there."""
         return torch.optim.SGD(self.parameters(), lr=0.06)
 
 
@@ -78,15 +75,12 @@ class MoCo(LightningModule):
         self.criterion = NTXentLoss(memory_bank_size=(64, 16))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Encode queries."""
         return self.projection_head(self.backbone(x).flatten(start_dim=1))
 
     def forward_momentum(self, x: torch.Tensor) -> torch.Tensor:
-        """Encode keys."""
         return self.projection_head_momentum(self.backbone_momentum(x).flatten(start_dim=1)).detach()
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        """Move the momentum encoder, then contrast with the memory bank."""
         momentum = cosine_schedule(self.current_epoch, EPOCHS, 0.9, 1)
         update_momentum(self.backbone, self.backbone_momentum, m=momentum)
         update_momentum(self.projection_head, self.projection_head_momentum, m=momentum)
@@ -94,7 +88,6 @@ class MoCo(LightningModule):
         return self.criterion(self.forward(x_query), self.forward_momentum(x_key))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """SGD, as there."""
         return torch.optim.SGD(self.parameters(), lr=0.06)
 
 
@@ -113,15 +106,12 @@ class BYOL(LightningModule):
         self.criterion = NegativeCosineSimilarity()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Predict."""
         return self.prediction_head(self.projection_head(self.backbone(x).flatten(start_dim=1)))
 
     def forward_momentum(self, x: torch.Tensor) -> torch.Tensor:
-        """Project with the teacher."""
         return self.projection_head_momentum(self.backbone_momentum(x).flatten(start_dim=1)).detach()
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        """Move the teacher, then compare both views."""
         momentum = cosine_schedule(self.current_epoch, EPOCHS, 0.9, 1)
         update_momentum(self.backbone, self.backbone_momentum, m=momentum)
         update_momentum(self.projection_head, self.projection_head_momentum, m=momentum)
@@ -131,7 +121,6 @@ class BYOL(LightningModule):
         return 0.5 * (self.criterion(p0, z1) + self.criterion(p1, z0))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """SGD, as there."""
         return torch.optim.SGD(self.parameters(), lr=0.06)
 
 

@@ -64,13 +64,11 @@ class Net(LightningModule):
         self.loss_function = DiceLoss(sigmoid=True)
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        """Segment crops."""
         loss = self.loss_function(self.model(batch["img"]), batch["seg"])
         self.log("train_loss", loss.item())
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Adam, as there."""
         return torch.optim.Adam(self.parameters(), 1e-3)
 
 

@@ -38,7 +38,6 @@ class Graphs(LightningModule):
         self.lin = torch.nn.Linear(HIDDEN, CLASSES)
 
     def training_step(self, data: Any, batch_idx: int) -> torch.Tensor:
-        """Classify pooled nodes."""
         x = self.conv1(data.x, data.edge_index).relu()
         x = self.conv2(x, data.edge_index)
         out = self.lin(global_mean_pool(x, data.batch))
@@ -47,7 +46,6 @@ class Graphs(LightningModule):
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Adam, as there."""
         return torch.optim.Adam(self.parameters(), lr=0.01)
 
 
@@ -61,11 +59,9 @@ class Nodes(LightningModule):
         self.lin = torch.nn.Linear(HIDDEN, CLASSES)
 
     def training_step(self, data: Any, batch_idx: int) -> torch.Tensor:
-        """Classify each node."""
         return functional.cross_entropy(self.lin(self.conv(data.x, data.edge_index)), data.y)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Adam, as there."""
         return torch.optim.Adam(self.parameters(), lr=0.01)
 
 

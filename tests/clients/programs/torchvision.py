@@ -79,14 +79,12 @@ class Detector(LightningModule):
         self.model = model()
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        """Let the model compute its losses."""
         images, targets = batch
         loss_dict = self.model(images, targets)
         self.log_dict(loss_dict, batch_size=len(images))
         return sum(loss_dict.values())
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """SGD, as in the references."""
         return torch.optim.SGD(self.parameters(), lr=0.005, momentum=0.9, weight_decay=0.0005)
 
 

@@ -96,13 +96,11 @@ class Transformer(LightningModule):
         self.model = model()
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        """Take the model's own loss."""
         loss = self.model(**batch).loss
         self.log("train_loss", loss)
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """AdamW, as in the library's own trainer."""
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
