@@ -124,23 +124,27 @@ class Engine:
         if not self.is_active:
             return move(batch)
         self.host, self.mover = batch if self._has_host else None, move
-        stage = loops.stage(self.trainer)
-        if self.limits and self._stays_on_host(batch, stage, loader):
-            self.move = move
-            return batch
-        before = RandomState() if self.hooks_move_batches and self.policy.retries else None
-        outcome = self.catch(stage, move, batch)
-        if outcome.failure is None:
-            if self.watches_batches:
-                self._moved = tensors_of(outcome.result)
-            if outcome.result is batch:  # some batches move by changing themselves (``Data.to`` of PyG)
-                self.host = None
-            return outcome.result
-        if before is not None:  # hooks of the transfer may draw numbers
-            before.restore()
-            self._unmovable.add(stage)
-        self.move, self.not_moved = move, outcome.failure
-        return batch
+        if not self._has_host and not self.hooks_move_batches:  # nothing is moved, so nothing can fail
+            moved = move(batch)
+        else:
+            stage = loops.stage(self.trainer)
+            if self.limits and self._stays_on_host(batch, stage, loader):
+                self.move = move
+                return batch
+            before = RandomState() if self.hooks_move_batches and self.policy.retries else None
+            outcome = self.catch(stage, move, batch)
+            if outcome.failure is not None:
+                if before is not None:  # hooks of the transfer may draw numbers
+                    before.restore()
+                    self._unmovable.add(stage)
+                self.move, self.not_moved = move, outcome.failure
+                return batch
+            moved = outcome.result
+        if self.watches_batches:
+            self._moved = tensors_of(moved)
+        if moved is batch:  # some batches move by changing themselves (``Data.to`` of PyG)
+            self.host = None
+        return moved
 
     def is_changed(self, batch: Any) -> bool:
         """Return whether hooks have changed the current batch since it was moved."""
@@ -275,7 +279,7 @@ class Engine:
             yield from self.reducer.memory()
 
     def tap(self, stage: str) -> log_capture.LogTap:
-        """Return what takes the values that a batch of a stage logs."""
+        """Return what takes the values that a batch of a stage logs, as the batch begins."""
         results = log_capture.results_of(self.trainer, stage)
         tap = self._taps.get(stage)
         if tap is None or tap.results is not results:

@@ -112,8 +112,7 @@ class Fit:
         same_epoch = self._progress.take_over(self.source, self.recipe_factor)
         epoch = loops.training_epoch(trainer)
         self._hold_to_budget()
-        self.gradients.sum_in_float32()
-        self._held.callback(self.gradients.release)
+        self._held.enter_context(self.gradients.summed_in_float32())
         self._engine.begin_training(cut_in_step=self.source.cut_in_step)
         with self._engine.suspended():
             self._find_limit(epoch)

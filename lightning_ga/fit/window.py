@@ -22,7 +22,7 @@ from lightning_ga.fit.window_run import run_window
 from lightning_ga.plan.window_weights import WindowWeights
 
 LOOKS = 3  # batches of an epoch before which parts are looked for that hooks may have added
-WATCHED = 8  # windows in which it is looked at what hooks around the zeroing of gradients change
+WATCHED = 8  # windows that begin in pieces, in which it is looked at what hooks around zeroing change
 KEPT_ON_HOST = 2**26  # numbers (256 MiB of float32) of a window's batches; larger ones are fetched again
 
 
@@ -69,7 +69,6 @@ class TrainingWindow(Window):
         self._make: Callable[..., Any] = lambda *_: None
         self._has_run = False  # whether an optimizer has evaluated the current closure
         self._looks = WATCHED
-        self._changed_at_zeroing = set[str]()
         self._lacks_earlier = False  # whether an optimizer evaluates the last micro-batch of a window alone
         self._zeroing = "before"  # "before" the window's gradients are zeroed, "within" that, or "after" it
         self._withheld: torch.Tensor | None = None  # loss of a piece after which no hooks were called, as more follow
@@ -295,13 +294,13 @@ class TrainingWindow(Window):
         """Zero gradients, once a window: hooks around that do not run again, and later pieces meet what they change."""
         self._zeroing = "within"
         if self._has_zeroing_hooks and self.savepoint.is_taken:
-            self._looks -= 1
-            self._changed_at_zeroing.update(self.savepoint.around_zeroing(zero, look=self._looks >= 0))
+            looks = in_pieces and self._looks > 0
+            self._looks -= looks
+            if changed := self.savepoint.around_zeroing(zero, look=looks):
+                self._data.exactness.found_between_pieces(changed)
         else:
             zero()
         self._zeroing = "after"
-        if in_pieces and self._changed_at_zeroing:
-            self._data.exactness.found_between_pieces(tuple(sorted(self._changed_at_zeroing)))
 
     def _contexts(self, part: MicroBatch, *, completes: bool) -> Iterator[AbstractContextManager[Any]]:
         """Yield contexts in which the backward pass reduces, or calls hooks, only if it should."""

@@ -7,7 +7,7 @@ from typing import Any
 from lightning_ga.batch.layout import LayoutError
 from lightning_ga.batch.pytree import same_values
 from lightning_ga.compat import transfer
-from lightning_ga.compat.log_capture import current_hook, return_to_hook
+from lightning_ga.compat.log_capture import LogTap, current_hook, return_to_hook
 from lightning_ga.errors import UserError
 from lightning_ga.fit import messages
 from lightning_ga.fit.batch_metrics import whole_batch_metrics
@@ -32,11 +32,11 @@ def run_window(engine: Engine, window: Window, *, begins: bool, all_parts: bool 
     """
     stage, part, failure = window.stage, window.parts[-1], engine.not_moved
     tap, hook = engine.tap(stage), current_hook(engine.module)
+    part.tensors = tensors_of(part.batch)
     if (begins or all_parts) and engine.policy.retries:
         engine.retry_once(window.savepoint.take)
     pieces = engine.pieces(stage, part) if engine.limits else 1
     if pieces == 1 and part.move is None and not all_parts:
-        part.tensors = tensors_of(part.batch)
         logs = LogBuffer()
         # What ranks exchange in logs comes after all passes, as it does on a rank that runs pieces.
         with tap.held(logs.note) if engine.distributed else _THROUGH:
@@ -49,7 +49,7 @@ def run_window(engine: Engine, window: Window, *, begins: bool, all_parts: bool 
             return BatchResult((outcome.result,))
         failure = outcome.failure
         return_to_hook(engine.module, hook)
-    result = WindowRun(engine, window, pieces=pieces, all_parts=all_parts).run(failure)
+    result = WindowRun(engine, window, tap, pieces=pieces, all_parts=all_parts).run(failure)
     engine.finish(stage)
     return result
 
@@ -57,9 +57,9 @@ def run_window(engine: Engine, window: Window, *, begins: bool, all_parts: bool 
 class WindowRun:
     """One run of a window whose last batch does not run whole."""
 
-    def __init__(self, engine: Engine, window: Window, *, pieces: int, all_parts: bool) -> None:
+    def __init__(self, engine: Engine, window: Window, tap: LogTap, *, pieces: int, all_parts: bool) -> None:
         self._engine, self._window, self._stage, self._last = engine, window, window.stage, window.parts[-1]
-        self._tap, self._batches = engine.tap(self._stage), engine.batches(self._stage)
+        self._tap, self._batches = tap, engine.batches(self._stage)
         self._hook = current_hook(engine.module)
         self._failure: Exception | None = None  # of the last pass that ran out of memory
         self._pieces = pieces  # in how many the last batch runs at first
@@ -82,7 +82,6 @@ class WindowRun:
         self._running, self._cut = slices.samples, last.batch
         while True:
             if self._failure is not None:
-                self._refuse(self._failure)
                 self._undo(self._failure)
             self._running, self._cut = min(self._most, slices.samples), last.batch
             outcome = engine.catch(self._stage, self._run_parts, slices)
@@ -95,23 +94,19 @@ class WindowRun:
             self._report(result)
         return result
 
-    def _refuse(self, failure: Exception) -> None:
-        """Note that so many samples do not fit; if it was a single one, end with an error."""
+    def _undo(self, failure: Exception) -> None:
+        """Refuse so many samples, and put everything back as the window began; end with an error if that cannot be."""
+        window, engine = self._window, self._engine
         self._refused.append(self._running)
         cut, self._cut = self._cut, None
-        if self._running > 1:
-            return
-        if is_ambiguous_out_of_memory(failure):
+        if self._running == 1 and is_ambiguous_out_of_memory(failure):
             raise failure
-        raise self._engine.error(self._stage, messages.ONE_SAMPLE, describe_value(cut)) from failure
-
-    def _undo(self, failure: Exception) -> None:
-        """Put everything back as the window began; if something cannot be put back, end with an error."""
-        window = self._window
-        return_to_hook(self._engine.module, self._hook)
+        if self._running == 1:
+            raise engine.error(self._stage, messages.ONE_SAMPLE, describe_value(cut)) from failure
+        return_to_hook(engine.module, self._hook)
         lost = window.savepoint.restore() or window.undo()
         if lost is not None:
-            raise self._engine.error(self._stage, messages.CHANGED, lost) from failure
+            raise engine.error(self._stage, messages.CHANGED, lost) from failure
         self._plain = window.savepoint.not_put_back(window.gradients_left())
 
     def _run_parts(self, slices: BatchSlices) -> BatchResult:

@@ -22,7 +22,7 @@ from torchmetrics import Metric
 from lightning_ga.snapshot.contents import refill
 from lightning_ga.snapshot.copies import SmallCopies, is_small, is_writable, versions
 from lightning_ga.snapshot.metrics import metric_state, set_metric_state
-from lightning_ga.snapshot.plain import LIGHTNINGS_OWN, Key, PlainState, hidden_modules
+from lightning_ga.snapshot.plain import LIGHTNINGS_OWN, PlainState, hidden_modules
 from lightning_ga.snapshot.random_numbers import (
     RandomState,
     generator_state,
@@ -158,7 +158,7 @@ class Savepoint:
     def not_put_back(self, gradients: Iterable[tuple[str, Tensor]]) -> PlainState:
         """Return the state, as it is now, that ``restore`` leaves alone, and gradients that are left."""
         known = set(map(id, self.metrics))
-        metrics = {(id(None), name) for name, part in self._module.named_modules() if id(part) in known}
+        metrics = {name for name, part in self._module.named_modules() if id(part) in known}
         return PlainState(self._module, [*self._watched, *gradients], self._start.put_back | metrics)
 
     def _summary(self) -> tuple[Any, ...]:
@@ -187,9 +187,9 @@ class Savepoint:
         return [*map(_TRAINS, self._some_weights), *map(_MODE, self._some_parts)]
 
     def _read(self, copies: SmallCopies, start: "_Values | None" = None) -> "_Values":
-        values = _Values(self._module, copies, start)
         if self._some_flags != self._flags_of_some():
             self._read_flags()
+        values = _Values(self._module, copies, start)
         values.generators = [(each, generator_state(each)) for each in self._generators]
         values.numbers = [(part, _numbers(vars(part))) for part in self._layers]
         values.metrics = [(metric, metric_state(metric, whole=True)) for metric in self.metrics]
@@ -238,11 +238,11 @@ class _Values:
         self._contents: list[tuple[Any, Any]] = []
         self.tails: list[tuple[list[Any], int, list[Any]]] = []  # of lists: entries since the window began
         self._tensors: list[tuple[Tensor, int, Tensor]] = []
-        self.put_back: set[Key] = set()
+        self.put_back: set[str] = set()  # paths
         for name, value in self._attributes.items():
-            self._keep(value, (id(module), name), depth=0)
+            self._keep(value, name, depth=0)
 
-    def _keep(self, value: Any, key: Key, *, depth: int) -> None:
+    def _keep(self, value: Any, path: str, *, depth: int) -> None:
         """Remember what a tensor holds, or a container and the tensors and containers in it; of a list its length."""
         if isinstance(value, Tensor):
             if not is_writable(value) or not is_small(value) or value.is_inference():
@@ -251,7 +251,7 @@ class _Values:
         elif isinstance(value, tuple):  # as the state of an LSTM
             for place, inner in enumerate(value):
                 if isinstance(inner, Tensor):
-                    self._keep(inner, (id(value), str(place)), depth=depth + 1)
+                    self._keep(inner, f"{path}.{place}", depth=depth + 1)
         elif type(value) is list:
             begin = self._begins.setdefault(id(value), len(value))
             self.tails.append((value, begin, value[begin:]))
@@ -259,12 +259,12 @@ class _Values:
             self._contents.append((value, copy.copy(value)))
             for name, inner in value.items() if isinstance(value, dict) else enumerate(value):
                 if inner is None or isinstance(inner, (int, float, str)):
-                    self.put_back.add((id(value), str(name)))
+                    self.put_back.add(f"{path}.{name}")
                 elif isinstance(inner, (Tensor, list, *_CONTAINERS)) and depth < _DEEP:
-                    self._keep(inner, (id(value), str(name)), depth=depth + 1)
+                    self._keep(inner, f"{path}.{name}", depth=depth + 1)
         else:
             return
-        self.put_back.add(key)
+        self.put_back.add(path)
 
     @torch.no_grad()
     def write_attributes(self, own: dict[str, Any]) -> None:
