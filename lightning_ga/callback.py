@@ -11,9 +11,9 @@ from lightning_ga.compat import loops, trainer_settings
 from lightning_ga.compat.namespaces import Callback
 from lightning_ga.errors import ExactnessWarning, UserError
 from lightning_ga.fit import checks
+from lightning_ga.fit.evaluation import Evaluation
 from lightning_ga.fit.fit import Fit
 from lightning_ga.fit.messages import OomReporter
-from lightning_ga.fit.oom_handler import OomHandler
 from lightning_ga.plan.accumulation import AccumulationPlan
 from lightning_ga.plan.checkpoint import RunState
 from lightning_ga.plan.config import Options, read_request, refuse_rescaling, require_choice
@@ -116,7 +116,7 @@ class AutoAccumulate(Callback):
         self._request = read_request(effective_batch_size, accumulate, micro_batch_size, max_micro_batch_size)
         self._options = Options(memory_budget, normalize, batch_norm, verify, objective, cache, on_oom, micro_batching)
         self._fit: Fit | None = None
-        self._evaluation: OomHandler | None = None  # of a stage on its own
+        self._evaluation: Evaluation | None = None  # of a stage on its own
         self._is_fitting = False
         self._reporter: OomReporter | None = None
         self._place: int | None = None  # among the callbacks, where the user put it
@@ -156,7 +156,7 @@ class AutoAccumulate(Callback):
         """Put the run between the user's loader and the fit loop, and between batches and the errors they may meet."""
         if stage != "fit":
             self._reporter = self._reporter or OomReporter(trainer)
-            self._evaluation = OomHandler(trainer, retries=self._options.on_oom == "split", reporter=self._reporter)
+            self._evaluation = Evaluation(trainer, self._reporter, retries=self._options.on_oom == "split")
             return
         self._is_fitting = True
         trainer_settings.take_factor_back(trainer)
@@ -202,9 +202,9 @@ class AutoAccumulate(Callback):
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Note which batch is evaluated: if memory runs out, its samples may have to be read again."""
-        handler = self._evaluation or (self._fit.oom_handler if self._fit else None)
-        if handler is not None:
-            handler.evaluation.number, handler.evaluation.loader = batch_idx, dataloader_idx
+        evaluation = self._evaluation or (self._fit.evaluation if self._fit else None)
+        if evaluation is not None:
+            evaluation.number, evaluation.loader = batch_idx, dataloader_idx
 
     on_test_batch_start = on_predict_batch_start = on_validation_batch_start
 
@@ -233,9 +233,9 @@ class AutoAccumulate(Callback):
         self._take_back(trainer)
 
     def _take_back(self, trainer: Any) -> None:
-        for oom_handler in (self._evaluation, self._fit.oom_handler if self._fit else None):
-            if oom_handler is not None:
-                oom_handler.stop()
+        for evaluation in (self._evaluation, self._fit.evaluation if self._fit else None):
+            if evaluation is not None:
+                evaluation.stop()
         self._evaluation, self._is_fitting = None, False
         if self._place is not None:
             trainer_settings.run_at(trainer, self, self._place)

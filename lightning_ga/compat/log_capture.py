@@ -19,7 +19,7 @@ class LogTap:
 
     def __init__(self, results: Any) -> None:
         self.results = results
-        self._logged: list[tuple[str, str]] = []  # by the current batch
+        self.logged: list[tuple[str, str]] = []  # by the current batch
         self._note: Note | None = None  # takes entries while pieces run; ``None`` if they go through
         self.log: Note = _nothing
         if results is not None:
@@ -30,13 +30,9 @@ class LogTap:
         """Log a value."""
         if self._note is None:
             self.log(fx, name, *arguments, **settings)
-            self._logged.append((fx, name))
-        elif (fx, name) not in self._logged:
+            self.logged.append((fx, name))
+        elif (fx, name) not in self.logged:
             self._note(fx, name, *arguments, **settings)
-
-    def begin(self) -> None:
-        """Begin a batch."""
-        self._logged = []
 
     @contextmanager
     def held(self, note: Note) -> Iterator[None]:
@@ -73,15 +69,15 @@ def results_of(trainer: Any, stage: str) -> Any:
     return trainer.fit_loop.epoch_loop._results if stage == "training" else trainer._results
 
 
-def current_hook(trainer: Any) -> str | None:
+def current_hook(module: Any) -> str | None:
     """Return the hook in which ``log`` believes to be called."""
-    name: str | None = trainer.lightning_module._current_fx_name
+    name: str | None = module._current_fx_name
     return name
 
 
-def return_to_hook(trainer: Any, name: str | None) -> None:
+def return_to_hook(module: Any, name: str | None) -> None:
     """Let ``log`` know that hooks within one have failed (``trainer/call.py:180`` does so only if they return)."""
-    trainer.lightning_module._current_fx_name = name
+    module._current_fx_name = name
 
 
 def _log(results: Any, log: Note, fx: str, name: str, *arguments: Any, **settings: Any) -> None:

@@ -15,8 +15,9 @@ from torch import Tensor
 from lightning_ga.batch.split import BatchSlices
 from lightning_ga.compat import agreement, log_capture, loops, ranks, transfer
 from lightning_ga.compat.reduction import GradientReducer
-from lightning_ga.fit.messages import OomEvent, OomReporter, OutOfMemory, fewer_samples_than_ranks
-from lightning_ga.fit.parts import Move, Part, StageBatches
+from lightning_ga.errors import UserError
+from lightning_ga.fit.messages import EXCHANGES, OTHERS_WAIT, OomReporter, fewer_samples_than_ranks, of_rank
+from lightning_ga.fit.parts import Move, Part, StageBatches, tensors_of
 from lightning_ga.fit.retry_policy import Ranks
 from lightning_ga.loading.reader import BatchReader
 from lightning_ga.memory.allocator import RetryWatch
@@ -25,8 +26,6 @@ from lightning_ga.memory.oom import Outcome, attempt, is_ambiguous_out_of_memory
 from lightning_ga.probe.isolation import hooks_apart
 from lightning_ga.snapshot.random_numbers import RandomState
 from lightning_ga.snapshot.savepoint import Savepoint
-
-_EXCHANGES = "its step exchanges values with the other ranks (all_gather, all_reduce, the compute of a metric)"
 
 
 class Engine:
@@ -38,7 +37,8 @@ class Engine:
     def __init__(
         self, trainer: Any, reporter: OomReporter, *, retries: bool, training: StageBatches, evaluation: StageBatches
     ) -> None:
-        self.trainer, self.reporter, self._wanted = trainer, reporter, retries
+        self.trainer, self.module, self.reporter = trainer, trainer.lightning_module, reporter
+        self._wanted = retries
         self._training, self._evaluation = training, evaluation
         self.is_active = True  # whether errors are acted upon
         self.allocator = RetryWatch(trainer.strategy.root_device)
@@ -66,9 +66,8 @@ class Engine:
         """Look at the module anew, as it has been moved, and make what training keeps on the device."""
         trainer, by_hand = self.trainer, ranks.needs_averaging_by_hand(self.trainer)
         self._savepoints.clear()
-        policy = Ranks.of(trainer).in_training(wanted=self._wanted, cut_in_step=cut_in_step, must_average=by_hand)
-        self.policy = policy
-        self.reducer = GradientReducer(ranks.distributed_module(trainer)) if policy.by_hand else None
+        self.policy = Ranks.of(trainer).in_training(wanted=self._wanted, cut_in_step=cut_in_step, must_average=by_hand)
+        self.reducer = GradientReducer(ranks.distributed_module(trainer)) if self.policy.by_hand else None
 
     def guard_training(self, changing: Collection[str]) -> None:
         """Act upon errors of training from here on; its step changes the tensors with the names ``changing``."""
@@ -77,9 +76,9 @@ class Engine:
             ranks.take_over(trainer)
         groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
         updated = {id(parameter) for group in groups for parameter in group["params"]}
-        names = {name for name, parameter in trainer.lightning_module.named_parameters() if id(parameter) in updated}
+        weights = trainer.lightning_module.named_parameters()
         self._savepoints.clear()
-        self._changing = {*changing} - names
+        self._changing = {*changing}.difference(name for name, weight in weights if id(weight) in updated)
         self.lockstep |= {"training"} if policy.lockstep else set()
         self.undecided = {"training"} if policy.undecided else set()
 
@@ -126,27 +125,31 @@ class Engine:
         if not self.is_active:
             return move(batch)
         self.host, self.mover = batch if self._has_host else None, move
-        stage = loops.stage(self.trainer)
-        if self.limits and self._stays_on_host(batch, stage, loader):
-            self.move = move
-            return batch
-        before = RandomState() if self.hooks_move_batches and self.policy.retries else None
-        outcome = self.catch(stage, move, batch)
-        if outcome.failure is None:
-            if self.watches_batches:
-                self._moved = _tensors_of(outcome.result)
-            if outcome.result is batch:  # some batches move by changing themselves (``Data.to`` of PyG)
-                self.host = None
-            return outcome.result
-        if before is not None:  # hooks of the transfer may draw numbers
-            before.restore()
-            self._unmovable.add(stage)
-        self.move, self.not_moved = move, outcome.failure
-        return batch
+        if not self._has_host and not self.hooks_move_batches:  # nothing is moved, so nothing can fail
+            moved = move(batch)
+        else:
+            stage = loops.stage(self.trainer)
+            if self.limits and self._stays_on_host(batch, stage, loader):
+                self.move = move
+                return batch
+            before = RandomState() if self.hooks_move_batches and self.policy.retries else None
+            outcome = self.catch(stage, move, batch)
+            if outcome.failure is not None:
+                if before is not None:  # hooks of the transfer may draw numbers
+                    before.restore()
+                    self._unmovable.add(stage)
+                self.move, self.not_moved = move, outcome.failure
+                return batch
+            moved = outcome.result
+        if self.watches_batches:
+            self._moved = tensors_of(moved)
+        if moved is batch:  # some batches move by changing themselves (``Data.to`` of PyG)
+            self.host = None
+        return moved
 
     def is_changed(self, batch: Any) -> bool:
         """Return whether hooks have changed the current batch since it was moved."""
-        return self.watches_batches and self.move is None and _tensors_of(batch) != self._moved
+        return self.move is None and tensors_of(batch) != self._moved
 
     def moves_whole(self, stage: str) -> bool:
         """Return whether batches are moved before they are cut: hooks of the transfer see them whole, if that fits."""
@@ -212,7 +215,7 @@ class Engine:
         Raises:
             UserError: If memory runs out and other ranks would wait for a retry.
         """
-        before = self.collectives()
+        before = self.collectives() if self.distributed else 0
         try:
             outcome = attempt(run, self._acts_upon, *arguments)
         finally:
@@ -224,12 +227,11 @@ class Engine:
 
     def raise_if_others_wait(self, stage: str, failure: Exception) -> None:
         """End here if other ranks would wait for what a retry does."""
-        why = self.policy.refusal or (_EXCHANGES if stage in self.lockstep else None)
-        if why is None:
-            return
-        if is_ambiguous_out_of_memory(failure):
+        why = self.policy.refusal or (EXCHANGES if stage in self.lockstep else None)
+        if why is not None and is_ambiguous_out_of_memory(failure):
             raise failure
-        raise self.out_of_memory(stage).cannot_run_again(why) from failure
+        if why is not None:
+            raise self.error(stage, OTHERS_WAIT, why) from failure
 
     def retry_once(self, run: Callable[[], Any]) -> Any:
         """Run what undoes itself if it fails: with the step's memory freed, there is room for it.
@@ -278,11 +280,12 @@ class Engine:
             yield from self.reducer.memory()
 
     def tap(self, stage: str) -> log_capture.LogTap:
-        """Return what takes the values that a stage logs."""
+        """Return what takes the values that a batch of a stage logs, as the batch begins."""
         results = log_capture.results_of(self.trainer, stage)
         tap = self._taps.get(stage)
         if tap is None or tap.results is not results:
             tap = self._taps[stage] = log_capture.LogTap(results)
+        tap.logged = []
         return tap
 
     def stop(self) -> None:
@@ -293,26 +296,11 @@ class Engine:
 
     # --- what is told --------------------------------------------------------------------------
 
-    def survived(self, stage: str, event: Callable[[], OomEvent]) -> None:
-        """Report an error, in training once it was measured whether the result is the same."""
-        self.allocator.begin_again()  # its counts show the error, which was no struggle
-        if stage == "training":
-            self.reporter.note(event)
-        else:
-            self.reporter.report(event())
-
-    def out_of_memory(self, stage: str) -> OutOfMemory:
-        """Return the sentences for memory that has run out in a stage."""
-        return OutOfMemory(stage, self.memory(), self.trainer.world_size)
+    def error(self, stage: str, sentence: str, what: object = "") -> UserError:
+        """Return the error for memory that ran out where there is no way on: a sentence of ``fit/messages.py``."""
+        text = f"Memory ran out in {stage} {sentence.format(what=what, memory=self.memory())}"
+        return of_rank(UserError(text), self.trainer.world_size)
 
     def memory(self) -> str:
         """Describe the device's memory."""
         return describe_memory(self.trainer.strategy.root_device)
-
-
-def _tensors_of(batch: Any) -> list[tuple[int, int]]:
-    """Return which tensors a batch holds, and how often each was written to; ``tree_leaves`` would take longer."""
-    if isinstance(batch, Tensor):
-        return [(id(batch), -1 if batch.is_inference() else batch._version)]
-    inner = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, (list, tuple)) else ()
-    return [found for each in inner for found in _tensors_of(each)]

@@ -9,18 +9,19 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.utils.data import DataLoader
 
 from lightning_ga.compat import checkpoint as loop_state
-from lightning_ga.compat import dataloaders, intervals, loops
+from lightning_ga.compat import closures, dataloaders, intervals, loops
 from lightning_ga.errors import ExactnessWarning, UserError
 from lightning_ga.fit import checks
 from lightning_ga.fit.by_batch import ByBatch
 from lightning_ga.fit.epochs import PlannedEpoch, optimizer_steps, plan_epoch
+from lightning_ga.fit.evaluation import Evaluation
 from lightning_ga.fit.exactness.later import LaterChecks
 from lightning_ga.fit.exactness.training import TrainingExactness, is_inexact
 from lightning_ga.fit.limit import TrainingLimit
-from lightning_ga.fit.messages import OomReporter
-from lightning_ga.fit.oom_handler import OomHandler
+from lightning_ga.fit.messages import OomReporter, in_a_hook, in_the_update
 from lightning_ga.fit.progress import Progress
 from lightning_ga.fit.training_data import TrainingData
+from lightning_ga.fit.window import TrainingWindow
 from lightning_ga.fit.window_gradients import WindowGradients
 from lightning_ga.loading.prebatched import PrebatchedSource
 from lightning_ga.loading.reader import BatchReader
@@ -60,8 +61,10 @@ class Fit:
         self._workers_are_told = False  # that they change what windows hold
         self._progress = Progress(trainer)
         self._data = TrainingData(trainer, self.exactness, cut_in_step=options.micro_batching == "step")
-        self.oom_handler = OomHandler(trainer, retries=options.on_oom == "split", reporter=reporter, data=self._data)
-        self._engine = self.oom_handler.engine
+        retries = options.on_oom == "split"
+        self.evaluation = Evaluation(trainer, reporter, retries=retries, training=self._data)
+        self._engine = self.evaluation.engine
+        self._window: TrainingWindow | None = None  # none while the loop runs micro-batches by itself
         self._later = LaterChecks(trainer, self._engine, self._data, wanted=options.verify)
         self._by_batch = ByBatch(trainer)
         self._limit = TrainingLimit(trainer, request, options, self._engine)
@@ -114,8 +117,7 @@ class Fit:
         same_epoch = self._progress.take_over(self.source, self.recipe_factor)
         epoch = loops.training_epoch(trainer)
         self._hold_to_budget()
-        self.gradients.sum_in_float32()
-        self._held.callback(self.gradients.release)
+        self._held.enter_context(self.gradients.summed_in_float32())
         self._engine.begin_training(cut_in_step=self.source.cut_in_step)
         with self._engine.suspended():
             self._find_limit(epoch)
@@ -126,7 +128,7 @@ class Fit:
             loops.end_training(trainer)  # what fits on another device may not fit here
             return
         self._frequencies = self._frequencies_in_steps()
-        self.oom_handler.guard_training(self.gradients, self.exactness.changing)
+        self._guard_training()
         self._held.enter_context(intervals.stopping_only_unless(trainer, lambda: self._progress.within_batch))
         self._progress.resume(self.source, same_epoch=same_epoch)
         with self.source.seeded_as_before():
@@ -146,7 +148,8 @@ class Fit:
 
     def prepare(self, batch: Any) -> None:
         """Weigh the next micro-batch, and say whether schedules of the learning rate are due after it."""
-        self._tell_of_errors()
+        if self._reporter.untold:
+            self._tell_of_errors()
         self._batch = batch
         checks.check_factor(self.trainer, self._fed.factor)
         source, index = self.source, loops.micro_batch_index(self.trainer)
@@ -166,9 +169,8 @@ class Fit:
 
     def _tell_of_errors(self) -> None:
         """Say which errors were survived, once it is measured whether the result is the same."""
-        if self._reporter.has_untold:
-            self._later.measure_kept()
-            self._reporter.tell()
+        self._later.measure_kept()
+        self._reporter.tell()
 
     def close_window(self, optimizer: Any) -> None:
         """Bring the gradients of a window to their mean, and say if they are not those of all its samples."""
@@ -179,14 +181,16 @@ class Fit:
 
     def advance(self, batch: Any) -> None:
         """Keep the place after a micro-batch, and the micro-batch itself if memory has run out in it."""
-        window_is_over, self._batch = self.oom_handler.end_batch(), None
+        window = self._window
+        window_is_over = loops.window_is_over(self.trainer) if window is None else window.end_batch()
+        self._batch = None
         self._later.end_batch()
         if self.gradients.has_skipped and not window_is_over:
             self._later.note_left_out(batch)
         self._progress.advance(self.source, window_is_over=window_is_over)
         if window_is_over:
             self._limit.lower_if_allocator_struggles()
-        if self._reporter.has_untold:
+        if self._reporter.untold:
             self._later.keep(batch)
 
     def check_epoch(self) -> None:
@@ -215,14 +219,18 @@ class Fit:
         self._held.close()
         intervals.restore_frequencies(self.trainer, self._frequencies)
         loops.expect_nothing_of_positions()
-        self.oom_handler.stop_training()
+        self._reporter.tell()
 
     def explain(self, error: BaseException) -> None:
-        """Add to an out-of-memory error where it was, and what holds the memory."""
-        holders = None if self.probe is None else self.probe.holders
-        if is_out_of_memory(error) and holders is not None:
-            error.add_note(f"As the probe recorded it: {holders.sentence()}")
-        self.oom_handler.explain(error)
+        """Add to an out-of-memory error where it was, what holds the memory, and the way out."""
+        self._reporter.tell()
+        if not is_out_of_memory(error):
+            return
+        if self.probe is not None and self.probe.holders is not None:
+            error.add_note(f"As the probe recorded it: {self.probe.holders.sentence()}")
+        if self._window is not None and self.options.on_oom == "split" and not isinstance(error, UserError):
+            note = in_the_update if self._window.is_updating else in_a_hook
+            error.add_note(note(self._engine.memory()))
 
     def abandon(self) -> None:
         """After an error: count the recipe's batches again, as with its factor."""
@@ -245,6 +253,16 @@ class Fit:
         if not exactness.is_measured:
             exactness.measure(source, self._reader, epoch=epoch, limit=limit)
 
+    def _guard_training(self) -> None:
+        """Let windows run micro-batches from here on, if any may have to run in another way than the loop's."""
+        engine, source = self._engine, self.source
+        engine.guard_training(self.exactness.changing)
+        # Windows may hold micro-batches without a sample, which are not to be run.
+        fills_up = source.keeps_groups and not source.cut_in_step
+        if self.options.on_oom == "split" or source.cut_in_step or fills_up or engine.reducer is not None:
+            self._window = TrainingWindow(self.trainer, engine, self.gradients, self._data, fills_up=fills_up)
+            self._held.enter_context(closures.intercepted_closures(self.trainer, self._window.closure))
+
     def _hold_to_budget(self) -> None:
         """Let a CUDA device reserve no more than ``memory_budget`` until training ends."""
         device = self.trainer.strategy.root_device
@@ -258,7 +276,8 @@ class Fit:
         self._progress.enter(source, epoch)
         self._arrange(epoch)
         self._begun = source, epoch
-        self.oom_handler.begin_epoch()
+        if self._window is not None:
+            self._window.begin_epoch()
         self.gradients.begin_epoch(self._fed.micro_batch_size, known=not source.counted_later)
         # If one rank has a limit, ranks count their pieces together: so all have one.
         if source.cut_in_step and (source.may_grow or self._cuts(epoch) or source.world_size > 1):
@@ -364,7 +383,7 @@ class Fit:
     def restore(self, state: RunState) -> None:
         """Go on where a checkpoint was written."""
         self._progress.restore(state)
-        self._reporter.count_on(state.oom_events)
+        self._reporter.events = state.oom_events
 
     def save_loop(self, checkpoint: dict[str, Any], key: str) -> None:
         """Let a checkpoint count the recipe's batches, and keep the place of data that have one."""

@@ -54,26 +54,13 @@ class OomReporter:
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        self._untold: list[Callable[[], OomEvent]] = []
+        self.untold: list[Callable[[], OomEvent]] = []  # records are made later, as what they say is measured first
         self.events = 0  # those before a resume too
 
-    @property
-    def has_untold(self) -> bool:
-        """Whether memory has run out, and the user does not know it yet."""
-        return bool(self._untold)
-
-    def note(self, event: Callable[[], OomEvent]) -> None:
-        """Note an error on this rank: its record is made when it is told, as what the record says is measured first."""
-        self._untold.append(event)
-
-    def count_on(self, events: int) -> None:
-        """Count on from what a checkpoint says."""
-        self.events = events
-
     def tell(self) -> None:
-        """Report the errors that were noted."""
-        while self._untold:
-            self.report(self._untold.pop(0)())
+        """Report the errors that the user does not know of yet."""
+        while self.untold:
+            self.report(self.untold.pop(0)())
 
     def report(self, event: OomEvent) -> None:
         """Report an error that was survived on this rank."""
@@ -89,47 +76,23 @@ def of_rank(error: UserError, world_size: int) -> UserError:
     return RankError(str(error)) if world_size > 1 else error
 
 
-@dataclass(frozen=True, slots=True)
-class OutOfMemory:
-    """An out-of-memory error that ends the run, with a sentence for each reason why."""
-
-    stage: str  # as in ``OomEvent``
-    memory: str  # state of the device's memory, as text
-    world_size: int = 1
-
-    def _error(self, sentence: str) -> UserError:
-        return of_rank(UserError(f"Memory ran out in {self.stage} {sentence}"), self.world_size)
-
-    def one_sample_too_large(self, sample: object) -> UserError:
-        """Return the error for a single sample, described so, that does not fit."""
-        return self._error(
-            f"with one sample alone ({sample}; {self.memory}), so there is nothing left "
-            "to split: train in a lower precision (precision='bf16-mixed'), use activation checkpointing, or raise "
-            "memory_budget and free the device of other processes."
-        )
-
-    def cannot_be_cut(self, why: str) -> UserError:
-        """Return the error for a batch that is too large and cannot be cut into samples."""
-        return self._error(
-            f"({self.memory}), and the batch cannot be run again in parts. {why} Or use "
-            "a smaller batch_size in its loader."
-        )
-
-    def changed_by_the_step(self, what: str) -> UserError:
-        """Return the error for a failed step that has changed state of which no copy was made."""
-        return self._error(
-            f"({self.memory}) after the step had changed {what}, so it cannot be run "
-            "again with the same result: let it change a copy, or change weights in a hook such as "
-            "on_train_batch_end; or give a lower max_micro_batch_size or memory_budget."
-        )
-
-    def cannot_run_again(self, why: str) -> UserError:
-        """Return the error for a failed rank whose retry would leave the other ranks waiting."""
-        return self._error(
-            f"({self.memory}), and this rank cannot run the batch again alone, as "
-            f"others would wait: {why}. Go on from the last checkpoint with a lower max_micro_batch_size or "
-            "memory_budget (in evaluation: a smaller batch_size of its loader)."
-        )
+# What ends a run when memory has run out in a stage; ``Engine.error`` fills them in.
+ONE_SAMPLE = (
+    "with one sample alone ({what}; {memory}), so there is nothing left to split: train in a lower precision "
+    "(precision='bf16-mixed'), use activation checkpointing, or raise memory_budget and free the device of other "
+    "processes."
+)
+NOT_CUT = "({memory}), and the batch cannot be run again in parts. {what} Or use a smaller batch_size in its loader."
+CHANGED = (
+    "({memory}) after the step had changed {what}, so it cannot be run again with the same result: let it change a "
+    "copy, or change weights in a hook such as on_train_batch_end; or give a lower max_micro_batch_size or "
+    "memory_budget."
+)
+OTHERS_WAIT = (
+    "({memory}), and this rank cannot run the batch again alone, as others would wait: {what}. Go on from the last "
+    "checkpoint with a lower max_micro_batch_size or memory_budget (in evaluation: a smaller batch_size of its loader)."
+)
+EXCHANGES = "its step exchanges values with the other ranks (all_gather, all_reduce, the compute of a metric)"
 
 
 def part_of_a_batch(stage: str, piece: Piece, *, out_of_memory: bool) -> str:

@@ -59,7 +59,7 @@ class Part:
     expected: int | None = None  # samples that it should hold, where that is known
     host: Any = None  # the batch on the host, if it was moved from there
     is_changed: bool = False  # whether hooks have changed the batch: no other is like it
-    written: Sequence[int] = ()  # how often its tensors had been written to before it ran
+    tensors: Sequence[tuple[int, int]] = ()  # as it was before it ran (``tensors_of``)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,9 @@ class StageBatches(ABC):
         return ""
 
 
-def written_versions(batch: Any) -> list[int]:
-    """Return how often the tensors of a batch were written to, as far as they lie at hand."""
-    things = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, (list, tuple)) else (batch,)
-    return [each._version for each in things if isinstance(each, Tensor) and not each.is_inference()]
+def tensors_of(batch: Any) -> list[tuple[int, int]]:
+    """Return which tensors a batch holds, and how often each was written to; ``tree_leaves`` would take longer."""
+    if isinstance(batch, Tensor):
+        return [(id(batch), -1 if batch.is_inference() else batch._version)]
+    inner = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, (list, tuple)) else ()
+    return [found for each in inner for found in tensors_of(each)]

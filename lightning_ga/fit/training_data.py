@@ -33,7 +33,7 @@ class TrainingData(StageBatches):
         self._given: Any = None  # the data as the user gave them
         self._loader_states: list[Any] = []
         self._changing: tuple[str, ...] = ()  # names of what changes between the pieces of a batch
-        self._expected: dict[int, int | None] = {}  # samples of the batches of this window, by the batch's number
+        self._expected: dict[int, int | None] = {}  # samples of the current batch, by its number
 
     @property
     def source(self) -> TrainingSource:
@@ -110,13 +110,11 @@ class TrainingData(StageBatches):
         return self.source.batch_source
 
     def note(self, number: int, samples: int | None) -> None:
-        """Keep the samples that a batch should hold, if they are known; forget those of the window before."""
-        if number % self._trainer.accumulate_grad_batches == 0:
-            self._expected.clear()
-        self._expected[number] = samples
+        """Keep the samples that the batch which is trained on should hold, if they are known."""
+        self._expected = {number: samples}
 
     def expected(self, number: int) -> int | None:
-        """Return the samples that a batch of this window should hold, if they are known."""
+        """Return the samples that the batch of this number should hold, if they are known."""
         return self._expected.get(number)
 
     def samples_of_next(self, batch: Any, reader: BatchReader) -> int:

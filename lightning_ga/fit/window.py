@@ -23,7 +23,7 @@ from lightning_ga.plan.exactness import BATCHES_CHANGED
 from lightning_ga.plan.weights import WindowWeights
 
 LOOKS = 3  # batches of an epoch before which parts are looked for that hooks may have added
-WATCHED = 8  # windows in which it is looked at what hooks around the zeroing of gradients change
+WATCHED = 8  # windows that begin in pieces, in which it is looked at what hooks around zeroing change
 KEPT_ON_HOST = 2**26  # numbers (256 MiB of float32) of a window's batches; larger ones are fetched again
 
 
@@ -37,7 +37,6 @@ class MicroBatch(Part):
     """One micro-batch of a window."""
 
     given: dict[str, Any]  # what the step gets, the batch among it
-    optimizer: Any
     weights: WindowWeights  # before it has run
     loss: float = 0.0  # if the optimizer needs that of the whole window
 
@@ -62,20 +61,21 @@ class TrainingWindow(Window):
         hooks = ("on_before_zero_grad", "optimizer_zero_grad")
         self._has_zeroing_hooks = closures.has_hook(owners, *hooks) or closures.zeroes_by_itself(trainer.optimizers[0])
         # Hooks between two batches may change the module: those of callbacks, which rarely do, are watched for that.
+        self._has_hooks_between = closures.has_hook(owners, *closures.BETWEEN_BATCHES)
         self._module_has_hooks_between = closures.has_hook(owners[:1], *closures.BETWEEN_BATCHES)
-        self._watches_callbacks = closures.has_hook(owners[1:], *closures.BETWEEN_BATCHES)
         engine.watches_batches = closures.has_hook(owners, "on_train_batch_start")
         self._module_changes_batches = closures.has_hook(owners[:1], "on_train_batch_start")
         self._warned = False
+        self._optimizer: Any = None  # as the loop has wrapped it
         self._whole: Any = None  # Lightning's closure of the current micro-batch, for its first pass
         self._make: Callable[..., Any] = lambda *_: None
+        self._has_run = False  # whether an optimizer has evaluated the current closure
         self._looks = WATCHED
-        self._changed_at_zeroing = set[str]()
         self._lacks_earlier = False  # whether an optimizer evaluates the last micro-batch of a window alone
         self._zeroing = "before"  # "before" the window's gradients are zeroed, "within" that, or "after" it
         self._withheld: torch.Tensor | None = None  # loss of a piece after which no hooks were called, as more follow
         self._reduction: WindowReduction | None = None
-        self._last_loss: Any = None  # of a window that is filled up
+        self._last_loss = torch.zeros(())  # of a window that is filled up
         self._kept = 0  # numbers in the batches of the window that are kept on the host
         self.is_updating = False  # whether all passes are done: what follows is the optimizer's update
 
@@ -95,89 +95,106 @@ class TrainingWindow(Window):
 
     def closure(self, whole: Any, make: Callable[..., Any], given: Any, optimizer: Any, number: int) -> Any:
         """Return what runs one micro-batch; see ``closures.intercepted_closures``."""
-        engine = self._engine
+        engine, batch = self._engine, given["batch"]
         if not engine.is_active:
             return partial(closures.run_closure, whole)
-        self.is_updating = False
+        self.is_updating = self._has_run = False
         if self._fills_up and not self._data.source.chunk(number).count:
-            return partial(self._run_empty, [])
-        self._make, self._whole = make, whole
-        is_changed = engine.is_changed(given["batch"])
+            return self._run_empty
+        self._make, self._whole, self._optimizer = make, whole, optimizer
+        is_changed = engine.watches_batches and engine.is_changed(batch)
         cuts_in_loader = not self._data.source.cut_in_step and self._trainer.accumulate_grad_batches > 1
         if is_changed and cuts_in_loader and not self._module_changes_batches:  # the check runs no hook of a callback
             self._data.exactness.found_unknown(BATCHES_CHANGED)
         part = MicroBatch(
-            given["batch"],
+            batch,
             number,
             engine.move,
             expected=self._data.expected(number),
-            given=given,
-            optimizer=optimizer,
-            weights=self._gradients.weights,
             host=engine.host,
             is_changed=is_changed,
+            given=given,
+            weights=self._gradients.weights,
         )
-        return partial(self._run, part, [])
+        return partial(self._run, part)
 
-    def _run(self, part: MicroBatch, evaluated: list[None], *_: Any) -> Any:
+    def _run(self, part: MicroBatch, *_: Any) -> Any:
         """Run the micro-batch; its result, Lightning's own if it ran whole."""
-        is_last, again = loops.window_is_over(self._trainer), bool(evaluated)
-        evaluated.append(None)
+        is_last, again, self._has_run = loops.window_is_over(self._trainer), self._has_run, True
         if again and self._evaluates_again and len(self.parts) > 1:
-            result = self._run_window_again(is_last=is_last)
+            result = self._run_window_again()
         else:
-            result = self._run_first(part, again=again, is_last=is_last)
+            begins = self._add(part, again=again)
+            if is_last:
+                self._begin_reduction()
+            result = run_window(self._engine, self, begins=begins)
+            self._finish(result)
         self.is_updating = is_last
+        output = self._engine.retry_once(lambda: _merged(result)) if result.sizes else result.results[0]
+        if self._fills_up and output.loss is not None:
+            self._last_loss = output.loss.detach()
         if is_last and self._evaluates_again:
-            if len(self.parts) > 1:
-                return closures.ClosureOutput(self._loss_of_window(), self._output(result).asdict())
-        elif is_last:
+            return output if len(self.parts) == 1 else closures.ClosureOutput(self._loss(), output.asdict())
+        if is_last:
             self.parts = []
         else:
             self._let_go(part)
-        return self._output(result)
+            if self._has_hooks_between and self._engine.policy.retries:
+                self.savepoint.begin_hooks(always=self._module_has_hooks_between)
+        return output
 
-    def _run_first(self, part: MicroBatch, *, again: bool, is_last: bool) -> BatchResult:
-        """Run the micro-batch that the loop has come to, once more if an optimizer evaluates its closure ``again``."""
-        factor = self._trainer.accumulate_grad_batches
+    def _run_empty(self, *_: Any) -> Any:
+        """Leave out a micro-batch that only fills its window up.
+
+        Its loss is that of the last that ran: without one a gradient scaler would skip the step. An optimizer may
+        evaluate the window again all the same.
+        """
+        is_last, again, self._has_run = loops.window_is_over(self._trainer), self._has_run, True
+        if again and self._evaluates_again:
+            self._run_window_again()
+        elif is_last:
+            self._begin_reduction()
+            self._finish(BatchResult([True]))
+        self.is_updating = is_last
+        loss = self._loss() if self._evaluates_again else self._last_loss
+        return closures.ClosureOutput(loss, {"loss": loss})
+
+    def _add(self, part: MicroBatch, *, again: bool) -> bool:
+        """Add the micro-batch that the loop has come to, and return whether a window begins with it.
+
+        So does one of which an optimizer evaluates the closure ``again``, without those before.
+        """
+        place, retries = part.number % self._trainer.accumulate_grad_batches, self._engine.policy.retries
         if again:
             self._warn_of_second_evaluation()
-        begins = again or part.number % factor == 0 or not self.parts
+        begins = again or place == 0 or not self.parts
         if begins:
-            self.parts = []
-            self._zeroing = "after" if part.number % factor else "before"
-            self._lacks_earlier = bool(again and part.number % factor)
+            self.parts, self._kept = [], 0
+            self._zeroing = "after" if place else "before"
+            self._lacks_earlier = bool(again and place)
             self._gradients.put_back(part.weights)
-            if part.number < LOOKS and self._engine.policy.retries:
+            if part.number < LOOKS and retries:
                 self.savepoint.look_again()  # metrics may come where an epoch begins, as trackers of them do
-        elif self.savepoint.is_taken and (
-            self._module_has_hooks_between
-            or self._engine.has_evaluated
-            or (self._watches_callbacks and self.savepoint.has_changed())
-        ):
-            self.savepoint.mark(len(self.parts))
+        elif retries and (self._has_hooks_between or self._engine.has_evaluated):
+            always = self._module_has_hooks_between or self._engine.has_evaluated
+            self.savepoint.mark(len(self.parts), always=always)
         self._engine.has_evaluated = False
         self.parts.append(part)
-        self._begin_reduction(is_last=is_last)
-        result = run_window(self._engine, self, begins=begins)
-        if (self._watches_callbacks or self._module_has_hooks_between) and self.savepoint.is_taken and not is_last:
-            self.savepoint.note_batch(always=self._module_has_hooks_between)
-        self._finish(result)
-        return result
+        return begins
 
-    def _run_window_again(self, *, is_last: bool) -> BatchResult:
+    def _run_window_again(self) -> BatchResult:
         """Run all micro-batches of the window at the weights that the optimizer has come to."""
         counted = self._gradients.weights
         self._zeroing = "before"  # as in each evaluation of a whole batch
         self._gradients.put_back(self.parts[0].weights)
-        self._begin_reduction(is_last=is_last)
-        result = run_window(self._engine, self, all_parts=True)
+        self._begin_reduction()
+        result = run_window(self._engine, self, begins=True, all_parts=True)
         self._gradients.put_back(counted)  # what the window holds has been counted before
         self._finish(result)
         return result
 
-    def _begin_reduction(self, *, is_last: bool) -> None:
-        if self._reducer is not None and is_last:
+    def _begin_reduction(self) -> None:
+        if self._reducer is not None:
             self._reduction = self._reducer.window(summed=self._trainer.accumulate_grad_batches > 1)
 
     def _finish(self, result: BatchResult) -> None:
@@ -192,33 +209,7 @@ class TrainingWindow(Window):
             closures.call_after_backward(self._trainer, self._withheld)
         self._withheld = None
 
-    def _output(self, result: BatchResult) -> Any:
-        """Return Lightning's result, or one made of those of the pieces."""
-        output = self._engine.retry_once(lambda: _merged(result)) if result.sizes else result.results[0]
-        if self._fills_up and output.loss is not None:
-            self._last_loss = output.loss.detach()
-        return output
-
-    def _run_empty(self, evaluated: list[None], *_: Any) -> Any:
-        """Leave out a micro-batch that only fills its window up.
-
-        Its loss is that of the last that ran: without one a gradient scaler would skip the step. An optimizer may
-        evaluate the window again all the same.
-        """
-        is_last = loops.window_is_over(self._trainer)
-        if evaluated and self._evaluates_again:
-            self._run_window_again(is_last=is_last)
-        elif is_last:
-            self._begin_reduction(is_last=True)
-            self._finish(BatchResult([True]))
-        evaluated.append(None)
-        loss = torch.zeros(()) if self._last_loss is None else self._last_loss
-        if self._evaluates_again:
-            loss = self._loss_of_window()
-        self.is_updating = is_last
-        return closures.ClosureOutput(loss, {"loss": loss})
-
-    def _loss_of_window(self) -> torch.Tensor:
+    def _loss(self) -> torch.Tensor:
         """Return the loss of the whole window."""
         total = sum(part.weights.weight * part.loss for part in self.parts)
         return torch.tensor(self._gradients.window_scale() * total, dtype=torch.float64)
@@ -230,7 +221,7 @@ class TrainingWindow(Window):
             return
         if part.host is not None:
             part.batch, part.move = part.host, self._engine.mover
-            self._kept = elements(part.batch) + (self._kept if len(self.parts) > 1 else 0)
+            self._kept += elements(part.batch)
         if not self._data.source.streams and (part.host is None or self._kept > KEPT_ON_HOST):
             part.batch = part.host = None
 
@@ -238,11 +229,10 @@ class TrainingWindow(Window):
 
     def run_pass(self, part: MicroBatch, batch: Any, piece: Piece | None, weight: float) -> Any:
         """Run forward and backward; return Lightning's result, of a piece what ``training_step`` returned."""
-        gradients = self._gradients
-        closure, self._whole = self._whole, None
+        gradients, closure, self._whole = self._gradients, self._whole, None
         is_first_run = closure is not None and piece is None
-        if closure is None or batch is not part.given["batch"]:
-            closure = self._make({**part.given, "batch": batch}, part.optimizer, part.number)
+        if not is_first_run:
+            closure = self._make({**part.given, "batch": batch}, self._optimizer, part.number)
         if closure._zero_grad_fn is not None:
             if self._zeroing == "after":
                 closure._zero_grad_fn = None
@@ -281,7 +271,7 @@ class TrainingWindow(Window):
         self._whole = self._withheld = None
         first = self.parts[0]
         self._gradients.put_back(first.weights)
-        if self.savepoint.is_taken and self.savepoint.changed_by_hooks:
+        if self.savepoint.changed_by_hooks:
             self._data.exactness.found_changed({self.savepoint.changed_by_hooks: None})
         if self._reduction is not None:
             self._reduction.set_aside()
@@ -292,15 +282,15 @@ class TrainingWindow(Window):
             return f"what hooks around the zeroing of gradients change ({hooks})"
         if self._zeroing != "after":
             return None
-        closures.zero_gradients(self._trainer, first.optimizer, first.number)
-        gradients = [p.grad for group in first.optimizer.param_groups for p in group["params"] if p.grad is not None]
+        closures.zero_gradients(self._trainer, self._optimizer, first.number)
+        gradients = [p.grad for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None]
         if any(bool((grad._values() if grad.is_sparse else grad).any()) for grad in gradients):
             return "gradients, in a way of its own to zero them"
         return None
 
     def gradients_left(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield gradients that no optimizer zeroes, with their names."""
-        zeroed = {id(parameter) for group in self.parts[0].optimizer.param_groups for parameter in group["params"]}
+        zeroed = {id(parameter) for group in self._optimizer.param_groups for parameter in group["params"]}
         for name, parameter in self._trainer.lightning_module.named_parameters():
             if parameter.grad is not None and id(parameter) not in zeroed:
                 yield f"{name}.grad", parameter.grad
@@ -309,13 +299,13 @@ class TrainingWindow(Window):
         """Zero gradients, once a window: hooks around that do not run again, and later pieces meet what they change."""
         self._zeroing = "within"
         if self._has_zeroing_hooks and self.savepoint.is_taken:
-            self._looks -= 1
-            self._changed_at_zeroing.update(self.savepoint.around_zeroing(zero, look=self._looks >= 0))
+            looks = in_pieces and self._looks > 0
+            self._looks -= looks
+            if changed := self.savepoint.around_zeroing(zero, look=looks):
+                self._data.exactness.found_between_pieces(changed)
         else:
             zero()
         self._zeroing = "after"
-        if in_pieces and self._changed_at_zeroing:
-            self._data.exactness.found_between_pieces(tuple(sorted(self._changed_at_zeroing)))
 
     def _contexts(self, part: MicroBatch, *, completes: bool) -> Iterator[AbstractContextManager[Any]]:
         """Yield contexts in which the backward pass reduces, or calls hooks, only if it should."""

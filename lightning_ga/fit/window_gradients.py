@@ -1,6 +1,7 @@
 """The gradients of a window: what each micro-batch weighs, and what is done to them before the step."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,7 @@ from lightning_ga.errors import ExactnessWarning
 from lightning_ga.plan.config import Normalize
 from lightning_ga.plan.weights import KnownWindow, LateWindow, WindowWeights, count_items
 from lightning_ga.plan.windows import Chunk
-from lightning_ga.snapshot.gradients import AccumulationHooks, coalesce_gradients, sparse_parameters, zeros
+from lightning_ga.snapshot.gradients import ZeroedAdditions, coalesce_gradients, sparse_parameters
 
 
 class WindowGradients:
@@ -28,33 +29,29 @@ class WindowGradients:
         self._by_samples = normalize == "samples"
         self.weights = WindowWeights()  # of the window, as far as it has come
         self.counts_samples = False  # whether the samples of each micro-batch have to be known
-        self._zeroing: AccumulationHooks | None = None
+        self._zeroing: ZeroedAdditions | None = None
         self._sparse: list[torch.nn.Parameter] | None = None
         self._half: list[torch.Tensor] = []  # parameters whose gradients are summed in float32
         self._is_rounded = False  # whether torch cannot do that, and the user does not know it
-        self._handles: list[Any] = []
         self._trains = self._skips = False  # whether steps of the window have returned a loss, and whether None
         self._has_skipped = False  # whether a step of the last micro-batch has returned None
 
-    def sum_in_float32(self) -> None:
-        """Let the gradients of half-precision parameters be summed in float32, and be rounded before each step."""
-        if not ranks.gradients_are_ours(self._trainer):
-            return
-        half = gradient_dtype.half_parameters(self._trainer.lightning_module)
-        if not gradient_dtype.has_grad_dtype():
-            self._is_rounded = bool(half)
-            return
-        self._half = half
-        gradient_dtype.begin(half)
-        optimizers = self._trainer.optimizers if half else ()
-        self._handles = [gradient_dtype.narrow_before_steps(each, half) for each in optimizers]
-
-    def release(self) -> None:
-        """Let gradients be of the types of their parameters again."""
-        for handle in self._handles:
-            handle.remove()
-        gradient_dtype.end(self._half)
-        self._half, self._handles = [], []
+    @contextmanager
+    def summed_in_float32(self) -> Iterator[None]:
+        """Sum the gradients of half-precision parameters in float32 as a context, and round them before each step."""
+        module, optimizers = self._trainer.lightning_module, self._trainer.optimizers
+        half = gradient_dtype.half_parameters(module) if ranks.gradients_are_ours(self._trainer) else []
+        self._is_rounded = bool(half) and not gradient_dtype.has_grad_dtype()
+        self._half = [] if self._is_rounded else half
+        gradient_dtype.begin(self._half)
+        handles = [gradient_dtype.narrow_before_steps(each, self._half) for each in optimizers if self._half]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            gradient_dtype.end(self._half)
+            self._half = []
 
     def begin_epoch(self, micro_batch: int, *, known: bool) -> None:
         """Begin an epoch, with the most samples of a micro-batch; those of windows are ``known`` in advance, or not."""
@@ -110,7 +107,7 @@ class WindowGradients:
             loss.register_hook(lambda gradient: gradient * weight)  # type: ignore[no-untyped-call]
         if weight == 0.0:
             # A mean over nothing is NaN, and 0 × NaN too: gradients are made zero as they come, before ranks reduce.
-            self._zeroing = AccumulationHooks(self._trainer.lightning_module.parameters(), zeros)
+            self._zeroing = ZeroedAdditions(self._trainer.lightning_module.parameters())
 
     def settle(self) -> None:
         """Keep sparse gradients from growing with the factor, after a backward pass."""

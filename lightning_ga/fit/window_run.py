@@ -1,6 +1,7 @@
 """Run a batch of a window: whole if it fits, else in pieces; if memory runs out, the window again, in smaller ones."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from lightning_ga.batch.layout import LayoutError
@@ -9,69 +10,59 @@ from lightning_ga.batch.split import BatchSlices
 from lightning_ga.compat import transfer
 from lightning_ga.compat.log_capture import LogTap, current_hook, return_to_hook
 from lightning_ga.errors import UserError
+from lightning_ga.fit import messages
 from lightning_ga.fit.batch_metrics import whole_batch_metrics
 from lightning_ga.fit.engine import Engine
 from lightning_ga.fit.log_buffer import LogBuffer
-from lightning_ga.fit.messages import HOOKS_APART, SAME_BUT_RANDOM, SKIPPED, OomEvent, part_of_a_batch
-from lightning_ga.fit.parts import BatchResult, Part, Piece, Window, even_pieces, written_versions
+from lightning_ga.fit.parts import BatchResult, Part, Piece, Window, even_pieces, tensors_of
 from lightning_ga.memory.oom import is_ambiguous_out_of_memory, is_out_of_memory
 from lightning_ga.plan.accumulation import plan_accumulation, split_evenly
 from lightning_ga.plan.exactness import SAME_RESULT
 from lightning_ga.probe.cache import describe_value
 from lightning_ga.snapshot.plain import PlainState
 
+_THROUGH = nullcontext()
 
-def run_window(engine: Engine, window: Window, *, begins: bool = True, all_parts: bool = False) -> BatchResult:
+
+def run_window(engine: Engine, window: Window, *, begins: bool, all_parts: bool = False) -> BatchResult:
     """Run the last batch of a window; if memory runs out, all of the window again, in smaller pieces.
 
     ``begins`` if the window begins with this batch; ``all_parts`` if all batches are to run, though none has failed,
     because an optimizer evaluates its closure again.
     """
     stage, part, failure = window.stage, window.parts[-1], engine.not_moved
-    tap, hook = engine.tap(stage), current_hook(engine.trainer)
-    tap.begin()
-    takes = (begins or all_parts) and engine.policy.retries
-    if takes:
-        window.savepoint.forget()
+    tap, hook = engine.tap(stage), current_hook(engine.module)
+    part.tensors = tensors_of(part.batch)
+    if (begins or all_parts) and engine.policy.retries:
+        engine.retry_once(window.savepoint.take)
     pieces = engine.pieces(stage, part) if engine.limits else 1
     if pieces == 1 and part.move is None and not all_parts:
-        held = LogBuffer() if engine.distributed else None
-        part.written = written_versions(part.batch)
-        outcome = engine.catch(stage, _run_whole, window, part, tap, held, takes)
+        logs = LogBuffer()
+        # What ranks exchange in logs comes after all passes, as it does on a rank that runs pieces.
+        with tap.held(logs.note) if engine.distributed else _THROUGH:
+            outcome = engine.catch(stage, window.run_pass, part, part.batch, None, 1.0)
         if outcome.failure is None:
             engine.finish(stage)
-            if held is not None:
-                held.replay(tap.log, engine.retry_once)
+            if engine.distributed:
+                logs.keep(1.0)
+                logs.replay(tap.log, engine.retry_once)
             return BatchResult((outcome.result,))
         failure = outcome.failure
-        return_to_hook(engine.trainer, hook)
-    result = WindowRun(engine, window, pieces=pieces, takes=takes, all_parts=all_parts).run(failure)
+        return_to_hook(engine.module, hook)
+    result = WindowRun(engine, window, tap, pieces=pieces, all_parts=all_parts).run(failure)
     engine.finish(stage)
-    return result
-
-
-def _run_whole(window: Window, part: Part, tap: LogTap, held: LogBuffer | None, takes: bool) -> Any:
-    if takes:
-        window.savepoint.take()
-    if held is None:
-        return window.run_pass(part, part.batch, None, 1.0)
-    # What ranks exchange in logs comes after all passes, as it does on a rank that runs pieces.
-    with tap.held(held.note):
-        result = window.run_pass(part, part.batch, None, 1.0)
-    held.keep(1.0)
     return result
 
 
 class WindowRun:
     """One run of a window whose last batch does not run whole."""
 
-    def __init__(self, engine: Engine, window: Window, *, pieces: int, takes: bool, all_parts: bool) -> None:
+    def __init__(self, engine: Engine, window: Window, tap: LogTap, *, pieces: int, all_parts: bool) -> None:
         self._engine, self._window, self._stage, self._last = engine, window, window.stage, window.parts[-1]
-        self._tap, self._batches = engine.tap(self._stage), engine.batches(self._stage)
-        self._hook = current_hook(engine.trainer)
+        self._tap, self._batches = tap, engine.batches(self._stage)
+        self._hook = current_hook(engine.module)
         self._failure: Exception | None = None  # of the last pass that ran out of memory
         self._pieces = pieces  # in how many the last batch runs at first
-        self._takes = takes  # whether the window begins with this run, so that its state is to be kept
         self._all_parts = all_parts  # whether all its batches are to run, though none has failed
         self._refused: list[int] = []  # samples of the passes that ran out of memory
         self._running = 0  # samples of the pass that runs
@@ -85,13 +76,12 @@ class WindowRun:
         engine, last, self._failure = self._engine, self._last, failure
         if last.batch is None:  # it was let go, as micro-batches without a sample followed
             last.batch, last.move = self._fetched(last), engine.mover
-        if self._failure is not None:
-            engine.retry_once(lambda: self._check_batch(last))
+        if failure is not None:
+            self._check_batch(last)
         slices = self._slices(last)
         self._running, self._cut = slices.samples, last.batch
         while True:
             if self._failure is not None:
-                self._refuse(self._failure)
                 self._undo(self._failure)
             self._running, self._cut = min(self._most, slices.samples), last.batch
             outcome = engine.catch(self._stage, self._run_parts, slices)
@@ -104,31 +94,24 @@ class WindowRun:
             self._report(result)
         return result
 
-    def _refuse(self, failure: Exception) -> None:
-        """Note that so many samples do not fit; if it was a single one, end with an error."""
+    def _undo(self, failure: Exception) -> None:
+        """Refuse so many samples, and put everything back as the window began; end with an error if that cannot be."""
+        window, engine = self._window, self._engine
         self._refused.append(self._running)
         cut, self._cut = self._cut, None
-        if self._running > 1:
-            return
-        if is_ambiguous_out_of_memory(failure):
+        if self._running == 1 and is_ambiguous_out_of_memory(failure):
             raise failure
-        raise self._engine.out_of_memory(self._stage).one_sample_too_large(describe_value(cut)) from failure
-
-    def _undo(self, failure: Exception) -> None:
-        """Put everything back as the window began; if something cannot be put back, end with an error."""
-        window = self._window
-        return_to_hook(self._engine.trainer, self._hook)
+        if self._running == 1:
+            raise engine.error(self._stage, messages.ONE_SAMPLE, describe_value(cut)) from failure
+        return_to_hook(engine.module, self._hook)
         lost = window.savepoint.restore() or window.undo()
         if lost is not None:
-            raise self._engine.out_of_memory(self._stage).changed_by_the_step(lost) from failure
-        if window.savepoint.is_taken:
-            self._plain = window.savepoint.not_put_back(window.gradients_left())
+            raise engine.error(self._stage, messages.CHANGED, lost) from failure
+        self._plain = window.savepoint.not_put_back(window.gradients_left())
 
     def _run_parts(self, slices: BatchSlices) -> BatchResult:
         """Run the batches of the window; those before the last log again only if they are evaluated again."""
         window = self._window
-        if self._takes and not window.savepoint.is_taken:
-            window.savepoint.take()
         if self._failure is not None or self._all_parts:
             for number, part in enumerate(window.parts[:-1]):
                 self._run_again(part)
@@ -142,7 +125,7 @@ class WindowRun:
         engine, kept, move = self._engine, part.batch, part.move
         if kept is None:
             part.batch, part.move = self._fetched(part), engine.mover
-        elif move is None:
+        else:
             self._check_batch(part)
         try:
             if part.move is not None and engine.moves_whole(self._stage):
@@ -164,9 +147,8 @@ class WindowRun:
             return
         if part.host is not None and not part.is_changed and not engine.moves_whole(self._stage):
             part.batch, part.move = part.host, engine.mover
-            return
-        if written_versions(part.batch) != part.written or self._is_overwritten(part):
-            raise engine.out_of_memory(self._stage).changed_by_the_step("its batch in place") from self._failure
+        elif tensors_of(part.batch) != part.tensors or engine.retry_once(lambda: self._is_overwritten(part)):
+            raise engine.error(self._stage, messages.CHANGED, "its batch in place") from self._failure
 
     def _is_overwritten(self, part: Part) -> bool:
         """Return whether a batch is not what its samples make, though they make the same each time."""
@@ -225,7 +207,8 @@ class WindowRun:
         except Exception as error:
             is_ours = isinstance(error, UserError) or is_out_of_memory(error) or is_ambiguous_out_of_memory(error)
             if not is_ours and piece.samples < piece.of:
-                error.add_note(part_of_a_batch(self._stage, piece, out_of_memory=self._failure is not None))
+                ran_out = self._failure is not None
+                error.add_note(messages.part_of_a_batch(self._stage, piece, out_of_memory=ran_out))
             raise
 
     def _slices(self, part: Part) -> BatchSlices:
@@ -235,23 +218,26 @@ class WindowRun:
         except LayoutError as why:
             if self._failure is None:
                 raise
-            raise self._engine.out_of_memory(self._stage).cannot_be_cut(str(why)) from self._failure
+            raise self._engine.error(self._stage, messages.NOT_CUT, why) from self._failure
 
     def _report(self, result: BatchResult) -> None:
         """Lower the limit to the largest piece below all that failed, and say what it cost."""
-        engine, stage, smallest = self._engine, self._stage, min(self._refused)
+        engine, stage, smallest, savepoint = self._engine, self._stage, min(self._refused), self._window.savepoint
         fits = max((size for size in result.sizes if size < smallest), default=1)
         engine.lower(stage, fits)
-        savepoint, left = self._window.savepoint, () if self._plain is None else self._plain.changed()
-        hooked = savepoint.changed_by_hooks if savepoint.is_taken else None
+        engine.allocator.begin_again()  # its counts show the error, which was no struggle
+        left, hooked = () if self._plain is None else self._plain.changed(), savepoint.changed_by_hooks
         draws = self._draws or savepoint.draws_numbers()
         step, memory, batches = engine.trainer.global_step, engine.memory(), self._batches
-        apart = HOOKS_APART if self._last.move is not None and engine.hooks_move_batches else None
-        known = SKIPPED if stage == "training" and self._skips else apart
+        apart = messages.HOOKS_APART if self._last.move is not None and engine.hooks_move_batches else None
+        known = messages.SKIPPED if stage == "training" and self._skips else apart
 
-        def event() -> OomEvent:  # made later, when the batch is gone
+        def event() -> messages.OomEvent:  # made later, when the batch is gone
             verdict = known or batches.verdict(hooked)
-            result = SAME_BUT_RANDOM if verdict == SAME_RESULT and draws else verdict
-            return OomEvent(stage, step, smallest, fits, memory, result, left, batches.later_epochs())
+            said = messages.SAME_BUT_RANDOM if verdict == SAME_RESULT and draws else verdict
+            return messages.OomEvent(stage, step, smallest, fits, memory, said, left, batches.later_epochs())
 
-        engine.survived(stage, event)
+        if stage == "training":  # told once it is measured whether the result is the same
+            engine.reporter.untold.append(event)
+        else:
+            engine.reporter.report(event())

@@ -3,6 +3,7 @@
 from array import array
 from collections.abc import Iterable, Iterator
 from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,60 +38,35 @@ def is_writable(tensor: Tensor) -> bool:
 
 
 class SmallCopies:
-    """Copies of small tensors that can be written to, made in few calls: vectors of a kind are joined."""
+    """Copies of small tensors that can be written to, made in few calls: numbers and vectors of a kind are joined."""
 
     def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
-        kinds: dict[object, list[Tensor]] = {}
+        kinds: dict[Any, list[Tensor]] = {}
         for tensor in tensors:
-            kinds.setdefault((tensor.dtype, tensor.device, min(tensor.dim(), 2)), []).append(tensor)
+            kinds.setdefault((min(tensor.dim(), 2), tensor.dtype, tensor.device), []).append(tensor)
         with torch.inference_mode(False):  # copies made in evaluation are written to in training
-            self._groups = [_Joined(group) if group[0].dim() < 2 else _Apart(group) for group in kinds.values()]
+            self._apart = [(of, [*map(torch.empty_like, of)]) for (axes, *_), of in kinds.items() if axes == 2]
+            joined = [(torch.cat if axes else torch.stack, of) for (axes, *_), of in kinds.items() if axes < 2]
+            self._joined = [(join, of, join([each.detach() for each in of])) for join, of in joined]
 
     def tensors(self) -> Iterator[Tensor]:
         """Yield the copies."""
-        for group in self._groups:
-            yield from group.copies
+        yield from (copy for _, copies in self._apart for copy in copies)
+        yield from (copy for *_, copy in self._joined)
 
     def take(self) -> None:
         """Copy the values."""
-        if self._groups:
-            with torch.no_grad():
-                for group in self._groups:
-                    group.take()
+        with torch.no_grad():
+            for join, tensors, copy in self._joined:
+                join(tensors, out=copy)
+            for tensors, copies in self._apart:
+                torch._foreach_copy_(copies, tensors)
 
     @torch.no_grad()
     def restore(self) -> None:
         """Write the values back."""
-        for group in self._groups:
-            group.restore()
-
-
-class _Joined:
-    """Numbers or vectors of one kind."""
-
-    def __init__(self, tensors: list[Tensor]) -> None:
-        self._tensors = tensors
-        self._join = torch.cat if tensors[0].dim() else torch.stack
-        self.copies = [self._join([tensor.detach() for tensor in tensors])]
-
-    def take(self) -> None:
-        self._join(self._tensors, out=self.copies[0])
-
-    def restore(self) -> None:
-        sizes = [tensor.numel() for tensor in self._tensors]
-        parts = torch.split_with_sizes(self.copies[0], sizes)
-        torch._foreach_copy_(self._tensors, [part.view_as(tensor) for part, tensor in zip(parts, self._tensors)])
-
-
-class _Apart:
-    """Other tensors of one kind."""
-
-    def __init__(self, tensors: list[Tensor]) -> None:
-        self._tensors = tensors
-        self.copies = [torch.empty_like(tensor) for tensor in tensors]
-
-    def take(self) -> None:
-        torch._foreach_copy_(self.copies, self._tensors)
-
-    def restore(self) -> None:
-        torch._foreach_copy_(self._tensors, self.copies)
+        for _, tensors, copy in self._joined:
+            parts = torch.split_with_sizes(copy, [tensor.numel() for tensor in tensors])
+            torch._foreach_copy_(tensors, [part.view_as(tensor) for part, tensor in zip(parts, tensors)])
+        for tensors, copies in self._apart:
+            torch._foreach_copy_(tensors, copies)

@@ -1,7 +1,7 @@
 """Gradients as backward passes add to them: in which order, how often, and what is added."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -61,32 +61,27 @@ def counted_additions(parameters: Iterable[Tensor]) -> Iterator[Counter[Tensor]]
                 parameter._backward_hooks = None
 
 
-class AccumulationHooks:
-    """Change what a backward pass is about to add to gradients, until the hooks are removed.
+class ZeroedAdditions:
+    """Lets backward passes add zeros to gradients, until it is removed.
 
-    ``hook`` takes a gradient, which may be ``None``, and returns what to add instead, or ``None`` to leave it.
     Hooks are on the nodes that add, not on the parameters: so they come after all hooks of the user's own, and
     ``autograd.grad`` does not call them.
     """
 
-    def __init__(self, parameters: Iterable[Tensor], hook: Callable[[Tensor | None], Tensor | None]) -> None:
-        def before(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
-            changed = hook(gradients[0])
-            return None if changed is None else (changed,)
-
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        # Kept, as parameters do not keep them.
         self._nodes = [get_gradient_edge(parameter).node for parameter in parameters if parameter.requires_grad]
-        self._handles: list[Any] = [node.register_prehook(before) for node in self._nodes]
+        self._handles: list[Any] = [node.register_prehook(_zeros) for node in self._nodes]
 
     def remove(self) -> None:
-        """Remove them."""
+        """Let gradients be added as they come."""
         for handle in self._handles:
             handle.remove()
         self._nodes, self._handles = [], []
 
 
-def zeros(gradient: Tensor | None) -> Tensor | None:
-    """Return zeros in the place of a gradient."""
-    return None if gradient is None else torch.zeros_like(gradient)
+def _zeros(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    return tuple(None if gradient is None else torch.zeros_like(gradient) for gradient in gradients)
 
 
 def sparse_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:

@@ -8,40 +8,40 @@ import torch
 from torch.nn import Module
 from torchmetrics import Metric
 
-MetricState = dict[str, Any]
-
 # What a metric keeps of itself for good, and does not change in an update.
-FIXED = {*vars(Module()), "_defaults", "_persistent", "_reductions", "_update_signature"}
+_FIXED = {*vars(Module()), "_defaults", "_persistent", "_reductions", "_update_signature"}
 
 # What torchmetrics 1.9 keeps of a metric besides its states (``metric.py``, ``reset`` and ``forward``).
 _COUNTERS = ("_update_count", "_forward_cache", "_computed", "_cache", "_is_synced")
 
 
-def metric_state(metric: Metric) -> MetricState:
-    """Return copies of the attributes of a metric that an update may change."""
+def metric_state(metric: Metric, *, whole: bool = False) -> dict[str, Any]:
+    """Return copies of what an update of a metric may change: of the ``whole`` metric, attributes besides, too."""
     states = {name: _copied(getattr(metric, name)) for name in metric._defaults}
-    return {**states, **{name: vars(metric)[name] for name in _COUNTERS if name in vars(metric)}}
+    counters = {name: vars(metric)[name] for name in _COUNTERS if name in vars(metric)}
+    return {**states, **counters, **(beside_states(metric) if whole else {})}
 
 
-def set_metric_state(metric: Metric, state: MetricState) -> None:
+def set_metric_state(metric: Metric, state: dict[str, Any]) -> None:
     """Give a metric copies of what ``metric_state`` took: updates change states in place."""
-    vars(metric).update({name: value if name in _COUNTERS else _copied(value) for name, value in state.items()})
+    copied = {name: _copied if name in metric._defaults else _copied_deeply for name in state.keys() - {*_COUNTERS}}
+    vars(metric).update({n: copied[n](value) if n in copied else value for n, value in state.items()})
 
 
-def beside_states(metric: Metric) -> MetricState:
+def beside_states(metric: Metric) -> dict[str, Any]:
     """Return the attributes of a metric that are no states, with copies of tensors and containers."""
-    apart = {*FIXED, *metric._defaults, *_COUNTERS}
-    return {name: copy_deeply(value) for name, value in vars(metric).items() if name not in apart}
+    apart = {*_FIXED, *metric._defaults, *_COUNTERS}
+    return {name: _copied_deeply(value) for name, value in vars(metric).items() if name not in apart}
 
 
-def copy_deeply(value: Any) -> Any:
+def _copied_deeply(value: Any) -> Any:
     """Copy tensors and containers of plain values, at any depth."""
     if isinstance(value, torch.Tensor):
         return value.clone()
     if isinstance(value, dict):
-        return {name: copy_deeply(thing) for name, thing in value.items()}
+        return {name: _copied_deeply(thing) for name, thing in value.items()}
     if type(value) is list:
-        return [*map(copy_deeply, value)]
+        return [*map(_copied_deeply, value)]
     return copy.copy(value) if isinstance(value, (set, deque)) else value
 
 

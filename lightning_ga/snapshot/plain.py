@@ -5,8 +5,7 @@ again: what that changed, the failed attempt may have changed as well, and the w
 """
 
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -29,72 +28,54 @@ _LONGEST = 1000  # longer containers hold data: they are not searched
 _MOST = 10_000  # objects that are looked at
 
 
-Key = tuple[int, str]
-"""The ``id`` of an object, and the name of a value in it."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Seen:
-    """A value as it was."""
-
-    path: str
-    summary: Any  # to compare it by; ``None`` if that cannot be done
-    is_of_numbers: bool = False  # whether it is a list of numbers, which is never put back
-    owner: Any = None  # kept, or another object might get its ``id``
-
-
 class PlainState:
-    """What plain attributes hold now.
+    """What plain attributes hold now, by their paths.
 
     Args:
         module: The LightningModule.
         tensors: Tensors besides, with their names.
-        put_back: Values that are put back.
+        put_back: Paths of values that are put back.
     """
 
-    def __init__(self, module: Module, tensors: Sequence[tuple[str, Tensor]], put_back: Collection[Key]) -> None:
-        self._module, self._tensors, self._put_back = module, tensors, put_back
+    def __init__(self, module: Module, tensors: Iterable[tuple[str, Tensor]], put_back: Collection[str]) -> None:
+        self._module, self._tensors, self._put_back = module, [*tensors], put_back
         self._values = self._read()
 
     def changed(self) -> tuple[str, ...]:
-        """Return the names of what has changed since, and is not put back."""
-        pairs = [(key, self._values[key], now) for key, now in self._read().items() if key in self._values]
-        changed = ((key, now) for key, before, now in pairs if _has_changed(before.summary, now.summary))
-        return tuple(sorted({now.path for key, now in changed if now.is_of_numbers or key not in self._put_back}))
+        """Return the names of what has changed since, and is not put back; lists of numbers never are."""
+        pairs = [(path, self._values.get(path), now) for path, now in self._read().items()]
+        changed = {(path, now[1]) for path, before, now in pairs if before and _has_changed(before[0], now[0])}
+        return tuple(sorted(path for path, is_of_numbers in changed if is_of_numbers or path not in self._put_back))
 
-    def _read(self) -> dict[Key, _Seen]:
-        found = [(None, name, tensor) for name, tensor in self._tensors] + [*_reachable(self._module)]
-        tensors = [value for *_, value in found if isinstance(value, Tensor)]
+    def _read(self) -> dict[str, tuple[Any, bool]]:
+        """Return what to compare values by, ``None`` if that cannot be done, and whether they are lists of numbers."""
+        found = [*self._tensors, *_reachable(self._module)]
+        tensors = [value for _, value in found if isinstance(value, Tensor)]
         sums = dict(zip(map(id, tensors), checksums(tensors)))
-        seen = {}
-        for owner, path, value in found:
-            name = path.rpartition(".")[2] if owner is not None else path
-            summary = sums[id(value)] if isinstance(value, Tensor) else _summary(value)
-            is_of_numbers = isinstance(value, list) and bool(value) and isinstance(value[-1], _PLAIN)
-            seen[id(owner), name] = _Seen(path, summary, is_of_numbers, owner)
-        return seen
+        numbers = {path for path, value in found if isinstance(value, list) and value and isinstance(value[-1], _PLAIN)}
+        return {path: (sums.get(id(value), _summary(value)), path in numbers) for path, value in found}
 
 
 def hidden_modules(module: Module) -> Iterator[tuple[str, Module]]:
     """Yield networks that plain attributes hold, but not as submodules, with their paths."""
     registered = set(map(id, module.modules()))
-    networks = ((path, part) for _, path, part in _reachable(module) if isinstance(part, Module))
+    networks = ((path, part) for path, part in _reachable(module) if isinstance(part, Module))
     return ((path, part) for path, part in networks if id(part) not in registered)
 
 
-def _reachable(module: Module) -> Iterator[tuple[Any, str, Any]]:
-    """Yield what plain attributes refer to at any depth, with its owner and its path."""
-    pending: deque[tuple[Any, str, Any]] = deque((None, name, part) for name, part in module.named_modules())
+def _reachable(module: Module) -> Iterator[tuple[str, Any]]:
+    """Yield what plain attributes refer to at any depth, with its path."""
+    pending: deque[tuple[str, Any]] = deque(module.named_modules())
     seen = set[int]()
     while pending and len(seen) < _MOST:
-        owner, path, value = pending.popleft()
+        path, value = pending.popleft()
         is_plain = isinstance(value, _PLAIN)
         if not is_plain and (isinstance(value, _OPAQUE) or _is_foreign(value, module)):
             continue
-        yield owner, path, value
+        yield path, value
         if not is_plain and id(value) not in seen:
             seen.add(id(value))
-            pending.extend((value, f"{path}.{name}".lstrip("."), child) for name, child in _children(value))
+            pending.extend((f"{path}.{name}".lstrip("."), child) for name, child in _children(value))
 
 
 def _children(value: Any) -> Iterator[tuple[str, Any]]:

@@ -68,53 +68,47 @@ def _torch_generators() -> list[torch.Generator]:
 
 
 _WORDS = 4 * 625  # bytes: the 624 words of a Mersenne Twister, and the position among them
-_PYTHONS: random.Random = random.random.__self__  # type: ignore[attr-defined]
 
 
 class _Twister:
-    """A global generator whose state is read only if its words have changed.
+    """A global generator whose state is read only if its words have changed, which lie at ``address()``, or at 0: none.
 
     To read NumPy's takes 33 µs, Python's, which is 625 objects, 7 and twice that where memory is not cached. Each draw
     changes the words, but that of the second of two normal numbers: while that one is kept, the state is always read.
     """
 
-    def __init__(self, words: Callable[[], bytes], read: Callable[[], Any], has_second: Callable[[Any], bool]) -> None:
-        self._read_words, self._read, self._has_second = words, read, has_second
-        self._words, self._state = b"", None
+    def __init__(self, address: Callable[[], int], read: Callable[[], Any], has_second: Callable[[Any], bool]) -> None:
+        self._address, self._read, self._has_second = address, read, has_second
+        self.words, self._state = b"", None  # without words, the state is read the next time
 
     def state(self) -> Any:
         """Return the state; it is not to be changed."""
-        words = self._read_words()
-        if not words or words != self._words or self._has_second(self._state):
-            self._words, self._state = words, self._read()
+        address = self._address()
+        words = ctypes.string_at(address, _WORDS) if address else b""
+        if not words or words != self.words or self._has_second(self._state):
+            self.words, self._state = words, self._read()
         return self._state
 
-    def forget(self) -> None:
-        """Read the state the next time: another has been set, which may differ in the second number alone."""
-        self._words = b""
 
-
-def _numpy_words() -> bytes:
-    """Return the words of NumPy's generator, which lie where ``BitGenerator.ctypes`` says."""
+def _numpys_address() -> int:
     bits = np.random.get_bit_generator()  # type: ignore[attr-defined]
-    return ctypes.string_at(bits.ctypes.state_address, _WORDS) if type(bits) is np.random.MT19937 else b""
+    return int(bits.ctypes.state_address) if type(bits) is np.random.MT19937 else 0
 
 
-def _python_words() -> bytes:
-    """Return the words of Python's generator, which lie there in CPython 3.11 to 3.13 (``_randommodule.c``)."""
-    return ctypes.string_at(id(_PYTHONS) + object.__basicsize__, _WORDS) if _LIE_IN_PLACE else b""
-
-
-def _lie_in_place() -> bool:
-    if sys.implementation.name != "cpython" or type(_PYTHONS).__basicsize__ < object.__basicsize__ + _WORDS:
-        return False
+def _pythons_address() -> int:
+    """Return where the words lie in CPython 3.11 to 3.13 (``_randommodule.c``), if they lie there."""
+    generator: random.Random = random.random.__self__  # type: ignore[attr-defined]
+    begin = object.__basicsize__
+    if sys.implementation.name != "cpython" or type(generator).__basicsize__ < begin + _WORDS:
+        return 0
     *words, position = random.getstate()[1]
-    return array("I", ctypes.string_at(id(_PYTHONS) + object.__basicsize__, _WORDS)).tolist() == [position, *words]
+    found = array("I", ctypes.string_at(id(generator) + begin, _WORDS)).tolist()
+    return id(generator) + begin if found == [position, *words] else 0
 
 
-_LIE_IN_PLACE = _lie_in_place()
-_numpy = _Twister(_numpy_words, lambda: np.random.get_state(legacy=False), lambda state: bool(state["has_gauss"]))
-_python = _Twister(_python_words, random.getstate, lambda state: state[2] is not None)
+PYTHONS_ADDRESS = _pythons_address()
+_numpy = _Twister(_numpys_address, lambda: np.random.get_state(legacy=False), lambda state: bool(state["has_gauss"]))
+_python = _Twister(lambda: PYTHONS_ADDRESS, random.getstate, lambda state: state[2] is not None)
 
 
 class RandomState:
@@ -136,5 +130,4 @@ class RandomState:
             generator.set_state(state)
         np.random.set_state(self._numpy)
         random.setstate(self._python)
-        for twister in (_numpy, _python):
-            twister.forget()
+        _numpy.words = _python.words = b""  # others may have been set that differ in the second number alone

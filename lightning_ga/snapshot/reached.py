@@ -40,8 +40,7 @@ class ReachedState:
         known = {id(thing) for thing in (*apart, *module.modules())}
         self._names = [(place, value) for place, value in _names(module) if id(value) not in known]
         held = [*_held([value for _, value in self._names], known)]
-        self._contents = Contents(vars(each) if hasattr(each, "__dict__") else each for each in held)
-        self._containers = Contents(held)  # those with attributes of their own are both
+        self._contents = Contents([*held, *(vars(each) for each in held if hasattr(each, "__dict__"))])
         self._tensors = TensorValues(each for each in held if isinstance(each, Tensor) and is_small(each))
         self._generators = [(each, generator_state(each)) for each in held if isinstance(each, GENERATORS)]
 
@@ -49,7 +48,6 @@ class ReachedState:
         """Put everything back."""
         for place, value in self._names:
             _bind(place, value)
-        self._containers.restore()
         self._contents.restore()
         self._tensors.restore()
         for generator, state in self._generators:

@@ -7,10 +7,10 @@ lists are not copied: the versions of some of them tell whether they have change
 """
 
 import copy
-import sys
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import chain
+from math import inf
 from operator import attrgetter, is_
 from typing import Any
 
@@ -21,8 +21,8 @@ from torchmetrics import Metric
 
 from lightning_ga.snapshot.contents import refill
 from lightning_ga.snapshot.copies import SmallCopies, is_small, is_writable, versions
-from lightning_ga.snapshot.metrics import FIXED, MetricState, copy_deeply
-from lightning_ga.snapshot.plain import LIGHTNINGS_OWN, Key, PlainState, hidden_modules
+from lightning_ga.snapshot.metrics import metric_state, set_metric_state
+from lightning_ga.snapshot.plain import LIGHTNINGS_OWN, PlainState, hidden_modules
 from lightning_ga.snapshot.random_numbers import (
     RandomState,
     generator_state,
@@ -34,8 +34,8 @@ from lightning_ga.snapshot.random_numbers import (
 _CONTAINERS = (deque, dict, set)
 _FEW = 64  # entries of a container that is copied
 _DEEP = 1  # containers in containers that are copied
+_NOTED = 8  # windows without a change after which it is not looked at what passes change
 _LOOKED_AT = 32  # tensors and parts, spread over the module, that are looked at once a window
-_NOTED = 8  # windows without a change after which versions are not read after each batch
 _TRAINS, _MODE = attrgetter("requires_grad"), attrgetter("training")
 
 
@@ -49,7 +49,7 @@ class Savepoint:
 
     def __init__(self, module: Module, changing: Collection[str] = ()) -> None:
         self._module, self._changing = module, set(changing)
-        self._to_note = _NOTED  # windows in which versions are read after each batch, too
+        self._to_note: float = _NOTED
         self._look()
 
     def _look(self) -> None:
@@ -68,23 +68,19 @@ class Savepoint:
         self._copied = [b for n, b in buffers.items() if is_writable(b) and (is_small(b) or n in self._changing)]
         # Not those that an optimizer within the backward pass updates: its states do not come back.
         self._copied += [w for n, w in weights.items() if n in self._changing and not w._post_accumulate_grad_hooks]
-        copied = set(map(id, self._copied))
-        named = {
-            id(tensor): (name, tensor) for name, tensor in [*_hidden(self._module), *buffers.items(), *weights.items()]
-        }
-        self._named = [*named.values()]
-        self._watched = [pair for key, pair in named.items() if key not in copied]
+        self._copies, copied = SmallCopies(self._copied), set(map(id, self._copied))
+        hidden = [*_hidden(self._module)]
+        self._named = [*{id(pair[1]): pair for pair in [*hidden, *buffers.items(), *weights.items()]}.values()]
+        self._watched = [pair for pair in self._named if id(pair[1]) not in copied]
         self._uncopied = [tensor for _, tensor in _spread(self._watched)]
         self._seen = [*self._uncopied, *_spread(self._copied)]
         self._some_weights, self._some_parts = _spread(self._weights), _spread(self._parts)
         self._read_flags()
-        self._start = _Values(self._copied)
-        self._marks: dict[int, _Values] = {}
         self.is_taken = False
 
     def tensors(self) -> Iterator[Tensor]:
         """Yield the copies."""
-        return self._start.copies.tensors()
+        return self._copies.tensors()
 
     def look_again(self) -> None:
         """Look at the module anew if parts have been added to it."""
@@ -99,46 +95,29 @@ class Savepoint:
             now = [*chain.from_iterable(map(dict.values, self._tables))]
             if len(now) != len(self._buffers) or not all(map(is_, now, self._buffers)):
                 self._look()
-        self._marks.clear()
+        self._marks: dict[int, _Values] = {}
         self._zeroed: SmallCopies | None = None
+        self._changed_by_passes: str | None = None
         self.changed_by_hooks: str | None = None
-        self._noted: tuple[Any, ...] = ()
-        self._read(self._start)
+        self._before_hooks: Any = None
+        self._start = self._read(self._copies)
         self._versions, self._lengths = self._summary()
         self._to_note = max(0, self._to_note - 1)
         self.is_taken = True
 
-    def forget(self) -> None:
-        """Forget the last window."""
-        self.is_taken = False
-
-    def mark(self, number: int) -> None:
-        """Remember everything before a later batch too: hooks have run since the last one, and do not run again."""
-        self._marks[number] = _Values(self._copied)
-        self._read(self._marks[number])
-        self._marks[number].keep_tails(self._start)
-        if not self._noted:  # a pass or a hook may have changed it
-            return
-        now, after_batch = versions(self._uncopied), self._noted[0]
-        for place, (name, _) in enumerate(_spread(self._watched)):
-            if now[place] != after_batch[place]:  # by a hook: no pass may change it, and no copy is made
-                self._versions[place] = now[place]
-                self.changed_by_hooks = self.changed_by_hooks or name
-
-    def note_batch(self, *, always: bool) -> None:
-        """Note what tensors and containers are like after a batch, unless no batch ever changed any."""
+    def begin_hooks(self, *, always: bool = True) -> None:
+        """Let hooks run that do not run again with the window: what changed before was changed by passes."""
         if always or self._to_note:
-            self._noted = self._summary()
+            self._before_hooks = self._summary()
+            self._changed_by_passes = self._changed_by_passes or self._first_changed(self._before_hooks[0])
 
-    def has_changed(self) -> bool:
-        """Return whether hooks may have changed something since the last batch: nothing else has, or was noted."""
+    def mark(self, number: int, *, always: bool = True) -> None:
+        """Remember everything before a later batch too, as hooks have run; not ``always``, if none has changed any."""
         now, start = self._summary(), (self._versions, self._lengths)
-        if now != start:
-            self._to_note = sys.maxsize
-        return now != (self._noted or start)
-
-    def _summary(self) -> tuple[Any, ...]:
-        return versions(self._seen), [*map(len, self._start.gathered)]
+        self._to_note = self._to_note if now == start else inf
+        if always or now != (self._before_hooks or start):
+            self._marks[number] = self._read(SmallCopies(self._copied), self._start)
+            self._end_hooks()
 
     def around_zeroing(self, zero: Callable[[], None], *, look: bool) -> tuple[str, ...]:
         """Zero gradients, with hooks of the user's that do not run again: what they change is changed for good.
@@ -148,21 +127,21 @@ class Savepoint:
         """
         state = PlainState(self._module, self._named, ()) if look else None
         before = versions(self._copied)
+        self.begin_hooks()
         zero()
+        self._end_hooks()
         changed = [each for each, was, now in zip(self._copied, before, versions(self._copied)) if was != now]
-        self.changed_by_hooks = self.changed_by_hooks or self._first_changed()
-        self._versions = versions(self._seen)
         if changed:
             self._zeroed = SmallCopies(changed)
             self._zeroed.take()
         return () if state is None else state.changed()
 
     def restore(self) -> str | None:
-        """Put everything back as the window began; name what cannot be. Do nothing if not all of it was taken."""
+        """Put everything back as the window began; name what cannot be."""
         if not self.is_taken:
             return None
         self._write(self._start)
-        changed = self._first_changed()
+        changed = self._changed_by_passes or self._first_changed(versions(self._seen))
         return None if changed is None else f"weights or buffers of which no copies are made ({changed})"
 
     def go_on(self, number: int) -> None:
@@ -179,15 +158,25 @@ class Savepoint:
     def not_put_back(self, gradients: Iterable[tuple[str, Tensor]]) -> PlainState:
         """Return the state, as it is now, that ``restore`` leaves alone, and gradients that are left."""
         known = set(map(id, self.metrics))
-        metrics = {(id(None), name) for name, part in self._module.named_modules() if id(part) in known}
+        metrics = {name for name, part in self._module.named_modules() if id(part) in known}
         return PlainState(self._module, [*self._watched, *gradients], self._start.put_back | metrics)
 
-    def _first_changed(self) -> str | None:
-        now = versions(self._uncopied)
-        if now == self._versions[: len(now)]:
+    def _summary(self) -> tuple[Any, ...]:
+        return versions(self._seen), [len(listed) for listed, *_ in self._start.tails]
+
+    def _end_hooks(self) -> None:
+        """Note what hooks have changed that has no copy."""
+        if self._before_hooks is not None:
+            now, self._before_hooks = versions(self._seen), None
+            self.changed_by_hooks = self.changed_by_hooks or self._first_changed(now)
+            self._versions = now
+
+    def _first_changed(self, now: Sequence[int]) -> str | None:
+        """Return the name of what has no copy and has been written to, by versions as they are now."""
+        if now == self._versions:
             return None
         pairs = zip(_spread(self._watched), self._versions, now)
-        return next(str(name) for (name, _), was, is_now in pairs if was != is_now)
+        return next((str(name) for (name, _), was, is_now in pairs if was != is_now), None)
 
     def _read_flags(self) -> None:
         """Read what is trained, and in which mode parts are: all of it only if some has changed, as it takes long."""
@@ -197,15 +186,14 @@ class Savepoint:
     def _flags_of_some(self) -> list[bool]:
         return [*map(_TRAINS, self._some_weights), *map(_MODE, self._some_parts)]
 
-    def _read(self, values: "_Values") -> None:
-        values.random = RandomState()  # first: numbers drawn are told even if there is no memory for copies
-        values.copies.take()
+    def _read(self, copies: SmallCopies, start: "_Values | None" = None) -> "_Values":
         if self._some_flags != self._flags_of_some():
             self._read_flags()
+        values = _Values(self._module, copies, start)
         values.generators = [(each, generator_state(each)) for each in self._generators]
         values.numbers = [(part, _numbers(vars(part))) for part in self._layers]
-        values.read_attributes(self._module)
-        values.metrics = [(metric, _state(metric)) for metric in self.metrics]
+        values.metrics = [(metric, metric_state(metric, whole=True)) for metric in self.metrics]
+        return values
 
     def _write(self, values: "_Values") -> None:
         values.random.restore()
@@ -230,35 +218,31 @@ class Savepoint:
                 part.training = mode
         values.write_attributes(vars(self._module))
         for metric, state in values.metrics:
-            states = metric._defaults
-            vars(metric).update({n: _copied(v) if n in states else copy_deeply(v) for n, v in state.items()})
+            set_metric_state(metric, state)
 
 
 class _Values:
-    """What a module holds at one moment."""
+    """What a module holds at one moment: where its window begins, or later, in a window with that ``start``."""
 
-    def __init__(self, copied: Iterable[Tensor]) -> None:
-        self.copies = SmallCopies(copied)
-        self.random: RandomState
-        self.generators: list[tuple[Any, Any]]
-        self.numbers: list[tuple[Module, dict[str, Any]]]
-        self.metrics: list[tuple[Metric, MetricState]]
-        self.attributes: dict[str, Any] = {}
-        self.gathered: list[Any] = []  # the containers among these
+    generators: list[tuple[Any, Any]]
+    numbers: list[tuple[Module, dict[str, Any]]]
+    metrics: list[tuple[Metric, dict[str, Any]]]
 
-    def read_attributes(self, module: Module) -> None:
-        """Remember plain attributes: tensors, and containers of anything but numbers."""
+    def __init__(self, module: Module, copies: SmallCopies, start: "_Values | None") -> None:
+        self.random = RandomState()  # first: numbers drawn are told even if there is no memory for copies
+        self.copies = copies
+        self.copies.take()
+        self._begins: dict[int, int] = {} if start is None else start._begins  # of lists, by id: their lengths
         own = self._own = dict(vars(module))
-        self.attributes = {n: value for n, value in own.items() if n not in LIGHTNINGS_OWN and _is_gathered(value)}
-        self.gathered = [value for value in self.attributes.values() if isinstance(value, (list, *_CONTAINERS))]
+        self._attributes = {n: value for n, value in own.items() if n not in LIGHTNINGS_OWN and _is_gathered(value)}
         self._contents: list[tuple[Any, Any]] = []
-        self._lists: dict[int, tuple[list[Any], int, list[Any]]] = {}  # with lengths, and entries beyond these
+        self.tails: list[tuple[list[Any], int, list[Any]]] = []  # of lists: entries since the window began
         self._tensors: list[tuple[Tensor, int, Tensor]] = []
-        self.put_back: set[Key] = set()
-        for name, value in self.attributes.items():
-            self._keep(value, (id(module), name), depth=0)
+        self.put_back: set[str] = set()  # paths
+        for name, value in self._attributes.items():
+            self._keep(value, name, depth=0)
 
-    def _keep(self, value: Any, key: Key, *, depth: int) -> None:
+    def _keep(self, value: Any, path: str, *, depth: int) -> None:
         """Remember what a tensor holds, or a container and the tensors and containers in it; of a list its length."""
         if isinstance(value, Tensor):
             if not is_writable(value) or not is_small(value) or value.is_inference():
@@ -267,38 +251,33 @@ class _Values:
         elif isinstance(value, tuple):  # as the state of an LSTM
             for place, inner in enumerate(value):
                 if isinstance(inner, Tensor):
-                    self._keep(inner, (id(value), str(place)), depth=depth + 1)
+                    self._keep(inner, f"{path}.{place}", depth=depth + 1)
         elif type(value) is list:
-            self._lists[id(value)] = value, len(value), []
+            begin = self._begins.setdefault(id(value), len(value))
+            self.tails.append((value, begin, value[begin:]))
         elif len(value) <= _FEW:
             self._contents.append((value, copy.copy(value)))
             for name, inner in value.items() if isinstance(value, dict) else enumerate(value):
                 if inner is None or isinstance(inner, (int, float, str)):
-                    self.put_back.add((id(value), str(name)))
+                    self.put_back.add(f"{path}.{name}")
                 elif isinstance(inner, (Tensor, list, *_CONTAINERS)) and depth < _DEEP:
-                    self._keep(inner, (id(value), str(name)), depth=depth + 1)
+                    self._keep(inner, f"{path}.{name}", depth=depth + 1)
         else:
             return
-        self.put_back.add(key)
-
-    def keep_tails(self, start: "_Values") -> None:
-        """Keep what lists have gathered since the window began: restoring its start drops that."""
-        for key, (listed, length, _) in self._lists.items():
-            begin = start._lists[key][1] if key in start._lists else length
-            self._lists[key] = listed, begin, listed[begin:]
+        self.put_back.add(path)
 
     @torch.no_grad()
     def write_attributes(self, own: dict[str, Any]) -> None:
         """Put them back. Numbers stay, as what counts attempts goes on counting, but for one that became a tensor."""
         for name in [name for name in own if name not in self._own and _is_gathered(own[name])]:
             del own[name]
-        own.update(self.attributes)
+        own.update(self._attributes)
         own.update({name: number for name, number in _numbers(self._own).items() if _is_gathered(own.get(name))})
         for container, content in self._contents:
             refill(container, content)
-        for listed, length, tail in self._lists.values():
-            if _is_gathered(listed[length:]):
-                listed[length:] = tail
+        for listed, begin, tail in self.tails:
+            if _is_gathered(listed[begin:]):
+                listed[begin:] = tail
         for tensor, version, value in self._tensors:
             if tensor._version != version:
                 tensor.copy_(value)
@@ -329,16 +308,3 @@ def _is_gathered(value: Any) -> bool:
         first = next(iter(value.values() if isinstance(value, dict) else value), None)
         return not isinstance(first, (int, float, str))
     return isinstance(value, Tensor) or (isinstance(value, tuple) and any(isinstance(each, Tensor) for each in value))
-
-
-def _state(metric: Metric) -> MetricState:
-    """Return the attributes of a metric, with copies of tensors and containers that updates write to."""
-    states = metric._defaults
-    held = ((name, value) for name, value in vars(metric).items() if name not in FIXED)
-    return {name: _copied(value) if name in states else copy_deeply(value) for name, value in held}
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.clone()
-    return copy.copy(value) if isinstance(value, (list, *_CONTAINERS)) else value

@@ -6,7 +6,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
-from lightning_ga.snapshot.gradients import AccumulationHooks, Gradients, counted_additions, zeros
+from lightning_ga.snapshot.gradients import Gradients, ZeroedAdditions, counted_additions
 
 
 def counted(loss: torch.Tensor, *weights: torch.Tensor) -> list[tuple[torch.Tensor, int]]:
@@ -72,7 +72,7 @@ def test_a_gradient_has_changed_once_it_was_written_to(before: float | None) -> 
 def test_zeros_are_added_in_place_of_gradients() -> None:
     """After all hooks of the user's own: ``g / g.norm()`` would make NaN of zeros. ``autograd.grad`` returns none."""
     weight = nn.Parameter(torch.ones(3))
-    hooks = AccumulationHooks([weight], zeros)
+    hooks = ZeroedAdditions([weight])
     weight.register_hook(lambda gradient: gradient / gradient.norm())  # type: ignore[no-untyped-call]
     (slope,) = torch.autograd.grad((2 * weight).sum(), weight)
     assert slope.count_nonzero() == 3

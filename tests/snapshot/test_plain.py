@@ -93,7 +93,7 @@ def test_what_has_changed_is_named(change: Callable[[Net], None]) -> None:
 def test_what_is_put_back_is_not_named_but_for_lists_of_numbers() -> None:
     """Which count attempts, and go on."""
     module = Net()
-    state = PlainState(module, (), {(id(module), name) for name in ("array", "calls", "losses")})
+    state = PlainState(module, (), {"array", "calls", "losses"})
     count(module)
     write(module)
     assert state.changed() == ("losses", "record.array", "record.inner.count")

@@ -73,7 +73,7 @@ def test_another_generator_that_numpy_was_given_comes_back() -> None:
 
 def test_the_words_of_pythons_generator_lie_where_they_are_read() -> None:
     """Elsewhere its state would be read as a whole: an interpreter in which they do not should be looked at."""
-    assert random_numbers._LIE_IN_PLACE
+    assert random_numbers.PYTHONS_ADDRESS
 
 
 @pytest.mark.parametrize("name", DRAWS)

@@ -87,12 +87,10 @@ def test_a_window_begins_again_as_it_began() -> None:
         module.student.requires_grad_(True)
 
 
-def test_nothing_is_put_back_before_all_of_it_is_kept() -> None:
-    """Memory may run out while it is copied."""
+def test_nothing_is_put_back_before_anything_is_kept() -> None:
+    """Where errors end the run, nothing ever is."""
     module = Net()
     savepoint = Savepoint(module)
-    savepoint.take()
-    savepoint.forget()
     module.step()
     after = module.state()
     assert savepoint.restore() is None
@@ -159,13 +157,11 @@ def test_hooks_between_batches_have_run_once() -> None:
     savepoint = Savepoint(module)
     savepoint.take()
     module.outputs.append(torch.ones(1))  # by the first batch
-    savepoint.note_batch(always=True)
-    assert not savepoint.has_changed()
+    savepoint.begin_hooks()
     module.place += 5
     module.history["losses"].append(torch.ones(1))
     module.centre = torch.full((2,), 7.0)
-    assert savepoint.has_changed()
-    savepoint.mark(1)
+    savepoint.mark(1, always=False)
     module.step()  # the second, which fails
     savepoint.restore()
     assert (int(module.place), len(module.outputs), float(module.centre[0])) == (0, 1, 0.0)
@@ -179,12 +175,25 @@ def test_weights_that_hooks_change_between_batches_are_told() -> None:
     module = Net()
     savepoint = Savepoint(module)
     savepoint.take()
-    savepoint.note_batch(always=True)
+    savepoint.begin_hooks()
     with torch.no_grad():
         module.teacher.weight.mul_(0.9)
     savepoint.mark(1)
     assert savepoint.restore() is None
     assert savepoint.changed_by_hooks == "teacher.weight"
+
+
+def test_weights_that_passes_change_before_hooks_run_are_no_change_of_hooks() -> None:
+    """Whether hooks change them as well or not: the passes run again, and would change them twice."""
+    module = Net()
+    savepoint = Savepoint(module)
+    savepoint.take()
+    with torch.no_grad():
+        module.teacher.weight.mul_(0.9)
+    savepoint.begin_hooks()
+    savepoint.mark(1, always=False)
+    assert savepoint.changed_by_hooks is None
+    assert savepoint.restore() == "weights or buffers of which no copies are made (teacher.weight)"
 
 
 def test_what_hooks_around_zeroing_change_is_changed_for_good() -> None:

@@ -155,7 +155,7 @@ class LastBackward(pl.Callback):
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         """Forget that smaller pieces have been needed: every window begins as the first."""
         (callback,) = (each for each in trainer.callbacks if isinstance(each, AutoAccumulate))
-        callback._started_fit.oom_handler.engine.limits.clear()
+        callback._started_fit.evaluation.engine.limits.clear()
 
 
 @contextmanager
