@@ -93,19 +93,12 @@ def micro_batch_units(trainer: Any) -> Iterator[tuple[bool, int | float]]:
     source does all three itself.
     """
     connector = trainer._accelerator_connector
-    kept = connector.use_distributed_sampler, trainer.limit_train_batches
-    interval = getattr(trainer, "val_check_interval", None)  # not set if it is a time
-    connector.use_distributed_sampler = False
-    if trainer.limit_train_batches != 0:
-        trainer.limit_train_batches = 1.0
-    if interval is not None:
-        trainer.val_check_interval = 1.0
-    try:
-        yield kept
-    finally:
-        connector.use_distributed_sampler, trainer.limit_train_batches = kept
-        if interval is not None:
-            trainer.val_check_interval = interval
+    recipe = connector.use_distributed_sampler, trainer.limit_train_batches
+    units = {} if trainer.limit_train_batches == 0 else {"limit_train_batches": 1.0}
+    if getattr(trainer, "val_check_interval", None) is not None:  # not set if it is a time
+        units["val_check_interval"] = 1.0
+    with patching.replaced(connector, use_distributed_sampler=False), patching.replaced(trainer, **units):
+        yield recipe
 
 
 def resize_epoch(trainer: Any, length: int | None, *, at_most: int | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Read and set what the fit loop counts: epochs, batches, and its position after a restart.
+"""Read and set what the Trainer and its fit loop count: epochs, batches, the factor, the position after a restart.
 
 Lightning's ``loops/fit_loop.py``, ``loops/training_epoch_loop.py`` and ``loops/progress.py``.
 """
@@ -169,3 +169,32 @@ def stage(trainer: Any) -> str:
     """Return what batches are for now: ``"training"``, ``"validation"``, ``"test"`` or ``"prediction"``."""
     running = trainer.state.stage
     return "training" if running is None else _STAGES.get(running.value, "training")
+
+
+def leave_factor(trainer: Any, recipe: int) -> None:
+    """Store the user's factor on the trainer, beside the one that a fit leaves there."""
+    trainer.__dict__["_recipe_factor"] = (trainer.accumulate_grad_batches, recipe)
+
+
+def take_factor_back(trainer: Any) -> None:
+    """Restore the user's factor on the trainer, unless it was set anew meanwhile."""
+    left, recipe = trainer.__dict__.pop("_recipe_factor", (None, None))
+    if trainer.accumulate_grad_batches == left:
+        trainer.accumulate_grad_batches = recipe
+
+
+def run_first(trainer: Any, callback: Any) -> int:
+    """Move a callback before all others, which then see its gradients; return its position before, for ``run_at``.
+
+    Lightning moves its tuners likewise.
+    """
+    place: int = trainer.callbacks.index(callback)
+    run_at(trainer, callback, 0)
+    return place
+
+
+def run_at(trainer: Any, callback: Any, place: int) -> None:
+    """Move a callback to a position among the others, if the trainer still has it."""
+    if callback in trainer.callbacks:
+        others = [other for other in trainer.callbacks if other is not callback]
+        trainer.callbacks = [*others[:place], callback, *others[place:]]
