@@ -7,8 +7,8 @@ from typing import Any, Literal
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_ga.compat import loops, trainer_settings
-from lightning_ga.compat.namespaces import Callback
+from lightning_ga.compat import loops
+from lightning_ga.compat.patching import Callback
 from lightning_ga.errors import ExactnessWarning, UserError
 from lightning_ga.fit import checks
 from lightning_ga.fit.evaluation import Evaluation
@@ -159,10 +159,10 @@ class AutoAccumulate(Callback):
             self._evaluation = Evaluation(trainer, self._reporter, retries=self._options.on_oom == "split")
             return
         self._is_fitting = True
-        trainer_settings.take_factor_back(trainer)
+        loops.take_factor_back(trainer)
         checks.check_trainer(trainer, pl_module, self._request)
         checks.check_schedule(self._request, loops.training_epochs(trainer), trainer.world_size)
-        self._place = trainer_settings.run_first(trainer, self)
+        self._place = loops.run_first(trainer, self)
         self._reporter = OomReporter(trainer)
         self._fit = Fit(trainer, self._request, self._options, self._reporter, callback=self)
 
@@ -229,7 +229,7 @@ class AutoAccumulate(Callback):
         """Take the patches back. The factor stays until the next fit, as with Lightning's own scheduler."""
         if stage == "fit" and self._fit:
             self._fit.close()  # a training that Lightning skips, such as with max_epochs=0, has no on_train_end
-            trainer_settings.leave_factor(trainer, self._fit.recipe_factor)
+            loops.leave_factor(trainer, self._fit.recipe_factor)
         self._take_back(trainer)
 
     def _take_back(self, trainer: Any) -> None:
@@ -238,7 +238,7 @@ class AutoAccumulate(Callback):
                 evaluation.stop()
         self._evaluation, self._is_fitting = None, False
         if self._place is not None:
-            trainer_settings.run_at(trainer, self, self._place)
+            loops.run_at(trainer, self, self._place)
         self._place = None
 
     def state_dict(self) -> dict[str, Any]:

@@ -34,7 +34,7 @@ def merge_outputs(outputs: Sequence[Any], sizes: Sequence[int], weights: Sequenc
     - Anything else: the value if it is equal in all pieces, otherwise the list of the values.
 
     ``sizes`` are the samples of each piece, and by default its weight in means. Pieces of no samples are skipped, and
-    means skip pieces of no weight: their loss is NaN.
+    means skip pieces of no weight, unless none has any.
 
     Examples:
         >>> parts = [
@@ -158,7 +158,7 @@ def _may_be_by_sample(parts: list[_Part]) -> bool:
 
 
 def _average(parts: list[_Part]) -> Any:
-    """Average tensors of one shape by weight, in at least single precision; whole numbers that are equal stay."""
+    """Average tensors of one shape by weight; whole numbers that are equal stay."""
     tensors = [part.value.detach() for part in parts]
     first = tensors[0]
     if not (first.is_floating_point() or first.is_complex()):
@@ -166,42 +166,28 @@ def _average(parts: list[_Part]) -> Any:
             return first
         if first.dtype == torch.bool:
             return tensors
-    if len(tensors) == 1:
-        return first
-    dtype = first.dtype if first.is_floating_point() or first.is_complex() else torch.get_default_dtype()
-    wide = torch.promote_types(dtype, torch.float32)
-    weighted = [(tensor.to(wide), part.weight) for tensor, part in zip(tensors, parts) if part.weight]
-    if not weighted:
-        return torch.full_like(first, float("nan"), dtype=dtype)
-    return weighted_mean(*zip(*weighted)).to(dtype)
+    return weighted_mean(tensors, [part.weight for part in parts])
 
 
 def weighted_mean(tensors: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
-    """Average tensors of one shape by weights that are not zero; numbers in a fixed number of operations.
+    """Average tensors of one shape in at least single precision; those of no weight are means over nothing, left out.
 
     Examples:
-        >>> weighted_mean([torch.tensor(1.0), torch.tensor(4.0)], [2, 1])
+        >>> weighted_mean([torch.tensor(1), torch.tensor(4), torch.tensor(float("nan"))], [2, 1, 0])
         tensor(2.)
     """
-    total = sum(weights)
-    shares = [weight / total for weight in weights]
-    if tensors[0].numel() > 1:  # large ones are not held twice
-        return sum((tensor * share for tensor, share in zip(tensors[1:], shares[1:])), start=tensors[0] * shares[0])
-    if len(set(weights)) == 1:
-        return torch.stack(list(tensors)).mean(0)
-    return torch.stack(torch._foreach_mul(list(tensors), shares)).sum(0)
-
-
-def mean_of_numbers(values: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
-    """Average numbers by weight; those of no weight are skipped, as they are means over nothing.
-
-    Examples:
-        >>> mean_of_numbers([torch.tensor(1), torch.tensor(float("nan"))], [2, 0])
-        tensor(1.)
-    """
-    values = [value if value.is_floating_point() else value.to(torch.get_default_dtype()) for value in values]
-    weighted = [(value, weight) for value, weight in zip(values, weights) if weight]
-    return weighted_mean(*zip(*weighted)) if weighted else values[-1]
+    first, total = tensors[0], sum(weights)
+    dtype = first.dtype if first.is_floating_point() or first.is_complex() else torch.get_default_dtype()
+    if len(tensors) == 1 or not total:
+        return tensors[-1].to(dtype)
+    wide = torch.promote_types(dtype, torch.float32)
+    weighted = [(tensor.to(wide), weight / total) for tensor, weight in zip(tensors, weights) if weight]
+    values, shares = map(list, zip(*weighted))
+    if first.numel() > 1:  # large ones are not held twice
+        return sum((tensor * share for tensor, share in weighted[1:]), start=values[0] * shares[0]).to(dtype)
+    if len(set(shares)) == 1:
+        return torch.stack(values).mean(0).to(dtype)
+    return torch.stack(torch._foreach_mul(values, shares)).sum(0).to(dtype)
 
 
 def _merge_arrays(parts: list[_Part]) -> Any:
@@ -224,9 +210,9 @@ def _merge_numbers(parts: list[_Part]) -> Any:
         return sum(sizes)
     if _all_equal(values):
         return values[0]
-    weighted = [part for part in parts if part.weight]
+    weighted = [part for part in parts if part.weight]  # the others are means over nothing
     total = sum(part.weight for part in weighted)
-    return sum(part.value * part.weight for part in weighted) / total if weighted else float("nan")
+    return sum(part.value * part.weight for part in weighted) / total if weighted else values[-1]
 
 
 def _same(values: list[Any]) -> Any:

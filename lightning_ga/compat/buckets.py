@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from lightning_ga.compat.gradient_dtype import dtype_of_sum
+
 FIRST_BUCKET = 2**20  # bytes that are sent as soon as there are as many, as in DistributedDataParallel
 
 
@@ -35,21 +37,20 @@ class Bucket:
 
     def join(self, gradients: Sequence[Tensor | None], scale: float) -> Tensor:
         """Write gradients to the message, times ``scale``, and return it."""
-        alike = self._alike(gradients)
-        self._present.fill_(1)
-        if not all(alike):
-            for gradient, part, is_alike in zip(gradients, self._parts, alike):
-                if gradient is None:
-                    part.zero_()
-                elif not is_alike:
-                    part.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
-            self._present.copy_(torch.tensor([gradient is not None for gradient in gradients]))
-        _copy([*compress(gradients, alike)], [*compress(self._parts, alike)])
+        there = [gradient is not None for gradient in gradients]
+        if all(there):
+            self._present.fill_(1)
+        else:
+            self._present.copy_(torch.tensor(there))
+            torch._foreach_zero_([part for part, is_there in zip(self._parts, there) if not is_there])
+        found = [gradient for gradient in gradients if gradient is not None]
+        _copy([g.to_dense() if g.is_sparse else g for g in found], [*compress(self._parts, there)])
         return self._message.mul_(scale)
 
     def spread(self, gradients: Sequence[Tensor | None]) -> None:
         """Replace gradients by the averages, which are in the message; one that no rank has stays missing."""
-        alike = self._alike(gradients)
+        # Those that are there, of the type that is sent and not sparse, are overwritten.
+        alike = [g is not None and g.dtype == self.dtype and not g.is_sparse for g in gradients]
         if not all(alike):
             there = zip(self.parameters, self._parts, self._present.tolist(), alike)
             lacking = [(p, part) for p, part, is_present, is_alike in there if is_present and not is_alike]
@@ -57,10 +58,6 @@ class Bucket:
             for parameter, gradient in [(p, torch.empty_like(p, dtype=self.dtype).copy_(part)) for p, part in lacking]:
                 parameter.grad = gradient
         _copy([*compress(self._parts, alike)], [*compress(gradients, alike)])
-
-    def _alike(self, gradients: Iterable[Tensor | None]) -> list[bool]:
-        """Tell which gradients are there, of the type that is sent and not sparse."""
-        return [g is not None and g.dtype == self.dtype and not g.is_sparse for g in gradients]
 
 
 class SparseBucket:
@@ -100,14 +97,15 @@ def make_buckets(
     *,
     most: int,
     arrival: Mapping[int, int],
-    dtype: Callable[[Parameter], torch.dtype] = attrgetter("dtype"),
+    summed: bool = False,
 ) -> list[AnyBucket]:
     """Join parameters to buckets of at most so many bytes, the last parameter first; a larger gradient goes alone.
 
     Buckets are the same on all ranks but for ``last``, which follows from ``arrival``: the place of each gradient in a
-    backward pass, by the ``id`` of its parameter. ``dtype`` says as what the gradient of a parameter is sent. Those of
-    ``sparse`` parameters go alone.
+    backward pass, by the ``id`` of its parameter. If gradients are ``summed``, half-precision ones are sent in float32.
+    Those of ``sparse`` parameters go alone.
     """
+    dtype: Callable[[Parameter], torch.dtype] = dtype_of_sum if summed else attrgetter("dtype")
     alone = set(map(id, sparse))
     together = [parameter for parameter in reversed(parameters) if id(parameter) not in alone]
     dense = [

@@ -17,11 +17,10 @@ from lightning_ga.compat import patching
 
 @contextmanager
 def intercepted_closures(trainer: Any, wrap: Callable[..., Callable[..., Any]]) -> Iterator[None]:
-    """Return a context in which the loop's closures are those of ``wrap``.
+    """Return a context in which the loop runs what ``wrap(whole, make, kwargs, optimizer, batch_idx)`` returns.
 
-    It is called as ``wrap(whole, make, kwargs, optimizer, batch_idx)``: ``whole`` is Lightning's own closure
-    (``automatic.py:163``), and ``make`` makes others of the last three. The function that it returns runs the
-    micro-batch, and returns a result with the ``loss`` for the optimizer and the output as ``asdict()``.
+    ``whole`` is Lightning's own closure (``automatic.py:163``), and ``make`` makes others of the last three. The result
+    has the ``loss`` for the optimizer, and the output as ``asdict()``.
     """
     loop = trainer.fit_loop.epoch_loop.automatic_optimization
     make = partial(type(loop)._make_closure, loop)
@@ -61,10 +60,9 @@ def accumulating(trainer: Any) -> AbstractContextManager[None] | None:
 
 @contextmanager
 def before_the_last(trainer: Any, withheld: Callable[[torch.Tensor], None]) -> Iterator[None]:
-    """Return a context in which more pieces of the batch follow: its gradients are not complete after a backward pass.
+    """Return a context in which more pieces of the batch follow: the loop says that it goes on to accumulate.
 
-    The loop says that it goes on to accumulate, as hooks of gradients may ask. In place of ``on_after_backward``,
-    ``withheld`` is called with the loss without its graph (``plugins/precision/precision.py``).
+    In place of ``on_after_backward``, ``withheld`` is called with the loss (``plugins/precision/precision.py``).
     """
     loop, plugin = trainer.fit_loop.epoch_loop, trainer.precision_plugin  # ``fit_loop._should_accumulate`` asks it
 
@@ -96,10 +94,7 @@ def zero_through(closure: Any, around: Callable[[Callable[[], None]], None]) -> 
 
 
 def undo_half_made_scale(trainer: Any) -> None:
-    """Let a gradient scaler begin anew if memory ran out between the two tensors that it makes for its first loss.
-
-    It refuses to go on with one of them (``_lazy_init_scale_growth_tracker`` in ``torch/amp/grad_scaler.py``).
-    """
+    """Let a gradient scaler begin anew if memory ran out between the two tensors that it makes for its first loss."""
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     if isinstance(scaler, torch.amp.GradScaler) and scaler._growth_tracker is None:
         scaler._scale = None

@@ -23,8 +23,7 @@ def intercepted_loaders(
 ) -> Iterator[None]:
     """Return a context in which the fit loop reads ``cut(loader)`` and calls ``around(setup_data)`` to set data up.
 
-    ``fit_loop.setup_data`` asks ``_data_source`` for the loader wherever it comes from: ``fit()``, the module or a
-    datamodule (``loops/fit_loop.py:238``).
+    ``setup_data`` asks ``_data_source`` for the loader, wherever it comes from (``loops/fit_loop.py:238``).
     """
     loop = trainer.fit_loop
     source, request, set_up = loop._data_source, type(loop._data_source).dataloader, type(loop).setup_data
@@ -75,9 +74,9 @@ def load_later(trainer: Any, states: list[Any]) -> None:
 
 
 def shares_shuffled(trainer: Any) -> bool:
-    """Return whether the Trainer shares one order among its ranks: whatever the loader says, it shuffles that.
+    """Return whether the Trainer shares one order among its ranks, and so shuffles it, also on one rank.
 
-    Lightning 2.6, ``_DataConnector._requires_distributed_sampler``: by the strategy, also on one rank.
+    Lightning 2.6, ``_DataConnector._requires_distributed_sampler``.
     """
     connector = trainer._accelerator_connector
     return bool(connector.use_distributed_sampler and connector.is_distributed)
@@ -85,35 +84,21 @@ def shares_shuffled(trainer: Any) -> bool:
 
 @contextmanager
 def micro_batch_units(trainer: Any) -> Iterator[tuple[bool, int | float]]:
-    """Return a context in which data are set up without sharding them again or applying the recipe's limits.
+    """Yield ``Trainer(use_distributed_sampler=…, limit_train_batches=…)``, which are others while data are set up.
 
-    Yields ``Trainer(use_distributed_sampler=…, limit_train_batches=…)``.
-
-    ``setup_data`` re-creates loaders for a distributed sampler (``data_connector.py``, ``_prepare_dataloader``), cuts
-    epochs at ``limit_train_batches`` and checks ``val_check_interval`` against the number of batches; the training
-    source does all three itself.
+    So ``setup_data`` neither shards data, nor cuts epochs, nor checks ``val_check_interval``: the training source does.
     """
     connector = trainer._accelerator_connector
-    kept = connector.use_distributed_sampler, trainer.limit_train_batches
-    interval = getattr(trainer, "val_check_interval", None)  # not set if it is a time
-    connector.use_distributed_sampler = False
-    if trainer.limit_train_batches != 0:
-        trainer.limit_train_batches = 1.0
-    if interval is not None:
-        trainer.val_check_interval = 1.0
-    try:
-        yield kept
-    finally:
-        connector.use_distributed_sampler, trainer.limit_train_batches = kept
-        if interval is not None:
-            trainer.val_check_interval = interval
+    recipe = connector.use_distributed_sampler, trainer.limit_train_batches
+    units = {} if trainer.limit_train_batches == 0 else {"limit_train_batches": 1.0}
+    if getattr(trainer, "val_check_interval", None) is not None:  # not set if it is a time
+        units["val_check_interval"] = 1.0
+    with patching.replaced(connector, use_distributed_sampler=False), patching.replaced(trainer, **units):
+        yield recipe
 
 
 def resize_epoch(trainer: Any, length: int | None, *, at_most: int | None = None) -> None:
-    """Set the number of micro-batches of the epoch, of which the loops hold four copies.
-
-    It is ``None`` for a stream of unknown length, which is not read any further after ``at_most``.
-    """
+    """Set the number of micro-batches in all loops; a stream of unknown length is not read further than ``at_most``."""
     loop = trainer.fit_loop
     loop._combined_loader.limits = [inf if length is None else length]
     known = at_most if length is None else length

@@ -66,19 +66,18 @@ def dtype_of_sum(parameter: Tensor) -> torch.dtype:
 def narrow_before_steps(optimizer: Optimizer, parameters: list[Tensor]) -> Any:
     """Round gradients before every update of an optimizer, after its closure if any; return a handle to remove this."""
 
-    def before(_: Optimizer, given: tuple[Any, ...], settings: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        by_name = "closure" in settings
-        closure = settings["closure"] if by_name else next(iter(given[1:]), None)
+    def before(_: Optimizer, given: tuple[Any, ...], settings: dict[str, Any]) -> Any:
+        closure = next(iter(given[1:]), settings.get("closure"))
         if closure is None:
             narrow(parameters)
-            return given, settings
+            return None
 
         def evaluated() -> Any:
             loss = closure()
             narrow(parameters)
             return loss
 
-        return (given, {**settings, "closure": evaluated}) if by_name else ((given[0], evaluated, *given[2:]), settings)
+        return given[:1], {**settings, "closure": evaluated}
 
     return optimizer.register_step_pre_hook(before)
 

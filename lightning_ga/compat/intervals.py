@@ -62,8 +62,7 @@ def frequencies_by_step(trainer: Any) -> dict[int, int]:
 def step_schedulers_when_due(trainer: Any, frequencies: dict[int, int], batches: int) -> None:
     """Let schedules by step be due as in a training in one pass, which has done so many ``batches`` of its epoch.
 
-    ``frequencies`` are the user's. The loop tests its count of micro-batches against the frequency
-    (``training_epoch_loop.py:474``), so that number is set to one that divides the count or not.
+    The loop looks whether it divides its count of micro-batches (``training_epoch_loop.py:474``): it is set to do so.
     """
     count = loops.micro_batch_index(trainer) + 1
     for position, frequency in frequencies.items():
@@ -78,11 +77,10 @@ def restore_frequencies(trainer: Any, frequencies: dict[int, int]) -> None:
 
 
 def validate_when_due(trainer: Any, before: int, after: int, epoch_batches: int | None) -> None:
-    """Let validation run after this micro-batch exactly if it is due by the recipe's batches.
+    """Let validation run after this micro-batch if it is due by the recipe's batches ``before`` and ``after`` it.
 
-    So many of them come ``before`` the micro-batch, are done ``after`` it, and make up an epoch if that is known. The
-    loop tests its own count of micro-batches against ``trainer.val_check_batch`` (``training_epoch_loop.py:560``), so
-    that number is set to one that divides the count or not.
+    The loop looks whether ``trainer.val_check_batch`` divides its count of micro-batches
+    (``training_epoch_loop.py:560``): it is set accordingly.
     """
     interval = _validation_interval(trainer, epoch_batches)
     if interval is None:

@@ -3,10 +3,12 @@
 Lightning's ``core/module.py`` (``log``) and ``trainer/connectors/logger_connector/result.py``.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
+
+from lightning_ga.compat import patching
 
 Note = Callable[..., None]
 
@@ -34,25 +36,13 @@ class LogTap:
         elif (fx, name) not in self.logged:
             self._note(fx, name, *arguments, **settings)
 
-    @contextmanager
-    def held(self, note: Note) -> Iterator[None]:
+    def held(self, note: Note) -> AbstractContextManager[None]:
         """Return a context in which values go to ``note`` instead."""
-        self._note = note
-        try:
-            yield
-        finally:
-            self._note = None
+        return patching.replaced(self, _note=note)
 
-    @contextmanager
-    def of_batch(self, batch: Any) -> Iterator[None]:
+    def of_batch(self, batch: Any) -> AbstractContextManager[None]:
         """Return a context in which values are those of another batch, by whose size means are weighted."""
-        results = self.results
-        before = results.batch, results.batch_size
-        results.batch, results.batch_size = batch, None
-        try:
-            yield
-        finally:
-            results.batch, results.batch_size = before
+        return patching.replaced(self.results, batch=batch, batch_size=None)
 
     def release(self) -> None:
         """Restore Lightning's own."""

@@ -1,4 +1,4 @@
-"""Read and set what the fit loop counts: epochs, batches, and its position after a restart.
+"""Read and set what the Trainer and its fit loop count: epochs, batches, the factor, the position after a restart.
 
 Lightning's ``loops/fit_loop.py``, ``loops/training_epoch_loop.py`` and ``loops/progress.py``.
 """
@@ -72,11 +72,7 @@ def batches_done(trainer: Any) -> tuple[int, int]:
 
 
 def move_to_micro_batch(trainer: Any, done: int, *, same_epoch: bool) -> None:
-    """Let a restored loop go on after ``done`` micro-batches of its epoch, in this run's own units.
-
-    A checkpoint counts the micro-batches of the run that wrote it. If the loop goes on in the ``same_epoch``, its
-    totals change by the same number.
-    """
+    """Let a restored loop go on after ``done`` micro-batches of this run; in the ``same_epoch`` totals change, too."""
     loop = trainer.fit_loop.epoch_loop
     progress = loop.batch_progress
     pending = loop.restarted_on_train_batch_end  # which 2.5 reads off the counts
@@ -90,10 +86,8 @@ def move_to_micro_batch(trainer: Any, done: int, *, same_epoch: bool) -> None:
 def begin_next_epoch(trainer: Any) -> None:
     """Let a restored loop begin its next epoch as any other, if the epoch of the checkpoint was over.
 
-    Restored from a checkpoint of an epoch's last micro-batch, the loop acts as if it were in the middle of the next
-    epoch (``fit_loop.py:398`` and ``:447``): no hook announces its start, and the count of epochs that have begun stays
-    behind. A checkpoint written in it would look like one between epochs, and the next resume would lose its position
-    and an optimizer step.
+    Otherwise it acts as if it were in the middle of that epoch (``fit_loop.py:398``, ``:447``): no hook announces its
+    start, and a checkpoint written in it would look like one between epochs.
     """
     loop = trainer.fit_loop
     progress = loop.epoch_progress.current
@@ -108,9 +102,7 @@ def begin_next_epoch(trainer: Any) -> None:
 def reopen_epoch(trainer: Any) -> None:
     """Let a restored loop go on in an epoch that ``max_steps`` ended early, as stock Lightning does.
 
-    A checkpoint of ``on_train_epoch_end`` counts that epoch as processed. With ``max_steps`` the loop continues it all
-    the same (``fit_loop.py``: ``on_run_start``, ``_iteration_based_training``), but counts it twice; without, it begins
-    the next one.
+    A checkpoint of ``on_train_epoch_end`` counts that epoch as processed (``fit_loop.py``: ``on_run_start``).
     """
     loop = trainer.fit_loop
     progress, batches = loop.epoch_progress, loop.epoch_loop.batch_progress
@@ -120,10 +112,9 @@ def reopen_epoch(trainer: Any) -> None:
 
 
 def align_logger_steps(trainer: Any) -> None:
-    """Give loggers the right number of optimizer steps after a restart.
+    """Give loggers the right number of optimizer steps after a restart: checkpoints are written before it rises.
 
-    A checkpoint is written before that count rises. The loop makes up for it by adding one, on its reset
-    (``training_epoch_loop.py:190``) or, if validation was due, by running the end of the micro-batch once more (:277).
+    The loop adds one, on its reset (``training_epoch_loop.py:190``) or by ending the micro-batch once more (:277).
     """
     loop = trainer.fit_loop.epoch_loop
     on_reset = loop.restarted_on_train_batch_end or not loop.restarted_on_last
@@ -169,3 +160,32 @@ def stage(trainer: Any) -> str:
     """Return what batches are for now: ``"training"``, ``"validation"``, ``"test"`` or ``"prediction"``."""
     running = trainer.state.stage
     return "training" if running is None else _STAGES.get(running.value, "training")
+
+
+def leave_factor(trainer: Any, recipe: int) -> None:
+    """Store the user's factor on the trainer, beside the one that a fit leaves there."""
+    trainer.__dict__["_recipe_factor"] = (trainer.accumulate_grad_batches, recipe)
+
+
+def take_factor_back(trainer: Any) -> None:
+    """Restore the user's factor on the trainer, unless it was set anew meanwhile."""
+    left, recipe = trainer.__dict__.pop("_recipe_factor", (None, None))
+    if trainer.accumulate_grad_batches == left:
+        trainer.accumulate_grad_batches = recipe
+
+
+def run_first(trainer: Any, callback: Any) -> int:
+    """Move a callback before all others, which then see its gradients; return its position before, for ``run_at``.
+
+    Lightning moves its tuners likewise.
+    """
+    place: int = trainer.callbacks.index(callback)
+    run_at(trainer, callback, 0)
+    return place
+
+
+def run_at(trainer: Any, callback: Any, place: int) -> None:
+    """Move a callback to a position among the others, if the trainer still has it."""
+    if callback in trainer.callbacks:
+        others = [other for other in trainer.callbacks if other is not callback]
+        trainer.callbacks = [*others[:place], callback, *others[place:]]

@@ -1,10 +1,25 @@
-"""Replace methods of single instances, and find modules of the trainer's own namespace."""
+"""Replace methods and attributes of single instances; support ``lightning.pytorch`` and ``pytorch_lightning``."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from importlib import import_module
+from importlib.util import find_spec
 from types import MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+
+if TYPE_CHECKING or find_spec("pytorch_lightning") is None:
+    Callback = pl.Callback
+    MODULES: tuple[type[pl.LightningModule], ...] = (pl.LightningModule,)
+else:
+    import pytorch_lightning
+
+    class Callback(pl.Callback, pytorch_lightning.Callback):
+        """A callback that trainers of both namespaces accept: each checks the type."""
+
+    MODULES = (pl.LightningModule, pytorch_lightning.LightningModule)
 
 
 class shadowed:  # noqa: N801
@@ -43,3 +58,16 @@ def sibling(trainer: Any, name: str) -> Any:
     """Import a module of the trainer's own namespace: ``lightning.pytorch`` or ``pytorch_lightning``."""
     root = type(trainer.fit_loop).__module__.removesuffix(".loops.fit_loop")
     return import_module(f"{root}.{name}")
+
+
+@contextmanager
+def replaced(instance: Any, **values: Any) -> Iterator[None]:
+    """Return a context in which attributes of an instance have other values."""
+    before = {name: getattr(instance, name) for name in values}
+    try:
+        for name, value in values.items():
+            setattr(instance, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(instance, name, value)

@@ -1,17 +1,15 @@
 """Average the gradients of a window over ranks, while its last backward pass runs.
 
-``DistributedDataParallel`` does that too, but its reducer cannot go on where a pass was broken off: a rank that runs
-the pass again, in pieces, would issue other collectives than the rest and hang them all. So every pass runs without
-it. Here all ranks send buckets of gradients in the same order, each as soon as its gradients are complete. What is
-sent is a copy. If a pass fails, the averages of what it sent stay right: they are set aside while the window runs
-again, and the other buckets are sent after that.
+The reducer of ``DistributedDataParallel`` cannot go on where a pass was broken off: a rank that runs the pass again, in
+pieces, would issue other collectives than the rest and hang them all. Here all ranks send copies of their gradients in
+buckets, in the same order, each as soon as it is complete. If a pass fails, the averages of what it sent stay right:
+they are set aside while the window runs again, and the other buckets are sent after that.
 """
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
-from operator import attrgetter
 from threading import Lock
 from typing import Any
 
@@ -23,7 +21,6 @@ from torch.nn import Embedding, EmbeddingBag, Parameter
 from lightning_ga.compat import patching
 from lightning_ga.compat.agreement import sequence_number
 from lightning_ga.compat.buckets import AnyBucket, Bucket, make_buckets
-from lightning_ga.compat.gradient_dtype import dtype_of_sum
 from lightning_ga.errors import UserError
 from lightning_ga.snapshot.gradients import Gradients, counted_additions
 
@@ -56,20 +53,15 @@ class GradientReducer:
         self._made_for = None
 
     def window(self, *, summed: bool) -> "WindowReduction":
-        """Begin the reduction of one window; all ranks do so in the same order.
-
-        ``summed`` if gradients are sums over several micro-batches, those of half-precision parameters in float32. They
-        are of one type on all ranks, some of which may run a micro-batch in pieces, or none.
-        """
+        """Begin the reduction of one window, whose gradients may be sums of several micro-batches; all ranks do so."""
         return WindowReduction(self._bucketed(summed=summed), self._send)
 
     def around_backward(
         self, trainer: Any, window: "WindowReduction | None", *, may_overlap: bool
     ) -> AbstractContextManager[None]:
-        """Return a context in which backward passes average the gradients of a window, if there is one.
+        """Return a context in which backward passes average the gradients of a window, before ``on_after_backward``.
 
-        Gradients are sent while the pass runs if it ``may_overlap`` and a first pass, of any window, has shown in which
-        order they come. Averages are there before the hooks ``on_after_backward``.
+        They are sent while the pass runs if it ``may_overlap`` and an earlier pass has shown in which order they come.
         """
         if window is None and self._arrival is not None:
             return nullcontext()
@@ -87,10 +79,7 @@ class GradientReducer:
         return patching.shadowed(plugin, "backward", run)
 
     def check(self) -> None:
-        """Refuse gradients of parameters that were not trained when the window's reduction began: no bucket holds them.
-
-        With them, ranks would go on with different weights.
-        """
+        """Refuse gradients of parameters that were not trained when the reduction began: no rank sends them."""
         late = [one for one in self._frozen if one.requires_grad and one.grad is not None]
         if late:
             raise UserError(
@@ -103,9 +92,8 @@ class GradientReducer:
     def _learning(self) -> Iterator[None]:
         """Return a context in which a first backward pass shows the order of gradients, and whether each comes once.
 
-        Once, as a rule, however often a parameter is used. More than once with ``torch.utils.checkpoint`` and
-        ``use_reentrant=True``: backward passes run within one another, and each adds to the weights that several
-        checkpointed parts share. Fused kernels that write gradients by themselves may do so more than once, too.
+        Weights that several parts share get more than one with ``torch.utils.checkpoint`` and ``use_reentrant=True``.
+        Fused kernels that write gradients by themselves may do so more than once, too.
         """
         before = Gradients.of(self._parameters)
         with counted_additions(self._parameters) as counts:
@@ -127,7 +115,7 @@ class GradientReducer:
                 [table.weight for table in tables if table.sparse],  # as ``DistributedDataParallel`` takes them
                 most=getattr(self._module, "bucket_bytes_cap", BUCKET),
                 arrival=self._arrival or {},
-                dtype=dtype_of_sum if summed else attrgetter("dtype"),
+                summed=summed,
             )
             self._make_room()
             self._made_for = summed, trained

@@ -4,13 +4,11 @@ They go through Lightning's ``loops/training_epoch_loop.py`` and ``trainer/conne
 warnings are muted in ``trainer/call.py`` and ``utilities/rank_zero.py``.
 """
 
-import sys
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -34,6 +32,10 @@ class PassPlace:
     ahead: int = 0  # batches of the epoch that count as trained before it
 
 
+_WARN_ONCE = (  # what a step may come by
+    *("loops.optimization.automatic", "core.module", "utilities.data"),
+    *("trainer.connectors.logger_connector.logger_connector", "trainer.connectors.logger_connector.result"),
+)
 FIRST_OF_WINDOW = PassPlace(ends=False)
 LAST_OF_WINDOW = PassPlace(index=1, steps=True)
 
@@ -96,21 +98,20 @@ def _counting(trainer: Any, place: PassPlace) -> Iterator[int]:
     together tell the same number of steps.
     """
     loop, epoch_loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
-    progress, planned = epoch_loop.batch_progress, loop.max_batches
-    ready = progress.current.ready
+    progress = epoch_loop.batch_progress
     if place.steps:
-        trainer.accumulate_grad_batches, progress.current.ready = place.index + 1, place.index + 1 + place.ahead
+        trainer.accumulate_grad_batches, ready = place.index + 1, place.index + 1 + place.ahead
     else:
         trainer.accumulate_grad_batches = 4 * place.batches  # the loop divides the loss by it
-        progress.current.ready = max(1, ready) + place.ahead + (place.index if place.begins else 0)
+        ready = max(1, progress.current.ready) + place.ahead + (place.index if place.begins else 0)
     progress.total.ready += place.begins
-    loop.max_batches = planned * place.batches
     goes_on = nullcontext() if place.steps else patching.shadowed(epoch_loop, "_should_accumulate", lambda: True)
-    try:
-        with goes_on:
-            yield progress.current.ready - 1
-    finally:
-        loop.max_batches, progress.current.ready = planned, ready
+    with (
+        patching.replaced(loop, max_batches=loop.max_batches * place.batches),
+        patching.replaced(progress.current, ready=ready),
+        goes_on,
+    ):
+        yield ready - 1
 
 
 @contextmanager
@@ -195,28 +196,17 @@ def muted(trainer: Any) -> Iterator[None]:
     def unless_muted(other: Any, *arguments: Any, **settings: Any) -> Any:
         return None if other is trainer else hooks(other, *arguments, **settings)
 
-    caches = _warning_caches(call.__name__.removesuffix(".trainer.call"), len(sys.modules))
-    texts = [(cache, set(cache)) for cache in caches]
+    # What was said already is not said again (``utilities/rank_zero.py``: ``WarningCache``).
+    holders = [patching.sibling(trainer, name) for name in _WARN_ONCE]
+    caches = [holder.warning_cache for holder in (holders[0].Closure, *holders[1:])]
+    said = [set(cache) for cache in caches]
     try:
         with patching.shadowed(call, "_call_callback_hooks", unless_muted), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        for cache, before in texts:
-            cache.clear()
-            cache.update(before)
-
-
-@lru_cache(maxsize=2)
-def _warning_caches(root: str, _loaded: int) -> list[set[str]]:
-    """Return the texts that Lightning will not warn of again (``utilities/rank_zero.py``: ``WarningCache``).
-
-    All modules are looked through once, and again after others were imported: a look takes as long as a small step.
-    """
-    modules = [module for name, module in list(sys.modules.items()) if name.startswith(f"{root}.")]
-    holders = [*modules, sys.modules[f"{root}.loops.optimization.automatic"].Closure]
-    caches = [getattr(holder, "warning_cache", None) for holder in holders]
-    return [cache for cache in caches if isinstance(cache, set)]
+        for cache, before in zip(caches, said):
+            cache.intersection_update(before)
 
 
 @contextmanager
@@ -246,13 +236,7 @@ def _without_collectives(trainer: Any) -> Iterator[None]:
         yield
         return
     # With static_graph a first backward pass reduces all the same, unless the second flag says that it has.
-    flags = Attributes()
-    with strategy.block_backward_sync():
-        for name, value in (("require_forward_param_sync", False), ("_static_graph_delay_allreduce_enqueued", True)):
-            if hasattr(strategy.model, name):
-                flags.take(strategy.model, name)
-                setattr(strategy.model, name, value)
-        try:
-            yield
-        finally:
-            flags.restore()
+    flags = {"require_forward_param_sync": False, "_static_graph_delay_allreduce_enqueued": True}
+    there = {name: value for name, value in flags.items() if hasattr(strategy.model, name)}
+    with strategy.block_backward_sync(), patching.replaced(strategy.model, **there):
+        yield

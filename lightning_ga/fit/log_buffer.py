@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_ga.batch.merge import mean_of_numbers
+from lightning_ga.batch.merge import weighted_mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ def _merged(entries: Sequence[Entry], batch_samples: int) -> Entry:
     values = [torch.as_tensor(entry.value) for entry in entries]
     reduce_fx = settings.get("reduce_fx")
     reduce = _EXTENSIVE.get(reduce_fx.lower() if isinstance(reduce_fx, str) else reduce_fx)
-    value = mean_of_numbers(values, weights) if reduce is None else reduce(torch.stack(values))
+    value = weighted_mean(values, weights) if reduce is None else reduce(torch.stack(values))
     return replace(first, value=value, settings=settings)
 
 

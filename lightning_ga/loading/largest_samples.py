@@ -7,17 +7,16 @@ searched for among all samples, as far as a few seconds allow, and only these ar
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
-from itertools import repeat
-from math import gcd, prod
+from itertools import islice, repeat
+from math import prod
 from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader, default_collate
 
 from lightning_ga.batch.sizes import Field, elements, leaves
-from lightning_ga.loading.samples import GOLDEN, FirstSamples, collate_samples, fetch
+from lightning_ga.loading.samples import FirstSamples, collate_samples, fetched, spread
 from lightning_ga.memory.live_tensors import uncounted
 
 SAMPLES_KEPT = 32  # samples with the most elements, besides the largest of every field
@@ -27,16 +26,15 @@ _FIELDS = 32  # more fields are data, not structure: a dictionary keyed by name
 
 
 class ScanOrder:
-    """Order in which samples are scanned: some from all over the data set first, then more and more between them.
+    """Order in which samples are scanned: from all over the data set first, then more and more between them.
 
-    The first scan holds the first and the last sample, so that it meets the largest of a sorted data set. Samples
-    are at irregular distances, as broken ones may be regular, and any number of them is from all over the data set.
-    A stream has no indices, and is read from its start.
+    The first scan holds the first and the last sample, so that it meets the largest of a sorted data set. A stream has
+    no indices, and is read from its start.
 
     Examples:
         >>> looks = ScanOrder(DataLoader(range(200)), range(200), total=200)
-        >>> looks.first.read(4), 199 in looks.first.read(), [look[0] for look in looks.rest()]
-        ([0, 131, 52, 183], True, [3, 2, 1])
+        >>> looks.first.read(4), [len(look) for look in looks.rest()]
+        ([0, 199, 127, 54], [64, 64, 8])
     """
 
     def __init__(
@@ -46,50 +44,22 @@ class ScanOrder:
         total: int | None,
         together: Sequence[Any] | None = None,
     ) -> None:
-        self.total = total
-        self._indices = indices
-        self._stride = 1 if indices is None else max(1, -(-len(indices) // SAMPLES_AT_ONCE))
-        self.first = FirstSamples(loader, self._first())  # of the first scan
+        self.total, self._indices = total, indices
+        self.streams = indices is None  # whether samples have no index and are read from the start
+        self.first = FirstSamples(loader, list(islice(self._order(), SAMPLES_AT_ONCE)))  # of the first scan
         # Samples that a batch may be made of: those that are ``together``, if not any will do.
         self.some = self.first if together is None else FirstSamples(loader, list(together))
 
-    @property
-    def streams(self) -> bool:
-        """True if samples have no index and are read from the start."""
-        return self._indices is None
-
-    def _first(self) -> list[Any]:
-        if not self._indices:
-            return [None] * SAMPLES_AT_ONCE if self.streams else []
-        places = list(self._places(0))
-        step = _coprime(len(places))
-        return [self._indices[places[number * step % len(places)]] for number in range(len(places))]
-
     def rest(self) -> Iterator[list[Any]]:
         """Yield the indices of the further scans; of a stream, from its start."""
+        order = islice(self._order(), 0 if self.streams else SAMPLES_AT_ONCE, None)
+        while look := list(islice(order, SAMPLES_AT_ONCE)):
+            yield look
+
+    def _order(self) -> Iterator[Any]:
         if self._indices is None:
-            yield from repeat([None] * SAMPLES_AT_ONCE)
-            return
-        step = _coprime(self._stride)
-        for number in range(1, self._stride):
-            yield [self._indices[place] for place in self._places(number * step)]
-
-    def _places(self, shift: int) -> Iterator[int]:
-        """Yield one place of every stride, shifted from that of the first scan, which alone holds the last place."""
-        assert self._indices is not None
-        last = len(self._indices) - 1
-        for start in range(0, last + 1, self._stride):
-            place = start + (int(start * GOLDEN) + shift) % self._stride
-            if place < last:
-                yield place
-        if not shift:
-            yield last
-
-
-def _coprime(length: int) -> int:
-    """Return a step that visits all places of a circle, any number of them evenly spread: two thirds of its length."""
-    steps = range(max(1, round(GOLDEN * length)), length + 1)
-    return next(step for step in steps if gcd(step, length) == 1)
+            return repeat(None)
+        return map(self._indices.__getitem__, spread(len(self._indices)))
 
 
 class _Seen(NamedTuple):
@@ -214,7 +184,7 @@ def largest_samples(loader: "DataLoader[Any]", looks: ScanOrder) -> LargestSampl
     seen, complete = len(first), True
     if not kept.uniform and (looks.total is None or looks.total > seen):
         seen, workers = (0, 1) if looks.streams else (seen, loader.num_workers)
-        with closing(fetch(loader, looks.rest(), partial(_scan, Largest(text=text)), workers=workers)) as reports:
+        with fetched(loader, looks.rest(), partial(_scan, Largest(text=text)), workers=workers) as reports:
             for count, newcomers in reports:
                 seen += count
                 kept.see(newcomers)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from math import gcd
 from typing import Any
 
@@ -17,7 +18,7 @@ from lightning_ga.batch.pytree import same_values
 from lightning_ga.batch.read_layout import Samples, read_layout, read_ready_made
 from lightning_ga.batch.sizes import leaves, length_of_first
 from lightning_ga.batch.split import BatchSlices, slices_by_hook, slices_of
-from lightning_ga.loading.samples import GOLDEN, collate_samples, collect_samples
+from lightning_ga.loading.samples import collate_samples, collect_samples, spread
 from lightning_ga.loading.streams import length_of
 from lightning_ga.memory.oom import is_out_of_memory
 
@@ -110,20 +111,18 @@ def is_collated(loader: Any) -> bool:
 
 
 def indices_of(loader: "DataLoader[Any]") -> list[Any]:
-    """Return indices of some samples, at irregular distances, as broken samples may be regular; ``None`` for a stream.
+    """Return indices of some samples; ``None`` for a stream.
 
     Examples:
         >>> indices_of(DataLoader(range(100)))
-        [0, 61, 23, 85, 47, 9, 70, 32]
+        [0, 99, 63, 26, 89, 52, 15, 78]
     """
     if isinstance(loader.dataset, IterableDataset):
         return [None] * LOOKED_AT
     size = length_of(loader.dataset)
     if size is None:
         return list(next(iter(loader.batch_sampler or ()), ()))[:LOOKED_AT]
-    if size <= LOOKED_AT:
-        return list(range(size))
-    return [int(number * GOLDEN * size) % size for number in range(LOOKED_AT)]
+    return list(islice(spread(size), LOOKED_AT))
 
 
 class BatchReader:

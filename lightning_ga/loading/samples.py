@@ -2,9 +2,10 @@
 
 import copy
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
+from math import gcd
 from typing import Any
 
 import torch
@@ -18,7 +19,23 @@ from lightning_ga.memory.live_tensors import uncounted
 from lightning_ga.snapshot.contents import ObjectState, contained, reachable
 from lightning_ga.snapshot.random_numbers import RandomState
 
-GOLDEN = (5**0.5 - 1) / 2  # multiples of it, less their whole part, are spread irregularly and evenly
+_GOLDEN = (5**0.5 - 1) / 2  # multiples of it, less their whole part, are spread irregularly and evenly
+
+
+def spread(size: int) -> Iterator[int]:
+    """Yield the places of a sequence, the first and the last first: any number of the others is from all over it.
+
+    They are at irregular distances, as broken samples may be regular.
+
+    Examples:
+        >>> list(spread(10))
+        [0, 9, 7, 4, 1, 8, 5, 2, 6, 3]
+    """
+    if not size:
+        return
+    step = next(step for step in range(max(1, round(_GOLDEN * size)), size + 1) if gcd(step, size) == 1)
+    yield from range(0, size, max(1, size - 1))
+    yield from (place for number in range(1, size) if (place := number * step % size) != size - 1)
 
 
 def collect_samples(loader: "DataLoader[Any]", indices: list[Any], *, seed: int = 0) -> list[Any]:
@@ -28,10 +45,9 @@ def collect_samples(loader: "DataLoader[Any]", indices: list[Any], *, seed: int 
 
 def read_samples(loader: "DataLoader[Any]", indices: list[Any], *, seed: int = 0) -> tuple[list[Any], bool]:
     """Return the samples of some indices, not collated, and whether reading them drew random numbers here."""
-    before: list[RandomState] = []
-    with closing(fetch(loader, [indices], list, seed=seed, began=lambda: before.append(RandomState()))) as found:
-        samples = list(next(found, []))
-        return samples, any(not state.is_current() for state in before)
+    with fetched(loader, [indices], list, seed=seed) as found:
+        before = RandomState()
+        return list(next(found, [])), not before.is_current()
 
 
 class FirstSamples:
@@ -60,23 +76,23 @@ class FirstSamples:
         known = len(self._found)
         at_once, singly = self._indices[known:least], self._indices[max(known, least) : most]
         lists = [indices for indices in (at_once, *([index] for index in singly)) if indices]
-        with closing(fetch(self._loader, lists, list)) as reads:
+        with fetched(self._loader, lists, list) as reads:
             for samples in reads:
                 self._found += samples
                 if len(self._found) >= least and time.monotonic() - started > seconds:
                     break
 
 
-def fetch(
+@contextmanager
+def fetched(
     loader: "DataLoader[Any]",
     batches: Iterable[list[Any]],
     read: Callable[[list[Any]], Any],
     *,
     workers: int = 1,
     seed: int = 0,
-    began: Callable[[], None] = lambda: None,
-) -> Generator[Any, None, None]:
-    """Read samples and yield ``read(samples)`` for each list of indices; training goes on as if none had been read.
+) -> Iterator[Iterator[Any]]:
+    """Return a context that reads ``read(samples)`` for each list of indices; training goes on as if it had not.
 
     If the loader has workers, separate ones read: files that a dataset opens on first use must not be open in this
     process when training starts its workers.
@@ -87,8 +103,7 @@ def fetch(
     elif isinstance(dataset, IterableDataset):
         dataset = _fresh_stream(dataset)
     with untouched(dataset, seed=seed):
-        began()
-        yield from DataLoader.__iter__(_reading_copy(loader, batches, dataset=dataset, **settings))
+        yield DataLoader.__iter__(_reading_copy(loader, batches, dataset=dataset, **settings))
 
 
 def collate_samples(loader: "DataLoader[Any]", samples: list[Any], count: int, *, seed: int = 0) -> Any:

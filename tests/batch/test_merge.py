@@ -42,9 +42,9 @@ def test_a_mean_over_tokens_is_weighted_by_tokens() -> None:
     assert whole["ids"].shape == (6,)
 
 
-def test_means_over_nothing_are_nan() -> None:
-    """As they would be for the whole batch."""
-    whole = merge_outputs([{"loss": torch.tensor(1.0), "acc": x} for x in (0.25, 0.5)], [1, 1], weights=[0, 0])
+def test_means_over_nothing_are_those_of_the_last_piece() -> None:
+    """As a step would give them for the whole batch: NaN, or what it has in place of that."""
+    whole = merge_outputs([{"loss": torch.tensor(x), "acc": x} for x in (0.25, float("nan"))], [1, 1], weights=[0, 0])
     assert whole["loss"].isnan()
     assert np.isnan(whole["acc"])
 

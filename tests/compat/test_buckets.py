@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lightning_ga.compat.buckets import FIRST_BUCKET, Bucket, SparseBucket, make_buckets
-from lightning_ga.compat.gradient_dtype import dtype_of_sum, has_grad_dtype
+from lightning_ga.compat.gradient_dtype import has_grad_dtype
 
 MOST = 25 * 2**20
 
@@ -162,7 +162,7 @@ def test_sums_of_half_precision_parameters_are_sent_in_single_precision() -> Non
     wide, narrow = (nn.Parameter(torch.randn(3).bfloat16()) for _ in range(2))
     wide.grad_dtype = narrow.grad_dtype = None
     wide.grad, narrow.grad = torch.full((3,), 1 / 3), torch.ones(3).bfloat16()
-    bucket = placed(*make_buckets([wide, narrow], (), most=MOST, arrival={}, dtype=dtype_of_sum))
+    bucket = placed(*make_buckets([wide, narrow], (), most=MOST, arrival={}, summed=True))
     assert bucket.join(gradients(bucket), 0.5).dtype == torch.float32
     bucket.spread(gradients(bucket))
     assert wide.grad.tolist() == torch.full((3,), 1 / 6).tolist()
