@@ -121,9 +121,9 @@ class Engine:
 
     def to_device(self, move: Move, batch: Any, loader: int = 0) -> Any:
         """Move a batch to the device; one that is too large stays on the host and is moved in pieces."""
-        self.move = self.not_moved = None
-        if not self.is_active:
+        if not self.is_active:  # a batch of a trial: what is known of training's stays
             return move(batch)
+        self.move = self.not_moved = None
         self.host, self.mover = batch if self._has_host else None, move
         if not self._has_host and not self.hooks_move_batches:  # nothing is moved, so nothing can fail
             moved = move(batch)

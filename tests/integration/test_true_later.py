@@ -366,6 +366,31 @@ class Averaged(Task):
             old.lerp_(new.detach(), 0.1)
 
 
+class AveragedByBatch(Averaged):
+    """As ModelEmaV3 in ``on_train_batch_end``: it leaves its parameters as if they were to be trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.average.requires_grad_(True)
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        pass
+
+    @torch.no_grad()
+    def on_train_batch_end(self, *_: Any) -> None:
+        Averaged.on_before_zero_grad(self, None)
+
+
+@each_cut
+def test_an_average_that_follows_each_micro_batch_is_told(way: Way) -> None:
+    """No loss reads it, and it follows more often than in one pass, where the loader cuts."""
+    ours = run(Case(AveragedByBatch, loader), way, max_epochs=2)
+    is_wrong = way.mode == "loader"
+    assert (error(ours, one_pass(Case(AveragedByBatch, loader), max_epochs=2)) > 1e-3) is is_wrong
+    assert ours.cause == ("stateful" if is_wrong else "exact")
+    assert len(ours.told) == is_wrong
+
+
 class ReadsAverage(Averaged):
     def loss(self, batch: Any) -> torch.Tensor:
         predicted = self.predict(batch[0])

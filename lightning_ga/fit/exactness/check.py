@@ -177,7 +177,7 @@ class ExactnessCheck:
                 error = self._tolerance  # near a minimum those of samples cancel each other, and rounding is left
             else:
                 alone = compare(batch_pass.gradients[0], *parts, weight=weight)
-                trained = {name for name, weight in self._module.named_parameters() if weight.requires_grad}
+                trained = self._trained(batch_pass)
                 late = tuple(name for name in accumulated.changed_in_step if name not in trained)
                 changed = changed or late or (ACCUMULATED if alone.error <= self._tolerance else ())
         if not 0 < size < math.inf:
@@ -227,11 +227,16 @@ class ExactnessCheck:
         """
         names = batch_pass.changed_in_step if halves.cut else batch_pass.changed
         self.changing |= set(names)
-        trained = {name for name, weight in self._module.named_parameters() if weight.requires_grad}
+        trained = self._trained(batch_pass)
         changed = tuple(name for name in names if name not in trained)
         if changed or batch_pass.draws or not self._depends_on_last(halves):
             return changed
         return ("what the module keeps from one step to the next",)
+
+    def _trained(self, batch_pass: Passes) -> set[str]:
+        """Return the names of parameters with a gradient: a copy of the model may have parameters without one."""
+        names = [name for name, weight in self._module.named_parameters() if weight.requires_grad]
+        return {name for name, gradient in zip(names, batch_pass.gradients[0], strict=True) if norm([gradient])}
 
     def _depends_on_last(self, halves: Halves) -> bool:
         """Return whether the same batch gets another gradient in the next step, as the module keeps something."""

@@ -71,11 +71,12 @@ class LaterChecks:
             return
         kinds = self._new_kinds(batch) if self._passes <= LOOKED_AT else set()
         if is_due or kinds or exactness.suspects:
-            slices = attempt(self._slices, _any_error, batch).result
             if is_due:  # the next looks at another place
                 self._is_awaited, self._turns = False, self._turns + 1
-            if is_due or exactness.suspects or self._shows(kinds, slices):
-                self._measure(slices, is_told=False)
+            with self._engine.suspended():  # its parts may be moved to the device
+                slices = attempt(self._slices, _any_error, batch).result
+                if is_due or exactness.suspects or self._shows(kinds, slices):
+                    self._measure(slices, is_told=False)
 
     def _new_kinds(self, batch: Any) -> set[Kind]:
         """Return the kinds of values in a micro-batch that no measurement has met; they are tried a few times."""
@@ -97,7 +98,8 @@ class LaterChecks:
     def note_left_out(self, batch: Any) -> None:
         """Keep a micro-batch for which the step returned ``None``, until its window ends."""
         if self.are_made and self._left_out is None and self._spreads is None:
-            self._left_out = attempt(self._slices, _any_error, batch).result
+            with self._engine.suspended():
+                self._left_out = attempt(self._slices, _any_error, batch).result
 
     def found_left_out(self, batch: Any, *, is_one_batch: bool) -> bool:
         """Learn that the step returned ``None`` for some passes of a window, which ends with a batch.
@@ -139,13 +141,15 @@ class LaterChecks:
     def keep(self, batch: Any) -> None:
         """Keep a micro-batch in which memory has run out until all hooks of it have run: it is measured then."""
         if self.are_made and not is_inexact(self._exactness.splitting):
-            self._kept = attempt(self._slices, _any_error, batch).result
+            with self._engine.suspended():
+                self._kept = attempt(self._slices, _any_error, batch).result
 
     def measure_kept(self) -> None:
         """Measure the micro-batch that was kept, if there is one."""
         slices, self._kept = self._kept, None
         if slices is not None:
-            self._measure(slices, is_told=True)
+            with self._engine.suspended():
+                self._measure(slices, is_told=True)
 
     def _measure(self, slices: BatchSlices | None, *, is_told: bool) -> None:
         """Measure a micro-batch, and tell what is wrong unless it ``is_told`` elsewhere."""
@@ -178,6 +182,7 @@ class LaterChecks:
 
     def _check(self, slices: BatchSlices, size: int, cut: bool) -> Remeasured:
         trainer, source, on_device = self._trainer, self._data.source, not self._on_host
+        as_pieces = cut or source.cut_in_step or trainer.accumulate_grad_batches == 1
         reader, tolerance = self._engine.reader("training"), AGAIN * rounding(trainer)
         kinds = kinds_of(slices.take(0, slices.samples)).keys() - self._exactness.kinds
         first = self._turns * size % (slices.samples - size + 1) if not cut else 0
@@ -186,7 +191,7 @@ class LaterChecks:
             step = max(1, size // 2, (slices.samples - size) // MOST)
             cuts += [(start, None, start + size) for start in range(step, slices.samples - size + 1, step)]
         measured = Remeasured()
-        with self._engine.suspended(), traceless_passes(trainer, plain=True, begins=False) as passes:
+        with traceless_passes(trainer, plain=True, begins=False) as passes:
             check = ExactnessCheck(source, reader, passes, self._exactness.count, tolerance, while_training=True)
             for start, middle, stop in cuts:
                 batch, take = slices.take(start, stop), partial(_take, slices, start)
@@ -202,7 +207,7 @@ class LaterChecks:
                     take,
                     stop - start,
                     middle=middle and middle - start,
-                    cut=cut or source.cut_in_step,
+                    cut=as_pieces,
                     on_device=on_device,
                     batch_on_device=on_device,
                 )
