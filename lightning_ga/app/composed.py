@@ -32,7 +32,7 @@ BY_FILES = {  # keys of the hydra section, and what a file may set them to
     r"searchpath": r"file://.*",
     r"mode|verbose|job\.(name|chdir)|job\.config\.override_dirname\.\w+": WORD,
     r"sweeper\.params\.[+~]*(?!hydra\b)[A-Za-z_][\w.]*": ANYTHING,  # a file that is searched for imports modules
-    r"sweeper\.(direction|study_name)|launcher\.(account|backend|comment|constraint|name|partition|prefer|qos)": WORD,
+    r"sweeper\.(direction|study_name)|launcher\.(account|backend|comment|constraint|gres|name|partition|qos)": WORD,
     r"(sweeper|launcher)(\.\w+)+": NUMBER,  # no texts: setup is a program, storage a database
     r"(sweeper(\.sampler)?|launcher)\._target_": PLUGINS,
     r"(job|hydra)_logging\.(((root|loggers\.[\w.]+|handlers\.\w+)\.level)|disable_existing_loggers|version)": WORD,

@@ -127,6 +127,20 @@ def test_a_run_goes_on_in_its_folder_or_replaces_it(command, shared):
     assert not {"predictions.csv", "result.json", "checkpoints/last.ckpt", "csv/metrics.csv"} & left
 
 
+@pytest.mark.parametrize("kind", ["run", "sweep"])
+def test_hydra_starts_runs_in_the_folders_that_were_made_for_them(command, kind):
+    """The second of a year, where the folder is named by the year, and of a sweep its jobs, too."""
+    options = ["-m", "seed=3"] if kind == "sweep" else []
+    for _ in range(2):
+        run = command(*options, *SMALL, "dry_run=true", f"hydra.{kind}.dir=all/${{now:%Y}}")
+        assert run.code == 0, run.err
+    first, second = sorted(Path("all").iterdir())
+    assert second.name == f"{first.name}-2"
+    for folder in (first, second):
+        assert [path.name for path in folder.glob("**/plan.json")] == ["plan.json"]
+        assert [path.name for path in folder.glob("**/.hydra")] == [".hydra"]
+
+
 def test_jobs_of_a_sweep_have_folders_of_their_own(command):
     """A name that is the same for two of them is refused."""
     run = command("-m", *SMALL, "dry_run=true", "seed=1,2", "hydra.sweep.dir=many", "hydra.sweep.subdir=same")
