@@ -42,6 +42,13 @@ def test_runs_of_the_same_second_have_folders_of_their_own(tmp_path, mode):
     assert all(folder.is_dir() for folder in folders)
 
 
+def test_a_folder_is_one_line(tmp_path):
+    """Launchers write it into scripts; an interpolation may bring anything."""
+    config = configuration("${mine}/x", mine=f"{tmp_path}/a\ntouch b")
+    with pytest.raises(UserError, match="control characters"), ExitStack() as locks:
+        own(config, RunMode.MULTIRUN, locks)
+
+
 def test_a_folder_in_use_is_refused(tmp_path):
     """Whatever it holds; when the first run has ended it is free."""
     with ExitStack() as locks:
