@@ -28,14 +28,15 @@ PLUGINS = (
 )
 """Classes; what their modules have imported, such as ``basic_launcher.logging.os.system``, ends elsewhere."""
 FILE = "file://"
-ANYTHING, NUMBER, WORD = r"(?s).*", r"-?\d+(\.\d+)?(e-?\d+)?|True|False|None", r"[\w.,:+-]*"
+TEXT, NUMBER, WORD = r"[^\x00-\x1f\x7f-\x9f]*", r"-?\d+(\.\d+)?(e-?\d+)?|True|False|None", r"[\w.,:+-]*"
 BY_FILES = {  # keys of the hydra section, and what a file may set them to
-    r"(run|sweep)\.(dir|subdir)|help\.\w+": ANYTHING,
+    r"(run|sweep)\.dir": TEXT,
+    r"sweep\.subdir": r"(\$\{hydra[.:][\w.]+\}|[\w.,=+-])*",  # it is a line of a launcher's script
     r"searchpath": r"file://.*",
     r"mode|verbose|job\.(name|chdir)|job\.config\.override_dirname\.\w+": WORD,
-    r"sweeper\.params\.[+~]*(?!hydra\b)[A-Za-z_][\w.]*": ANYTHING,  # a file that is searched for imports modules
-    r"sweeper\.(direction|study_name)|launcher\.(account|backend|comment|constraint|name|partition|prefer|qos)": WORD,
-    r"(sweeper|launcher)(\.\w+)+": NUMBER,  # no texts: setup is a program, storage a database
+    r"sweeper\.params\.[+~]*(?!hydra\b)[A-Za-z_][\w.]*": TEXT,  # a file that is searched for imports modules
+    r"sweeper\.(direction|study_name)|launcher\.(account|backend|comment|constraint|gres|name|partition|qos)": WORD,
+    r"(sweeper(?!\.params)|launcher)(\.\w+)+": NUMBER,  # no texts: setup is a program, storage a database
     r"(sweeper(\.sampler)?|launcher)\._target_": PLUGINS,
     r"(job|hydra)_logging\.(((root|loggers\.[\w.]+|handlers\.\w+)\.level)|disable_existing_loggers|version)": WORD,
     r"(job|hydra)_logging\.formatters\.\w+\.(format|datefmt)": r"(?!.*(://|\$\{)).*",  # logging imports ext://module

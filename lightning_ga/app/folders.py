@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf, read_write
 from lightning_ga.app.arguments import is_first_rank
 from lightning_ga.app.run_files import CONFIG, CURVES, PARTS
 from lightning_ga.app.walk import walk
-from lightning_ga.errors import UserError
+from lightning_ga.errors import CONTROLS, UserError
 
 HOLDS = (CONFIG, "result.json", "checkpoints")  # any of them is worth keeping
 LEAVES = (  # what a run leaves, beside its log
@@ -57,6 +57,8 @@ def own(config: DictConfig, mode: RunMode, locks: ExitStack) -> None:
     section = config.hydra.run if is_run else config.hydra.sweep
     by_clock = "${now:" in OmegaConf.to_container(section)["dir"]  # type: ignore[index, call-overload]
     wanted = Path(section.dir)
+    if CONTROLS.search(str(wanted)):  # a line of a launcher's script
+        raise UserError(f"{str(wanted)!r} holds control characters, which the folder of a run cannot have.")
     for number in count(1):
         folder = wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}")
         try:

@@ -42,6 +42,13 @@ def test_runs_of_the_same_second_have_folders_of_their_own(tmp_path, mode):
     assert all(folder.is_dir() for folder in folders)
 
 
+def test_a_folder_is_one_line(tmp_path):
+    """Launchers write it into scripts; an interpolation may bring anything."""
+    config = configuration("${mine}/x", mine=f"{tmp_path}/a\ntouch b")
+    with pytest.raises(UserError, match="control characters"), ExitStack() as locks:
+        own(config, RunMode.MULTIRUN, locks)
+
+
 def test_a_folder_in_use_is_refused(tmp_path):
     """Whatever it holds; when the first run has ended it is free."""
     with ExitStack() as locks:
@@ -125,6 +132,20 @@ def test_a_run_goes_on_in_its_folder_or_replaces_it(command, shared):
     left = contents(first.folder).keys()
     assert "plan.json" in left
     assert not {"predictions.csv", "result.json", "checkpoints/last.ckpt", "csv/metrics.csv"} & left
+
+
+@pytest.mark.parametrize("kind", ["run", "sweep"])
+def test_hydra_starts_runs_in_the_folders_that_were_made_for_them(command, kind):
+    """The second of a year, where the folder is named by the year, and of a sweep its jobs, too."""
+    options = ["-m", "seed=3"] if kind == "sweep" else []
+    for _ in range(2):
+        run = command(*options, *SMALL, "dry_run=true", f"hydra.{kind}.dir=all/${{now:%Y}}")
+        assert run.code == 0, run.err
+    first, second = sorted(Path("all").iterdir())
+    assert second.name == f"{first.name}-2"
+    for folder in (first, second):
+        assert [path.name for path in folder.glob("**/plan.json")] == ["plan.json"]
+        assert [path.name for path in folder.glob("**/.hydra")] == [".hydra"]
 
 
 def test_jobs_of_a_sweep_have_folders_of_their_own(command):
