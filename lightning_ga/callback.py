@@ -30,11 +30,10 @@ class _ClassGivenError(UserError, AttributeError):
 class _OfObjects(property):
     """A property that the class itself does not have: ``Trainer(callbacks=[AutoAccumulate])`` reads it there."""
 
-    def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        if instance is None:
-            name = owner.__name__ if owner else ""
-            raise _ClassGivenError(f"callbacks=[{name}] holds the class: write callbacks=[{name}()].")
-        return super().__get__(instance, owner)
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        if instance is not None:
+            return super().__get__(instance, owner)
+        raise _ClassGivenError(f"callbacks=[{owner.__name__}] holds the class: write callbacks=[{owner.__name__}()].")
 
 
 class AutoAccumulate(Callback):

@@ -25,6 +25,7 @@ from lightning_ga import (
     plan_accumulation,
 )
 from lightning_ga.testing import limit_memory
+from lightning_ga.weights import TargetTokens
 
 
 def doubled(epoch: int) -> int:
@@ -43,6 +44,12 @@ def test_a_plan_has_types() -> None:
         plan.factor = 4  # type: ignore[misc]
     with pytest.raises(UserError):
         plan_accumulation("256", micro_batch=48)  # type: ignore[arg-type]
+
+
+def test_public_modules_need_no_import_of_their_own() -> None:
+    """As attributes of the package they have their types."""
+    assert_type(lightning_ga.weights.TargetTokens(), TargetTokens)
+    assert_type(lightning_ga.models.to_group_norm(torch.nn.BatchNorm2d(4)), torch.nn.Module)
 
 
 def test_the_callback_takes_numbers_mappings_and_callables() -> None:

@@ -21,7 +21,7 @@ def check_arguments(arguments: Sequence[str], groups: Sequence[str]) -> None:
     if any(option.startswith("--experimental-rerun") for option in options):
         raise UserError("--experimental-rerun unpickles a file, which can run any code: give the overrides again.")
     apart = APART.search(" ".join(overrides))
-    if apart and any(not override.partition("=")[2] for override in overrides):
+    if apart and any(not override.partition("=")[2] or " =" in override or "= " in override for override in overrides):
         raise UserError(f"{apart[0].strip()} has a blank beside the =: write {apart[1]}={apart[2]}.")
     for override in overrides:
         key, sign, value = override.partition("=")

@@ -122,8 +122,7 @@ def build_trainer(cfg: DictConfig, folder: Path) -> Trainer:
     if elsewhere:  # one process here stands for one of them
         vars(trainer.strategy)["world_size"] = ranks
     else:
-        check_precision(cfg, trainer)
-        check_processes(trainer)
+        check_cpu(trainer, str(cfg.trainer.precision))
     if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:  # one of the user's own stays
         trainer.strategy.checkpoint_io = AtomicCheckpointIO()
     check_sweep(trainer)
@@ -176,19 +175,17 @@ def told_as(name: str, section: DictConfig) -> Iterator[None]:
         ) from error
 
 
-def check_precision(cfg: DictConfig, trainer: Trainer) -> None:
-    """Refuse float16 on a CPU: Lightning would train in bfloat16 without a word."""
-    if str(cfg.trainer.precision) in HALF_PRECISION and isinstance(trainer.accelerator, CPUAccelerator):
+def check_cpu(trainer: Trainer, precision: str) -> None:
+    """Refuse float16 on a CPU, where Lightning would train in bfloat16, and far more processes than it has cores."""
+    if not isinstance(trainer.accelerator, CPUAccelerator):
+        return
+    if precision in HALF_PRECISION:
         raise UserError(
-            f"trainer.precision={cfg.trainer.precision} needs a GPU, and this run is on the CPU: "
-            "use precision=bf16-mixed or precision=fp32."
+            f"trainer.precision={precision} needs a GPU, and this run is on the CPU: use precision=bf16-mixed or "
+            "precision=fp32."
         )
-
-
-def check_processes(trainer: Trainer) -> None:
-    """Refuse far more processes than a CPU has cores: each takes a core and a copy of all."""
     cores = os.cpu_count() or 1
-    if isinstance(trainer.accelerator, CPUAccelerator) and trainer.num_devices > max(MOST_ON_FEW_CORES, cores):
+    if trainer.num_devices > max(MOST_ON_FEW_CORES, cores):
         raise UserError(
             f"trainer.devices={trainer.num_devices} would start as many processes on the {cores} cores here: "
             f"use trainer.devices={cores}."

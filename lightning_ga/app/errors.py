@@ -135,8 +135,6 @@ def explain_grammar(error: OverrideParseException) -> str:
     key, _, value = str(error.override).partition("=")
     if (key + value).translate(TYPESET) != key + value:
         return f"{error.override} holds quotes of a word processor, which are letters here: type ' and \" instead."
-    if key != key.strip() or value != value.lstrip():
-        return f"{error.override} has a blank beside the =: write {key.strip()}={value.strip()}."
     quoted = value.replace("'", "").replace('"', "")
     return (
         f"{error.override} cannot be read: a value with signs such as = , : {{ }} [ ] ( ) or a blank is quoted twice, "

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from textwrap import wrap
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -36,6 +37,7 @@ NOISE = (  # warnings about choices that this application makes on purpose
     r".*exists and is not empty.*",  # the output folder: Hydra has written its own files
     r".*AMP with fp16 is not supported on CPU.*",  # an error of ours says it
     r".*could not find the monitored key.*",  # told after training
+    r".*callbacks used to create the checkpoint.*",  # a dry run has none of them
     r".*The dirpath has changed from.*",  # every run has a folder of its own
     r".*isinstance\(treespec, LeafSpec\).*",  # Lightning 2.6.6 on torch 2.15
 )
@@ -61,9 +63,9 @@ class TrainingBar(PlanBar, TQDMProgressBar):
     BAR_FORMAT = "{desc} |{bar:5}| {n_fmt}/{total_fmt} {remaining}{postfix}"
 
     def on_train_epoch_start(self, trainer: Trainer, *arguments: Any) -> None:
-        """Begin the bar of the next epoch."""
-        super().on_train_epoch_start(trainer, *arguments)
-        self.train_progress_bar.set_description(f"Epoch {trainer.current_epoch + 1}")
+        """Begin the bar of the next epoch: what shows its number reads nothing else of the Trainer."""
+        counted: Any = SimpleNamespace(current_epoch=trainer.current_epoch + 1)
+        super().on_train_epoch_start(counted, *arguments)
 
     def init_validation_tqdm(self) -> Tqdm:
         """Validation has no bar: it is a small part of an epoch."""
@@ -137,11 +139,11 @@ class EpochLog(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Keep the best value, for a run that goes on."""
-        return {"best": self._best}
+        return {self.metric: self._best}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from the best value."""
-        self._best = state_dict["best"]
+        self._best = state_dict.get(self.metric)
 
 
 def memory_used(device: torch.device) -> tuple[str, int]:
@@ -186,16 +188,18 @@ def epoch_means(module: LightningModule) -> Mapping[str, Any]:
 
 @contextmanager
 def quiet_lightning() -> Iterator[None]:
-    """Keep Lightning's information and the warnings in ``NOISE`` off the screen."""
+    """Keep Lightning's information and the warnings in ``NOISE`` off the screen, and others to their sentence."""
     logs = [logging.getLogger(name) for name in INFORMATION]
     levels = [log.level for log in logs]
     for log in logs:
         log.setLevel(logging.WARNING)
+    form, warnings.formatwarning = warnings.formatwarning, lambda message, *_: f"Warning: {message}\n"
     try:
         with warnings.catch_warnings():
             for message in NOISE:
                 warnings.filterwarnings("ignore", message)
             yield
     finally:
+        warnings.formatwarning = form
         for log, level in zip(logs, levels):
             log.setLevel(level)

@@ -81,6 +81,11 @@ def one_or_more(rule: Rule) -> Rule:
     return Rule(f"{rule.words}, or a list of such numbers", rule.example, all_hold)
 
 
+def list_of(rule: Rule, example: str) -> Rule:
+    """A list of values that obey a rule."""
+    return Rule(f"a list, each {rule.words}", example, lambda v: isinstance(v, list) and all(map(rule.holds, v)))
+
+
 def one_of(*choices: Any) -> Rule:
     """One of a few values."""
     return Rule(f"one of {', '.join(map(shown, choices))}", shown(choices[0]), lambda v: v in choices, choices)
@@ -99,7 +104,7 @@ def shown(value: Any) -> str:
 SWITCH = Rule("true or false", "true", lambda value: isinstance(value, bool))
 TEXT = Rule("a text", "text", lambda value: isinstance(value, str) and value != "")
 FOLDER = Rule("the path of a folder", "outputs", TEXT.holds)
-FILE = Rule("a path or null", "last", lambda value: value is None or TEXT.holds(shown(value)))
+FILE = Rule("a path or null", "last", lambda value: value is None or TEXT.holds(value))
 PART = number(0.1, 0, 1)
 SHARE = Rule("a number above 0 and below 1", 0.1, lambda value: PART.holds(value) and 0 < value < 1)
 BETAS = Rule(
@@ -112,54 +117,34 @@ CLASSES = number(10, 1, whole=True, besides=(None,))
 LIMIT = number(1.0, 0)  # from 1 on Lightning refuses fractions
 
 WORD = re.compile(r"\w[\w.+-]{0,63}")
-NAME = Rule("a word of letters, digits and . _ + -", "first", lambda value: bool(WORD.fullmatch(shown(value))))
+NAME = Rule("a name of letters, digits and . _ + -", "first", lambda value: bool(WORD.fullmatch(shown(value))))
 
 RULES: Mapping[str, Rule] = {
     "task": one_of("fit", "validate", "test", "predict"),
     "optimized_metric": Rule("the name of a metric", "val/acc", TEXT.holds),
-    "ckpt_path": FILE,
     "seed": number(0, 0, 2**32 - 1, whole=True, besides=(None,)),
     "run.name": NAME,
-    "run.tags": Rule(
-        "a list of words of letters, digits and . _ + -",
-        "[tried,small]",
-        lambda value: isinstance(value, list) and all(map(NAME.holds, value)),
-    ),
-    "dry_run": SWITCH,
-    "overwrite": SWITCH,
-    "test": SWITCH,
+    "run.tags": list_of(NAME, "[tried,small]"),
     "progress": one_of("auto", "bar", "rich", "plain", "none"),
     "compile": one_of(True, False, "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
     "precision.float32_matmul": one_of("highest", "high", "medium"),
-    "paths.data_dir": FOLDER,
-    "paths.output_root": FOLDER,
-    "paths.output_dir": FOLDER,
     "trainer.max_epochs": number(4, 1, whole=True, besides=(-1, None)),
     "trainer.min_epochs": number(1, 0, whole=True, besides=(None,)),
     "trainer.max_steps": number(1000, 1, whole=True, besides=(-1,)),
-    "trainer.accumulate_grad_batches": COUNT,
     "trainer.gradient_clip_val": number(1.0, 0, besides=(None,)),
     "trainer.limit_train_batches": Rule(
         "a share of an epoch above 0 or a number of batches", 1.0, lambda value: LIMIT.holds(value) and value != 0
     ),
-    "trainer.limit_val_batches": LIMIT,
-    "trainer.limit_test_batches": LIMIT,
     "trainer.val_check_interval": Rule("a share of an epoch above 0 or a number of batches", 0.5, lambda v: v != 0),
     "trainer.check_val_every_n_epoch": number(1, 1, whole=True, besides=(None,)),
     "trainer.log_every_n_steps": number(5, 0, whole=True, besides=(None,)),
     "trainer.num_sanity_val_steps": number(0, 0, whole=True, besides=(-1, None)),
     "trainer.deterministic": one_of(True, False, None, "warn"),
-    "trainer.overfit_batches": LIMIT,
     "callbacks.best.save_top_k": number(1, -1, whole=True),
-    "callbacks.early_stopping.patience": COUNT,
-    "data.root": FOLDER,
-    "data.download": SWITCH,
-    "data.batch_size": COUNT,
-    "data.eval_batch_size": COUNT,
+    "callbacks.early_stopping.patience": number(3, 0, whole=True),
     "data.num_workers": number(0, 0, MOST_WORKERS, whole=True),
     "data.image_size": number(32, 1, LARGEST_IMAGE, whole=True),
     "data.channels": one_of(1, 3),
-    "data.num_classes": CLASSES,
     "data.mean": one_or_more(number(0.5)),
     "data.std": one_or_more(number(0.5, 1e-6)),
     "data.augment": Rule(
@@ -168,54 +153,56 @@ RULES: Mapping[str, Rule] = {
     "data.rand_augment": number(9, 0, 30, whole=True, besides=(None,)),
     "data.mixup": number(0.2, 0),
     "data.cutmix": number(1.0, 0),
-    "data.val_fraction": SHARE,
-    "data.test_fraction": SHARE,
     "data.split_seed": number(0, 0, 2**32 - 1, whole=True),
-    "data.samples": COUNT,
-    "data.noise": PART,
-    "data.max_length": COUNT,
-    "data.check_pictures": SWITCH,
-    "data.skip_broken": SWITCH,
-    "model.num_classes": CLASSES,
-    "model.in_channels": COUNT,
-    "model.image_size": COUNT,
-    "model.pretrained": SWITCH,
-    "model.group_norm": SWITCH,
-    "model.label_smoothing": PART,
     "model.name": Rule("a name of timm.list_models()", "resnet18", TEXT.holds),
     "model.options": Rule("a mapping", "{drop_rate:0.1}", lambda value: isinstance(value, dict)),
-    "model.init_from": FILE,
-    "model.rows": COUNT,
-    "model.features": COUNT,
-    "model.sparse": SWITCH,
     "model.vocabulary": number(256, 256, whole=True),
-    "model.context": COUNT,
-    "model.width": COUNT,
-    "model.depth": COUNT,
-    "model.heads": COUNT,
-    "model.hidden": Rule(
-        "a list of whole numbers of at least 1",
-        "[512,256]",
-        lambda value: isinstance(value, list) and all(map(COUNT.holds, value)),
-    ),
+    "model.hidden": list_of(COUNT, "[512,256]"),
     "optimizer.lr": number(0.001, 0),
-    "optimizer.nesterov": SWITCH,
-    "optimizer.decay_norms": SWITCH,
     "optimizer.betas": BETAS,
-    "optimizer.momentum": PART,
     "optimizer.weight_decay": number(0.01, 0),
-    "lr_scheduler.warmup": PART,
-    "lr_scheduler.final": PART,
     "lr_scheduler.max_lr": number(0.001, 0),
-    "lr_scheduler.pct_start": PART,
-    "lr_scheduler.step_size": COUNT,
     "lr_scheduler.gamma": number(0.1, 0),
     "accumulate.objective": one_of("memory", "throughput"),
     "accumulate.micro_batching": one_of("loader", "step"),
     "accumulate.on_oom": one_of("split", "raise"),
     "accumulate.batch_norm": one_of("warn", "ignore"),
-    "accumulate.verify": SWITCH,
-    "accumulate.cache": SWITCH,
+    **dict.fromkeys(
+        (
+            *(
+                "dry_run",
+                "overwrite",
+                "test",
+                "data.download",
+                "data.check_pictures",
+                "data.skip_broken",
+                "model.pretrained",
+            ),
+            *("model.group_norm", "model.sparse", "optimizer.nesterov", "optimizer.decay_norms", "accumulate.verify"),
+            "accumulate.cache",
+        ),
+        SWITCH,
+    ),
+    **dict.fromkeys(
+        (
+            *("trainer.accumulate_grad_batches", "data.batch_size", "data.eval_batch_size", "data.samples"),
+            *("data.max_length", "model.in_channels", "model.image_size", "model.rows", "model.features"),
+            *("model.context", "model.width", "model.depth", "model.heads", "lr_scheduler.step_size"),
+        ),
+        COUNT,
+    ),
+    **dict.fromkeys(
+        (
+            *("data.noise", "model.label_smoothing", "optimizer.momentum", "lr_scheduler.warmup", "lr_scheduler.final"),
+            "lr_scheduler.pct_start",
+        ),
+        PART,
+    ),
+    **dict.fromkeys(("paths.data_dir", "paths.output_root", "paths.output_dir", "data.root"), FOLDER),
+    **dict.fromkeys(("data.val_fraction", "data.test_fraction"), SHARE),
+    **dict.fromkeys(("ckpt_path", "model.init_from"), FILE),
+    **dict.fromkeys(("trainer.limit_val_batches", "trainer.limit_test_batches", "trainer.overfit_batches"), LIMIT),
+    **dict.fromkeys(("data.num_classes", "model.num_classes"), CLASSES),
 }
 
 
@@ -329,10 +316,10 @@ def check_nodes(config: Config) -> None:
         nodes |= {f"{group}.{name}": node for name, node in (config.get(group) or {}).items()}
     for name, node in nodes.items():
         if node and not (isinstance(node, dict) and node.get("_target_")):
-            group = name.partition(".")[0]
+            group, given = name.partition(".")[0], name if isinstance(node, dict) else f"{name}={shown(node)}"
             raise UserError(
-                f"{name}={shown(node)} has no _target_, and builds nothing: choose {group}=OPTION (--help lists them), "
-                f"or give {name}._target_=CLASS."
+                f"{given} has no _target_, and builds nothing: choose {group}=OPTION (--help lists them), or give "
+                f"{name}._target_=CLASS."
             )
 
 
@@ -372,7 +359,7 @@ def check_agreement(config: Config) -> None:
         )
     for own, other in (("in_channels", "channels"), ("image_size", "image_size"), ("context", "max_length")):
         wanted, given = model.get(own), data.get(other)
-        if wanted is not None and given is not None and (wanted < given or (wanted > given and own != "context")):
+        if wanted is not None and given is not None and wanted != given:
             raise UserError(
                 f"model.{own}={wanted} does not fit data.{other}={given}: set data.{other} alone, the model follows it."
             )

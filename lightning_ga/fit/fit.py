@@ -437,14 +437,10 @@ class Fit:
                 f"The effective batch of {self._largest_asked:,} samples is above the {samples:,} of an epoch: it is a "
                 "single optimizer step over all of them, and a larger batch changes nothing."
             )
-        if self.probe is None or self.probe.source == "estimate" or budget is None:
-            return
-        memory = total_memory(self.trainer.strategy.root_device)
-        if (parse_budget(budget, memory) or 0) > memory:
-            yield (
-                f"memory_budget={budget!r} is above the {format_bytes(memory)} of the device: what counts is what it "
-                "has free."
-            )
+        probed = self.probe is not None and self.probe.source != "estimate"
+        memory = total_memory(self.trainer.strategy.root_device) if probed else None
+        if memory is not None and (parse_budget(budget, memory) or 0) > memory:
+            yield f"memory_budget={budget!r} is above the {format_bytes(memory)} of the device: what is free counts."
 
     def summary(self) -> str:
         """Return plan and probe in one line."""

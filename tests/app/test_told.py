@@ -3,10 +3,14 @@
 import csv
 import json
 import shutil
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
+
+from lightning_ga import ExactnessWarning
+from lightning_ga.app.progress import quiet_lightning
 
 TINY = ("model=mlp", "debug=default", "trainer.max_epochs=1", "accumulate.micro_batch_size=16")
 
@@ -55,9 +59,17 @@ def test_what_an_experiment_builds_is_resolved_once(command, monkeypatch):
 
 def test_an_effective_batch_above_the_data_is_told(command):
     """Every epoch is one step."""
-    run = command(*TINY, "accumulate.effective_batch_size=1e4", "accumulate.verify=false", "dry_run=true")
+    with pytest.warns(ExactnessWarning, match="effective batch of 10,000 samples is above the 1,293 of an epoch"):
+        run = command("model=mlp", "accumulate.effective_batch_size=1e4", "accumulate.verify=false", "dry_run=true")
     assert run.code == 0, run.err
-    assert "Warning: The effective batch of 10,000 samples is above the 1,293 of an epoch" in run.err
+
+
+def test_warnings_are_their_sentences(capsys):
+    """Without the file and the line that they come from."""
+    with quiet_lightning(), warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.warn("The batch is odd.", UserWarning, stacklevel=1)
+    assert capsys.readouterr().err == "Warning: The batch is odd.\n"
 
 
 @pytest.mark.parametrize("setting", ["trainer.check_val_every_n_epoch=2", "trainer.limit_val_batches=0"])
@@ -78,7 +90,7 @@ def test_a_home_folder_is_never_made_beside_a_run(command, monkeypatch, tmp_path
     text = "# @package _global_\npaths:\n  output_root: ~/runs\n"
     for given in (["paths.output_root=~/runs"], ["paths.output_root='~/runs'"], own_experiment(text)):
         run = command(
-            *TINY, *given, "dry_run=true", "accumulate.verify=false", "hydra.run.dir=${home:${paths.output_root}}"
+            *TINY, *given, "dry_run=true", "accumulate.verify=false", "hydra.run.dir='${home:${paths.output_root}}'"
         )
         assert run.code == 0, run.err
         assert (tmp_path / "home" / "runs" / "plan.json").is_file()

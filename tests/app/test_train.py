@@ -166,7 +166,7 @@ def test_a_run_that_survived_says_so_at_its_end(command, shared, monkeypatch):
 
 def test_a_run_has_a_name_and_tags(command):
     """In the folder's name, in the configuration, which trackers are built from, and on the page."""
-    run = command(*TINY, "run.name=first", "run.tags=[small,tried]", "hydra.run.dir=${home:x}${named:${run.name}}")
+    run = command(*TINY, "run.name=first", "run.tags=[small,tried]", "hydra.run.dir='${home:x}${named:${run.name}}'")
     assert run.code == 0, run.err
     folder = Path("x-first")
     page = (folder / "report.html").read_text()
@@ -181,7 +181,7 @@ def test_a_run_has_a_name_and_tags(command):
 
 def test_a_wrong_name_makes_no_folder(command):
     """Hydra would make it before values are checked."""
-    run = command(*TINY, "run.name=../x", "hydra.run.dir=here${named:${run.name}}")
+    run = command(*TINY, "run.name=../x", "hydra.run.dir='here${named:${run.name}}'")
     assert run.code == 1
     assert run.err.startswith("Error: run.name=../x must be a word of letters, digits")
     assert not list(Path.cwd().iterdir())
@@ -235,7 +235,7 @@ def test_resnet34d_learns_the_digits(command):
         (["model=mlp", "accumulate.memory_budget=1MiB"], ["memory_budget"]),
         (["model=mlp", "accumulate.effective_batch_size=0"], ["effective_batch_size=0 must be at least 1"]),
         (["model=mlp", "+trainer.epochs=1"], ["unexpected keyword argument 'epochs'"]),
-        (["model=mlp", "optimizer._target_="], ["is not on the list of what a configuration may build."]),
+        (["model=mlp", "optimizer._target_="], ["optimizer has no _target_, and builds nothing"]),
         (["model=mlp", "hydra.mode=SWEEP"], ["hydra.mode=SWEEP: Invalid value 'SWEEP'", "MULTIRUN"]),
         (["model=mlp", "optimizer=[]"], ["optimizer=[] chooses no option"]),
         (["model={}"], ["model={} chooses no option"]),
@@ -266,9 +266,9 @@ def test_resnet34d_learns_the_digits(command):
         (["model=mlp", "data.val_fraction=0.001"], ["cannot be held out with each of the 10", "data.val_fraction"]),
         (["model=mlp", "data.val_fraction=0"], ["data.val_fraction=0 must be a number above 0 and below 1"]),
         (["accumulate=off", "accumulate.verify=true"], ["accumulate, which is left out (as by accumulate=off)"]),
-        (["accumulate=off", "+accumulate.verify=true"], ["accumulate={'verify': True} has no _target_"]),
+        (["accumulate=off", "+accumulate.verify=true"], ["accumulate has no _target_"]),
         (["callbacks=none", "callbacks.best.monitor=x"], ["is left out (as by callbacks=none): give one of the two"]),
-        (["model=mlp", "+callbacks.mine.x=1"], ["callbacks.mine={'x': 1} has no _target_", "callbacks=OPTION"]),
+        (["model=mlp", "+callbacks.mine.x=1"], ["callbacks.mine has no _target_", "callbacks=OPTION"]),
         (["model=mlp", "+logger.mine=1"], ["logger.mine=1 has no _target_", "logger=OPTION"]),
         (["optimizer._target_=null"], ["has no _target_, and builds nothing: choose optimizer=OPTION"]),
         (["data=image_folder", "data.root=~/none-of-mine"], [f"'{Path.home()}/none-of-mine/train' needs one folder"]),
@@ -282,6 +282,13 @@ def test_resnet34d_learns_the_digits(command):
         (["logger=[csv,nope]"], ["logger=nope does not exist", "The options: csv, default, many, mlflow, none"]),
         (["model=mlp", "model.hidden.first=3"], ["An override does not fit what it sets (invalid literal for int()"]),
         (["dry_run=true", "device_memory=16"], ["device_memory=16 is a number of bytes: write device_memory='16GiB'"]),
+        (["model=mlp", "model.optimizer.lr=1"], ["no key model.optimizer.lr; did you mean optimizer.lr?"]),
+        (["model=hashed_patches"], ["model.sparse=true makes sparse gradients, which torch.optim.Adam does not take"]),
+        (["model=mlp", "ckpt_path="], ['ckpt_path="" must be a path or null']),
+        (
+            ["model=timm", "model.name=vit_tiny_patch16_224", "data.image_size=7", "accumulate=off"],
+            ["Kernel size: (16 x 16)"],
+        ),
         (["lr=0.1"], ["There is no key lr; did you mean optimizer.lr?"]),
         (["max_epochs=3"], ["There is no key max_epochs; did you mean trainer.max_epochs?"]),
         (["model=mlp", "seed=abc"], ["seed=abc must be a whole number from 0", "seed=0"]),

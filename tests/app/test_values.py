@@ -50,6 +50,8 @@ def check(*overrides: str) -> None:
         "data.augment=abc", "data.augment=[abc]", "data.augment=null",
         "optimizer.lr=abc", "optimizer.lr=-1", "optimizer.lr=1e400", "model.hidden=-5", "model.hidden=[0]",
         "data.image_size=100000", "data.batch_size=1e-3", "trainer.max_steps=1.5e0",
+        "optimized_metric=null", "optimized_metric=[val/acc]", "data.root=5", "data.root=null", "model.init_from=[a]",
+        "callbacks.best.save_top_k=abc",
         "run.name=a/b", "run.name=..", "run.name=", "run.tags=a", "run.tags=[a/b]", "run.tags=null",
         "data.mixup=-1", "data.cutmix=abc", "data.rand_augment=31", "model.label_smoothing=2",
         "optimizer.decay_norms=maybe",
@@ -87,6 +89,11 @@ def test_the_sentence_says_what_may_be(wrong: str, words: str):
     ("group", "wrong"),
     [
         ("optimizer=sgd", "optimizer.momentum=-1"),
+        ("callbacks=early_stopping", "callbacks.early_stopping.patience=abc"),
+        ("model=timm", "model.name=null"),
+        ("model=timm", "model.options=5"),
+        ("model=hashed_patches", "model.rows=0"),
+        ("trainer=cpu", "+trainer.overfit_batches=abc"),
         ("lr_scheduler=step", "lr_scheduler.step_size=0"),
         ("lr_scheduler=step", "lr_scheduler.gamma=-1"),
         ("lr_scheduler=onecycle", "lr_scheduler.max_lr=-1"),
@@ -95,7 +102,7 @@ def test_the_sentence_says_what_may_be(wrong: str, words: str):
 )
 def test_a_wrong_value_of_one_option_is_refused(group: str, wrong: str):
     """What training would meet in its middle, or never tell."""
-    with pytest.raises(UserError, match=f"^{wrong} must be "):
+    with pytest.raises(UserError, match=f"^{wrong.lstrip('+')} must be "):
         check(group, wrong)
 
 
@@ -152,6 +159,10 @@ def test_every_example_obeys_its_rule(key: str):
         (["device_memory=16GiB", "dry_run=true", "accumulate=off"], "needs a callback that plans"),
         (["model.in_channels=3"], "model.in_channels=3 does not fit data.channels=1"),
         (["model.image_size=9"], "model.image_size=9 does not fit data.image_size=32"),
+        (["model.optimizer=null"], "model.optimizer is read from optimizer: choose optimizer=OPTION"),
+        (["model.lr_scheduler=5"], "model.lr_scheduler is read from lr_scheduler"),
+        (["model=gpt", "data=definitions", "model.context=5"], "model.context=5 does not fit data.max_length=512"),
+        (["optimizer=adamw", "model=hashed_patches"], "which torch.optim.AdamW does not take: use optimizer=adagrad"),
         (["optimized_metric=nope"], "optimized_metric=nope is not measured"),
         (["optimized_metric=test/acc"], "callbacks.best cannot watch test/acc"),
         (["model=gpt", "data=definitions", "optimized_metric=val/acc"], "val/acc is not measured: .* val/perplexity"),
