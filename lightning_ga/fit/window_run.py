@@ -75,7 +75,7 @@ class WindowRun:
         """Run until all goes through, and report the errors that were survived, that of the whole batch among them."""
         engine, last, self._failure = self._engine, self._last, failure
         if last.batch is None:  # it was let go, as micro-batches without a sample followed
-            last.batch, last.move = self._fetched(last), engine.mover
+            last.batch, last.move = self._fetch(last), engine.mover
         if failure is not None:
             self._check_batch(last)
         slices = self._slices(last)
@@ -124,7 +124,7 @@ class WindowRun:
         """Run a batch of the window once more, from the host; afterwards no more of it is kept than before."""
         engine, kept, move = self._engine, part.batch, part.move
         if kept is None:
-            part.batch, part.move = self._fetched(part), engine.mover
+            part.batch, part.move = self._fetch(part), engine.mover
         else:
             self._check_batch(part)
         try:
@@ -147,28 +147,37 @@ class WindowRun:
             return
         if part.host is not None and not part.is_changed and not engine.moves_whole(self._stage):
             part.batch, part.move = part.host, engine.mover
-        elif tensors_of(part.batch) != part.tensors or engine.retry_once(lambda: self._is_overwritten(part)):
-            raise engine.error(self._stage, messages.CHANGED, "its batch in place") from self._failure
+            return
+        changed = tensors_of(part.batch) != part.tensors
+        if changed or engine.retry_once(lambda: self._is_another(part)):
+            what = "its batch in place" if changed else "its batch in place (or its dataset makes other samples now)"
+            raise engine.error(self._stage, messages.CHANGED, what) from self._failure
 
-    def _is_overwritten(self, part: Part) -> bool:
+    def _is_another(self, part: Part) -> bool:
         """Return whether a batch is not what its samples make, though they make the same each time."""
         if part.is_changed or self._stage != "training":  # an evaluation's sampler may draw another order each time
             return False
         if self._engine.hooks_move_batches or self._batches.fetch(part.number, part.loader) is None:
             return False
-        fetched = self._fetched(part)
-        return not self._draws and not same_values(part.batch, fetched)
+        fetched, draws = self._fetched(part)
+        return not draws and not same_values(part.batch, fetched)
 
-    def _fetched(self, part: Part) -> Any:
-        """Fetch the samples of a batch again, and notice if its dataset draws random numbers."""
-        batches = []
-        for seed in (0,) if self._draws else (0, 1):
+    def _fetch(self, part: Part) -> Any:
+        """Fetch the samples of a batch that was let go, and note if they are others than before."""
+        fetched, draws = self._fetched(part)
+        self._draws |= draws
+        return fetched
+
+    def _fetched(self, part: Part) -> tuple[Any, bool]:
+        """Return a batch made of its samples once more, and whether its dataset draws random numbers."""
+        batches, draws = [], False
+        for seed in (0, 1):
             again = self._batches.fetch(part.number, part.loader, seed)
             assert again is not None, "batches that cannot be fetched again are kept"
             batches.append(again.collate(0, again.count, seed=seed))
-            self._draws |= again.draws
-        self._draws = self._draws or not same_values(*batches)
-        return transfer.BatchTransfer(self._engine.trainer, part.loader).on_host(batches[0])
+            draws |= again.draws
+        draws = draws or not same_values(*batches)
+        return transfer.BatchTransfer(self._engine.trainer, part.loader).on_host(batches[0]), draws
 
     @property
     def _most(self) -> int:
