@@ -105,7 +105,7 @@ class Jobs:
         try:
             config = resolved(cfg)
             written = as_written(cfg, config)
-            self._own_folder(config)
+            self._enter_folder(HydraConfig.get().runtime.output_dir)
             before = self._done_before(written) if HydraConfig.get().mode == RunMode.MULTIRUN else None
             return self._run(config, written) if before is None else before
         except Exception as error:
@@ -123,16 +123,15 @@ class Jobs:
         self._sweep = Path(HydraConfig.get().sweep.dir), str(config["optimized_metric"])
         return done_before(Path(HydraConfig.get().runtime.output_dir), config)
 
-    def _own_folder(self, config: Config) -> None:
-        hydra_folder = HydraConfig.get().runtime.output_dir
-        if hydra_folder in self._folders:
-            raise UserError(f"hydra.sweep.subdir names {hydra_folder} for two jobs of this sweep: give each its own.")
-        self._folders.append(hydra_folder)
-        if is_first_rank(os.environ):
-            require_free_folders(config, hydra_folder)
+    def _enter_folder(self, folder: str) -> None:
+        if folder in self._folders:
+            raise UserError(f"hydra.sweep.subdir names {folder} for two jobs of this sweep: give each its own.")
+        self._folders.append(folder)
 
     def _run(self, config: Config, written: Config) -> float | None:
         check_values(config)
+        if is_first_rank(os.environ):
+            require_free_folders(config, self._folders[-1])
         from lightning_ga.app.tasks import run_task  # imports torch: not before it is needed
 
         hydra_config = HydraConfig.get()

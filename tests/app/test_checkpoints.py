@@ -157,6 +157,17 @@ def test_a_checkpoint_whose_bytes_have_changed_is_refused(tmp_path):
         read_safely(tmp_path / "b.ckpt")
 
 
+def test_a_checkpoint_without_checksums_is_read(tmp_path):
+    """torch can be told to write none: then nothing says that its bytes have changed."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save({"a": torch.ones(100)}, tmp_path / "a.ckpt")
+    finally:
+        torch.serialization.set_crc32_options(before)
+    assert read_safely(tmp_path / "a.ckpt")["a"].sum() == 100
+
+
 PROGRESS = {"fit_loop": {"epoch_progress": {"total": {"ready": 1}, "is_last_batch": True}, "state_dict": {}}}
 WHOLE = {
     "epoch": 1,
