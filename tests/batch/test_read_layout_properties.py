@@ -1,7 +1,7 @@
 """Batches of random structure are cut where their samples lie, or refused: never cut wrongly.
 
-Each leaf of a batch is made by a function of the batch's samples, and knows by itself what belongs to
-some of them (``part``): that is the oracle, which looks at no shape.
+Each leaf of a batch is made by a function of some samples and of all of the batch, which makes a slice as well: that is
+the oracle, which looks at no shape.
 """
 
 import os
@@ -39,25 +39,15 @@ class Sample:
     has: bool = True
 
 
+Make = Callable[[Sequence[Sample], Sequence[Sample]], Any]
+
+
+@dataclass(frozen=True)
 class Leaf:
-    """A part of a batch: ``make`` collates it, ``part`` says what of it belongs to neighbouring samples."""
+    """A part of a batch: ``make`` is given the samples that it should show, and all of the batch."""
 
-    honest = False  # whether it must be cut: all others may be refused
-
-    def make(self, samples: Sequence[Sample]) -> Any:
-        raise NotImplementedError
-
-    def part(self, samples: Sequence[Sample], start: int, stop: int) -> Any:
-        return self.make(samples[start:stop])
-
-
-class Whole(Leaf):
-    """A part that belongs to all samples: it is the same in each slice."""
-
-    honest = True
-
-    def part(self, samples: Sequence[Sample], start: int, stop: int) -> Any:
-        return self.make(samples)
+    name: str
+    make: Make
 
 
 def value(sample: Sample, shape: Sequence[int], blank: bool = False) -> torch.Tensor:
@@ -65,217 +55,95 @@ def value(sample: Sample, shape: Sequence[int], blank: bool = False) -> torch.Te
     return torch.zeros_like(numbers) if blank else numbers + 1000 * (sample.number + 1)
 
 
-def stack(tensors: Sequence[torch.Tensor], shape: Sequence[int], axis: int = 0) -> torch.Tensor:
+def stack(tensors: Sequence[torch.Tensor], shape: Sequence[int] = (2,), axis: int = 0) -> torch.Tensor:
     return torch.stack(list(tensors), axis) if tensors else torch.zeros((*shape[:axis], 0, *shape[axis:])).long()
 
 
-@dataclass(frozen=True)
-class Stacked(Leaf):
+def longest(samples: Sequence[Sample]) -> int:
+    return max((s.length for s in samples), default=0)
+
+
+def stacked_at(shape: tuple[int, ...], axis: int, blank: bool, array: bool) -> Leaf:
     """One tensor or array of each sample, along any axis."""
 
-    shape: tuple[int, ...] = ()
-    axis: int = 0
-    blank: bool = False
-    array: bool = False
-    honest = True
+    def make(own: Sequence[Sample], batch: Sequence[Sample]) -> Any:
+        whole = stack([value(s, shape, blank) for s in own], shape, min(axis, len(shape)))
+        return whole.numpy() if array else whole
 
-    def make(self, samples: Sequence[Sample]) -> Any:
-        whole = stack([value(s, self.shape, self.blank) for s in samples], self.shape, self.axis)
-        return whole.numpy() if self.array else whole
+    return Leaf(f"stacked {shape} at {axis}, {blank=}, {array=}", make)
 
 
-@dataclass(frozen=True)
-class Padded(Leaf):
+def padded(time_first: bool, multiple: int) -> Leaf:
     """Sequences of unequal lengths, padded to the longest of the batch, or to a multiple."""
 
-    time_first: bool = False
-    multiple: int = 1
-    honest = True
+    def make(own: Sequence[Sample], batch: Sequence[Sample]) -> torch.Tensor:
+        width = -(-longest(batch) // multiple) * multiple
+        rows = [torch.nn.functional.pad(value(s, (s.length,)), (0, width - s.length)) for s in own]
+        return stack(rows, (width,), int(time_first))
 
-    def width(self, samples: Sequence[Sample]) -> int:
-        return -(-max((s.length for s in samples), default=0) // self.multiple) * self.multiple
-
-    def make(self, samples: Sequence[Sample], width: int | None = None) -> torch.Tensor:
-        width = self.width(samples) if width is None else width
-        rows = [torch.nn.functional.pad(value(s, (s.length,)), (0, width - s.length)) for s in samples]
-        return stack(rows, (width,), int(self.time_first))
-
-    def part(self, samples: Sequence[Sample], start: int, stop: int) -> torch.Tensor:
-        return self.make(samples[start:stop], self.width(samples))
+    return Leaf(f"padded to a multiple of {multiple}, {time_first=}", make)
 
 
-@dataclass(frozen=True)
-class Lengths(Leaf):
-    """How long each sequence is, or how many rows it has."""
-
-    listed: bool = False
-    rows: bool = False
-    honest = True
-
-    def make(self, samples: Sequence[Sample]) -> Any:
-        lengths = [s.rows if self.rows else s.length for s in samples]
-        return lengths if self.listed else torch.tensor(lengths, dtype=torch.long)
-
-
-@dataclass(frozen=True)
-class Listed(Leaf):
-    """A list with one thing for each sample."""
-
-    kind: str = "texts"
-    honest = True
-
-    def make(self, samples: Sequence[Sample]) -> Any:
-        if self.kind == "texts":
-            return [f"s{s.number}" for s in samples]
-        if self.kind == "images":
-            return tuple(value(s, (2, s.length)) for s in samples)
-        return [{"boxes": value(s, (s.rows, 4)), "label": s.number} for s in samples]
+LISTED: dict[str, Callable[[Sequence[Sample]], Any]] = {
+    "lengths": lambda own: torch.tensor([s.length for s in own], dtype=torch.long),
+    "listed lengths": lambda own: [s.length for s in own],
+    "rows": lambda own: torch.tensor([s.rows for s in own], dtype=torch.long),
+    "listed rows": lambda own: [s.rows for s in own],
+    "texts": lambda own: [f"s{s.number}" for s in own],
+    "images": lambda own: tuple(value(s, (2, s.length)) for s in own),
+    "targets": lambda own: [{"boxes": value(s, (s.rows, 4)), "label": s.number} for s in own],
+}
+OFFSETS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {  # of the rows of samples, counted in the batch
+    "starts and end": lambda rows: torch.cat([torch.zeros(1).long(), rows.cumsum(0)]),
+    "ends": lambda rows: rows.cumsum(0),
+    "index of rows": lambda rows: torch.arange(len(rows)).repeat_interleave(rows),
+    "order": lambda rows: rows.argsort(stable=True),
+    "place": lambda rows: torch.arange(len(rows)),
+}
 
 
-@dataclass(frozen=True)
-class Sequences(Leaf):
-    """Packed sequences."""
-
-    honest = True
-
-    def make(self, samples: Sequence[Sample]) -> Any:
-        return pack_sequence([value(s, (s.length, 2)) for s in samples], enforce_sorted=False)
-
-    def part(self, samples: Sequence[Sample], start: int, stop: int) -> Any:
-        return self.make(samples[start:stop]) if stop > start else None
-
-
-@dataclass(frozen=True)
-class Shared(Whole):
-    """The same for all batches: weights, a size, a text, nothing."""
-
-    what: Any
-
-    def make(self, samples: Sequence[Sample]) -> Any:
-        if isinstance(self.what, tuple) and self.what and self.what[0] == "tensor":
-            return torch.arange(int(np.prod(self.what[1]))).reshape(self.what[1])
-        return self.what
-
-
-@dataclass(frozen=True)
-class OfLongest(Whole):
-    """Depends on the longest sequence of the batch: positions, or its length."""
-
-    positions: bool = True
-
-    def make(self, samples: Sequence[Sample]) -> Any:
-        longest = max((s.length for s in samples), default=0)
-        return torch.arange(longest) if self.positions else longest
-
-
-@dataclass(frozen=True)
-class Optional(Leaf):
+def optional(inner: Leaf, every: bool, key: bool) -> Leaf:
     """There if the samples have it: else ``None``, or no such key."""
 
-    inner: Stacked
-    every: bool = True
-    key: bool = False
+    def make(own: Sequence[Sample], batch: Sequence[Sample]) -> Any:
+        there = (all if every else any)(s.has for s in batch)
+        return inner.make(own, batch) if there else ABSENT if key else None
 
-    def there(self, samples: Sequence[Sample]) -> bool:
-        return (all if self.every else any)(s.has for s in samples)
-
-    def make(self, samples: Sequence[Sample]) -> Any:
-        return self.inner.make(samples) if self.there(samples) else ABSENT if self.key else None
-
-    def part(self, samples: Sequence[Sample], start: int, stop: int) -> Any:
-        if not self.there(samples):
-            return ABSENT if self.key else None
-        return self.inner.part(samples, start, stop)
+    return Leaf(f"optional {inner.name}, {every=}, {key=}", make)
 
 
-@dataclass(frozen=True)
-class Rows(Leaf):
+def rows_of(k: int, views: bool, blank: bool) -> Leaf:
     """Several rows of each sample, next to one another or view after view; ``k`` 0 for as many as it has."""
 
-    k: int = 0
-    views: bool = False
-    blank: bool = False
-
-    def make(self, samples: Sequence[Sample]) -> torch.Tensor:
-        if self.views and self.k:
-            parts = [value(s, (1, 2), self.blank) + view for view in range(self.k) for s in samples]
+    def make(own: Sequence[Sample], batch: Sequence[Sample]) -> torch.Tensor:
+        if views and k:
+            parts = [value(s, (1, 2), blank) + view for view in range(k) for s in own]
         else:
-            parts = [value(s, (self.k or s.rows, 2), self.blank) for s in samples]
+            parts = [value(s, (k or s.rows, 2), blank) for s in own]
         return torch.cat(parts) if parts else torch.zeros(0, 2).long()
 
-
-@dataclass(frozen=True)
-class Offsets(Leaf):
-    """Where the rows of each sample are: counted in the batch."""
-
-    kind: str
-
-    def make(self, samples: Sequence[Sample]) -> torch.Tensor:
-        rows = torch.tensor([s.rows for s in samples], dtype=torch.long)
-        if self.kind == "starts and end":
-            return torch.cat([torch.zeros(1).long(), rows.cumsum(0)])
-        if self.kind == "ends":
-            return rows.cumsum(0)
-        if self.kind == "index of rows":
-            return torch.arange(len(samples)).repeat_interleave(rows)
-        if self.kind == "order":
-            return torch.tensor([s.length for s in samples], dtype=torch.long).argsort(stable=True)
-        return torch.arange(len(samples))
+    return Leaf(f"{k} rows, {views=}, {blank=}", make)
 
 
-@dataclass(frozen=True)
-class Some(Leaf):
+def every_second(start: int, step: int, blank: bool) -> Leaf:
     """Every second sample, for example: each slice would have its own."""
-
-    start: int = 0
-    step: int = 2
-    blank: bool = False
-
-    def make(self, samples: Sequence[Sample]) -> torch.Tensor:
-        return stack([value(s, (2,), self.blank) for s in samples[self.start :: self.step]], (2,))
+    return Leaf(f"{start}::{step}", lambda own, batch: stack([value(s, (2,), blank) for s in own[start::step]]))
 
 
-@dataclass(frozen=True)
-class First(Whole):
-    """The first few samples once more, for all samples to be compared with."""
-
-    honest = False
-    most: int = 1
-
-    def make(self, samples: Sequence[Sample]) -> torch.Tensor:
-        return stack([value(s, (2,)) for s in samples[: self.most]], (2,))
-
-
-@dataclass(frozen=True)
-class Filled(Leaf):
+def filled(multiple: int, blank: bool) -> Leaf:
     """As many rows as a multiple: the last ones are empty."""
 
-    multiple: int
-    blank: bool = False
+    def make(own: Sequence[Sample], batch: Sequence[Sample]) -> torch.Tensor:
+        rows = [value(s, (2,), blank) for s in own]
+        return stack([*rows, *[torch.zeros(2).long()] * (-len(rows) % multiple)])
 
-    def make(self, samples: Sequence[Sample]) -> torch.Tensor:
-        rows = [value(s, (2,), self.blank) for s in samples]
-        return stack([*rows, *[torch.zeros(2).long()] * (-len(rows) % self.multiple)], (2,))
+    return Leaf(f"filled up to a multiple of {multiple}, {blank=}", make)
 
 
-@dataclass(frozen=True)
-class Pairwise(Leaf):
+def pairs(own: Sequence[Sample], batch: Sequence[Sample]) -> torch.Tensor:
     """A matrix of all pairs of samples."""
-
-    def make(self, samples: Sequence[Sample]) -> torch.Tensor:
-        numbers = torch.tensor([s.number for s in samples], dtype=torch.long)
-        return (numbers[:, None] == numbers).long()
-
-    def part(self, samples: Sequence[Sample], start: int, stop: int) -> Any:
-        return self.make(samples) if stop - start == len(samples) else None
-
-
-@dataclass(frozen=True)
-class Total(Leaf):
-    """The sum over the batch: each slice would have its own."""
-
-    def make(self, samples: Sequence[Sample]) -> torch.Tensor:
-        return sum((value(s, (3,)) for s in samples), torch.zeros(3).long())
+    numbers = torch.tensor([s.number for s in own], dtype=torch.long)
+    return (numbers[:, None] == numbers).long()
 
 
 NUMBERS: dict[str, Callable[[int], float]] = {
@@ -289,19 +157,16 @@ NUMBERS: dict[str, Callable[[int], float]] = {
 }
 
 
-@dataclass(frozen=True)
-class Counted(Leaf):
+def counted(name: str, tensor: bool, repeated: int) -> Leaf:
     """A number that follows from the number of samples."""
 
-    name: str = "n"
-    tensor: bool = False
-    repeated: int = 0
+    def make(own: Sequence[Sample], batch: Sequence[Sample]) -> Any:
+        number = NUMBERS[name](len(own))
+        if repeated:
+            return torch.full((repeated,), number)
+        return torch.tensor(number) if tensor else number
 
-    def make(self, samples: Sequence[Sample]) -> Any:
-        number = NUMBERS[self.name](len(samples))
-        if self.repeated:
-            return torch.full((self.repeated,), number)
-        return torch.tensor(number) if self.tensor else number
+    return Leaf(f"{name}, {tensor=}, {repeated=}", make)
 
 
 @dataclass(frozen=True)
@@ -311,15 +176,8 @@ class Many:
     kind: str
     children: tuple[Any, ...]
 
-    @property
-    def honest(self) -> bool:
-        return all(child.honest for child in self.children)
-
-    def make(self, samples: Sequence[Sample]) -> Any:
-        return self.filled([child.make(samples) for child in self.children])
-
-    def part(self, samples: Sequence[Sample], start: int, stop: int) -> Any:
-        return self.filled([child.part(samples, start, stop) for child in self.children])
+    def make(self, own: Sequence[Sample], batch: Sequence[Sample]) -> Any:
+        return self.filled([child.make(own, batch) for child in self.children])
 
     def filled(self, parts: list[Any]) -> Any:
         if self.kind == "dict":
@@ -341,44 +199,58 @@ class Collate:
         return sorted(samples, key=lambda s: -s.length) if self.longest_first else list(samples)
 
     def __call__(self, samples: Sequence[Sample]) -> Any:
-        return self.tree.make(self.order(samples))
+        ordered = self.order(samples)
+        return self.tree.make(ordered, ordered)
 
     def part(self, samples: Sequence[Sample], start: int, stop: int) -> Any:
-        return self.tree.part(self.order(samples), start, stop)
+        ordered = self.order(samples)
+        return self.tree.make(ordered[start:stop], ordered)
 
 
-def stacked(shapes: st.SearchStrategy[tuple[int, ...]] = SHAPES) -> st.SearchStrategy[Stacked]:
-    def along(shape: tuple[int, ...], axis: int, blank: bool, array: bool) -> Stacked:
-        return Stacked(shape, min(axis, len(shape)), blank, array)
-
-    return st.builds(along, shapes, st.integers(0, 2), st.booleans(), st.booleans())
+def shared(*what: Any) -> st.SearchStrategy[Leaf]:
+    """The same for all batches: weights, a size, a text, nothing."""
+    return st.sampled_from([Leaf(f"shared {one}", lambda own, batch, one=one: one) for one in what])
 
 
-SHARED = st.builds(
-    Shared,
-    st.none()
-    | st.sampled_from(["train", 3, 4, 0.5, (224, 224), (1, 2, 3), (1, 2, 3, 4)])
-    | st.tuples(st.just("tensor"), SHAPES),
+def of_shape(shape: tuple[int, ...]) -> Leaf:
+    return Leaf(f"shared {shape}", lambda own, batch: torch.arange(int(np.prod(shape))).reshape(shape))
+
+
+def listed(name: str) -> Leaf:
+    return Leaf(name, lambda own, batch: LISTED[name](own))
+
+
+def offsets(name: str) -> Leaf:
+    def make(own: Sequence[Sample], batch: Sequence[Sample]) -> torch.Tensor:
+        lengths = [s.length if name == "order" else s.rows for s in own]
+        return OFFSETS[name](torch.tensor(lengths, dtype=torch.long))
+
+    return Leaf(name, make)
+
+
+STACKED = st.builds(stacked_at, SHAPES, st.integers(0, 2), st.booleans(), st.booleans())
+PADDED = st.builds(padded, st.booleans(), st.sampled_from([1, 4]))
+HONEST: st.SearchStrategy[Leaf] = st.one_of(
+    STACKED,
+    PADDED,
+    st.sampled_from([*LISTED]).map(listed),
+    shared(None, "train", 3, 4, 0.5, (224, 224), (1, 2, 3), (1, 2, 3, 4)),
+    SHAPES.map(of_shape),
+    st.just(Leaf("positions", lambda own, batch: torch.arange(longest(batch)))),
+    st.just(Leaf("longest", lambda own, batch: longest(batch))),
 )
-HONEST: st.SearchStrategy[Any] = st.one_of(
-    stacked(),
-    st.builds(Padded, st.booleans(), st.sampled_from([1, 4])),
-    st.builds(Lengths, st.booleans(), st.booleans()),
-    st.builds(Listed, st.sampled_from(["texts", "images", "targets"])),
-    SHARED,
-    st.builds(OfLongest, st.booleans()),
-)
-ODD: st.SearchStrategy[Any] = st.one_of(
-    st.builds(Sequences),
-    st.builds(Optional, stacked(), st.booleans(), st.booleans()),
-    st.builds(Rows, st.integers(0, 4), st.booleans(), st.booleans()),
-    st.builds(Offsets, st.sampled_from(["starts and end", "ends", "index of rows", "order", "place"])),
-    st.builds(Some, st.integers(0, 2), st.integers(2, 4), st.booleans()),
-    st.builds(First, st.integers(1, 3)),
-    st.builds(Filled, st.sampled_from([2, 4, 8]), st.booleans()),
-    st.just(Pairwise()),
-    st.just(Total()),
-    st.builds(Counted, st.sampled_from(list(NUMBERS)), st.booleans(), st.sampled_from([0, 0, 3, 4])),
+ODD: st.SearchStrategy[Leaf] = st.one_of(
+    st.just(Leaf("packed", lambda own, _: pack_sequence([value(s, (s.length, 2)) for s in own], enforce_sorted=False))),
+    st.builds(optional, STACKED, st.booleans(), st.booleans()),
+    st.builds(rows_of, st.integers(0, 4), st.booleans(), st.booleans()),
+    st.sampled_from([*OFFSETS]).map(offsets),
+    st.builds(every_second, st.integers(0, 2), st.integers(2, 4), st.booleans()),
+    # The first few samples once more, for all samples to be compared with; the sum over the batch; pairs.
+    st.integers(1, 3).map(lambda most: Leaf("first", lambda _, batch: stack([value(s, (2,)) for s in batch[:most]]))),
+    st.just(Leaf("total", lambda own, _: sum((value(s, (3,)) for s in own), torch.zeros(3).long()))),
+    st.just(Leaf("pairs", pairs)),
+    st.builds(filled, st.sampled_from([2, 4, 8]), st.booleans()),
+    st.builds(counted, st.sampled_from(list(NUMBERS)), st.booleans(), st.sampled_from([0, 0, 3, 4])),
 )
 
 
@@ -432,16 +304,9 @@ def same(one: Any, other: Any) -> bool:
 
 BY_SAMPLE = st.builds(
     lambda first, tree, shared: Collate(Many("dict", (first, tree, shared))),
-    stacked(),
-    trees(
-        st.one_of(
-            stacked(),
-            st.builds(Padded, st.booleans(), st.sampled_from([1, 4])),
-            st.builds(Lengths, st.booleans(), st.booleans()),
-            st.just(Listed("texts")),
-        )
-    ),
-    st.sampled_from([Shared(None), Shared("train"), Shared(3), Shared(4), Shared(0.5)]),
+    STACKED,
+    trees(st.one_of(STACKED, PADDED, st.sampled_from(["lengths", "listed rows", "texts"]).map(listed))),
+    shared(None, "train", 3, 4, 0.5),
 )
 
 
@@ -463,7 +328,7 @@ CHOSEN = st.lists(st.integers(0, 2), min_size=1, max_size=9)
 COLLATE = st.builds(Collate, trees(HONEST | ODD), st.booleans())
 HONESTLY = st.builds(
     lambda first, tree, longest_first: Collate(Many("dict", (first, tree)), longest_first),
-    stacked(),
+    STACKED,
     trees(HONEST),
     st.booleans(),
 )
