@@ -21,17 +21,17 @@ from lightning_ga.snapshot.metrics import beside_states, metric_state, set_metri
 
 
 @contextmanager
-def whole_batch_metrics(metrics: Sequence[Metric], share: Callable[[], float]) -> Iterator[None]:
+def whole_batch_metrics(metrics: Sequence[Metric], samples: Callable[[], tuple[int, int]]) -> Iterator[None]:
     """Return a context in which metrics treat the pieces that they are called with as one batch.
 
-    A mean of losses weighs the current piece by its ``share`` of the batch, of one.
+    A mean of losses weighs the current piece by its share of the batch: ``samples`` are those of both.
     """
     wrappers = [metric for metric in metrics if isinstance(metric, WrapperMetric)]
     within = {id(part) for wrapper in wrappers for part in wrapper.modules() if part is not wrapper}
     apart = (WrapperMetric, CompositionalMetric)
     with ExitStack() as shadows:
         for mean in [metric for metric in metrics if isinstance(metric, MeanMetric)]:
-            shadows.enter_context(shadowed(mean, "update", partial(_weighted, mean.update, share)))
+            shadows.enter_context(shadowed(mean, "update", partial(_weighted, mean.update, samples)))
         batches = [_BatchOf(each) for each in metrics if id(each) not in within and not isinstance(each, apart)]
         for batch in batches:
             shadows.enter_context(shadowed(batch.metric, "forward", batch))
@@ -40,12 +40,17 @@ def whole_batch_metrics(metrics: Sequence[Metric], share: Callable[[], float]) -
             batch.close()
 
 
-def _weighted(update: Callable[..., Any], share: Callable[[], float], value: Any, *weight: Any, **named: Any) -> Any:
-    """Let one number of a piece, such as its loss, weigh what the piece does, if it has no weight of its own."""
-    number = torch.as_tensor(value)
-    if weight or named or number.numel() != 1:
+def _weighted(
+    update: Callable[..., Any], samples: Callable[[], tuple[int, int]], value: Any, *weight: Any, **named: Any
+) -> Any:
+    """Let one number of a piece, such as its loss, weigh what the piece does, if it has no weight of its own.
+
+    A row of one number may be the losses of the samples, if the piece holds one.
+    """
+    number, (here, whole) = torch.as_tensor(value), samples()
+    if weight or named or number.numel() != 1 or (number.dim() and here == 1):
         return update(value, *weight, **named)
-    return update(value, torch.full((), share(), device=number.device))  # made there: nothing waits for a copy
+    return update(value, torch.full((), here / whole, device=number.device))  # made there: nothing waits for a copy
 
 
 class _BatchOf:

@@ -193,7 +193,7 @@ class WindowRun:
         sizes = split_evenly(samples, pieces) if len(sizes) <= pieces <= samples else sizes
         exchanged, logs = engine.collectives(), LogBuffer()
         results, weights = [], []
-        metrics = whole_batch_metrics(window.savepoint.metrics, lambda: self._running / samples)
+        metrics = whole_batch_metrics(window.savepoint.metrics, lambda: (self._running, samples))
         with self._tap.held(logs.note), metrics:
             for piece in even_pieces(sizes):
                 self._running = piece.samples

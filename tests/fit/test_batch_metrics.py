@@ -45,7 +45,7 @@ def test_a_metric_sees_one_batch(kind: Any, sizes: int) -> None:
     ours, theirs = kind(), kind()
     for batch in batches():
         theirs(batch)
-        with whole_batch_metrics([ours], lambda: 1.0):
+        with whole_batch_metrics([ours], lambda: (2, 2)):
             for piece in batch.split(sizes):
                 assert ours(piece) == kind()(piece)
         torch.testing.assert_close(ours._forward_cache, theirs._forward_cache)
@@ -60,7 +60,7 @@ def test_a_metric_that_is_reset_between_pieces_begins_anew(kind: Any) -> None:
     ours, theirs = kind(), kind()
     first, second, third = batches()[0].split(3)
     ours(torch.ones(4))
-    with whole_batch_metrics([ours], lambda: 1.0):
+    with whole_batch_metrics([ours], lambda: (2, 2)):
         ours(first)
         ours.reset()
         assert ours(second) == kind()(second)
@@ -75,7 +75,7 @@ def test_a_metric_that_is_only_updated(kind: Any) -> None:
     ours, theirs = kind(), kind()
     for batch in batches():
         theirs.update(batch)
-        with whole_batch_metrics([ours], lambda: 1.0):
+        with whole_batch_metrics([ours], lambda: (2, 2)):
             for piece in batch.split(3):
                 ours.update(piece)
         torch.testing.assert_close(ours.compute(), theirs.compute())
@@ -87,7 +87,7 @@ def test_what_is_computed_between_pieces_is_the_value_of_all_so_far() -> None:
     """Of the batches before too, as it is without pieces."""
     ours = Added()
     ours(torch.ones(4))
-    with whole_batch_metrics([ours], lambda: 1.0):
+    with whole_batch_metrics([ours], lambda: (2, 2)):
         ours(torch.ones(2))
         assert ours.compute() == 4 + 2 + 1
         ours(torch.ones(3))
@@ -97,7 +97,7 @@ def test_what_is_computed_between_pieces_is_the_value_of_all_so_far() -> None:
 def test_states_keep_no_graph() -> None:
     """Activations of a piece are released when its backward pass is over."""
     ours = Added()
-    with whole_batch_metrics([ours], lambda: 1.0):
+    with whole_batch_metrics([ours], lambda: (2, 2)):
         for _ in range(2):
             ours(torch.ones(3, requires_grad=True) * 2)
     assert not ours._forward_cache.requires_grad
@@ -107,7 +107,7 @@ def test_states_keep_no_graph() -> None:
 def test_an_error_gives_the_metric_its_forward_back() -> None:
     """Whatever goes wrong within."""
     ours = Added()
-    with pytest.raises(ValueError, match="on purpose"), whole_batch_metrics([ours], lambda: 1.0):
+    with pytest.raises(ValueError, match="on purpose"), whole_batch_metrics([ours], lambda: (2, 2)):
         raise ValueError("on purpose")
     assert "forward" not in vars(ours)
 
@@ -115,16 +115,26 @@ def test_an_error_gives_the_metric_its_forward_back() -> None:
 def test_a_mean_of_losses_weighs_a_piece_by_its_share() -> None:
     """If it is one number without a weight of its own; so do the pieces of a wrapped mean."""
     for mean in (torchmetrics.MeanMetric(), torchmetrics.MinMaxMetric(torchmetrics.MeanMetric())):
-        shares = iter([0.75, 0.25])
+        samples = iter([(3, 4), (1, 4)])
         metrics = [part for part in mean.modules() if isinstance(part, torchmetrics.Metric)]
-        with whole_batch_metrics(metrics, lambda shares=shares: next(shares)):
+        with whole_batch_metrics(metrics, lambda samples=samples: next(samples)):
             mean.update(torch.tensor(1.0))
             mean.update(torch.tensor(5.0))
         value = mean.compute()
         assert (value["raw"] if isinstance(value, dict) else value) == 2
     mean = torchmetrics.MeanMetric()
-    with whole_batch_metrics([mean], lambda: 0.5):
+    with whole_batch_metrics([mean], lambda: (2, 4)):
         mean.update(torch.tensor([1.0, 2.0]))
         mean.update(torch.tensor(3.0), 7.0)
     assert mean.compute() == (1 + 2 + 3 * 7) / 9
     assert "update" in vars(mean)  # torchmetrics' own
+
+
+def test_losses_of_samples_are_no_mean_of_losses() -> None:
+    """Also if a piece holds a single sample."""
+    mean = torchmetrics.MeanMetric()
+    samples = iter([(2, 3), (1, 3)])
+    with whole_batch_metrics([mean], lambda: next(samples)):
+        mean.update(torch.tensor([1.0, 2.0]))
+        mean.update(torch.tensor([6.0]))
+    assert mean.compute() == 3
