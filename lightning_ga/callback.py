@@ -183,7 +183,7 @@ class AutoAccumulate(Callback):
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: torch.Tensor) -> None:
         """Let the micro-batch weigh what its samples weigh in the window."""
-        self._started_fit.gradients.apply_weight(loss)
+        self._started_fit.begin_backward(loss)
 
     def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
         """Keep gradients as they should be between two backward passes."""

@@ -5,6 +5,7 @@ from contextlib import ExitStack
 from functools import cached_property
 from typing import Any
 
+import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.utils.data import DataLoader
 
@@ -172,6 +173,11 @@ class Fit:
         self._later.measure_kept()
         self._reporter.tell()
 
+    def begin_backward(self, loss: torch.Tensor) -> None:
+        """Let the backward pass weigh what its samples weigh in the window."""
+        self._later.compare_numbers()
+        self.gradients.apply_weight(loss)
+
     def close_window(self, optimizer: Any) -> None:
         """Bring the gradients of a window to their mean, and say if they are not those of all its samples."""
         if self.gradients.close_window(optimizer):
@@ -184,7 +190,6 @@ class Fit:
         window = self._window
         window_is_over = loops.window_is_over(self.trainer) if window is None else window.end_batch()
         self._batch = None
-        self._later.end_batch()
         if self.gradients.has_skipped and not window_is_over:
             self._later.note_left_out(batch)
         self._progress.advance(self.source, window_is_over=window_is_over)

@@ -43,7 +43,8 @@ class LaterChecks:
         self._passes = self._spent = 0  # of training so far, and of measurements
         self._looks = LOOKS  # that are left
         self._before: Sums = {}  # of the module's state before the last micro-batch
-        self._numbers: dict[str, float] = {}  # at its end
+        self._numbers: dict[str, float] = {}  # at its backward pass
+        self._compared = -1  # the last micro-batch at whose backward pass they were read
         self._met: Counter[Kind] = Counter()  # micro-batches with new kinds of values
         self._kept: BatchSlices | None = None
         self._left_out: BatchSlices | None = None  # for which the step returned ``None``
@@ -234,9 +235,14 @@ class LaterChecks:
             changed = [name for name, value in self._before.items() if differ(before.get(name), value)]
             self._exactness.found_changed(dict.fromkeys(changed))
 
-    def end_batch(self) -> None:
-        """Note which numbers have changed since the micro-batch before ended, within a window."""
-        if not self.are_made or self._looks <= 0 or self._trainer.accumulate_grad_batches == 1:
+    def compare_numbers(self) -> None:
+        """Note which numbers have changed since the backward pass of the micro-batch before, within a window.
+
+        Between two of these lie all hooks that run between micro-batches, and no schedule: it steps with the optimizer.
+        """
+        index = loops.micro_batch_index(self._trainer)
+        is_new, self._compared = index != self._compared, index
+        if not (is_new and self.are_made and self._looks > 0 and self._trainer.accumulate_grad_batches > 1):
             return
         groups = [group for optimizer in self._trainer.optimizers for group in optimizer.param_groups]
         rates = {f"the learning rate of group {n}": float(group.get("lr", 0.0)) for n, group in enumerate(groups)}
