@@ -181,7 +181,7 @@ def test_a_wrong_name_makes_no_folder(command):
     """Hydra would make it before values are checked."""
     run = command(*TINY, "run.name=../x", "hydra.run.dir='here${named:${run.name}}'")
     assert run.code == 1
-    assert run.err.startswith("Error: run.name=../x must be a word of letters, digits")
+    assert run.err.startswith("Error: run.name=../x must be a name of letters, digits")
     assert not list(Path.cwd().iterdir())
 
 
