@@ -84,7 +84,7 @@ def checked_composition(*, own: Path, known_keys: Sequence[str], typed: Sequence
         config: DictConfig = composed(load, *args, **kwargs)
         content: Any = OmegaConf.to_container(config, resolve=False)
         check_hydra_section(content.pop("hydra"))
-        check_keys(content, [*known_keys, *added])
+        check_keys(content, known_keys, added)
         return config
 
     files.load_config, loader.load_configuration = check_and_read, load_and_check
@@ -134,7 +134,7 @@ def composed(load: Callable[..., DictConfig], loader: ConfigLoaderImpl, *args: A
         raise UserError(f"An override does not fit what it sets ({error}): --cfg job shows the values.") from error
 
 
-def check_keys(content: Mapping[str, Any], known: Sequence[str]) -> None:
+def check_keys(content: Mapping[str, Any], known: Sequence[str], added: Sequence[str] = ()) -> None:
     """Refuse files of the user's own that would be merged to where nothing reads them."""
     for group in GLOBAL:
         if isinstance(content.get(group), Mapping):
@@ -143,12 +143,16 @@ def check_keys(content: Mapping[str, Any], known: Sequence[str]) -> None:
                 f"({', '.join(content[group])}) would be read by nothing: add that line."
             )
     for section, names in PLAIN_SECTIONS.items():
-        for name in (content.get(section) or {}).keys() - names:
+        found = content.get(section, {})
+        if not isinstance(found, Mapping):
+            raise UserError(f"{section}={found} replaces a whole section: set {section}.{names[0]}=… alone.")
+        for name in found.keys() - names:
             raise UserError(f"A configuration file sets {section}.{name}, which nothing reads: {', '.join(names)} are.")
     for key in content.keys() - set(known):
         if not is_referred_to(key, content):
             hint = did_you_mean(key, known)
-            raise UserError(f"A configuration file sets {key}, which nothing reads{hint} The keys: {', '.join(known)}.")
+            who = f"+{key}=…" if key in added else "A configuration file"
+            raise UserError(f"{who} sets {key}, which nothing reads{hint} The keys: {', '.join(known)}.")
 
 
 def is_referred_to(key: str, content: Any) -> bool:

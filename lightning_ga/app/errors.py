@@ -89,6 +89,9 @@ def explain(error: BaseException, keys: Sequence[str] = ()) -> str:
     unknown = re.match(r"Could not override '([^']+)'", str(error))
     if unknown:
         return explain_key(unknown[1], error, keys)
+    in_resolver = re.match(r"UserError raised while resolving interpolation: (.+)", str(error))
+    if in_resolver:
+        return in_resolver[1]
     place = place_error(error)
     if place is not None:
         name = f"{str(place.filename)!r}" if place.filename else "A file of this run"
@@ -165,7 +168,7 @@ def explain_key(key: str, error: BaseException, keys: Sequence[str]) -> str:
     if section is not None and is_complete(section):
         known = ", ".join(sorted(str(name) for name in section if not str(name).startswith("_")))
         return f"There is no key {key}{hint} The keys of {parent}: {known}."
-    return f"There is no key {key}{hint} To add a key of your own, write +{key}=VALUE."
+    return f"There is no key {key}{hint}" + (f" To add a key of your own, write +{key}=VALUE." if parent else "")
 
 
 def is_complete(section: Any) -> bool:

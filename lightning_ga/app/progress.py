@@ -38,6 +38,7 @@ NOISE = (  # warnings about choices that this application makes on purpose
     r".*AMP with fp16 is not supported on CPU.*",  # an error of ours says it
     r".*could not find the monitored key.*",  # told after training
     r".*callbacks used to create the checkpoint.*",  # a dry run has none of them
+    r".*Validating sparse tensor invariants.*",
     r".*The dirpath has changed from.*",  # every run has a folder of its own
     r".*isinstance\(treespec, LeafSpec\).*",  # Lightning 2.6.6 on torch 2.15
 )

@@ -227,7 +227,7 @@ def suffix(name: Any) -> str:
 
 
 OmegaConf.register_new_resolver("named", suffix, replace=True)
-OmegaConf.register_new_resolver("mlflow_tags", lambda tags: {str(tag): "" for tag in tags}, replace=True)
+OmegaConf.register_new_resolver("mlflow_tags", lambda tags: OmegaConf.create(dict.fromkeys(tags, "")), replace=True)
 OmegaConf.register_new_resolver("home", lambda path: str(Path(path).expanduser()), replace=True)
 
 

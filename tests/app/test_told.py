@@ -64,12 +64,11 @@ def test_an_effective_batch_above_the_data_is_told(command):
     assert run.code == 0, run.err
 
 
-def test_warnings_are_their_sentences(capsys):
+def test_warnings_are_their_sentences():
     """Without the file and the line that they come from."""
-    with quiet_lightning(), warnings.catch_warnings():
-        warnings.simplefilter("always")
-        warnings.warn("The batch is odd.", UserWarning, stacklevel=1)
-    assert capsys.readouterr().err == "Warning: The batch is odd.\n"
+    with quiet_lightning():
+        assert warnings.formatwarning("It is odd.", UserWarning, "file.py", 3) == "Warning: It is odd.\n"
+    assert "file.py" in warnings.formatwarning("It is odd.", UserWarning, "file.py", 3)
 
 
 @pytest.mark.parametrize("setting", ["trainer.check_val_every_n_epoch=2", "trainer.limit_val_batches=0"])

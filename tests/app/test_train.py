@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import yaml
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 
@@ -175,7 +174,6 @@ def test_a_run_has_a_name_and_tags(command):
     trackers = command(
         "--cfg", "job", "-p", "logger", "logger=[wandb,mlflow]", "run.name=first", "run.tags=[a]", "--resolve"
     )
-    assert yaml.safe_load(trackers.out) is None or "first" in trackers.out
     assert all(word in trackers.out for word in ("name: first", "run_name: first", "- a", "a: ''"))
 
 
@@ -183,7 +181,7 @@ def test_a_wrong_name_makes_no_folder(command):
     """Hydra would make it before values are checked."""
     run = command(*TINY, "run.name=../x", "hydra.run.dir='here${named:${run.name}}'")
     assert run.code == 1
-    assert run.err.startswith("Error: run.name=../x must be a word of letters, digits")
+    assert run.err.startswith("Error: run.name=../x must be a name of letters, digits")
     assert not list(Path.cwd().iterdir())
 
 
@@ -289,6 +287,8 @@ def test_resnet34d_learns_the_digits(command):
             ["model=timm", "model.name=vit_tiny_patch16_224", "data.image_size=7", "accumulate=off"],
             ["Kernel size: (16 x 16)"],
         ),
+        (["+lr=0.1"], ["+lr=… sets lr, which nothing reads"]),
+        (["run=first"], ["run=first replaces a whole section: set run.name=… alone."]),
         (["lr=0.1"], ["There is no key lr; did you mean optimizer.lr?"]),
         (["max_epochs=3"], ["There is no key max_epochs; did you mean trainer.max_epochs?"]),
         (["model=mlp", "seed=abc"], ["seed=abc must be a whole number from 0", "seed=0"]),

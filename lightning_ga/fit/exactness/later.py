@@ -242,7 +242,10 @@ class LaterChecks:
         """
         index = loops.micro_batch_index(self._trainer)
         is_new, self._compared = index != self._compared, index
-        if not (is_new and self.are_made and self._looks > 0 and self._trainer.accumulate_grad_batches > 1):
+        if is_new and not (self.are_made and self._looks > 0 and self._trainer.accumulate_grad_batches > 1):
+            self._numbers = {}
+            return
+        if not is_new:
             return
         groups = [group for optimizer in self._trainer.optimizers for group in optimizer.param_groups]
         rates = {f"the learning rate of group {n}": float(group.get("lr", 0.0)) for n, group in enumerate(groups)}
