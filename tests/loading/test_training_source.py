@@ -108,6 +108,14 @@ def assert_fit(ranks: list[MicroBatchSource], limit: int) -> None:
     assert max(counts, default=0) <= limit
 
 
+def assert_counted(feed: MicroBatchSource, ends: list[int], batches: int | None = None) -> None:
+    """Assert that as many batches, with these ends, are done as samples complete; the epoch's end completes all."""
+    done = [samples_after(feed.epoch_plan, index) for index in range(feed.length or 0)]
+    counts = [feed.recipe_batches(samples) for samples in done]
+    assert counts[:-1] == [sum(end <= samples for end in ends) for samples in done[:-1]]
+    assert counts[-1:] in ([], [len(ends) if batches is None else batches])
+
+
 def mixed(feed: MicroBatchSource, batches: list[list[int]]) -> list[list[int]]:
     """Micro-batches with samples of more than one of the user's batches."""
     assert feed.loader is not None
@@ -150,7 +158,7 @@ def test_windows_are_slices_of_one_order_on_any_hardware(
 def test_the_trainers_limit_counts_batches_of_the_recipe(
     total: int, batch: int, world_size: int, limit: int, trainer_limit: int | float, effective: int, drop_last: bool
 ) -> None:
-    """Training uses the samples that stock Lightning's batches would hold, whatever they are cut into."""
+    """Training uses the samples of stock Lightning's batches, and counts these, whatever they are cut into."""
     batches = recipe_length(total, batch, world_size, trainer_limit, drop_last=drop_last)
     unlimited = recipe_length(total, batch, world_size, 1.0, drop_last=drop_last)
     ranks = feeds(
@@ -174,26 +182,7 @@ def test_the_trainers_limit_counts_batches_of_the_recipe(
         feed.arrange(0, effective, limit)
         assert feed.recipe.windows(0, effective).count == len(expected)
     assert trained_on(ranks) == expected
-
-
-@settings(deadline=None)
-@given(TOTALS, BATCHES, WORLD_SIZES, LIMITS, TRAINER_LIMITS, st.integers(4, 60), st.booleans())
-def test_batches_of_the_recipe_are_counted_while_training(
-    total: int, batch: int, world_size: int, limit: int, trainer_limit: int | float, effective: int, drop_last: bool
-) -> None:
-    """After each micro-batch as many as its samples complete; the last one of the epoch completes all of them."""
-    batches = recipe_length(total, batch, world_size, trainer_limit, drop_last=drop_last)
-    (feed, *_) = feeds(
-        lambda rank: DataLoader(Numbers(total), batch, drop_last=drop_last), world_size, limit_batches=trainer_limit
-    )
-    if not batches or (drop_last and total < effective):
-        return
-    feed.arrange(0, effective, limit)
-    counts = [feed.recipe_batches(samples_after(feed.epoch_plan, index)) for index in range(feed.length or 0)]
-    ends = list(accumulate([batch * world_size] * batches))
-    for index, count in enumerate(counts[:-1]):
-        assert count == sum(end <= samples_after(feed.epoch_plan, index) for end in ends)
-    assert counts[-1] == batches == feed.recipe_batches(feed.recipe.total(0) or 0)
+    assert_counted(ranks[0], list(accumulate([batch * world_size] * batches)))
 
 
 @settings(deadline=None)
@@ -228,11 +217,7 @@ def test_batches_of_a_custom_batch_sampler_are_joined(
     assert trained_on(ranks) == windows
     assert_fit(ranks, limit)
     assert world_size > 1 or not mixed(ranks[0], batches)
-    counts = [feed.recipe_batches(samples_after(feed.epoch_plan, index)) for index in range(feed.length or 0)]
-    ends = list(accumulate(map(len, batches)))[world_size - 1 :: world_size]
-    for index, count in enumerate(counts[:-1]):
-        assert count == sum(end <= samples_after(feed.epoch_plan, index) for end in ends)
-    assert counts[-1] == used
+    assert_counted(ranks[0], list(accumulate(map(len, batches)))[world_size - 1 :: world_size], used)
 
 
 @settings(deadline=None)
@@ -432,24 +417,6 @@ def test_a_fraction_of_a_stream_without_a_length_is_refused() -> None:
         feed.arrange(0, None, 2)
 
 
-def test_nothing_is_fetched_before_the_micro_batch_is_known() -> None:
-    """Until it is armed the loader yields nothing, but it has the epoch's length already."""
-    (feed,) = feeds(lambda rank: DataLoader(Numbers(10), 2), 1, 2)
-    feed.arrange(0, None, 4, enabled=False)
-    assert feed.loader is not None
-    assert (list(feed.loader), len(feed.loader)) == ([], 3)
-    feed.arrange(0, None, 1)
-    assert (len(list(feed.loader)), len(feed.loader)) == (10, 10)
-
-
-def test_indices_are_whole_numbers_of_python() -> None:
-    """Which datasets may look up in dictionaries."""
-    for shuffle in (False, True):
-        (feed,) = feeds(lambda rank, shuffle=shuffle: DataLoader(Numbers(30), 4, shuffle=shuffle), 1)
-        feed.arrange(0, None, 3)
-        assert all(type(index) is int for batch in feed.sampler for index in batch)
-
-
 def test_drop_last_drops_the_ragged_window() -> None:
     """Not the ragged batch: three windows of eight of the thirty samples. One that drops all is refused."""
     (feed,) = feeds(lambda rank: DataLoader(Numbers(30), 4, drop_last=True), 1, 2)
@@ -470,13 +437,3 @@ def test_samples_are_looked_at_from_all_over_the_dataset() -> None:
     assert custom.looks(0).some.read(4) == [0, 1, 2, 3]
     (stream,) = feeds(lambda rank: DataLoader(Counting(9), 2), 1)
     assert len(stream.looks(0).some.read(4)) == 4
-
-
-def test_overfitting_keeps_the_order_of_the_dataset() -> None:
-    """``overfit_batches`` turns shuffling off; a batch sampler of the user's own stays, as in Lightning."""
-    (feed,) = feeds(lambda rank: DataLoader(Numbers(10), 2, shuffle=True), 1, limit_batches=2, shuffle=False)
-    feed.arrange(5, None, 1)
-    assert trained_on([feed]) == [[0, 1], [2, 3]]
-    (custom,) = feeds(lambda rank: DataLoader(Numbers(9), batch_sampler=Growing(9)), 1, limit_batches=2, shuffle=False)
-    custom.arrange(0, None, 1)
-    assert trained_on([custom]) == [[0], [1, 2]]
