@@ -38,8 +38,7 @@ Role = SampleAxis | SampleCount | Literal["shared", "fields", "constant"]
 class Layout:
     """Where the samples lie in the batches of a loader.
 
-    A batch of several loaders, with 8 and 24 samples, counts as 8 of one and three: so micro-batches keep
-    the batch's proportions, and means over either part keep their weights.
+    A batch of several loaders, with 8 and 24 samples, counts as 8 of one and three: micro-batches keep its proportions.
     """
 
     roles: Mapping[str, Role]  # by the path of each part

@@ -128,10 +128,7 @@ def open_container(node: Any) -> list[tuple[str, Any]] | None:
 
 
 def rebuild(node: Any, children: Iterable[Any]) -> Any:
-    """Return a container like ``node`` with other children, in the order of ``open_container``.
-
-    Containers are copied rather than constructed where possible: so frozen dataclasses, fields that
-    ``__post_init__`` computes and ``BatchEncoding`` keep what else they hold.
+    """Return a container like ``node`` with other children, a copy if possible: it keeps what else it holds.
 
     Examples:
         >>> from collections import OrderedDict
@@ -248,10 +245,7 @@ def _take_tensor(tensor: torch.Tensor, axis: int, start: int, stop: int) -> torc
 
 
 def _take_sequences(packed: PackedSequence, start: int, stop: int) -> PackedSequence:
-    """Take whole sequences of a packed batch, counted in the order in which the user packed them.
-
-    A packed batch holds one step after another, each with the sequences that are that long, the longest first.
-    """
+    """Take whole sequences of a packed batch, which holds one step after another, the longest sequences first."""
     batch_sizes, unsorted = packed.batch_sizes, packed.unsorted_indices
     wanted = torch.arange(start, stop) if unsorted is None else unsorted[start:stop].cpu()
     places, order = wanted.sort()  # longest first, as they are

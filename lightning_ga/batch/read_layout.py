@@ -1,13 +1,11 @@
 """Read where the samples of a batch lie: nothing is guessed.
 
-Where samples are known, the same samples are collated as 3 and as 4: an axis that grows from 3 to 4 is the sample
-axis; a part that stays the same is shared by all samples; a part that changes otherwise is packed, and is not cut.
-So a vector for all samples that happens to be as long as the batch is never read as one entry for each
-sample, nor are sequences with time first cut along time.
+If samples are known, the same samples are collated as 3 and as 4: an axis that grows from 3 to 4 is the sample axis; a
+part that stays the same is shared by all samples; a part that changes otherwise is packed, and is not cut. So no vector
+that happens to be as long as the batch is taken for samples, and no sequence is cut along time.
 
-Of batches that come ready-made the number of samples is an extent that every part has, along one axis each. Where
-a part lacks it, batches of different sizes are compared: a part that stays the same is shared. They are read only
-where a single reading is possible.
+Of ready-made batches the number of samples is an extent that every part has, along one axis each. If a part lacks it,
+batches of different sizes are compared. They are read only if a single reading is possible.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

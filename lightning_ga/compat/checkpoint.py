@@ -15,10 +15,9 @@ _LOADERS = "combined_loader"  # in the fit loop's
 
 
 def count_recipe_batches(checkpoint: MutableMapping[str, Any], key: str, *, done: int, before: int) -> None:
-    """Replace the loop's counts of micro-batches by counts of the recipe's batches, before a checkpoint is written.
+    """Let a checkpoint count the recipe's batches: ``done`` in this epoch, and those ``before``.
 
-    The epoch has trained on ``done`` batches of the recipe, earlier ones on those ``before``. The loop's own counts go
-    to the callback's entry, which has the ``key``.
+    The loop's own counts of micro-batches go to the callback's entry, which has the ``key``.
     """
     progress = _fit_loop(checkpoint).get("epoch_loop.batch_progress")
     own = checkpoint.get("callbacks", {}).get(key)

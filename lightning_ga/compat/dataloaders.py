@@ -3,7 +3,7 @@
 Lightning's ``loops/fit_loop.py``, ``trainer/connectors/data_connector.py`` and ``utilities/combined_loader.py``.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from math import inf
@@ -65,6 +65,18 @@ def batches_of(trainer: Any, loader: Any) -> Batches:
     lengths = [sized_len(part) for part in combined.flattened]
     total = None if None in lengths else module._SUPPORTED_MODES[combined._mode]["fn"](lengths)
     return Batches(combined.flattened, partial(tree_unflatten, treespec=combined._spec), batches, total)
+
+
+def states_of(trainer: Any, loaders: Sequence[Any]) -> list[Any]:
+    """Return the states of those loaders that have one."""
+    combined = patching.sibling(trainer, "utilities.combined_loader").CombinedLoader(list(loaders))
+    states: list[Any] = combined._state_dicts()
+    return states
+
+
+def load_states(trainer: Any, loaders: Sequence[Any], states: list[Any]) -> None:
+    """Restore the positions of loaders; Lightning refuses another number of them."""
+    patching.sibling(trainer, "utilities.combined_loader").CombinedLoader(list(loaders))._load_state_dicts(states)
 
 
 def load_later(trainer: Any, states: list[Any]) -> None:

@@ -121,11 +121,7 @@ def _validation_interval(trainer: Any, epoch_batches: int | None) -> int | float
 
 @contextmanager
 def stopping_only_unless(trainer: Any, holds: Callable[[], bool]) -> Iterator[None]:
-    """Return a context in which ``trainer.should_stop`` ends no epoch while ``holds()``: between parts of one batch.
-
-    The epoch loop reads it after each micro-batch, and validates before it ends (``training_epoch_loop.py:120``
-    and :553).
-    """
+    """Return a context in which ``trainer.should_stop`` ends no epoch while ``holds()``: between parts of one batch."""
     loop = trainer.fit_loop.epoch_loop
     cls = type(loop)
 

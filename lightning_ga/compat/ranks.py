@@ -1,8 +1,4 @@
-"""Share gradients and buffers by hand under ``DistributedDataParallel``.
-
-A rank that runs a batch again, in halves, must do so alone: nothing in it may wait for other ranks.
-So the buffers that ``DistributedDataParallel`` shares in a forward pass are shared here instead.
-"""
+"""Share buffers by hand under ``DistributedDataParallel``: a rank that runs a batch again must not wait for others."""
 
 from typing import Any
 
@@ -38,8 +34,7 @@ def gradients_are_ours(trainer: Any) -> bool:
 def needs_averaging_by_hand(trainer: Any) -> bool:
     """Return whether accumulation fails under the module's own reduction.
 
-    With ``static_graph`` a first backward pass without reduction is refused. Its buckets take gradients of
-    the types of their parameters only.
+    Its buckets take gradients of the types of their parameters only; ``static_graph`` refuses passes without reduction.
     """
     module = distributed_module(trainer)
     return module is not None and (bool(module.static_graph) or bool(half_parameters(module)))

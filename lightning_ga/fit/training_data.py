@@ -16,7 +16,6 @@ from lightning_ga.fit.parts import StageBatches
 from lightning_ga.loading.prebatched import PrebatchedSource
 from lightning_ga.loading.reader import BatchReader, BatchSource, CollatedAgain
 from lightning_ga.loading.recipe_batches import SourceSettings
-from lightning_ga.loading.streams import load_states, states_of
 from lightning_ga.loading.training_source import MicroBatchSource, TrainingSource
 from lightning_ga.plan.checkpoint import Position
 from lightning_ga.plan.windows import Chunk
@@ -65,7 +64,7 @@ class TrainingData(StageBatches):
     def save_place(self, checkpoint: dict[str, Any]) -> None:
         """Let a checkpoint keep the place of loaders that have one."""
         if isinstance(self._source, PrebatchedSource):
-            loop_state.save_loaders(checkpoint, states_of(self._source.loaders))
+            loop_state.save_loaders(checkpoint, dataloaders.states_of(self._trainer, self._source.loaders))
 
     def load_place(self, checkpoint: dict[str, Any]) -> None:
         """Read the place of loaders from a checkpoint, for those that are set up next."""
@@ -96,8 +95,7 @@ class TrainingData(StageBatches):
 
     def _make_prebatched(self, loader: Any, settings: SourceSettings) -> PrebatchedSource:
         batches = dataloaders.batches_of(self._trainer, loader)
-        if self._loader_states:
-            load_states(batches.loaders, self._loader_states)
+        dataloaders.load_states(self._trainer, batches.loaders, self._loader_states)
         source = PrebatchedSource(batches, settings, hook=getattr(self._trainer.lightning_module, "split_batch", None))
         if not any(isinstance(getattr(part, "dataset", None), IterableDataset) for part in source.loaders):
             warnings.filterwarnings("ignore", "Your `IterableDataset` has `__len__` defined")  # it is ours

@@ -1,8 +1,6 @@
-"""Find the samples that the largest training batches are made of.
+"""Find the samples that the largest training batches are made of, as far as a few seconds allow.
 
-Where samples vary in size, a batch of given length is largest with the largest samples of the data
-set; where fields are padded each by itself, with the longest of every field. Both kinds are
-searched for among all samples, as far as a few seconds allow, and only these are kept.
+A batch is largest with the largest samples of the data set or, if fields are padded, with the longest of every field.
 """
 
 import time

@@ -1,8 +1,6 @@
-"""Read training data whose batches cannot be made anew: they are read as they come, and cut in the training step.
+"""Read training data whose batches come ready-made, and are cut in the training step: several loaders, any iterable.
 
-Dictionaries of loaders, loaders that yield whole batches, iterables of any kind. Windows are counted in
-batches, as other sources count them in samples. A stream that cannot be restarted loses nothing: a batch
-that is read before training begins is given to training all the same.
+A stream that cannot be restarted loses nothing: a batch that is read before training begins is trained on all the same.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -44,8 +42,7 @@ class Batches:
 class PrebatchedSource(TrainingSource):
     """A ``TrainingSource`` of such data: windows of whole batches.
 
-    Samples are counted in each batch; where their number is needed in advance, all batches count as many
-    as the first. Where samples cannot be separated, a batch counts as one.
+    If the number of samples is needed in advance, all batches count as the first; if they cannot be separated, as one.
     """
 
     may_drop = True

@@ -1,8 +1,7 @@
 """Read a user's DataLoader and copy it with other batches, without calling its constructor.
 
-Lightning re-creates loaders from captured arguments, which fails for subclasses with arguments of
-their own, custom batch samplers and arguments given by position. A shallow copy keeps everything,
-whatever the class, and only the batch sampler is exchanged. The user's own loader stays untouched.
+Lightning re-creates loaders from captured arguments, which fails for subclasses with arguments of their own and for
+custom batch samplers. A shallow copy keeps everything, and the user's own loader stays untouched.
 """
 
 import copy

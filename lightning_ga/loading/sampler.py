@@ -1,8 +1,7 @@
 """The window batch sampler: an epoch's order, the same on every rank, cut into micro-batches.
 
-Every order is a function of a seed and the epoch and of nothing else, neither of the random
-numbers that training has used up nor of the hardware. So window k of epoch e holds the same samples
-whatever the micro-batch and the number of ranks are, after a resume too.
+Every order is a function of a seed and the epoch alone. So window k of epoch e holds the same samples whatever the
+micro-batch and the number of ranks are, after a resume too.
 """
 
 from collections.abc import Iterable, Iterator, Sequence, Sized
@@ -84,8 +83,7 @@ class Shuffled(Order):
 class _UsersOrder(Order):
     """The order of samplers of the user's own, their random numbers drawn from seed + epoch.
 
-    An epoch is looked at without a trace, and drawn again when training begins it: hooks that run in between may
-    have changed a sampler, and a sampler may count how often it is asked.
+    An epoch is looked at without a trace, and drawn again when training begins it: hooks may have changed a sampler.
     """
 
     def __init__(self, *samplers: Any, runs_out: bool) -> None:
@@ -280,8 +278,7 @@ class WindowBatchSampler(Sampler[list[Any]]):
 def seeded(seed: int, epoch: int, *samplers: object) -> Iterator[None]:
     """Draw random numbers as a function of the seed alone, and leave every generator as it was.
 
-    Generators that a sampler carries count too: one of torch is seeded with its own initial seed +
-    epoch, those of Python and NumPy with the seed.
+    Those that samplers carry, too: one of torch is seeded with its own initial seed + epoch.
     """
     held = {id(value): value for sampler in samplers for value in getattr(sampler, "__dict__", {}).values()}
     own: list[Any] = [generator for generator in held.values() if isinstance(generator, random_numbers.GENERATORS)]

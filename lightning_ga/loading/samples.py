@@ -137,7 +137,9 @@ def copied_if_possible(batch: Any) -> Any:
 def _is_cloned(tensor: torch.Tensor) -> bool:
     if tensor.is_nested or type(tensor) is not torch.Tensor:
         return tensor.is_nested
-    return tensor.layout is torch.strided and tensor.untyped_storage().nbytes() > tensor.nbytes
+    if tensor.layout is not torch.strided:
+        return False
+    return tensor._is_view() or tensor.untyped_storage().nbytes() > tensor.nbytes
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 import random
 from collections import UserDict, namedtuple
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.nn.utils.rnn import pack_sequence, pad_sequence
+from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import default_collate
 
 from lightning_ga.batch import pytree as structures
@@ -74,56 +74,6 @@ def test_samples_lie_where_a_batch_of_four_is_longer_than_one_of_three() -> None
     assert read(lambda batch: [each["x"] for each in batch], RAGGED) == {"batch": SampleAxis(0)}
     assert read(lambda batch: batch, RAGGED) == {"batch": SampleAxis(0)}
     assert read(lambda batch: xs(batch).numpy()) == {"batch": SampleAxis(0)}
-
-
-def test_what_stays_belongs_to_all_samples_whatever_its_length() -> None:
-    """Weights of 3 classes, a size of two numbers, a matrix of 4 × 4: their length is no evidence."""
-    roles = read(
-        lambda batch: {
-            "x": xs(batch),
-            "weights": torch.ones(3),
-            "matrix": torch.eye(4),
-            "size": (224, 224),
-            "three": ["a", "b", "c"],
-            "scale": 0.5,
-            "number": 3,
-            "t": torch.tensor(4),
-            "nothing": None,
-        }
-    )
-    assert roles["batch['weights']"] == roles["batch['matrix']"] == "shared"
-    assert roles["batch['size']"] == roles["batch['three']"] == "fields"
-    assert roles["batch['scale']"] == roles["batch['number']"] == roles["batch['t']"] == "constant"
-    assert "batch['nothing']" not in roles
-
-
-def test_a_batch_that_happens_to_be_as_long_as_something_shared_is_counted_rightly() -> None:
-    """Of 8 samples beside a vector of 8, or of 5 beside sequences of 5 steps."""
-    layout = read_layout(Known(SAMPLES, lambda batch: {"x": xs(batch), "weights": torch.ones(8)}))
-    assert [layout.samples({"x": torch.zeros(count, 5, 2), "weights": torch.ones(8)}) for count in (8, 5, 1)] == [
-        8,
-        5,
-        1,
-    ]
-    part = slices_of({"x": torch.zeros(8, 5, 2), "weights": torch.ones(8)}, layout).take(0, 2)
-    assert (len(part["x"]), len(part["weights"])) == (2, 8)
-
-
-def test_sequences_with_time_first_are_cut_by_sample() -> None:
-    """However many time steps there are; their number may change from batch to batch."""
-
-    def collate(batch: list[Any]) -> dict[str, Any]:
-        return {"x": pad_sequence([each["x"] for each in batch]), "lengths": [len(each["x"]) for each in batch]}
-
-    layout = read_layout(Known(RAGGED, collate))
-    assert dict(layout.roles) == {
-        "batch": "fields",
-        "batch['x']": SampleAxis(1),
-        "batch['lengths']": SampleAxis(0),
-    }
-    batch = collate(RAGGED * 2)
-    assert layout.samples(batch) == 6
-    assert torch.equal(slices_of(batch, layout).take(1, 3)["x"], batch["x"][:, 1:3])
 
 
 def test_several_crops_of_each_sample_stay_with_it() -> None:
@@ -192,6 +142,14 @@ PACKED: dict[str, tuple[Collate, str]] = {
         lambda batch: torch.zeros((1,) * len(batch)),
         "batch changes its shape in a way of its own",
     ),
+    "the order of the samples": (
+        lambda batch: (xs(batch), torch.tensor([len(each["x"]) for each in batch]).argsort(stable=True)),
+        r"batch\[1\] depends on where",
+    ),
+    "every second sample": (
+        lambda batch: {"x": xs(batch), "anchors": xs(batch[::2])},
+        r"batch\['anchors'\] changes with the number of samples|batch\['anchors'\]",
+    ),
     "nothing by sample": (
         lambda batch: {"weights": torch.ones(3), "name": "train"},
         "nothing in it grows with them",
@@ -207,12 +165,6 @@ def test_what_cannot_be_cut_is_refused_with_the_part_and_the_way_out(name: str) 
         read(collate, RAGGED if "unequal" in name else SAMPLES)
 
 
-def test_every_second_sample_belongs_to_no_slice() -> None:
-    """What has as many entries for 3 as for 4 samples may have more for more of them."""
-    with pytest.raises(LayoutError, match=r"batch\['anchors'\]"):
-        read(lambda batch: {"x": xs(batch), "anchors": xs(batch[::2])})
-
-
 class Unknown:
     """Something that says nothing of samples."""
 
@@ -225,6 +177,8 @@ def test_an_unknown_type_is_refused() -> None:
     message = r"batch\['graphs'\] is of the type Unknown.*register_splitter\(Unknown, count=.*or define split_batch"
     with pytest.raises(LayoutError, match=message):
         read(lambda batch: {"x": xs(batch), "graphs": Unknown(batch)})
+    with pytest.raises(LayoutError, match=r"batch\[1\] is of the type Unknown.*register_splitter"):
+        read_ready_made([(torch.zeros(8), Unknown(SAMPLES))])
     vocabulary = object()
     assert read(lambda batch: {"x": xs(batch), "vocabulary": vocabulary})["batch['vocabulary']"] == "shared"
     assert read(lambda batch: [Unknown([each]) for each in batch])["batch"] == SampleAxis(0)
@@ -326,6 +280,10 @@ STRUCTURES: dict[str, tuple[Collate, dict[str, Any]]] = {
         {"batch": SampleAxis(0)},
     ),
     "sparse": (lambda batch: xs(batch).to_sparse(), {"batch": SampleAxis(0)}),
+    "nested": (
+        lambda batch: torch.nested.nested_tensor([each["x"] for each in batch], layout=torch.jagged),
+        {"batch": SampleAxis(0)},
+    ),
     "packed sequences": (
         lambda batch: pack_sequence([each["x"] for each in batch], enforce_sorted=False),
         {"batch": SampleAxis(0)},
@@ -346,20 +304,12 @@ STRUCTURES: dict[str, tuple[Collate, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", STRUCTURES)
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
 def test_structures_in_which_batches_come_are_read(name: str) -> None:
     """Containers are opened, whatever their type."""
     collate, roles = STRUCTURES[name]
-    ragged = name in ("packed sequences", "targets of detection")
+    ragged = name in ("nested", "packed sequences", "targets of detection")
     assert read(collate, RAGGED if ragged else SAMPLES) == roles
-
-
-@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
-def test_nested_tensors_are_read(layout: torch.layout) -> None:
-    """Their samples come first."""
-    assert read(lambda batch: torch.nested.nested_tensor([s["x"] for s in batch], layout=layout), RAGGED) == {
-        "batch": SampleAxis(0)
-    }
 
 
 def test_a_part_that_may_be_missing_is_cut_where_it_is_there() -> None:
@@ -413,21 +363,6 @@ def test_random_collate_functions_are_read() -> None:
         read(lambda batch: torch.rand(2 * len(batch)))
 
 
-def test_sorted_collate_functions_are_read() -> None:
-    """The longest first, as packed sequences ask for; the order in which samples were is one of the batch."""
-
-    def collate(batch: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        ordered = sorted(batch, key=lambda each: -len(each["x"]))
-        return pad_sequence([each["x"] for each in ordered], batch_first=True), ys(ordered)
-
-    layout = read_layout(Known(RAGGED, collate))
-    assert set(layout.roles.values()) == {"fields", SampleAxis(0)}
-    batch = collate(RAGGED)
-    assert slices_of(batch, layout).take(1, 3)[1].tolist() == [3, 2]
-    with pytest.raises(LayoutError, match=r"batch\[1\] depends on where"):
-        read(lambda batch: (xs(batch), torch.tensor([len(s["x"]) for s in batch]).argsort(stable=True)))
-
-
 def test_batches_of_two_loaders_are_counted_by_what_they_have_in_common() -> None:
     """8 and 24 samples are 8 of one and three; each part grows with its own loader."""
     layout = read_layout(Known(SAMPLES, xs, ys))
@@ -440,6 +375,9 @@ def test_batches_of_two_loaders_are_counted_by_what_they_have_in_common() -> Non
     assert layout.samples([torch.zeros(8), None]) == 8  # a loader that has come to its end
     with pytest.raises(LayoutError, match="nothing in it grows"):
         layout.samples([None, None])
+    counts = read_layout(Known(SAMPLES, lambda batch: [xs(batch), len(batch)], lambda batch: [ys(batch), len(batch)]))
+    ours = slices_of([[torch.zeros(4), 4], [torch.zeros(8), 8]], counts).take(0, 3)
+    assert [numbers for _, numbers in ours] == [3, 6]
 
 
 def test_samples_of_several_loaders_that_a_hook_joins_are_refused() -> None:
@@ -448,14 +386,6 @@ def test_samples_of_several_loaders_that_a_hook_joins_are_refused() -> None:
         read_layout(Known(SAMPLES, xs, xs, join=torch.cat))
     with pytest.raises(LayoutError, match="nothing in it grows"):
         read_layout(Known(SAMPLES, xs, xs, join=lambda batches: batches[0]))
-
-
-def test_numbers_of_two_loaders_are_cut_each_in_its_proportion() -> None:
-    """A count belongs to the loader that it grows with."""
-    layout = read_layout(Known(SAMPLES, lambda batch: [xs(batch), len(batch)], lambda batch: [ys(batch), len(batch)]))
-    batch = [[torch.zeros(4), 4], [torch.zeros(8), 8]]
-    ours = slices_of(batch, layout).take(0, 3)
-    assert [numbers for _, numbers in ours] == [3, 6]
 
 
 def ready(*batches: Any) -> dict[str, Any]:
@@ -516,17 +446,3 @@ def test_an_ambiguous_ready_made_batch_is_refused(name: str) -> None:
     """With its shapes and the way out."""
     with pytest.raises(LayoutError, match=rf"comes ready-made and its parts \(.+\) allow for no reading .*{WAY_OUT}"):
         read_ready_made(AMBIGUOUS[name])
-
-
-def test_a_ready_made_batch_of_an_unknown_type_is_refused() -> None:
-    """As any other."""
-    with pytest.raises(LayoutError, match=r"batch\[1\] is of the type Unknown.*register_splitter"):
-        read_ready_made([(Z(8), Unknown(SAMPLES))])
-
-
-@pytest.fixture(autouse=True)
-def _random_numbers() -> Iterator[None]:
-    state, python = torch.get_rng_state(), random.getstate()
-    yield
-    torch.set_rng_state(state)
-    random.setstate(python)

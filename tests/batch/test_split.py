@@ -1,3 +1,5 @@
+"""A batch of any structure is cut into slices of its samples, which together are the batch."""
+
 import copy
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
 from collections.abc import Callable, Iterator, Sequence
@@ -11,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence, unpack_sequence
+from torch.nn.utils.rnn import pack_sequence, unpack_sequence
 
 from lightning_ga.batch import pytree as structures
 from lightning_ga.batch.layout import Layout, Role, SampleAxis, SampleCount
@@ -67,10 +69,6 @@ class Frozen:
         object.__setattr__(self, "length", 5)
 
 
-class Rows(list[Any]):
-    name = "rows"
-
-
 def rows(length: int = 5) -> torch.Tensor:
     return torch.arange(length * 2.0).reshape(length, 2)
 
@@ -101,37 +99,6 @@ def split(batch: Any, sizes: Sequence[int]) -> Iterator[Any]:
     return split_batch(batch, sizes, layout=layout_of(batch))
 
 
-def test_structure_and_types_are_kept() -> None:
-    """Every container comes back as what it was, with all that it holds beside the samples."""
-    named = Pair(rows(), [rows(), None])
-    batch = defaultdict(
-        list, named=named, ordered=OrderedDict(b=rows(), a="text"), proxy=MappingProxyType({"x": rows()})
-    )
-    chunk = list(split(batch, [2, 3]))[1]
-    assert type(chunk) is defaultdict
-    assert chunk.default_factory is list
-    assert list(chunk) == list(batch)
-    assert type(chunk["named"]) is Pair
-    assert type(chunk["ordered"]) is OrderedDict
-    assert type(chunk["proxy"]) is MappingProxyType
-    assert list(chunk["ordered"]) == ["b", "a"]
-    assert chunk["named"].labels[1] is None
-    for part in (chunk["named"].inputs, chunk["named"].labels[0], chunk["ordered"]["b"], chunk["proxy"]["x"]):
-        assert torch.equal(part, rows()[2:])
-    assert torch.equal(batch["named"].inputs, rows())
-
-
-def test_a_batch_encoding_is_cut_with_its_encodings() -> None:
-    """Without calling a constructor, which asks for other things."""
-    batch = BatchEncoding({"input_ids": rows(), "length": torch.zeros(5)}, ["a", "b", "c", "d", "e"], n_sequences=1)
-    first, second = split(batch, [2, 3])
-    assert type(first) is BatchEncoding
-    assert torch.equal(second["input_ids"], rows()[2:])
-    assert torch.equal(second.input_ids, rows()[2:])
-    assert (first._encodings, second._encodings, first._n_sequences) == (["a", "b"], ["c", "d", "e"], 1)
-    assert batch["input_ids"].shape == (5, 2)
-
-
 def test_a_dataclass_that_is_a_mapping_stays_both() -> None:
     """Attributes and keys say the same."""
     (first, _) = split(ModelOutput(logits=rows()), [2, 3])
@@ -150,46 +117,7 @@ def test_a_frozen_dataclass_is_not_validated_anew() -> None:
     assert len(batch.inputs) == 5
 
 
-def test_lists_of_samples_are_cut_as_lists() -> None:
-    """Of texts, of tensors of unequal sizes, of targets; subclasses stay what they are."""
-    images = tuple(torch.zeros(3, width) for width in (4, 6, 5, 7, 4))
-    targets = Rows({"boxes": torch.zeros(number, 4)} for number in (0, 2, 1, 7, 3))
-    first, second = split((images, targets, list("abcde")), [2, 3])
-    assert first[0] == images[:2]
-    assert [len(target["boxes"]) for target in second[1]] == [1, 7, 3]
-    assert type(second[1]) is Rows
-    assert second[2] == ["c", "d", "e"]
-
-
-def test_what_belongs_to_all_samples_is_shared() -> None:
-    """The same object in all chunks."""
-    batch = {"x": rows(), "y": rows(), "weights": torch.zeros(10), "size": (224, 224), "t": torch.tensor(2.0), "n": 3}
-    for chunk in split(batch, [2, 3]):
-        assert chunk["weights"] is batch["weights"]
-        assert chunk["t"] is batch["t"]
-        assert (chunk["size"], chunk["n"]) == ((224, 224), 3)
-
-
 SEQUENCES = [torch.randn(length, 2) for length in (2, 5, 3, 1, 5)]
-
-
-def test_packed_sequences_go_with_tensors_beside_them() -> None:
-    """In one batch, as text classification has it; equally long sequences keep their order."""
-    lengths = torch.tensor([3, 3, 5, 1, 3])
-    packed = pack_padded_sequence(torch.arange(25).reshape(5, 5), lengths, batch_first=True, enforce_sorted=False)
-    for (chunk, labels), places in zip(split((packed, torch.arange(5)), [3, 2]), ([0, 1, 2], [3, 4])):
-        assert labels.tolist() == places
-        assert [sequence[0].item() for sequence in unpack_sequence(chunk)] == [5 * place for place in places]
-
-
-def same_packed(one: PackedSequence, other: PackedSequence) -> None:
-    for mine, theirs in zip(unpack_sequence(one), unpack_sequence(other), strict=True):
-        assert torch.equal(mine, theirs)
-    assert one.batch_sizes.tolist() == other.batch_sizes.tolist()
-    for mine, theirs in ((one.sorted_indices, other.sorted_indices), (one.unsorted_indices, other.unsorted_indices)):
-        assert (mine is None) == (theirs is None)
-    if one.sorted_indices is not None and one.unsorted_indices is not None:
-        assert one.sorted_indices[one.unsorted_indices].tolist() == list(range(len(one.sorted_indices)))
 
 
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
@@ -366,28 +294,24 @@ def test_batches_of_two_loaders_are_cut_in_proportion() -> None:
         split_batch(batch, [4, 12], layout=TWO)
 
 
-def test_a_batch_that_lost_a_part_is_cut_without_it() -> None:
-    """``None`` belongs to nobody."""
-    layout = layout_of({"x": rows(), "mask": rows()})
-    assert [chunk["mask"] for chunk in split_batch({"x": rows(), "mask": None}, [2, 3], layout=layout)] == [None, None]
+def test_what_belongs_to_no_sample_is_in_each_chunk() -> None:
+    """The same object; ``None`` in the place of a part, too."""
+    layout = layout_of({"x": rows(), "mask": rows(), "weights": torch.zeros(10), "size": (224, 224)})
+    batch = MappingProxyType({"x": rows(), "mask": None, "weights": torch.zeros(10), "size": (224, 224)})
+    for chunk in split_batch(batch, [2, 3], layout=layout):
+        assert type(chunk) is MappingProxyType
+        assert chunk["weights"] is batch["weights"]
+        assert (chunk["mask"], chunk["size"]) == (None, (224, 224))
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
 def test_batches_on_a_device_stay_there() -> None:
-    """And pinned memory stays pinned."""
-    packed = pack_sequence(SEQUENCES, enforce_sorted=False)
-    nested = torch.nested.nested_tensor(SEQUENCES, layout=torch.jagged, device="cuda")
-    batch = {"x": rows().cuda(), "packed": packed.to("cuda"), "pinned": rows().pin_memory(), "nested": nested}
+    """Merged again they are the batch; pinned memory stays pinned."""
+    packed = pack_sequence(SEQUENCES, enforce_sorted=False).to("cuda")
+    batch = {"x": rows().cuda(), "packed": packed, "pinned": rows().pin_memory()}
     chunks = list(split(batch, [2, 3]))
-    for chunk in chunks:
-        assert chunk["x"].is_cuda
-        assert chunk["packed"].is_cuda
-        assert chunk["nested"].is_cuda
-        assert chunk["pinned"].is_pinned()
-    for chunk, expected in zip(chunks, (SEQUENCES[:2], SEQUENCES[2:])):
-        same_packed(chunk["packed"].to("cpu"), pack_sequence(expected, enforce_sorted=False))
+    assert all(chunk["x"].is_cuda and chunk["packed"].is_cuda and chunk["pinned"].is_pinned() for chunk in chunks)
     merged = merge_outputs(chunks, [2, 3])
     assert torch.equal(merged["x"], batch["x"])
     assert all(torch.equal(one, two.cuda()) for one, two in zip(unpack_sequence(merged["packed"]), SEQUENCES))
@@ -431,6 +355,7 @@ def containers(children: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
         named.map(lambda data: OrderedDict(sorted(data.items(), reverse=True))),
         named.map(lambda data: BatchEncoding(data, list("abcdefghi"), 1)),
         named.map(lambda data: SimpleNamespace(**data)),
+        named.map(lambda data: defaultdict(list, data)),
         st.builds(Pair, children, children),
         st.builds(Record, children, children),
     )

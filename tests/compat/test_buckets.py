@@ -57,30 +57,6 @@ def test_types_and_sparse_gradients_are_not_mixed() -> None:
     assert made(given, sparse=table) == [[16, 16], [8, 8], [32]]
 
 
-def test_many_small_gradients_are_joined_in_no_time() -> None:
-    assert list(map(len, made(parameters(*[4] * 50_000)))) == [50_000]
-
-
-def test_a_bucket_waits_for_the_gradient_that_comes_last() -> None:
-    first, second = parameters(8, 8)
-    (bucket,) = make_buckets([first, second], (), most=MOST, arrival={id(second): 1, id(first): 0})
-    assert bucket.last is second
-
-
-@pytest.mark.parametrize("shape", [(3, 4), (2, 3, 2, 2)])
-def test_averages_come_back_to_their_places(shape: tuple[int, ...]) -> None:
-    """In whatever order of memory a gradient lies."""
-    one, other = nn.Parameter(torch.randn(shape)), nn.Parameter(torch.randn(5))
-    one.grad, other.grad = torch.randn(shape[::-1]).permute(*reversed(range(len(shape)))), torch.randn(5)
-    wanted = [one.grad / 2, other.grad / 2]
-    bucket = placed(Bucket((one, other), one, one.dtype), more=8)
-    bucket.join(gradients(bucket), 0.5)
-    one.grad.zero_()
-    bucket.spread(gradients(bucket))
-    assert torch.equal(one.grad, wanted[0])
-    assert torch.equal(other.grad, wanted[1])
-
-
 def awkward() -> tuple[list[nn.Parameter], list[torch.Tensor | None]]:
     """Parameters whose gradients lie in memory in all orders, are sparse or missing; and these gradients."""
     plain, cut, turned, wide, table, missing = (nn.Parameter(torch.randn(4, 6)) for _ in range(6))

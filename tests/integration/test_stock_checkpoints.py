@@ -247,7 +247,7 @@ def test_the_place_that_data_keep_is_saved_and_restored(writes: Any, reads: Any,
 
 def test_states_of_other_loaders_are_refused(tmp_path: Path) -> None:
     path = checkpoints(tmp_path, CUTS[2], {"every_n_train_steps": 1}, data=Remembering())[2]
-    with pytest.raises(RuntimeError, match=r"states of 1 data loaders and the training data have 0"):
+    with pytest.raises(RuntimeError, match="has 0 stateful loaders, but found 1 states"):
         run(CUTS[2], data=Shelf(), ckpt_path=path)
 
 

@@ -16,7 +16,6 @@ from lightning_ga.loading.largest_samples import (
     SAMPLES_AT_ONCE,
     SAMPLES_KEPT,
     Largest,
-    LargestSamples,
     ScanOrder,
     largest_samples,
 )
@@ -106,15 +105,6 @@ def test_the_largest_of_every_field_comes_first() -> None:
     assert len(kept.by_field) == len(kept.by_weight) == SAMPLES_KEPT + 1
 
 
-def test_an_image_may_be_widest_and_another_highest() -> None:
-    """Pictures padded to a common size need both."""
-    wide, high, large = torch.ones(3, 2, 90), torch.ones(3, 90, 2), torch.ones(3, 40, 40)
-    kept = Largest()
-    kept.see([large, wide, high])
-    assert {id(sample) for sample in kept.by_field[:2]} == {id(wide), id(high)}
-    assert kept.by_weight[0] is large
-
-
 def test_a_batch_is_the_larger_of_both_kinds() -> None:
     """Padded, with the longest of each field; packed, with the most elements."""
     samples = [(torch.ones(a), torch.ones(b)) for a, b in ((10, 1), (1, 10), (9, 9), (8, 8))]
@@ -149,10 +139,3 @@ def test_text_counts_only_where_it_is_made_into_tensors() -> None:
     assert largest_samples(loader, looks).seen == len(looks.first)
     own = DataLoader(samples, collate_fn=lambda batch: [text for _, text in batch])  # type: ignore[arg-type]
     assert largest_samples(own, looks).seen == 500
-
-
-def test_batches_are_filled_in_turn() -> None:
-    """A batch may hold more samples than were kept."""
-    loader = DataLoader(tensors(2, 2))  # type: ignore[arg-type]
-    worst = LargestSamples(tensors(2, 2), tensors(2, 2), 2, complete=True)
-    assert worst.batch(loader, 5).shape == (5, 2)

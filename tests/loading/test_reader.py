@@ -18,7 +18,6 @@ from lightning_ga.loading.reader import (
     CollatedBatches,
     ReadyMadeBatches,
     indices_of,
-    is_collated,
 )
 
 SIZE = 24
@@ -241,16 +240,6 @@ def test_a_collate_function_that_fails_on_a_few_samples_is_named() -> None:
         reader(Plain(), collated(loader_of(full))).layout()
 
 
-def test_batches_of_two_loaders_are_cut_in_proportion() -> None:
-    """8 samples of one and 4 of the other are four times 2 and 1."""
-    both = [loader_of(), DataLoader(Rows(), 4)]
-    read = reader(Plain(), collated(*both, combine=list))
-    slices = read.slices([first(loader) for loader in both])
-    assert slices.samples == 4
-    ours = slices.take(1, 3)
-    assert [part[1].tolist() for part in ours] == [[2, 3, 4, 5], [1, 2]]
-
-
 def test_ready_made_batches_are_read_off_themselves() -> None:
     """After what the trainer does with them."""
     sizes = [torch.zeros(8, 3), torch.zeros(4, 3)]
@@ -260,17 +249,6 @@ def test_ready_made_batches_are_read_off_themselves() -> None:
     assert read.slices([torch.zeros(6, 3), torch.arange(6)]).take(1, 3)[1].tolist() == [1, 2]
     prepared = reader(Doubling(), ReadyMadeBatches(lambda: [[torch.zeros(8, 3), torch.zeros(8)]], prepared=True))
     assert prepared.layout().roles["batch[0]"] == SampleAxis(0)
-
-
-def test_samples_are_at_hand_where_batches_are_collated() -> None:
-    """Not of batches that come ready-made."""
-    loader = loader_of()
-    samples = [loader.dataset[index] for index in range(3)]
-    again = reader(Plain(), collated(loader)).samples_again(loader, samples)
-    assert again is not None
-    assert again.count == 3
-    assert again.collate(1, 3)[1].tolist() == [1, 2]
-    assert reader(Plain(), ReadyMadeBatches(lambda: [])).samples_again(loader, samples) is None
 
 
 def test_different_samples_are_looked_at() -> None:
@@ -298,11 +276,3 @@ def test_indices_are_from_all_over_the_dataset() -> None:
             return index
 
     assert indices_of(DataLoader(Lookup(), batch_sampler=[["a", "b"], ["c"]])) == ["a", "b"]  # type: ignore[arg-type]
-
-
-def test_loaders_that_collate_samples_are_known() -> None:
-    """Others yield batches that are ready-made."""
-    assert is_collated(loader_of())
-    assert is_collated(DataLoader(Endless(), 4))
-    assert not is_collated(DataLoader(Endless(), batch_size=None))
-    assert not is_collated([torch.zeros(8)])

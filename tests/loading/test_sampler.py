@@ -2,15 +2,11 @@
 
 import random
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
-from torch.utils.data.distributed import DistributedSampler
 
 from lightning_ga.loading.rebatch import read_loader
 from lightning_ga.loading.sampler import (
@@ -23,7 +19,6 @@ from lightning_ga.loading.sampler import (
     WindowBatchSampler,
     seeded,
 )
-from lightning_ga.plan.accumulation import plan_accumulation
 from lightning_ga.plan.windows import EpochPlan, RegularWindows
 
 SIZE = 24
@@ -138,18 +133,6 @@ def test_random_numbers_come_back_even_from_a_sampler_that_fails() -> None:
     assert torch.equal(generator.get_state(), own)
 
 
-def test_one_generator_in_two_places_comes_back() -> None:
-    """A batch sampler may carry the generator of its sampler."""
-    generator = torch.Generator().manual_seed(3)
-    torch.rand(5, generator=generator)
-    state = generator.get_state()
-    sampler = weighted(generator)
-    batches = BatchSampler(sampler, 5, drop_last=False)
-    batches.generator = generator  # type: ignore[attr-defined]
-    FromBatches(batches).draw(1, seed=2)
-    assert torch.equal(generator.get_state(), state)
-
-
 def test_a_custom_batch_sampler_is_drawn_once_an_epoch() -> None:
     """Its batches, joined, are the order; their sizes are known from the same drawing."""
     drawn = []
@@ -168,66 +151,6 @@ def test_a_custom_batch_sampler_is_drawn_once_an_epoch() -> None:
     assert (order.size, len(drawn)) == (20, 1)
     order.draw(2, seed=4)
     assert len(drawn) == 2
-
-
-@pytest.mark.parametrize("drop_last", [False, True])
-@pytest.mark.parametrize("shuffle", [False, True])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_full_windows_are_those_of_torchs_distributed_sampler(world_size: int, shuffle: bool, drop_last: bool) -> None:
-    """With the same seed the union of the ranks' batches is, window by window, the same set of samples."""
-    dataset, batch, factor, epoch, seed = range(47), 3, 2, 2, 13
-
-    def sampler(rank: int) -> DistributedSampler[int]:
-        made: DistributedSampler[int] = DistributedSampler(
-            dataset,
-            world_size,
-            rank,
-            shuffle=shuffle,
-            seed=seed,
-            drop_last=drop_last,  # type: ignore[arg-type]
-        )
-        made.set_epoch(epoch)
-        return made
-
-    per_rank = batch * factor
-    shares = [list(sampler(rank)) for rank in range(world_size)]
-    full = 47 // (per_rank * world_size)
-    theirs = [sorted(i for share in shares for i in share[k * per_rank : (k + 1) * per_rank]) for k in range(full)]
-
-    loader = DataLoader(dataset, batch, sampler=sampler(0))  # type: ignore[arg-type]
-    recipe = read_loader(loader, world_size=world_size)
-    assert recipe.shared
-    ours: list[list[int]] = [[] for _ in range(full)]
-    for rank in range(world_size):
-        cut = WindowBatchSampler(recipe.order, share=rank, seed=0)
-        plan = EpochPlan(RegularWindows(recipe.order.size, per_rank * world_size), 2, 3, world_size)
-        cut.arrange(epoch, plan, enabled=True)
-        for index, indices in enumerate(cut):
-            chunk = cut.chunk(index)
-            if chunk.window < full:
-                ours[chunk.window] += indices[: chunk.count]
-    assert [sorted(window) for window in ours] == theirs
-    assert recipe.order.size == (47 - 47 % world_size if drop_last else 47)
-
-
-@settings(deadline=None)
-@given(st.integers(1, 60), st.integers(1, 20), st.integers(1, 7), st.integers(1, 4), st.integers(0, 5))
-def test_every_sample_of_an_epoch_comes_once(total: int, size: int, limit: int, world_size: int, epoch: int) -> None:
-    """Over all ranks and micro-batches; a rank that is left without one gets a stand-in that counts nothing."""
-    size = max(size, world_size)
-    factor = plan_accumulation(size, micro_batch=limit, world_size=world_size).factor
-    seen: list[int] = []
-    for rank in range(world_size):
-        cut = WindowBatchSampler(Shuffled(total), share=rank, seed=3)
-        cut.arrange(epoch, EpochPlan(RegularWindows(total, size), limit, factor, world_size), enabled=True)
-        batches = list(cut)
-        assert len(batches) == len(cut)
-        for index, indices in enumerate(batches):
-            count = cut.chunk(index).count
-            assert len(indices) == max(1, count)
-            assert all(0 <= i < total and type(i) is int for i in indices)
-            seen += indices[:count]
-    assert sorted(seen) == list(range(total))
 
 
 def test_a_sampler_yields_nothing_until_it_is_armed() -> None:
@@ -292,10 +215,3 @@ def test_the_samples_of_a_micro_batch_are_found_once_more() -> None:
         cut = WindowBatchSampler(Shuffled(7), share=share, seed=1)
         cut.arrange(0, EpochPlan(RegularWindows(7, 4), 1, 2, 2), enabled=True)
         assert [cut.indices(index) for index in range(len(cut))] == list(cut)
-
-
-def test_lightning_reaches_the_sampler_to_set_its_epoch() -> None:
-    """It calls ``set_epoch`` on ``batch_sampler.sampler``."""
-    cut: Any = WindowBatchSampler(Shuffled(9), share=0, seed=1)
-    cut.sampler.set_epoch(4)
-    assert cut.epoch == 4
