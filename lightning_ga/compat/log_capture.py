@@ -20,7 +20,7 @@ class LogTap:
     def __init__(self, results: Any) -> None:
         self.results = results
         self.logged: list[tuple[str, str]] = []  # by the current batch
-        self._note: Note | None = None  # takes entries while pieces run; ``None`` if they go through
+        self.note: Note | None = None  # takes entries instead; ``None`` if they go through
         self.log: Note = _nothing
         if results is not None:
             self.log = partial(_log, results, type(results).log)
@@ -28,20 +28,24 @@ class LogTap:
 
     def __call__(self, fx: str, name: str, *arguments: Any, **settings: Any) -> None:
         """Log a value."""
-        if self._note is None:
+        if self.note is None:
             self.log(fx, name, *arguments, **settings)
             self.logged.append((fx, name))
         elif (fx, name) not in self.logged:
-            self._note(fx, name, *arguments, **settings)
+            self.note(fx, name, *arguments, **settings)
+
+    def begin(self) -> None:
+        """Begin a batch: what it logs goes through."""
+        self.logged, self.note = [], None
 
     @contextmanager
     def held(self, note: Note) -> Iterator[None]:
         """Return a context in which values go to ``note`` instead."""
-        self._note = note
+        self.note = note
         try:
             yield
         finally:
-            self._note = None
+            self.note = None
 
     @contextmanager
     def of_batch(self, batch: Any) -> Iterator[None]:
