@@ -22,7 +22,7 @@ class LogTap:
     def __init__(self, results: Any) -> None:
         self.results = results
         self.logged: list[tuple[str, str]] = []  # by the current batch
-        self._note: Note | None = None  # takes entries while pieces run; ``None`` if they go through
+        self.note: Note | None = None  # takes entries instead; ``None`` if they go through
         self.log: Note = _nothing
         if results is not None:
             self.log = partial(_log, results, type(results).log)
@@ -30,15 +30,27 @@ class LogTap:
 
     def __call__(self, fx: str, name: str, *arguments: Any, **settings: Any) -> None:
         """Log a value."""
-        if self._note is None:
+        if self.note is None:
             self.log(fx, name, *arguments, **settings)
             self.logged.append((fx, name))
         elif (fx, name) not in self.logged:
-            self._note(fx, name, *arguments, **settings)
+            self.note(fx, name, *arguments, **settings)
+
+    def begin(self) -> None:
+        """Begin a batch: what it logs goes through."""
+        self.logged, self.note = [], None
 
     def held(self, note: Note) -> AbstractContextManager[None]:
         """Return a context in which values go to ``note`` instead."""
+<<<<<<< HEAD
         return patching.replaced(self, _note=note)
+=======
+        self.note = note
+        try:
+            yield
+        finally:
+            self.note = None
+>>>>>>> engine2
 
     def of_batch(self, batch: Any) -> AbstractContextManager[None]:
         """Return a context in which values are those of another batch, by whose size means are weighted."""

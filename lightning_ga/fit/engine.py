@@ -285,7 +285,7 @@ class Engine:
         tap = self._taps.get(stage)
         if tap is None or tap.results is not results:
             tap = self._taps[stage] = log_capture.LogTap(results)
-        tap.logged = []
+        tap.begin()
         return tap
 
     def stop(self) -> None:

@@ -128,7 +128,8 @@ class TrainingWindow(Window):
             if is_last:
                 self._begin_reduction()
             result = run_window(self._engine, self, begins=begins)
-            self._finish(result)
+            if self._reduction is not None or self._withheld is not None:
+                self._finish(result)
         self.is_updating = is_last
         output = self._engine.retry_once(lambda: _merged(result)) if result.sizes else result.results[0]
         if self._fills_up and output.loss is not None:

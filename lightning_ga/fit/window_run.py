@@ -1,7 +1,6 @@
 """Run a batch of a window: whole if it fits, else in pieces; if memory runs out, the window again, in smaller ones."""
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any
 
 from lightning_ga.batch.layout import LayoutError
@@ -21,8 +20,6 @@ from lightning_ga.plan.exactness import SAME_RESULT
 from lightning_ga.probe.cache import describe_value
 from lightning_ga.snapshot.plain import PlainState
 
-_THROUGH = nullcontext()
-
 
 def run_window(engine: Engine, window: Window, *, begins: bool, all_parts: bool = False) -> BatchResult:
     """Run the last batch of a window; if memory runs out, all of the window again, in smaller pieces.
@@ -37,13 +34,14 @@ def run_window(engine: Engine, window: Window, *, begins: bool, all_parts: bool 
         engine.retry_once(window.savepoint.take)
     pieces = engine.pieces(stage, part) if engine.limits else 1
     if pieces == 1 and part.move is None and not all_parts:
-        logs = LogBuffer()
-        # What ranks exchange in logs comes after all passes, as it does on a rank that runs pieces.
-        with tap.held(logs.note) if engine.distributed else _THROUGH:
-            outcome = engine.catch(stage, window.run_pass, part, part.batch, None, 1.0)
+        logs = LogBuffer() if engine.distributed else None
+        if logs is not None:
+            tap.note = logs.note  # what ranks exchange in logs comes after all passes, as on a rank that runs pieces
+        outcome = engine.catch(stage, window.run_pass, part, part.batch, None, 1.0)
+        tap.note = None
         if outcome.failure is None:
             engine.finish(stage)
-            if engine.distributed:
+            if logs is not None:
                 logs.keep(1.0)
                 logs.replay(tap.log, engine.retry_once)
             return BatchResult((outcome.result,))
