@@ -42,15 +42,7 @@ class LogTap:
 
     def held(self, note: Note) -> AbstractContextManager[None]:
         """Return a context in which values go to ``note`` instead."""
-<<<<<<< HEAD
-        return patching.replaced(self, _note=note)
-=======
-        self.note = note
-        try:
-            yield
-        finally:
-            self.note = None
->>>>>>> engine2
+        return patching.replaced(self, note=note)
 
     def of_batch(self, batch: Any) -> AbstractContextManager[None]:
         """Return a context in which values are those of another batch, by whose size means are weighted."""
