@@ -118,9 +118,8 @@ class WindowGradients:
         self._stop_zeroing()
         if self._sparse is None:
             self._sparse = sparse_parameters(self._trainer.lightning_module)
+        coalesce_gradients(self._sparse)
         is_sum = self._trainer.accumulate_grad_batches > 1 or self.weights.share != 1.0
-        if is_sum:
-            coalesce_gradients(self._sparse)
         if is_sum and self._half:
             gradient_dtype.widen(self._half)
         if is_sum and self._is_rounded:
