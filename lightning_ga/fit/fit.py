@@ -180,10 +180,9 @@ class Fit:
 
     def close_window(self, optimizer: Any) -> None:
         """Bring the gradients of a window to their mean, and say if they are not those of all its samples."""
-        if self.gradients.close_window(optimizer):
-            is_one_batch = self.recipe_factor == 1
-            if self._later.found_left_out(self._batch, is_one_batch=is_one_batch):
-                self.gradients.leave_out(optimizer)
+        skips, is_one_batch = self.gradients.close_window(optimizer), self.recipe_factor == 1
+        if skips and self._later.found_left_out(self._batch, is_one_batch=is_one_batch):
+            self.gradients.leave_out(optimizer)
 
     def advance(self, batch: Any) -> None:
         """Keep the place after a micro-batch, and the micro-batch itself if memory has run out in it."""
@@ -303,10 +302,8 @@ class Fit:
 
     def _batches_until(self, window: int) -> int:
         """Return how many batches a training in one pass has done after this window of the epoch."""
-        if not self._keeps_windows:
-            return window + 1
-        done, total = (window + 1) * self.recipe_factor, self.source.epoch_batches
-        return done if total is None else min(done, total)
+        done, total = (window + 1) * (self.recipe_factor if self._keeps_windows else 1), self.source.epoch_batches
+        return done if total is None or not self._keeps_windows else min(done, total)
 
     @property
     def _keeps_windows(self) -> bool:
