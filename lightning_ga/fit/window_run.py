@@ -86,6 +86,8 @@ class WindowRun:
             if outcome.failure is None:
                 break
             self._failure = outcome.failure
+            self._check_batch(last)
+            slices = self._slices(last)
         result: BatchResult = outcome.result
         result.logs.replay(self._tap.log, engine.retry_once)
         if self._refused:

@@ -24,8 +24,9 @@ def metric_state(metric: Metric, *, whole: bool = False) -> dict[str, Any]:
 
 def set_metric_state(metric: Metric, state: dict[str, Any]) -> None:
     """Give a metric copies of what ``metric_state`` took: updates change states in place."""
-    copied = {name: _copied if name in metric._defaults else _copied_deeply for name in state.keys() - {*_COUNTERS}}
-    vars(metric).update({n: copied[n](value) if n in copied else value for n, value in state.items()})
+    states = {name: _copied(state[name]) for name in metric._defaults if name in state}
+    beside = {name: _copied_deeply(state[name]) for name in state.keys() - {*metric._defaults, *_COUNTERS}}
+    vars(metric).update({**state, **states, **beside})
 
 
 def beside_states(metric: Metric) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import torch
 from reference import FEATURES, Regression, Samples, fit, quiet_trainer
 from torch.utils.data import DataLoader
 
-from lightning_ga import AutoAccumulate
+from lightning_ga import AutoAccumulate, UserError
 
 MODES = ("loader", "step")
 
@@ -147,6 +147,25 @@ def test_a_mistake_after_a_fit_is_told_as_it_is(tmp_path: Any) -> None:
     trainer.fit(Regression(), data())
     with pytest.raises(ValueError, match="best"):
         trainer.test(Regression(), data(), ckpt_path="best")
+
+
+class Overwrites(Regression):
+    """Halves its batch in place; memory runs out in the second piece of the first batch."""
+
+    attempts = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.attempts += 1
+        batch[0].mul_(0.5)
+        if self.attempts == 2:
+            raise out_of_memory()
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_batch_that_ran_in_pieces_and_was_overwritten_is_not_run_again() -> None:
+    """On a CPU pieces share memory with their batch."""
+    with pytest.raises(UserError, match="had changed its batch in place"):
+        fit(data(), ours("step", 8), module=Overwrites())
 
 
 class Sharpness(torch.optim.SGD):
