@@ -131,8 +131,8 @@ def build_trainer(cfg: DictConfig, folder: Path) -> Trainer:
 
 def make(node: Any, **arguments: Any) -> Any:
     """Build what a node names; it is given plain dicts and lists, which checkpoints can hold."""
-    content = node.copy()
-    content.pop("decay_norms", None)  # a setting of the model's, which gives the optimizer its groups
+    # decay_norms is a setting of the model's, which gives the optimizer its groups.
+    content = {key: value for key, value in node.items() if key != "decay_norms"}
     return instantiate(content, **arguments, _convert_="all")
 
 

@@ -154,6 +154,7 @@ def followed_by_step(trainer: Any) -> Iterator[tuple[str, str]]:
     metas = [value.meta for value in trainer.fit_loop.epoch_loop._results.values()]
     names = {meta.name for meta in metas if meta.on_step and not meta.on_epoch}
     names |= {f"{meta.name}_step" for meta in metas if meta.on_step and meta.on_epoch}
+    names -= {meta.name for meta in metas if meta.on_epoch}  # a mean over the epoch counts
     plateaus = [config for config in trainer.lr_scheduler_configs if config.reduce_on_plateau]
     followers = [(config.scheduler, config.monitor) for config in plateaus]
     followers += [(callback, getattr(callback, "monitor", None)) for callback in trainer.callbacks]

@@ -93,7 +93,7 @@ class ReferenceModule(LightningModule):
         """Remember the ends of saved schedules, which restoring puts in place of those that this training needs."""
         self._saved_ends = [state.get("total_steps") for state in checkpoint.get("lr_schedulers", ())]
         saved = [len(state["param_groups"]) for state in checkpoint.get("optimizer_states", ())]
-        if self._trainer is None or self.trainer.state.fn != "fit" or not saved:
+        if self._trainer is None or self.trainer.state.fn != "fit" or not saved or not saved[0]:
             return
         groups = len(self.parameter_groups())
         if saved[0] != groups:

@@ -331,15 +331,16 @@ def test_a_search_without_a_number_is_refused(monkeypatch, measured):
     sweeper = SimpleNamespace(_target_="hydra_plugins.hydra_optuna_sweeper.optuna_sweeper.OptunaSweeper")
     monkeypatch.setattr(HydraConfig, "get", lambda: SimpleNamespace(mode=RunMode.MULTIRUN, sweeper=sweeper))
     monkeypatch.setattr(train, "check_values", lambda config: None)
-    monkeypatch.setattr(tasks, "run_task", lambda config, allow: measured)
+    monkeypatch.setattr(train, "is_first_rank", lambda variables: False)
+    monkeypatch.setattr(tasks, "run_task", lambda config, written, allow: measured)
     jobs = train.Jobs([], show_traceback=False)
     content = {"optimized_metric": "val/acc", "dry_run": False}
     for config in (content | {"dry_run": True}, *([content] if measured is None else [])):
         with pytest.raises(
             UserError, match="A search compares jobs by optimized_metric=val/acc, and this one measures n"
         ):
-            jobs._run(config)
-    assert measured is None or jobs._run(content) == measured
+            jobs._run(config, config)
+    assert measured is None or jobs._run(content, content) == measured
 
 
 @pytest.mark.skipif(find_spec("optuna") is not None, reason="the extra 'sweep' is installed")
