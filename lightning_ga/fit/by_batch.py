@@ -7,6 +7,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_ga.compat import intervals, loops
+from lightning_ga.compat.trial_steps import overrides
 from lightning_ga.snapshot.contents import contained
 from lightning_ga.snapshot.copies import versions
 
@@ -46,6 +47,8 @@ class ByBatch:
     def check_monitors(self) -> None:
         """Warn, as an epoch ends, of what decides by a value of the last batch."""
         if self._has_warned_of_monitors or self._trainer.accumulate_grad_batches == 1:
+            return
+        if overrides(self._trainer, "on_train_epoch_end"):  # it may log the mean over the epoch by the same name
             return
         for who, value in intervals.followed_by_step(self._trainer):
             self._has_warned_of_monitors = True

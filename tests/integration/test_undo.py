@@ -380,8 +380,8 @@ class Augmented(Samples):
 
 
 def test_samples_that_are_drawn_anew_are_told_however_rarely_they_differ() -> None:
-    """On a CPU they are read again."""
+    """On a CPU those of earlier micro-batches are read again."""
     ours_on_few = AutoAccumulate(16, micro_batch_size=4)
-    module = RunsOutOnce(at=12)
+    module = RunsOutOnce(at=14)
     with pytest.warns(UserWarning, match="Its parts draw random numbers of their own"):
         fit(DataLoader(Augmented(64), batch_size=4), ours_on_few, module=module, max_epochs=1)

@@ -98,7 +98,12 @@ class ExactnessCheck:
             self._numbers_matter, steps = False, trial_steps.overrides(self._passes.trainer, "optimizer_step")
             names = [name for name, weight in self._module.named_parameters() if weight.requires_grad] if steps else []
             run = partial(self._passes.run, [batch.collated], seed=0, keep=names, steps=steps)
-            first = run() if steps else batch_pass
+            try:
+                first = run() if steps else batch_pass
+            except Exception as error:  # the hook may need more of the loop than there is in a pass
+                if is_out_of_memory(error):
+                    raise
+                return False
             for number in telling_numbers(self._micro_batches):
                 try:
                     later = run(ahead=number)
