@@ -75,7 +75,7 @@ class TrainingWindow(Window):
         self._zeroing = "before"  # "before" the window's gradients are zeroed, "within" that, or "after" it
         self._withheld: torch.Tensor | None = None  # loss of a piece after which no hooks were called, as more follow
         self._reduction: WindowReduction | None = None
-        self._last_loss = torch.zeros(())  # of a window that is filled up
+        self._last_loss: torch.Tensor | None = None  # of a window that is filled up
         self._kept = 0  # numbers in the batches of the window that are kept on the host
         self.is_updating = False  # whether all passes are done: what follows is the optimizer's update
 
@@ -157,7 +157,8 @@ class TrainingWindow(Window):
             self._begin_reduction()
             self._finish(BatchResult([True]))
         self.is_updating = is_last
-        loss = self._loss() if self._evaluates_again else self._last_loss
+        last = torch.zeros(()) if self._last_loss is None else self._last_loss
+        loss = self._loss() if self._evaluates_again else last
         return closures.ClosureOutput(loss, {"loss": loss})
 
     def _add(self, part: MicroBatch, *, again: bool) -> bool:

@@ -87,8 +87,7 @@ class RecipeBatches:
         if self.batch_size is None:
             per_window = self._per_window(epoch, effective)
             return GivenWindows.of(self._sizes(epoch), per_window=per_window, samples_done=samples_done)
-        of_recipe, world_size = self.effective(epoch), self.settings.world_size
-        effective = effective or of_recipe
+        effective, world_size = effective or self.effective(epoch), self.settings.world_size
         require_effective_batch(effective, world_size)
         size, left = divmod(effective * self.ranks_per_order, world_size)
         if left:
@@ -97,13 +96,9 @@ class RecipeBatches:
                 "has an order of samples of its own, so a window cannot be shared out: use "
                 f"{effective - effective % world_size}."
             )
-        total, used = self.total(epoch), self.used()
-        drops_window = self._drop_last and total == self.order.size
-        if drops_window and effective == of_recipe and used is not None and total is not None:
-            # As stock Lightning: the last batch is dropped if it is not full, and a window of fewer batches is stepped.
-            total, drops_window = min(total, used * self.batch_size * self.ranks_per_order), False
+        total = self.total(epoch)
         samples_done -= samples_done % self.order.per_item
-        return RegularWindows(total, size, drops_window, samples_done)
+        return RegularWindows(total, size, self._drop_last and total == self.order.size, samples_done)
 
     def _count(self) -> int | None:
         """Return the batches of an epoch on one rank, before any limit; ``None`` for a stream of unknown length."""

@@ -37,6 +37,7 @@ def test_limit_train_batches_cuts_a_stream() -> None:
         assert worst_error(module.gradients, plain_loop(Samples(30), windows)) <= 1e-12
 
 
+@pytest.mark.filterwarnings("ignore:The effective batch of 64 samples is above the 30")
 def test_an_interval_above_the_epoch_is_refused_in_batches_of_the_recipe() -> None:
     """Eight batches of the recipe are an epoch, however many micro-batches that makes."""
     fit(loader(), AutoAccumulate(64), module=Validated(), val_check_interval=8, max_epochs=1)

@@ -115,6 +115,7 @@ def test_gradients_equal_the_recipe_run_whole(way: str, draw: int) -> None:
         ("persistent workers", 7),
     ],
 )
+@pytest.mark.filterwarnings("ignore:The effective batch of 500 samples is above the 53")
 def test_an_effective_batch_of_the_users_own(way: str, effective: int) -> None:
     """Any effective batch, above the dataset too, whatever the loader's batch size is."""
     dataset = Samples(53)

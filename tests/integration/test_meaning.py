@@ -1,6 +1,5 @@
 """What users write for Lightning keeps its meaning: intervals by time, streams with a limit, forgotten closures."""
 
-import logging
 import warnings
 from collections.abc import Iterator
 from itertools import islice
@@ -115,14 +114,6 @@ class Scheduled(Regression):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         super().on_before_optimizer_step(optimizer)
         self.rates.append(optimizer.param_groups[0]["lr"])
-
-
-def test_where_batches_are_cut_a_frequency_counts_steps_and_that_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    """Micro-batches are no batches of the recipe."""
-    with caplog.at_level(logging.INFO):
-        ours, _ = fit(loader(), AutoAccumulate(micro_batch_size=4), module=Scheduled(), max_epochs=1)
-    assert ours.rates == [1.0, 1.0, 0.5, 0.5]
-    assert sum("counts optimizer steps" in record.message for record in caplog.records) == 1
 
 
 def test_the_seed_of_everything_decides_the_order(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -201,6 +201,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, int]]]
 
 
 @pytest.mark.usefixtures("container")
+@pytest.mark.filterwarnings("ignore:memory_budget='1GiB' is above the")
 @pytest.mark.parametrize(("module", "method"), [(Small, "prediction"), (Alone, "below"), (Similar, "prediction")])
 @pytest.mark.parametrize("budget", [None, "1GiB"])
 def test_no_trial_comes_near_the_memory_that_there_is(
