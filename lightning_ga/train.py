@@ -78,7 +78,7 @@ def run_hydra(arguments: Sequence[str], show_traceback: bool) -> None:
     program = hydra.main(version_base="1.3", config_path=str(config_folder()), config_name="train")
     lines = wrapped_output() if "--help" in arguments else nullcontext()
     checked = checked_composition(own=config_folder(), known_keys=top_level_keys(), typed=given)
-    with lines, process_state(given), checked, own_folders(), completed_values():
+    with lines, process_state(given), checked, own_folders(starts=not {"--help", "-h"} & {*given}), completed_values():
         try:
             program(jobs.run)()
         finally:

@@ -32,14 +32,14 @@ STARTED_AGAIN = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")  # the sam
 
 
 @contextmanager
-def own_folders() -> Iterator[None]:
-    """A context in which the folder of each run and sweep that Hydra starts is its own."""
+def own_folders(*, starts: bool = True) -> Iterator[None]:
+    """A context in which the folder of each run and sweep that Hydra starts is its own; help ``starts`` none."""
     compose: Callable[..., DictConfig] = Hydra.compose_config
     with ExitStack() as locks:
 
         def compose_and_own(*args: Any, with_log_configuration: bool = False, **kwargs: Any) -> DictConfig:
             config = compose(*args, with_log_configuration=with_log_configuration, **kwargs)
-            if with_log_configuration and is_first_rank(os.environ):  # it will be run, and not only shown
+            if starts and with_log_configuration and is_first_rank(os.environ):  # it will be run, and not only shown
                 HydraConfig.instance().set_config(config)
                 own(config, kwargs["run_mode"], locks)
             return config

@@ -151,3 +151,9 @@ def test_jobs_of_a_sweep_have_folders_of_their_own(command):
     run = command("-m", *SMALL, "dry_run=true", "seed=1,2", "hydra.sweep.dir=many", "hydra.sweep.subdir=same")
     assert run.code == 1
     assert "for two jobs of this sweep" in run.err
+
+
+@pytest.mark.parametrize("option", ["--help", "-h"])
+def test_help_makes_no_folder(command, option):
+    assert command(option).code == 0
+    assert not Path("outputs").exists()
