@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice, repeat
+from itertools import chain, islice, repeat
 from math import prod
 from typing import Any, NamedTuple
 
@@ -57,7 +57,10 @@ class ScanOrder:
     def _order(self) -> Iterator[Any]:
         if self._indices is None:
             return repeat(None)
-        return map(self._indices.__getitem__, spread(len(self._indices)))
+        size = len(self._indices)
+        first = [0, size - 1] if size > SAMPLES_AT_ONCE else []
+        places = chain(first, (place for place in spread(size) if place not in first))
+        return map(self._indices.__getitem__, places)
 
 
 class _Seen(NamedTuple):

@@ -23,19 +23,15 @@ _GOLDEN = (5**0.5 - 1) / 2  # multiples of it, less their whole part, are spread
 
 
 def spread(size: int) -> Iterator[int]:
-    """Yield the places of a sequence, the first and the last first: any number of the others is from all over it.
-
-    They are at irregular distances, as broken samples may be regular.
+    """Yield the places of a sequence: any number of them is from all over it, as regular ones may be broken.
 
     Examples:
         >>> list(spread(10))
-        [0, 9, 7, 4, 1, 8, 5, 2, 6, 3]
+        [0, 7, 4, 1, 8, 5, 2, 9, 6, 3]
     """
-    if not size:
-        return
-    step = next(step for step in range(max(1, round(_GOLDEN * size)), size + 1) if gcd(step, size) == 1)
-    yield from range(0, size, max(1, size - 1))
-    yield from (place for number in range(1, size) if (place := number * step % size) != size - 1)
+    steps = range(max(1, round(_GOLDEN * size)), size + 1)
+    step = next((step for step in steps if gcd(step, size) == 1), 1)
+    return (number * step % size for number in range(size))
 
 
 def collect_samples(loader: "DataLoader[Any]", indices: list[Any], *, seed: int = 0) -> list[Any]:

@@ -106,7 +106,9 @@ class Run:
 
     def __init__(self, scenario: Scenario, mode: Mode, folder: Path) -> None:
         self.scenario, self.mode, self.folder = scenario, mode, folder
-        self.journal = Journal(on_module=dict(mode.settings, **(scenario.ours or {})).get("verify", True))
+        # Where samples are looked at before training, hooks are called, and what they change of the module is put back.
+        verifies = dict(mode.settings, **(scenario.ours or {})).get("verify", True)
+        self.journal = Journal(on_module=verifies or "hooks_of_the_transfer" in scenario.name)
         self.ends: list[End] = []
         self.notes: dict[str, Any] = {}
         self.loggers: list[Rows] = []

@@ -122,10 +122,11 @@ def test_a_generator_of_the_users_own_is_kept() -> None:
 
 
 def test_random_numbers_come_back_even_from_a_sampler_that_fails() -> None:
-    """The state before is put back on any way out."""
+    """The state before is put back on any way out, also that of a generator that two samplers carry."""
     generator = torch.Generator().manual_seed(3)
+    samplers = [RandomSampler(range(4), generator=generator) for _ in range(2)]
     before, own = torch.get_rng_state(), generator.get_state()
-    with pytest.raises(ZeroDivisionError), seeded(1, 1, RandomSampler(range(4), generator=generator), None):
+    with pytest.raises(ZeroDivisionError), seeded(1, 1, *samplers, None):
         torch.rand(3)
         torch.rand(3, generator=generator)
         raise ZeroDivisionError
@@ -215,3 +216,4 @@ def test_the_samples_of_a_micro_batch_are_found_once_more() -> None:
         cut = WindowBatchSampler(Shuffled(7), share=share, seed=1)
         cut.arrange(0, EpochPlan(RegularWindows(7, 4), 1, 2, 2), enabled=True)
         assert [cut.indices(index) for index in range(len(cut))] == list(cut)
+        assert {type(index) for indices in cut for index in indices} == {int}  # datasets may look up in dictionaries
