@@ -125,9 +125,7 @@ class Engine:
             return move(batch)
         self.move = self.not_moved = None
         self.host, self.mover = batch if self._has_host else None, move
-        if (
-            not self._has_host and not self.limits and not self.hooks_move_batches
-        ):  # nothing is moved, so nothing can fail
+        if not self._has_host and not self.hooks_move_batches:  # nothing is moved, so nothing can fail
             moved = move(batch)
         else:
             stage = loops.stage(self.trainer)
