@@ -68,4 +68,5 @@ def _tensors_of(callback: Any) -> list[torch.Tensor]:
     held = [value for value in vars(callback).values() if not isinstance(value, torch.nn.Module)]
     modules = [value for value in vars(callback).values() if isinstance(value, torch.nn.Module)]
     tensors = [each for each in contained(held, set(), longest=1000) if isinstance(each, torch.Tensor)]
-    return tensors + [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+    tensors += [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+    return [tensor for tensor in tensors if not tensor.is_inference()]  # outputs of validation have no versions

@@ -1,0 +1,125 @@
+"""What acts batch by batch is told of where the loader cuts: there it meets micro-batches."""
+
+import copy
+import warnings
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging
+from reference import Regression, Samples, fit
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils.data import DataLoader
+
+from lightning_ga import AutoAccumulate, ExactnessWarning
+
+MODES = ("loader", "step")
+
+
+def told(mode: str, *callbacks: Any, module: Any = None, **settings: Any) -> list[str]:
+    """The warnings of two epochs of four windows; each is one micro-batch of eight, or two of four."""
+    callback = AutoAccumulate(micro_batch_size=4, micro_batching=mode)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        loader = DataLoader(Samples(32), batch_size=8)
+        fit(loader, callback, *callbacks, module=module or Regression(), max_epochs=2, **settings)
+    texts = [str(each.message) for each in caught if each.category in (UserWarning, ExactnessWarning)]
+    return [text for text in texts if "micro-batch" in text]
+
+
+class Average(pl.Callback):
+    """An average of the weights, in a dictionary, as many scripts keep it."""
+
+    def on_fit_start(self, trainer: Any, module: Any) -> None:
+        self.kept = {name: value.detach().clone() for name, value in module.state_dict().items()}
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        for name, value in module.state_dict().items():
+            self.kept[name].lerp_(value, 0.1)
+
+
+class AverageOfModule(Average):
+    """The same, as a copy of the module."""
+
+    def on_fit_start(self, trainer: Any, module: Any) -> None:
+        self.copy = copy.deepcopy(module.net)
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        with torch.no_grad():
+            for old, new in zip(self.copy.parameters(), module.net.parameters(), strict=True):
+                old.lerp_(new, 0.1)
+
+
+@pytest.mark.parametrize("kind", [Average, AverageOfModule])
+@pytest.mark.parametrize("mode", MODES)
+def test_an_average_of_micro_batches_is_told_once(kind: Any, mode: str) -> None:
+    """In step mode it follows batches, as without the callback."""
+    found = told(mode, kind())
+    assert len(found) == (mode == "loader")
+    assert all(f"{kind.__name__} changes its copy of the weights" in text for text in found)
+
+
+class Keeps(pl.Callback):
+    """Sums of losses, and what validation has made in inference mode."""
+
+    def __init__(self) -> None:
+        with torch.inference_mode():
+            self.outputs = [torch.ones(3)]
+        self.total = torch.zeros(())
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+        self.total += outputs["loss"]
+
+
+@pytest.mark.parametrize("callback", [Keeps, lambda: EMAWeightAveraging(decay=0.9)], ids=["sums", "Lightning's"])
+def test_what_averages_no_micro_batches_is_not_told(callback: Any) -> None:
+    assert told("loader", callback()) == []
+
+
+class Follows(Regression):
+    """Lowers its learning rate by a value that it logs."""
+
+    on_epoch = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("followed", loss, on_step=not self.on_epoch, on_epoch=self.on_epoch)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        scheduler = ReduceLROnPlateau(optimizer, patience=5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "followed"}}
+
+
+class FollowsTheEpoch(Follows):
+    on_epoch = True
+
+
+@pytest.mark.parametrize("module", [Follows, FollowsTheEpoch])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_schedule_that_follows_the_last_micro_batch_is_told_once(module: Any, mode: str) -> None:
+    """Not if the value is the mean over the epoch."""
+    found = told(mode, module=module())
+    assert len(found) == (mode == "loader" and module is Follows)
+    assert all("ReduceLROnPlateau follows 'followed'" in text for text in found)
+
+
+class Compares(Regression):
+    """A loss with the variance over the batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return super().training_step(batch, batch_idx) + self.net(batch[0]).var()
+
+
+@pytest.mark.parametrize("size", ["auto", 8])
+def test_batches_of_the_recipe_that_are_joined_are_told_of(size: Any) -> None:
+    """If the loss compares samples: it has more of them in one pass."""
+    callback, loader = AutoAccumulate(micro_batch_size=size), DataLoader(Samples(32), batch_size=8)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", ExactnessWarning)
+        fit(loader, callback, module=Compares(), max_epochs=1, accumulate_grad_batches=2)
+    (text,) = [str(each.message) for each in caught if each.category is ExactnessWarning]
+    joined = "Up to 16 samples are in one pass here, and 8 in one of the recipe's"
+    assert joined in text if size == "auto" else "Accumulation is not exact for this model" in text
