@@ -52,7 +52,7 @@ def simclr(one: Tensor, other: Tensor, temperature: Tensor) -> Tensor:
 def barlow_twins(one: Tensor, other: Tensor, temperature: Tensor) -> Tensor:
     """Cross-correlation of standardized features."""
     one, other = ((each - each.mean(0)) / each.std(0) for each in (one, other))
-    return temperature * (one.T @ other / len(one) - torch.eye(WIDTH, dtype=one.dtype)).square().sum()
+    return temperature * (one.T @ other / len(one) - torch.eye(one.shape[1], dtype=one.dtype)).square().sum()
 
 
 def vicreg(one: Tensor, other: Tensor, temperature: Tensor) -> Tensor:

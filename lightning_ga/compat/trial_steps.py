@@ -30,6 +30,7 @@ class PassPlace:
     batches: int = 1  # of the loop that one of the recipe makes
     weight: float = 1.0  # factor of its backward signal
     ahead: int = 0  # batches of the epoch that count as trained before it
+    may_be_last: bool = False  # whether it is the last batch of the epoch if so many are
 
 
 _WARN_ONCE = (  # what a step may come by
@@ -109,6 +110,7 @@ def _counting(trainer: Any, place: PassPlace) -> Iterator[int]:
     with (
         patching.replaced(loop, max_batches=loop.max_batches * place.batches),
         patching.replaced(progress.current, ready=ready),
+        patching.replaced(progress, is_last_batch=place.may_be_last and ready >= loop.max_batches),
         goes_on,
     ):
         yield ready - 1

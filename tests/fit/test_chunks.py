@@ -7,46 +7,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, normalize
+from torch.nn.functional import cross_entropy
 
 import lightning_ga
+from benchmarks.coupled import LOSSES, clip, simclr
 from lightning_ga import UserError, in_chunks
 from lightning_ga.memory.live_tensors import LiveTensorMeter
 
 SAMPLES, FEATURES, WIDTH = 23, 6, 5
-
-
-def clip(one: Tensor, other: Tensor, temperature: Tensor) -> Tensor:
-    """Contrastive, in both directions, with a temperature that is learned."""
-    logits = temperature.exp() * normalize(one) @ normalize(other).T
-    labels = torch.arange(len(logits))
-    return (cross_entropy(logits, labels) + cross_entropy(logits.T, labels)) / 2
-
-
-def siglip(one: Tensor, other: Tensor, temperature: Tensor) -> Tensor:
-    logits = temperature.exp() * normalize(one) @ normalize(other).T
-    signs = 2 * torch.eye(len(logits), dtype=one.dtype) - 1
-    return -torch.nn.functional.logsigmoid(signs * logits).sum() / len(logits)
-
-
-def simclr(one: Tensor, other: Tensor, temperature: Tensor) -> Tensor:
-    both = normalize(torch.cat([one, other]))
-    logits = (temperature.exp() * both @ both.T).masked_fill(torch.eye(len(both), dtype=torch.bool), -torch.inf)
-    return cross_entropy(logits, torch.arange(len(both)).roll(len(one)))
-
-
-def barlow_twins(one: Tensor, other: Tensor, temperature: Tensor) -> Tensor:
-    one, other = ((each - each.mean(0)) / each.std(0) for each in (one, other))
-    product = one.T @ other / len(one)
-    return temperature * (product - torch.eye(WIDTH, dtype=one.dtype)).square().sum()
-
-
-def vicreg(one: Tensor, other: Tensor, temperature: Tensor) -> Tensor:
-    spread = sum((1 - each.var(0).add(1e-4).sqrt()).relu().mean() for each in (one, other))
-    return temperature * (one - other).square().mean() + spread
-
-
-LOSSES = [clip, siglip, simclr, barlow_twins, vicreg]
 
 
 class Towers(nn.Module):
@@ -89,7 +57,7 @@ def step(towers: Towers, loss: Callable[..., Tensor], dtype: torch.dtype, chunk:
 
 
 @pytest.mark.parametrize(("dtype", "most"), [(torch.float64, 1e-12), (torch.float32, 1e-6)], ids=str)
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
 def test_losses_that_couple_the_batch_have_the_gradient_of_the_whole(
     loss: Callable[..., Tensor], dtype: torch.dtype, most: float
 ) -> None:

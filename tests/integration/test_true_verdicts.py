@@ -477,6 +477,7 @@ class Numbered(Task):
             "argument": lambda: batch_idx,
             "every fourth": lambda: float(batch_idx % 4 == 3),  # lazy regularization
             "from the fifth": lambda: float(batch_idx > 3),
+            "the last": lambda: float(self.trainer.is_last_batch),
             "hook": lambda: self.batches,
             "loop": lambda: self.trainer.fit_loop.total_batch_idx,
             "all": lambda: 1 / self.trainer.num_training_batches,  # the weight of a prior, say
@@ -486,7 +487,9 @@ class Numbered(Task):
         return self.loss(batch) + number * self.net(batch[0]).square().mean()
 
 
-@by_turns(["argument", "every fourth", "from the fifth", "hook", "loop", "all", "step", "steps"], name="counts")
+@by_turns(
+    ["argument", "every fourth", "from the fifth", "the last", "hook", "loop", "all", "step", "steps"], name="counts"
+)
 def test_a_step_that_counts_batches_is_told_where_micro_batches_are_counted(counts: str, way: Way) -> None:
     """Where the loader cuts: at the start, or in the epoch after the one in which memory ran out."""
     case = Case(lambda: Numbered(counts), loader, BATCH, MICRO)

@@ -108,7 +108,7 @@ class PassRunner:
             as_pieces=as_pieces,
             on_device=on_device,
             weights=weights,
-            first=PassPlace(ahead=ahead, steps=steps),
+            first=PassPlace(ahead=ahead, may_be_last=ahead > 0, steps=steps),
             observe=lambda: states.append(state_sums(module)),
         )
         return Passes(
