@@ -7,8 +7,7 @@ one chunk, of all outputs and of the loss.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -50,48 +49,43 @@ def in_chunks(module: Module, *, chunk: int, dim: int = 0, keep: int = 0) -> Ite
                 loss = contrastive_loss(model.encoder(one), model.encoder(other))
             loss.backward()
     """
-    require_count("chunk", chunk)
-    with ChunkedForward([module], dim=dim, keep=keep).running(chunk):
+    with shadowed(module, "forward", _Chunks(module, require_count("chunk", chunk), dim, keep)):
         yield
 
 
-class ChunkedForward:
-    """The forward passes of some modules, in chunks of a size that may change between two steps."""
+class _Chunks:
+    """The forward pass of a module, in chunks."""
 
-    def __init__(self, modules: Sequence[Module], *, dim: int = 0, keep: int = 0) -> None:
-        self._modules, self._dim, self._keep = modules, dim, keep
-        self.size: int | None = None  # the most samples of a chunk; ``None`` runs modules whole
-        self.samples = 0  # of the last batch that was cut
+    def __init__(self, module: Module, size: int, dim: int, keep: int) -> None:
+        self._module, self._whole, self._name = module, module.forward, type(module).__name__
+        self._size, self._dim, self._keep = size, dim, keep
 
-    @contextmanager
-    def running(self, size: int | None = None) -> Iterator[None]:
-        """Return a context in which the modules run in chunks."""
-        self.size = size
-        with ExitStack() as stack:
-            for module in self._modules:
-                stack.enter_context(shadowed(module, "forward", partial(self._forward, module, module.forward)))
-            yield
-
-    def _forward(self, module: Module, forward: Any, *arguments: Any, **named: Any) -> Any:
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        """Run it."""
         samples = self._extent((arguments, named))
         if samples is None:
             raise UserError(
-                f"{type(module).__name__} is to run in chunks along axis {self._dim}, and got no tensor with that "
-                "axis: name a module that gets the batch."
+                f"{self._name} is to run in chunks along axis {self._dim}, and got no tensor with that axis: name a "
+                "module that gets the batch."
             )
-        self.samples = samples
-        if self.size is None or samples <= self.size:
-            return forward(*arguments, **named)
-        sizes = split_evenly(samples, -(-samples // self.size))
+        if samples <= self._size:
+            return self._whole(*arguments, **named)
+        sizes = split_evenly(samples, -(-samples // self._size))
         kept = range(len(sizes) - self._keep, len(sizes))
         outputs, start = [], 0
         for number, size in enumerate(sizes):
             given, also = self._cut((arguments, named), samples, start, start + size)
             recomputes = torch.is_grad_enabled() and number not in kept
-            with _unchanged_buffers(module):
-                outputs.append(_checkpointed(module, forward, given, also) if recomputes else forward(*given, **also))
+            with _unchanged_buffers(self._module):
+                outputs.append(self._checkpointed(given, also) if recomputes else self._whole(*given, **also))
             start += size
-        return self._joined(outputs, sizes, type(module).__name__)
+        return self._joined(outputs, sizes)
+
+    def _checkpointed(self, arguments: Any, named: Any) -> Any:
+        def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+            return nullcontext(), _statistics_off(self._module)
+
+        return checkpoint(self._whole, *arguments, use_reentrant=False, context_fn=contexts, **named)
 
     def _extent(self, node: Any) -> int | None:
         """Return the length of the first tensor that has the axis."""
@@ -109,7 +103,7 @@ class ChunkedForward:
             return node
         return rebuild(node, [self._cut(child, samples, start, stop) for _, child in children])
 
-    def _joined(self, outputs: Sequence[Any], sizes: Sequence[int], name: str) -> Any:
+    def _joined(self, outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
         """Join the outputs of the chunks."""
         first = outputs[0]
         if all(isinstance(output, Tensor) and self._extent(output) == size for output, size in zip(outputs, sizes)):
@@ -117,21 +111,14 @@ class ChunkedForward:
         children = open_container(first)
         if children and all(type(output) is type(first) for output in outputs):
             fields = zip(*([child for _, child in open_container(output) or ()] for output in outputs))
-            return rebuild(first, [self._joined(field, sizes, name) for field in fields])
+            return rebuild(first, [self._joined(field, sizes) for field in fields])
         if not isinstance(first, Tensor) and all(same_values(first, output) for output in outputs):
             return first
         shown = f"a tensor of shape {tuple(first.shape)}" if isinstance(first, Tensor) else repr(first)[:80]
         raise UserError(
-            f"{name} runs in chunks, and returned {shown} for a chunk of {sizes[0]}, which has no entry for each "
+            f"{self._name} runs in chunks, and returned {shown} for a chunk of {sizes[0]}, which has no entry for each "
             f"sample along axis {self._dim}: return a value for each sample, and average outside of it."
         )
-
-
-def _checkpointed(module: Module, forward: Any, arguments: Any, named: Any) -> Any:
-    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        return nullcontext(), _statistics_off(module)
-
-    return checkpoint(forward, *arguments, use_reentrant=False, context_fn=contexts, **named)
 
 
 @contextmanager
