@@ -16,7 +16,7 @@ from lightning_ga.fit.fit import Fit
 from lightning_ga.fit.messages import OomReporter
 from lightning_ga.plan.accumulation import AccumulationPlan
 from lightning_ga.plan.checkpoint import RunState
-from lightning_ga.plan.config import Options, read_request, refuse_rescaling, require_choice
+from lightning_ga.plan.config import Options, read_request, read_whole, refuse_rescaling, require_choice
 from lightning_ga.plan.exactness import Exactness
 from lightning_ga.plan.records import ProbeResult
 from lightning_ga.plan.schedule import require_one_argument
@@ -66,6 +66,9 @@ class AutoAccumulate(Callback):
             runs the batch again in parts, with the same result; ``"raise"`` ends the run.
         batch_norm: What is done about BatchNorm layers, whose gradients are those of the micro-batch:
             ``"warn"`` says so, with the measured difference; ``"ignore"`` does not.
+        whole: Names of submodules, such as ``("encoder",)``, for losses that compare the samples of a batch: a window
+            is one batch of the loop, and these submodules run over it in chunks that fit, each computed again in the
+            backward pass. ``micro_batch_size`` is then that of a chunk. ``"auto"`` finds the submodules.
         verify: Whether exactness is measured once at the start, on up to five samples.
         cache: Whether the limit is remembered between runs, for the same model, data shape, precision,
             optimizer, device and budget; one step verifies a remembered one.
@@ -91,6 +94,7 @@ class AutoAccumulate(Callback):
         micro_batching: Literal["loader", "step"] = "loader",
         on_oom: Literal["split", "raise"] = "split",
         batch_norm: Literal["warn", "ignore"] = "warn",
+        whole: tuple[str, ...] | list[str] | str = (),
         verify: bool = True,
         cache: bool = True,
     ) -> None:
@@ -113,7 +117,18 @@ class AutoAccumulate(Callback):
         if memory_budget is not None:  # refused here if it is one of no device
             require_bytes("memory_budget", memory_budget, 1 << 40, least=LEAST_BYTES)
         self._request = read_request(effective_batch_size, accumulate, micro_batch_size, max_micro_batch_size)
-        self._options = Options(memory_budget, normalize, batch_norm, verify, objective, cache, on_oom, micro_batching)
+        names = read_whole(whole, self._request)
+        self._options = Options(
+            budget=memory_budget,
+            normalize=None if names and normalize == "samples" else normalize,  # all ranks have the same loss
+            batch_norm=batch_norm,
+            verify=verify,
+            objective=objective,
+            cache=cache,
+            on_oom=on_oom,
+            micro_batching=micro_batching,
+            whole=names,
+        )
         self._fit: Fit | None = None
         self._evaluation: Evaluation | None = None  # of a stage on its own
         self._is_fitting = False

@@ -37,7 +37,9 @@ class shadowed:  # noqa: N801
 
     def __enter__(self) -> None:
         @wraps(self._original)
-        def through(_: Any, *arguments: Any, **settings: Any) -> Any:
+        def through(owner: Any, *arguments: Any, **settings: Any) -> Any:
+            if owner is not self._instance:  # a deep copy has this method, too
+                return getattr(type(owner), self._method)(owner, *arguments, **settings)
             return self._called(*arguments, **settings)
 
         # A method, as schedules of the learning rate wrap it by its ``__func__`` (``torch/optim/lr_scheduler.py``).

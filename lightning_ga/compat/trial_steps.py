@@ -39,6 +39,7 @@ _WARN_ONCE = (  # what a step may come by
 )
 FIRST_OF_WINDOW = PassPlace(ends=False)
 LAST_OF_WINDOW = PassPlace(index=1, steps=True)
+WHOLE_WINDOW = PassPlace(steps=True)
 
 
 def run_pass(trainer: Any, batch: Any, place: PassPlace, observe: Callable[[], object] = lambda: None) -> None:

@@ -6,8 +6,9 @@ sees all outputs at once (the scheme of GradCache, arXiv 2101.06983, without a l
 one chunk, of all outputs and of the loss.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_ga.batch.pytree import open_container, rebuild, same_values, take
 from lightning_ga.compat.patching import shadowed
 from lightning_ga.errors import UserError
-from lightning_ga.plan.accumulation import require_count, split_evenly
+from lightning_ga.plan.accumulation import require_count
 from lightning_ga.snapshot.copies import versions
 
 
@@ -35,7 +36,7 @@ def in_chunks(module: Module, *, chunk: int, dim: int = 0, keep: int = 0) -> Ite
     Args:
         module: The module. Tensors among its arguments that are as long along ``dim`` as the first one are cut, at any
             depth of lists, tuples, dictionaries and dataclasses; all else is passed on whole.
-        chunk: The most samples of a chunk (or tokens, with ``dim=1``). Chunks differ by one sample at most.
+        chunk: The most samples of a chunk (or tokens, with ``dim=1``).
         dim: The axis along which inputs are cut and outputs are joined.
         keep: How many chunks of each call, the last ones, keep their activations instead: less time, more memory.
 
@@ -49,29 +50,79 @@ def in_chunks(module: Module, *, chunk: int, dim: int = 0, keep: int = 0) -> Ite
                 loss = contrastive_loss(model.encoder(one), model.encoder(other))
             loss.backward()
     """
-    with shadowed(module, "forward", _Chunks(module, require_count("chunk", chunk), dim, keep)):
+    with shadowed(module, "forward", Chunks(module, ChunkSize(require_count("chunk", chunk), keep), dim)):
         yield
 
 
-class _Chunks:
+@dataclass(slots=True)
+class ChunkSize:
+    """How large the chunks of forward passes are from here on."""
+
+    samples: int | None = None  # ``None`` to run whole batches
+    keep: int = 0  # chunks of each call that keep their activations
+    window: int | None = None  # samples of the batch, if that is known: of each a module may get several views
+    recomputes_all: bool = False  # also a batch of one chunk: a module may be called several times in a step
+
+    def sizes(self, entries: int) -> list[int]:
+        """Return the sizes of the chunks of a module's batch of so many entries; the last is none of a single one."""
+        views = max(1, entries // (self.window or entries))
+        most = entries if self.samples is None else min(entries, self.samples * views)
+        sizes = [most] * (entries // most) + [entries % most] * (entries % most > 0)
+        if sizes[-1] == 1 and most > 2:  # BatchNorm refuses one sample
+            sizes[-2:] = [most - 1, 2]
+        return sizes
+
+
+class ChunkedModules:
+    """Submodules of a training that run over its batches in chunks; in evaluation they run whole."""
+
+    def __init__(self, trainer: Any, names: Sequence[str]) -> None:
+        self.names, self.size = tuple(names), ChunkSize()
+        self.modules = [_submodule(trainer.lightning_module, name) for name in self.names]
+        self._trainer = trainer
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Return a context in which their forward passes run in chunks as large as ``size`` says."""
+        with ExitStack() as stack:
+            for module in self.modules:
+                chunks, whole = Chunks(module, self.size), module.forward
+                stack.enter_context(shadowed(module, "forward", self._while_training(chunks, whole)))
+            yield
+
+    def _while_training(self, chunks: "Chunks", whole: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *given, **named: (chunks if self._trainer.training else whole)(*given, **named)
+
+
+def _submodule(module: Module, name: str) -> Module:
+    found: Module | None = dict(module.named_modules()).get(name)
+    if found is None or not name:
+        children = ", ".join(child for child, _ in module.named_children()) or "none"
+        raise UserError(f"whole= names {name!r}, and {type(module).__name__} has no such submodule: it has {children}.")
+    return found
+
+
+class Chunks:
     """The forward pass of a module, in chunks."""
 
-    def __init__(self, module: Module, size: int, dim: int, keep: int) -> None:
+    def __init__(self, module: Module, size: ChunkSize, dim: int = 0) -> None:
         self._module, self._whole, self._name = module, module.forward, type(module).__name__
-        self._size, self._dim, self._keep = size, dim, keep
+        self.size, self._dim = size, dim
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         """Run it."""
-        samples = self._extent((arguments, named))
+        if self.size.samples is None:
+            return self._whole(*arguments, **named)
+        samples = extent((arguments, named), self._dim)
         if samples is None:
             raise UserError(
                 f"{self._name} is to run in chunks along axis {self._dim}, and got no tensor with that axis: name a "
                 "module that gets the batch."
             )
-        if samples <= self._size:
+        sizes = self.size.sizes(samples) if samples else [0]
+        if len(sizes) == 1 and not self.size.recomputes_all:
             return self._whole(*arguments, **named)
-        sizes = split_evenly(samples, -(-samples // self._size))
-        kept = range(len(sizes) - self._keep, len(sizes))
+        kept = range(len(sizes) - self.size.keep, len(sizes))
         outputs, start = [], 0
         for number, size in enumerate(sizes):
             given, also = self._cut((arguments, named), samples, start, start + size)
@@ -87,17 +138,10 @@ class _Chunks:
 
         return checkpoint(self._whole, *arguments, use_reentrant=False, context_fn=contexts, **named)
 
-    def _extent(self, node: Any) -> int | None:
-        """Return the length of the first tensor that has the axis."""
-        if isinstance(node, Tensor):
-            return node.shape[self._dim] if -node.dim() <= self._dim < node.dim() else None
-        found = (self._extent(child) for _, child in open_container(node) or ())
-        return next((length for length in found if length is not None), None)
-
     def _cut(self, node: Any, samples: int, start: int, stop: int) -> Any:
         """Return what a value holds for the samples from ``start`` to ``stop``."""
         if isinstance(node, Tensor):
-            return take(node, self._dim % node.dim(), start, stop) if self._extent(node) == samples else node
+            return take(node, self._dim % node.dim(), start, stop) if extent(node, self._dim) == samples else node
         children = open_container(node)
         if children is None:
             return node
@@ -106,7 +150,8 @@ class _Chunks:
     def _joined(self, outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
         """Join the outputs of the chunks."""
         first = outputs[0]
-        if all(isinstance(output, Tensor) and self._extent(output) == size for output, size in zip(outputs, sizes)):
+        pairs = zip(outputs, sizes)
+        if all(isinstance(output, Tensor) and extent(output, self._dim) == size for output, size in pairs):
             return torch.cat(list(outputs), self._dim)
         children = open_container(first)
         if children and all(type(output) is type(first) for output in outputs):
@@ -119,6 +164,19 @@ class _Chunks:
             f"{self._name} runs in chunks, and returned {shown} for a chunk of {sizes[0]}, which has no entry for each "
             f"sample along axis {self._dim}: return a value for each sample, and average outside of it."
         )
+
+
+def tensors_in(node: Any) -> Iterator[Tensor]:
+    """Yield the tensors in a value."""
+    if isinstance(node, Tensor):
+        yield node
+    for _, child in open_container(node) or ():
+        yield from tensors_in(child)
+
+
+def extent(node: Any, dim: int) -> int | None:
+    """Return the length of the first tensor that has an axis."""
+    return next((each.shape[dim] for each in tensors_in(node) if -each.dim() <= dim < each.dim()), None)
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from lightning_ga.batch.split import BatchSlices
 from lightning_ga.compat import agreement, log_capture, loops, ranks, transfer
 from lightning_ga.compat.reduction import GradientReducer
 from lightning_ga.errors import UserError
+from lightning_ga.fit.chunks import ChunkedModules
 from lightning_ga.fit.messages import EXCHANGES, OTHERS_WAIT, OomReporter, fewer_samples_than_ranks, of_rank
 from lightning_ga.fit.parts import Move, Part, StageBatches, tensors_of
 from lightning_ga.fit.retry_policy import Ranks
@@ -57,6 +58,7 @@ class Engine:
         self._moved: list[tuple[int, int]] = []  # the tensors of the current batch after its transfer
         self._unmovable: set[str] = set()  # stages in which there was no memory for the hooks of a transfer
         self.limits: dict[str, int] = {}
+        self.chunked: ChunkedModules | None = None  # submodules that run in chunks over whole batches of training
         self._readers: dict[tuple[str, int], BatchReader] = {}
         self._taps: dict[str, log_capture.LogTap] = {}
         self._savepoints: dict[bool, Savepoint] = {}
@@ -95,11 +97,17 @@ class Engine:
     def lower(self, stage: str, samples: int) -> None:
         """Run no more samples at once from here on."""
         self.limits[stage] = min(samples, self.limits.get(stage, samples))
+        if (chunked := self.chunked_in(stage)) is not None:
+            chunked.size.samples = min(samples, chunked.size.samples or samples)
+
+    def chunked_in(self, stage: str) -> ChunkedModules | None:
+        """Return the submodules that run in chunks in a stage: its batches run whole, limits are those of chunks."""
+        return self.chunked if stage == "training" else None
 
     def pieces(self, stage: str, part: Part) -> int:
         """Return in how many pieces a batch runs: the same number on all ranks if they wait for each other."""
         limit = self.limits.get(stage)
-        if limit is None:
+        if limit is None or self.chunked_in(stage) is not None:
             return 1
         samples = self._count(stage, part)
         pieces = max(1, -(-samples // limit))
@@ -169,7 +177,7 @@ class Engine:
 
     def _stays_on_host(self, batch: Any, stage: str, loader: int) -> bool:
         limit = self.limits.get(stage)
-        if limit is None or self.moves_whole(stage):
+        if limit is None or self.moves_whole(stage) or self.chunked_in(stage) is not None:
             return False
         expected = self.batches(stage).samples_of_next(batch, self.reader(stage, loader))
         return self._count(stage, Part(batch, 0, self.mover, loader, expected)) > limit
@@ -186,6 +194,8 @@ class Engine:
 
     def slices(self, stage: str, part: Part) -> BatchSlices:
         """Return the function that cuts a batch; a ``LayoutError`` says why it cannot be cut."""
+        if self.chunked_in(stage) is not None:
+            return BatchSlices(part.expected or 1, lambda *_: part.batch)
         reader, on_host = self.reader(stage, part.loader), part.move is not None
         fetch = partial(self.batches(stage).fetch, part.number, part.loader)
         with self._reading(stage, part):
@@ -221,7 +231,9 @@ class Engine:
         finally:
             if self.distributed and self.collectives() != before:
                 self.lockstep.add(stage)
-        if outcome.failure is not None:
+        # A pass that runs whole again exchanges the same values, if none has been so far.
+        waits_for_it = self.chunked_in(stage) is None or (self.distributed and self.collectives() != before)
+        if outcome.failure is not None and (waits_for_it or self.policy.refusal):
             self.raise_if_others_wait(stage, outcome.failure)
         return outcome
 

@@ -14,9 +14,11 @@ from lightning_ga.compat import closures, dataloaders, intervals, loops
 from lightning_ga.errors import ExactnessWarning, UserError
 from lightning_ga.fit import checks
 from lightning_ga.fit.by_batch import ByBatch
+from lightning_ga.fit.chunks import ChunkedModules
 from lightning_ga.fit.epochs import PlannedEpoch, optimizer_steps, plan_epoch
 from lightning_ga.fit.evaluation import Evaluation
 from lightning_ga.fit.exactness.later import LaterChecks
+from lightning_ga.fit.exactness.measure import find_independent
 from lightning_ga.fit.exactness.training import TrainingExactness, is_inexact
 from lightning_ga.fit.limit import TrainingLimit
 from lightning_ga.fit.messages import OomReporter, in_a_hook, in_the_update
@@ -29,7 +31,7 @@ from lightning_ga.loading.reader import BatchReader
 from lightning_ga.loading.training_source import TrainingSource
 from lightning_ga.memory.device import enforced_budget, total_memory
 from lightning_ga.memory.oom import is_out_of_memory
-from lightning_ga.plan.accumulation import AccumulationPlan
+from lightning_ga.plan.accumulation import AccumulationPlan, in_chunks_of
 from lightning_ga.plan.checkpoint import RunState
 from lightning_ga.plan.config import Options, Request
 from lightning_ga.plan.exactness import INEXACT
@@ -66,7 +68,7 @@ class Fit:
         self.evaluation = Evaluation(trainer, reporter, retries=retries, training=self._data)
         self._engine = self.evaluation.engine
         self._window: TrainingWindow | None = None  # none while the loop runs micro-batches by itself
-        self._later = LaterChecks(trainer, self._engine, self._data, wanted=options.verify)
+        self._later = LaterChecks(trainer, self._engine, self._data, wanted=options.verify and not options.whole)
         self._by_batch = ByBatch(trainer)
         self._limit = TrainingLimit(trainer, request, options, self._engine)
         self._held = ExitStack()
@@ -80,7 +82,10 @@ class Fit:
     @property
     def plan(self) -> AccumulationPlan | None:
         """How a full window is cut; ``None`` before the data are set up."""
-        return None if self._planned is None else self._planned.plan
+        chunked, most = self._engine.chunked, self._limit.most
+        if self._planned is None or chunked is None or most is None:
+            return None if self._planned is None else self._planned.plan
+        return in_chunks_of(self._planned.plan, most, chunked.names)
 
     @property
     def source(self) -> TrainingSource:
@@ -121,6 +126,7 @@ class Fit:
         self._held.enter_context(self.gradients.summed_in_float32())
         self._engine.begin_training(cut_in_step=self.source.cut_in_step)
         with self._engine.suspended():
+            self._chunk_modules(epoch)
             self._find_limit(epoch)
         epochs, limit = loops.training_epochs(trainer), self._limit.micro_batch
         self._largest_asked = checks.check_schedule(self.request, epochs, trainer.world_size, micro_batch=limit)
@@ -161,6 +167,8 @@ class Fit:
             expected = samples = self._data.count(batch, chunk, self._reader, on_host=on_host)
             self.gradients.weigh(batch, chunk, index, sharded_ranks=source.sharded_ranks, samples=samples)
         self._data.note(index, expected)
+        if self._engine.chunked is not None:
+            self._engine.chunked.size.window = expected
         if self._later.are_made:
             self._later.look(batch, accumulates=self._accumulates)
         if not source.cut_in_step:
@@ -244,18 +252,33 @@ class Fit:
             dataloaders.resize_epoch(self.trainer, batches)
         self.close()
 
+    def _chunk_modules(self, epoch: int) -> None:
+        """Let the submodules of ``whole=`` run in chunks from here on."""
+        names, trainer = self.options.whole, self.trainer
+        if names == "auto":
+            names = find_independent(trainer, self.source, self._reader, epoch=epoch).names
+            if not names:
+                raise UserError(
+                    'whole="auto" found no submodule that treats samples by themselves: name those that do, as in '
+                    'whole=("encoder",).'
+                )
+        if names:
+            self._engine.chunked = ChunkedModules(trainer, names)
+            self._held.enter_context(self._engine.chunked.installed())
+
     def _find_limit(self, epoch: int) -> None:
         """Find out how batches are cut, how large they may be, and whether cutting is exact."""
-        source, exactness = self.source, self.exactness
+        source, exactness, chunked = self.source, self.exactness, self._engine.chunked
         self._read_streams()
-        if source.cut_in_step:  # the probe needs to know how batches are cut
-            exactness.measure(source, self._reader, epoch=epoch, limit=source.recipe.largest_batch(epoch))
+        if source.cut_in_step or chunked is not None:  # the probe needs to know how batches are cut
+            limit = source.recipe.largest_batch(epoch)
+            exactness.measure(source, self._reader, epoch=epoch, limit=limit, chunked=chunked)
         limit = self._limit.find(source, epoch, self._progress.restored)
         if current_device() is not None:
             return
         self._refuse_what_cannot_be_cut(epoch)
         if not exactness.is_measured:
-            exactness.measure(source, self._reader, epoch=epoch, limit=limit)
+            exactness.measure(source, self._reader, epoch=epoch, limit=limit, chunked=chunked)
 
     def _guard_training(self) -> None:
         """Let windows run micro-batches from here on, if any may have to run in another way than the loop's."""
@@ -280,6 +303,8 @@ class Fit:
         self._progress.enter(source, epoch)
         self._arrange(epoch)
         self._begun = source, epoch
+        if self._engine.chunked is not None:
+            self._begin_chunks(self._engine.chunked)
         if self._window is not None:
             self._window.begin_epoch()
         self.gradients.begin_epoch(self._fed.micro_batch_size, known=not source.counted_later)
@@ -287,6 +312,17 @@ class Fit:
         if source.cut_in_step and (source.may_grow or self._cuts(epoch) or source.world_size > 1):
             self._engine.lower("training", limit)
         dataloaders.resize_epoch(self.trainer, source.length, at_most=source.epoch_plan.length)
+
+    def _begin_chunks(self, chunked: ChunkedModules) -> None:
+        """Run chunks as planned; refuse a window of several batches."""
+        plan = self.plan
+        assert plan is not None
+        if plan.factor > 1:
+            raise UserError(
+                f"whole={chunked.names!r} needs a window of one batch, and the loader's own batches make it one of "
+                f"{plan.factor}: let it yield batches of {plan.effective_batch_size // plan.world_size} samples."
+            )
+        chunked.size.samples, chunked.size.recomputes_all = plan.chunk_size, self._plans_several_passes
 
     def _arrange(self, epoch: int) -> None:
         """Cut an epoch; the loader yields nothing while the limit is unknown."""
@@ -359,7 +395,10 @@ class Fit:
 
     @property
     def _plans_several_passes(self) -> bool:
-        return self.plan is not None and self.plan.factor > 1
+        plan = self.plan
+        if plan is None or plan.chunk_size is None:
+            return plan is not None and plan.factor > 1
+        return plan.chunk_size < plan.micro_batch_size
 
     def _untold(self) -> list[str]:
         """Return the sentences on windows that are not exact, if the user does not know them yet."""

@@ -41,10 +41,15 @@ class TrainingLimit:
 
     def __init__(self, trainer: Any, request: Request, options: Options, engine: Engine) -> None:
         self._trainer, self._request, self._options, self._engine = trainer, request, options, engine
-        self.micro_batch: int | None = None  # most samples of one; none before that is known
+        self.most: int | None = None  # samples of one, or of a chunk with ``whole=``; none before that is known
         self.probe: ProbeResult | None = None  # what was found; none if no probe was needed
         self._high: int | None = None  # the largest micro-batch that was of use when the limit was looked for
         self._kind: Mapping[str, Any] | None = None  # of step, as the cache describes it; none without a cache
+
+    @property
+    def micro_batch(self) -> int | None:
+        """The most samples of a micro-batch; none before that is known."""
+        return self.most if self.most is None or self._engine.chunked is None else NO_LIMIT
 
     def hardware(self) -> str:
         """Return what the limit is found on; on anything else it is looked for again."""
@@ -59,7 +64,7 @@ class TrainingLimit:
         found = self._find(source, epoch, kept)
         if kept is not None and kept.limit is not None:  # memory ran out in that run
             found = min(found, kept.limit)
-        self.micro_batch = found
+        self.most = found
         return found
 
     def find_more(self, source: TrainingSource, epoch: int) -> None:
@@ -68,7 +73,7 @@ class TrainingLimit:
         Ranks call this together.
         """
         found, wanted = self.probe, self._search(source, epoch).high
-        if found is None or self._high is None or not wanted > self._high <= min(found.limit, self.micro_batch or 0):
+        if found is None or self._high is None or not wanted > self._high <= min(found.limit, self.most or 0):
             return
         self._engine.limits.pop("training", None)
         self.find(source, epoch, None)
@@ -76,9 +81,9 @@ class TrainingLimit:
     def lower(self) -> None:
         """Plan no more samples than proved too much on any rank; ranks call this together."""
         limit = agreement.smallest_over_ranks(self._trainer, self._engine.limit("training") or NO_LIMIT)
-        if self.micro_batch is None or limit >= self.micro_batch:
+        if self.most is None or limit >= self.most:
             return
-        self.micro_batch = limit
+        self.most = limit
         self._engine.lower("training", limit)
         if self.probe is not None:
             self.probe = lowered(self.probe, limit)
@@ -87,7 +92,7 @@ class TrainingLimit:
 
     def lower_if_allocator_struggles(self) -> None:
         """Run smaller passes from here on if the allocator struggles with those that are planned."""
-        engine, samples = self._engine, self.micro_batch or 1
+        engine, samples = self._engine, self.most or 1
         if not engine.policy.retries or samples == 1 or not engine.allocator.struggles():
             return
         engine.lower("training", max(1, samples * 15 // 16))
@@ -108,7 +113,7 @@ class TrainingLimit:
                 f"{type(optimizer).__name__} keeps a history that grows over many steps, so that no trial "
                 "of one step shows what it takes: give micro_batch_size=… to do without a probe."
             )
-        if self._cannot_cut(source):
+        if self._engine.chunked is None and self._cannot_cut(source):
             return NO_LIMIT
         if device is not None:
             setup = self._setup(source, epoch, search)
@@ -159,8 +164,16 @@ class TrainingLimit:
 
     def _setup(self, source: TrainingSource, epoch: int, search: _Search) -> TrainingSetup:
         cut = StepCut(self._engine.reader("training"), search.recipe_batch) if source.cut_in_step else None
-        order = source.looks(epoch)
-        return TrainingSetup(self._trainer, source.user_loader, order, search.rank_samples, self._engine, cut)
+        order, chunked = source.looks(epoch), self._engine.chunked
+        return TrainingSetup(
+            self._trainer,
+            source.user_loader,
+            order,
+            search.rank_samples,
+            self._engine,
+            cut if chunked is None else None,
+            None if chunked is None else chunked.size,
+        )
 
     def _run_probe(self, source: TrainingSource, epoch: int, search: _Search) -> None:
         """Look for the limit; there is none if the data are empty, or if a trial step fails.

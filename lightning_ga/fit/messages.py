@@ -28,14 +28,16 @@ class OomEvent:
     result: str = ""  # ``SAME_RESULT``, or a sentence on how the result in parts differs from that of the whole batch
     left: tuple[str, ...] = ()  # attributes that the step changes and that are not put back
     later: str = ""  # what it changes in later epochs, as a sentence
+    unit: str = "parts"  # or ``"chunks"``, in which submodules run over whole batches
 
     def __str__(self) -> str:
         same = ", with the same result" if self.result == SAME_RESULT and not self.left else ""
         result = "" if self.result == SAME_RESULT else f" {self.result}"
+        of = "chunks of " if self.unit == "chunks" else ""
         return (
-            f"Memory ran out in {self.stage} with {self.samples} samples after {self.step} optimizer steps "
-            f"({self.memory}). What failed was run again in parts of at most {self.fits} samples{same}; from now on "
-            f"none is larger.{result}{self._left()}{self.later}"
+            f"Memory ran out in {self.stage} with {of}{self.samples} samples after {self.step} optimizer steps "
+            f"({self.memory}). What failed was run again in {self.unit} of at most {self.fits} samples{same}; from now "
+            f"on none is larger.{result}{self._left()}{self.later}"
         )
 
     def _left(self) -> str:
@@ -81,6 +83,11 @@ ONE_SAMPLE = (
     "with one sample alone ({what}; {memory}), so there is nothing left to split: train in a lower precision "
     "(precision='bf16-mixed'), use activation checkpointing, or raise memory_budget and free the device of other "
     "processes."
+)
+ONE_CHUNK = (
+    "with chunks of one sample ({what}; {memory}), so the rest of the step takes too much: the outputs for a whole "
+    "window, and the loss on them. Give a smaller effective_batch_size, name larger submodules in whole=, or train in "
+    "a lower precision."
 )
 NOT_CUT = "({memory}), and the batch cannot be run again in parts. {what} Or use a smaller batch_size in its loader."
 CHANGED = (

@@ -62,6 +62,7 @@ class WindowRun:
         self._failure: Exception | None = None  # of the last pass that ran out of memory
         self._pieces = pieces  # in how many the last batch runs at first
         self._all_parts = all_parts  # whether all its batches are to run, though none has failed
+        self._chunks = engine.chunked_in(window.stage)
         self._refused: list[int] = []  # samples of the passes that ran out of memory
         self._running = 0  # samples of the pass that runs
         self._cut: Any = None  # these samples
@@ -77,11 +78,13 @@ class WindowRun:
         if failure is not None:
             self._check_batch(last)
         slices = self._slices(last)
-        self._running, self._cut = slices.samples, last.batch
+        self._running, self._cut = self._size(slices.samples), last.batch
         while True:
             if self._failure is not None:
                 self._undo(self._failure)
             self._running, self._cut = min(self._most, slices.samples), last.batch
+            if self._chunks is not None:
+                self._chunks.size.samples = self._running
             outcome = engine.catch(self._stage, self._run_parts, slices)
             if outcome.failure is None:
                 break
@@ -102,7 +105,8 @@ class WindowRun:
         if self._running == 1 and is_ambiguous_out_of_memory(failure):
             raise failure
         if self._running == 1:
-            raise engine.error(self._stage, messages.ONE_SAMPLE, describe_value(cut)) from failure
+            sentence = messages.ONE_SAMPLE if self._chunks is None else messages.ONE_CHUNK
+            raise engine.error(self._stage, sentence, describe_value(cut)) from failure
         return_to_hook(engine.module, self._hook)
         lost = window.savepoint.restore() or window.undo()
         if lost is not None:
@@ -179,6 +183,10 @@ class WindowRun:
         draws = draws or not same_values(*batches)
         return transfer.BatchTransfer(self._engine.trainer, part.loader).on_host(batches[0]), draws
 
+    def _size(self, samples: int) -> int:
+        """Return the samples of a pass, or of a chunk of it if submodules run in chunks."""
+        return samples if self._chunks is None else min(samples, self._chunks.size.samples or samples)
+
     @property
     def _most(self) -> int:
         """The most samples of a pass: half of what failed."""
@@ -189,14 +197,15 @@ class WindowRun:
         """Run a batch in pieces of near-equal size, and hold back what they log."""
         engine, window, samples = self._engine, self._window, slices.samples
         pieces = self._pieces if part is self._last and not self._refused else 0
-        sizes: Sequence[int] = plan_accumulation(samples, micro_batch=self._most).chunks[0]
+        most = samples if self._chunks is not None else self._most
+        sizes: Sequence[int] = plan_accumulation(samples, micro_batch=most).chunks[0]
         sizes = split_evenly(samples, pieces) if len(sizes) <= pieces <= samples else sizes
         exchanged, logs = engine.collectives(), LogBuffer()
         results, weights = [], []
         metrics = whole_batch_metrics(window.savepoint.metrics, lambda: (self._running, samples))
         with self._tap.held(logs.note), metrics:
             for piece in even_pieces(sizes):
-                self._running = piece.samples
+                self._running = self._size(piece.samples)
                 cut = self._cut = slices.take(piece.start, piece.stop)
                 weight = window.weigh(part, cut, piece)
                 moved = cut if part.move is None else part.move(cut)
@@ -232,19 +241,22 @@ class WindowRun:
     def _report(self, result: BatchResult) -> None:
         """Lower the limit to the largest piece below all that failed, and say what it cost."""
         engine, stage, smallest, savepoint = self._engine, self._stage, min(self._refused), self._window.savepoint
-        fits = max((size for size in result.sizes if size < smallest), default=1)
+        sizes = result.sizes if self._chunks is None else [self._running]
+        fits = max((size for size in sizes if size < smallest), default=1)
         engine.lower(stage, fits)
         engine.allocator.begin_again()  # its counts show the error, which was no struggle
         left, hooked = () if self._plain is None else self._plain.changed(), savepoint.changed_by_hooks
         draws = self._draws or savepoint.draws_numbers()
-        step, memory, batches = engine.trainer.global_step, engine.memory(), self._batches
+        step, memory, batches, chunks = engine.trainer.global_step, engine.memory(), self._batches, self._chunks
         apart = messages.HOOKS_APART if self._last.move is not None and engine.hooks_move_batches else None
         known = messages.SKIPPED if stage == "training" and self._skips else apart
 
         def event() -> messages.OomEvent:  # made later, when the batch is gone
             verdict = known or batches.verdict(hooked)
             said = messages.SAME_BUT_RANDOM if verdict == SAME_RESULT and draws else verdict
-            return messages.OomEvent(stage, step, smallest, fits, memory, said, left, batches.later_epochs())
+            later = batches.later_epochs() if chunks is None else ""
+            unit = "parts" if chunks is None else "chunks"
+            return messages.OomEvent(stage, step, smallest, fits, memory, said, left, later, unit)
 
         if stage == "training":  # told once it is measured whether the result is the same
             engine.reporter.untold.append(event)

@@ -6,7 +6,7 @@ most, so no pass peaks higher than needed and none is nearly empty.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import index
 from typing import SupportsIndex
 
@@ -26,6 +26,8 @@ class AccumulationPlan:
         micro_batch_size: Samples of the largest chunk.
         factor: Chunks per rank, the value of ``trainer.accumulate_grad_batches``.
         chunks: Samples of each chunk, one tuple per rank.
+        chunk_size: With ``whole=``, the most samples of a chunk of its submodules; else ``None``.
+        whole: With ``whole=``, the names of these submodules.
     """
 
     effective_batch_size: int
@@ -33,8 +35,15 @@ class AccumulationPlan:
     micro_batch_size: int
     factor: int
     chunks: tuple[tuple[int, ...], ...]
+    chunk_size: int | None = None
+    whole: tuple[str, ...] = ()
 
     def __str__(self) -> str:
+        if self.chunk_size is not None:
+            chunks = -(-self.micro_batch_size // self.chunk_size)
+            each = f" on each of {self.world_size} ranks" if self.world_size > 1 else ""
+            names = f"{' and '.join(self.whole)} in {chunks} chunk{'s' if chunks > 1 else ''} of {self.chunk_size}"
+            return f"effective batch {self.effective_batch_size:,} in one loss{each}, {names}"
         effective, micro, factor, ranks = self.effective_batch_size, self.micro_batch_size, self.factor, self.world_size
         if all(size == micro for rank in self.chunks for size in rank):
             return f"effective batch {effective} = {micro} × {factor} × {ranks} (micro-batch × factor × ranks)"
@@ -81,6 +90,17 @@ def plan_accumulation(effective_batch: int, *, micro_batch: int, world_size: int
     require_few_chunks(effective_batch, micro_batch, world_size)
     chunks = cut_window(effective_batch, micro_batch=micro_batch, world_size=world_size)
     return AccumulationPlan(effective_batch, world_size, chunks[0][0], len(chunks[0]), chunks)
+
+
+def in_chunks_of(plan: AccumulationPlan, most: int, names: tuple[str, ...]) -> AccumulationPlan:
+    """Plan windows of one pass, over which submodules run in the fewest near-equal chunks of at most ``most`` samples.
+
+    Examples:
+        >>> print(in_chunks_of(plan_accumulation(1024, micro_batch=1024), 100, ("encoder",)))
+        effective batch 1,024 in one loss, encoder in 11 chunks of 94
+    """
+    samples = plan.micro_batch_size
+    return replace(plan, chunk_size=-(-samples // -(-samples // most)), whole=names)
 
 
 def require_few_chunks(effective_batch: int, micro_batch: int, world_size: int) -> None:

@@ -10,6 +10,7 @@ from lightning_ga.plan.schedule import Schedule, ScheduleLike, as_schedule
 
 Budget = int | float | str | None
 Normalize = Literal["samples"] | Callable[[Any], Any] | None
+Whole = tuple[str, ...] | Literal["auto"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,7 @@ class Options:
     cache: bool = True
     on_oom: str = "split"
     micro_batching: str = "loader"
+    whole: Whole = ()
 
 
 def read_request(
@@ -78,6 +80,24 @@ def read_request(
         micro_batch=_micro_batch(micro_batch_size),
         most=None if max_micro_batch_size is None else require_count("max_micro_batch_size", max_micro_batch_size),
     )
+
+
+def read_whole(whole: Any, request: Request) -> Whole:
+    """Check the names of submodules that run over whole windows; a string is one name, or ``"auto"``."""
+    if whole == "auto":
+        names: Whole = "auto"
+    elif isinstance(whole, str):
+        names = (whole,)
+    elif isinstance(whole, (list, tuple)) and all(isinstance(name, str) and name for name in whole):
+        names = tuple(whole)
+    else:
+        raise UserError(f'{whole=} must be a tuple of names of submodules, such as ("encoder",), or "auto".')
+    if names and request.factor(0) is not None:
+        raise UserError(
+            f"{whole=} makes a window one batch, so its factor is 1, and accumulate={request.factor(0)} asks for "
+            "another: give effective_batch_size=… instead."
+        )
+    return names
 
 
 def refuse_rescaling(batch_norm: str) -> None:

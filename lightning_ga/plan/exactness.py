@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from lightning_ga.plan.units import format_bytes
+
 SAME_RESULT = "with the same result"
 NO_GRADIENT = "its gradient is zero"
 
@@ -20,7 +22,7 @@ _MEANING: dict[Cause, str] = {
     "(positives, at least one), give normalize= a function that counts that in a batch",
     "coupled": "the loss couples the samples of a batch: it compares them with each other (contrastive losses, "
     "in-batch negatives), or depends on which of them are together (statistics or padding of the batch); let it treat "
-    "samples by themselves, or train in whole batches",
+    "samples by themselves, or train in whole batches{whole}",
     "weighted": "the loss is a mean over something else than samples (tokens, nodes, class weights): give {counter}, "
     "so that micro-batches weigh what they count",
     "stateful": "the step, or a hook, changes {tensors}, which the next micro-batch meets and one pass over the batch "
@@ -44,6 +46,10 @@ KEPT = (
     "the module keeps something of each pass that a later hook or step reads (gradients that on_after_backward sees, "
     "what on_train_batch_end writes, losses that are gathered), and so the optimizer is given another gradient later "
     "than after one pass: keep what the whole batch shows, in on_before_optimizer_step or after the optimizer's step"
+)
+PER_CHUNK = (
+    "BatchNorm layers in the submodules of whole= normalize by the statistics of each chunk, not of the whole batch; "
+    "GroupNorm (lightning_ga.models.to_group_norm) makes it exact"
 )
 LEFT_OUT = (
     "training_step returned None for some of a window's micro-batches: these count as nothing, and the gradient is the "
@@ -78,6 +84,8 @@ class Exactness:
         micro_steps: Forward and backward passes that the check ran.
         tensors: State that the step changes besides gradients: buffers, untrained parameters, attributes.
         counter: The ``normalize=`` that fits a loss that is a mean over something else than samples.
+        whole: Names of submodules that treat samples by themselves, for ``whole=``, where the loss does not.
+        bytes_per_sample: Of what these return, which such a loss needs of all samples of a window.
     """
 
     relative_error: float | None
@@ -88,14 +96,21 @@ class Exactness:
     micro_steps: int = 0
     tensors: tuple[str, ...] = ()
     counter: str = ""
+    whole: tuple[str, ...] = ()
+    bytes_per_sample: int = 0
 
     def __str__(self) -> str:
-        of_state = self.reason if self.cause == "stateful" else ""
+        of_state = self.reason if self.cause in ("stateful", "batch_norm") else ""
+        whole = (
+            f": whole={self.whole!r} runs them in the memory of a chunk and {format_bytes(self.bytes_per_sample)} for "
+            "each sample"
+        )
         meaning = of_state or _MEANING[self.cause].format(
             layers=f"BatchNorm layers ({_some(self.layers)})",
             tensors=_some(self.tensors),
             counter=self.counter or "normalize= a function that counts that in a batch",
             reason=self.reason,
+            whole=whole if self.whole else "",
         )
         if self.cause == "stateful" and self.layers:
             meaning += f"; besides, BatchNorm layers ({_some(self.layers)}) see each micro-batch by itself"

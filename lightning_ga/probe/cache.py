@@ -107,6 +107,7 @@ def describe_step(
         "allocator": [os.environ.get(name, "") for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")],
         "numerics": [torch.get_float32_matmul_precision(), str(torch.backends.cudnn.benchmark)],
         "objective": [objective, windows, options.on_oom],
+        "chunks": [str(options.whole), rank_samples] if options.whole else None,
         "versions": {name: version(name) for name in _VERSIONS},
     }
 

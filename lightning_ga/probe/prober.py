@@ -123,7 +123,7 @@ class Prober:
         closest = (CLOSEST if self._meter.deadly else 1.0) if cautious else None
         task = Task(high, budget, self._meter.rounding, self._meter.rules(), has_margin, closest)
         search = Search(task, sizes, first)
-        while (size := self._training.smallest(search.propose(self._layout(search)))) != search.limit:
+        while (size := self._next(search)) > search.limit:
             step = self._try(size, record=search.wants_trace)
             self._trials.append(step.trial)
             search.record(step)
@@ -133,6 +133,10 @@ class Prober:
         if limit < 1:
             raise self._does_not_fit(alive, budget, high, cautious=cautious)
         return self._result(search, limit)
+
+    def _next(self, search: Search) -> int:
+        """Return the next size to try, at most the limit if there is none."""
+        return self._training.useful(self._training.smallest(search.propose(self._layout(search))))
 
     def _on_optimizer_step(self, optimizer: Optimizer, *_: Any) -> None:
         """End a phase of the step and remember the optimizer, as a hook before every optimizer step."""
@@ -159,7 +163,7 @@ class Prober:
         alive, budget = self._prepare()
         if not self._training.agree(alive <= budget):
             raise self._does_not_fit(alive, budget, high, cautious=cautious)
-        for size in range(min(2, high), 0, -1):
+        for size in self._training.first_sizes(high):
             step = self._try(size, record=True)
             if not step.trial.fits:
                 self._trials.append(step.trial)
@@ -174,8 +178,8 @@ class Prober:
             rounding = self._meter.rounding
             affordable = affordable_samples(step.traces, budget - alive, taken=peak - alive, rounding=rounding)
             affordable = self._training.smallest(min(max(0, affordable), 2 * high))
-            high = high if size == 2 else 1
-            sizes = trace_sizes(high, affordable, kernels_vary=self._meter.sees_kernels and not cautious)
+            high = high if size > 1 else 1
+            sizes = trace_sizes(high, affordable, size, kernels_vary=self._meter.sees_kernels and not cautious)
             return high, sizes, step
         raise self._does_not_fit(alive, budget, high, cautious=cautious)
 
@@ -264,7 +268,7 @@ class Prober:
         if not self._training.agree(more):
             return None
         smallest = None
-        for size in range(min(2, high), 0, -1):
+        for size in self._training.first_sizes(high):
             tried = [self._try(size, record=True, bounded=False) for _ in range(2)]
             if all(step.trial.fits for step in tried):
                 needed = max(max(step.trial.peak_bytes, step.reserved_bytes or 0) for step in tried)

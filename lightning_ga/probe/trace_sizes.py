@@ -30,18 +30,20 @@ class Task:
         return int(MARGIN * self.budget) if self.has_margin else 0
 
 
-def trace_sizes(high: int, affordable: int, *, kernels_vary: bool = False) -> tuple[int, ...]:
+def trace_sizes(high: int, affordable: int, first: int = 2, *, kernels_vary: bool = False) -> tuple[int, ...]:
     """Choose the sizes of the first traces: small enough to fit for sure, yet apart where that costs nothing.
 
     They start at two samples, as BatchNorm refuses one. Kernels of an accelerator take other
-    temporaries for larger inputs, so there the traces are as large as a quarter of the memory allows.
+    temporaries for larger inputs, so there the traces are as large as a quarter of the memory allows. None is below
+    the ``first`` step.
     """
     if high <= 3:
         return (high,) if high < 3 else (2, 3)
     second = min(affordable // 4, high // 2) if kernels_vary else 0
     if second > 8:
         return (second // 2, second)
-    return next((pair for pair in ((4, 8), (2, 4)) if pair[1] <= min(high, affordable)), (2, 3))
+    pairs = (2 * first, 4 * first), (first, 2 * first)
+    return next((pair for pair in pairs if pair[1] <= min(high, affordable)), (first, first + 1))
 
 
 def affordable_samples(traces: Sequence[MemoryTrace], room: int, *, taken: int = 0, rounding: int = 1) -> int:

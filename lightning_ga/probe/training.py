@@ -1,6 +1,6 @@
 """A training to probe: its steps, what is alive when they begin, and how it is put back after them."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from itertools import chain
 from typing import Any
@@ -31,6 +31,14 @@ class ProbedTraining:
     def step(self, samples: int, meter: OriginMeter) -> object:
         """Run one whole training step on so many samples; the meter can be told which tensors are the batch."""
         raise NotImplementedError
+
+    def first_sizes(self, high: int) -> Sequence[int]:
+        """Return the sizes of which the first that runs is the first step: two samples, as BatchNorm refuses one."""
+        return range(min(2, high), 0, -1)
+
+    def useful(self, samples: int) -> int:
+        """Return the size of a step that is as good as one of so many samples, and takes no more memory."""
+        return samples
 
     def resident(self) -> Iterable[Tensor | None]:
         """Return the tensors that are alive when a step starts."""

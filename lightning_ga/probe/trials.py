@@ -7,7 +7,7 @@ that a step changes is put back (``isolation``).
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,7 +24,7 @@ from lightning_ga.batch.pytree import open_container
 from lightning_ga.compat import agreement
 from lightning_ga.compat.gradient_dtype import dtype_of_sum
 from lightning_ga.compat.transfer import BatchTransfer
-from lightning_ga.compat.trial_steps import FIRST_OF_WINDOW, LAST_OF_WINDOW, PassPlace, run_pass
+from lightning_ga.compat.trial_steps import FIRST_OF_WINDOW, LAST_OF_WINDOW, WHOLE_WINDOW, PassPlace, run_pass
 from lightning_ga.loading.largest_samples import LargestSamples, ScanOrder, largest_samples
 from lightning_ga.loading.reader import BatchReader
 from lightning_ga.loading.samples import collate_samples
@@ -43,6 +43,7 @@ from lightning_ga.probe.prober import Budget, Prober
 from lightning_ga.probe.throughput import fastest, time_windows
 from lightning_ga.probe.training import ProbedTraining
 
+FIRST_CHUNKS = 16  # of a window: with more of them a step takes long
 TIMED = 3  # passes of a size, after one to warm up
 
 
@@ -51,6 +52,14 @@ class Survival(Protocol):
 
     def memory_kept(self) -> Iterable[Tensor]:
         """Return what it holds on the device besides the model."""
+
+
+class ChunkSetting(Protocol):
+    """How large the chunks are in which submodules run."""
+
+    samples: int | None
+    window: int | None
+    recomputes_all: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +80,7 @@ class TrainingSetup:
     rank_samples: int  # of a window on one rank
     survival: Survival
     cut: StepCut | None = None  # ``None`` if the loader cuts batches
+    chunks: ChunkSetting | None = None  # of submodules that run over whole windows: then their size is tried
 
 
 def probe(setup: TrainingSetup, options: Options, *, high: int) -> tuple[ProbeResult, Mapping[str, Any] | None] | None:
@@ -93,7 +103,12 @@ def probe(setup: TrainingSetup, options: Options, *, high: int) -> tuple[ProbeRe
             training.see_gradients(batches, batch_samples=min(few, len(samples.by_weight)))
         training.reset()
         device = numbered(trainer.strategy.root_device)
-        prober = Prober(training, meter_of(device, training), Budget(options.budget, total_memory(device)))
+        budget = Budget(options.budget, total_memory(device))
+        if setup.chunks is not None:
+            budget.advice = (
+                f"give a smaller effective_batch_size, as whole= makes a window one pass; or {budget.advice}"
+            )
+        prober = Prober(training, meter_of(device, training), budget)
         whole = None if setup.cut is None else setup.cut.batch_samples
         described = trainer, loader.collate_fn, samples.by_weight, options, setup.rank_samples, whole
         kind = describe_step(*described) if options.cache else None
@@ -167,9 +182,12 @@ class ProbedTrainer(ProbedTraining):
 
     def step(self, samples: int, meter: OriginMeter) -> None:
         """Run forward, backward, clipping and the optimizer step on so many samples."""
-        batch = self.batch(samples)
+        chunks, window = self._setup.chunks, self._setup.rank_samples
+        if chunks is not None:
+            chunks.samples, chunks.window, chunks.recomputes_all = samples, window, samples < window
+        batch = self.batch(samples if chunks is None else window)
         meter.note_batch(_tensors((self._held, batch)))
-        run_pass(self.trainer, batch, LAST_OF_WINDOW)
+        run_pass(self.trainer, batch, LAST_OF_WINDOW if chunks is None else WHOLE_WINDOW)
 
     def owned(self) -> dict[str, list[Tensor]]:
         """Return the tensors that lie on the device before a step, by what they are."""
@@ -183,6 +201,18 @@ class ProbedTrainer(ProbedTraining):
         if self._gradients is not None:
             self._gradients.fill()
         return True
+
+    def first_sizes(self, high: int) -> Sequence[int]:
+        """Return the sizes of which the first that runs is the first step: no chunks of two, as a window has many."""
+        if self._setup.chunks is None:
+            return super().first_sizes(high)
+        fewer = (high // (FIRST_CHUNKS * 4**power) for power in range(8))
+        return [*(size for size in fewer if size > 2), *super().first_sizes(high)]
+
+    def useful(self, samples: int) -> int:
+        """Return the size of the chunks if as many of them are as near in size as they can be."""
+        window = self._setup.rank_samples
+        return samples if self._setup.chunks is None else -(-window // -(-window // samples))
 
     def agree(self, value: bool) -> bool:
         """Return whether something is so on every rank."""

@@ -10,10 +10,14 @@ import torch
 from lightning_ga.batch.layout import LayoutError
 from lightning_ga.batch.pytree import open_container
 from lightning_ga.batch.sizes import elements
+from lightning_ga.compat import agreement
 from lightning_ga.errors import UserError
+from lightning_ga.fit.chunks import ChunkedModules
 from lightning_ga.fit.exactness.arithmetic import rounding
 from lightning_ga.fit.exactness.check import Count, ExactnessCheck, batch_norm_layers
+from lightning_ga.fit.exactness.halves import SampleBatch
 from lightning_ga.fit.exactness.passes import traceless_passes
+from lightning_ga.fit.exactness.whole import Independent, Submodules, judge_chunks
 from lightning_ga.loading.reader import BatchReader
 from lightning_ga.loading.training_source import TrainingSource
 from lightning_ga.memory.oom import attempt, is_out_of_memory
@@ -28,9 +32,19 @@ _SMALL = 2**28  # bytes of parameters
 
 
 def measure_exactness(
-    trainer: Any, source: TrainingSource, reader: BatchReader, count: Count | None, *, epoch: int, limit: int
+    trainer: Any,
+    source: TrainingSource,
+    reader: BatchReader,
+    count: Count | None,
+    *,
+    epoch: int,
+    limit: int,
+    chunked: ChunkedModules | None = None,
 ) -> Verdicts:
-    """Run the check in passes of at most ``limit`` samples, for a small model of more, and restore all state."""
+    """Run the check in passes of at most ``limit`` samples, for a small model of more, and restore all state.
+
+    With submodules that run in chunks, these are compared with the whole, as windows are one batch.
+    """
     available, considered = source.looks(epoch).some, SAMPLES if source.keeps_groups else CONSIDERED
     micro_batches = _most_micro_batches(source, epoch, limit)
 
@@ -39,6 +53,9 @@ def measure_exactness(
             samples = telling_samples(available.read(size, most=max(size, considered), seconds=_MOMENT), size)
             if len(samples) < 2:
                 return both(unmeasured(tolerance, f"the training data hold {len(samples)} samples"))
+            if chunked is not None:
+                batch = SampleBatch(samples, source.user_loader, reader, passes)
+                return both(judge_chunks(passes, chunked, batch, tolerance))
             checking = ExactnessCheck(source, reader, passes, count, tolerance, micro_batches=micro_batches)
             verdicts = checking.run(samples)
             if size >= 4 and verdicts.training.cause == "exact":  # one cut is no proof: other samples, in equal parts
@@ -55,9 +72,27 @@ def measure_exactness(
         while verdicts is not None and verdicts.training.reason == NO_GRADIENT and size < min(limit, len(available)):
             size = min(2 * size, limit, len(available))  # a loss of pairs may find none among a few samples
             verdicts = _measured(trainer, check, size, plain=is_small or size <= limit // 2)
+        if verdicts is not None and verdicts.training.cause == "coupled":
+            found = find_independent(trainer, source, reader, epoch=epoch)
+            training = replace(verdicts.training, whole=found.names, bytes_per_sample=found.bytes_per_sample)
+            verdicts = replace(verdicts, training=training)
         if verdicts is not None:
             return verdicts
     return both(unmeasured(rounding(trainer), f"memory ran out in the check, on {min(sizes)} samples"))
+
+
+def find_independent(trainer: Any, source: TrainingSource, reader: BatchReader, *, epoch: int) -> Independent:
+    """Find the submodules that treat samples by themselves: none if memory runs out, and the same on all ranks."""
+    submodules = Submodules(trainer.lightning_module)
+
+    def find() -> Independent:
+        with submodules.installed(), traceless_passes(trainer, plain=True) as passes:
+            samples = telling_samples(source.looks(epoch).some.read(SAMPLES, most=CONSIDERED, seconds=_MOMENT), SAMPLES)
+            batch = SampleBatch(samples, source.user_loader, reader, passes)
+            return submodules.independent(passes, batch, rounding(trainer)) if batch.size > 1 else Independent()
+
+    found: Independent = attempt(find, lambda _: True).result or Independent()
+    return Independent(*agreement.of_all_ranks(trainer, (found.names, found.bytes_per_sample))[0])
 
 
 def _most_micro_batches(source: TrainingSource, epoch: int, limit: int) -> int:

@@ -9,6 +9,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from lightning_ga.batch.layout import LayoutError
 from lightning_ga.compat import agreement
 from lightning_ga.errors import ExactnessWarning
+from lightning_ga.fit.chunks import ChunkedModules
 from lightning_ga.fit.exactness.arithmetic import rounding
 from lightning_ga.fit.exactness.measure import measure_exactness
 from lightning_ga.loading.reader import BatchReader
@@ -64,12 +65,22 @@ class TrainingExactness:
         verdicts = filter(None, (self.training, self.splitting))
         return self._changing.union(*(verdict.tensors for verdict in verdicts))
 
-    def measure(self, source: TrainingSource, reader: BatchReader, *, epoch: int, limit: int) -> None:
+    def measure(
+        self,
+        source: TrainingSource,
+        reader: BatchReader,
+        *,
+        epoch: int,
+        limit: int,
+        chunked: ChunkedModules | None = None,
+    ) -> None:
         """Measure exactness at the begin of an epoch, in passes of at most ``limit`` samples, if that is wanted."""
         if not self._options.verify or current_device() is not None:
             return
         try:
-            measured = measure_exactness(self._trainer, source, reader, self.count, epoch=epoch, limit=limit)
+            measured = measure_exactness(
+                self._trainer, source, reader, self.count, epoch=epoch, limit=limit, chunked=chunked
+            )
         except LayoutError as why:
             measured = both(uncuttable(rounding(self._trainer), str(why)))
         self.training, self.splitting = measured.training, measured.splitting
