@@ -212,7 +212,8 @@ class WindowRun:
                 results.append(self._run_piece(part, moved, piece, weight))
                 weights.append(weight)
                 logs.keep(weight, piece.samples)
-                if self._failure is not None and engine.collectives() != exchanged:  # others would wait for the rest
+                exchanges = engine.collectives() != exchanged and self._chunks is None
+                if self._failure is not None and exchanges:  # others would wait for the rest
                     engine.lockstep.add(self._stage)
                     engine.raise_if_others_wait(self._stage, self._failure)
         self._skips |= len({result is None for result in results}) > 1

@@ -97,6 +97,7 @@ class Prober:
         finally:
             hook.remove()
             self._meter.stop()
+            gc.collect()  # a failed step that computes again in its backward pass leaves cycles, and in them its batch
             if mine:
                 gc.unfreeze()
 

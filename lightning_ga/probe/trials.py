@@ -212,7 +212,7 @@ class ProbedTrainer(ProbedTraining):
     def useful(self, samples: int) -> int:
         """Return the size of the chunks if as many of them are as near in size as they can be."""
         window = self._setup.rank_samples
-        return samples if self._setup.chunks is None else -(-window // -(-window // samples))
+        return samples if self._setup.chunks is None or not samples else -(-window // -(-window // samples))
 
     def agree(self, value: bool) -> bool:
         """Return whether something is so on every rank."""

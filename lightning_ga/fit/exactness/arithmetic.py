@@ -5,8 +5,9 @@ detectors do that return losses in training alone.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from typing import Any
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import wraps
+from typing import Any, Self
 
 import torch
 from torch.nn import Module, functional
@@ -24,19 +25,52 @@ _FUNCTIONS = (
     *("dropout", "dropout1d", "dropout2d", "dropout3d"),
     *("alpha_dropout", "feature_alpha_dropout", "feature_dropout"),
 )  # of torch and torch.nn.functional; those that work in place end in an underscore
+_ATTENTION = functional.scaled_dot_product_attention
 
 
 class WithoutDropout(TorchFunctionMode):
-    """A context without functional dropout, that of attention included: it returns its input."""
+    """A context without functional dropout, that of attention included: it returns its input.
+
+    In a backward pass the mode is off, and what is computed again there (activation checkpointing) finds other
+    functions of torch.
+    """
+
+    def __enter__(self) -> Self:
+        called = functional._VF  # type: ignore[attr-defined]  # by the functions of torch.nn.functional
+        names = [name for base in _FUNCTIONS for name in (base, f"{base}_") if hasattr(called, name)]
+        self._held = ExitStack()
+        dropless, attends = {name: _dropless(getattr(called, name)) for name in names}, _dropless(_ATTENTION)
+        self._held.enter_context(patching.replaced(called, **dropless))
+        self._held.enter_context(patching.replaced(functional, scaled_dot_product_attention=attends))
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._held.close()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if getattr(func, "__name__", "").removesuffix("_") in _FUNCTIONS:
-            return args[0] if args else kwargs["input"]
-        if func is functional.scaled_dot_product_attention:
-            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
-            kwargs = {**kwargs, "dropout_p": 0.0} if "dropout_p" in kwargs else kwargs
-        return func(*args, **kwargs)
+        return _undropped(func, *args, **(kwargs or {}))
+
+
+def _dropless(function: Any) -> Any:
+    return wraps(function)(lambda *args, **kwargs: _undropped(function, *args, **kwargs))
+
+
+def _undropped(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call a function of torch so that it drops nothing."""
+    if getattr(func, "__name__", "").removesuffix("_") in _FUNCTIONS:
+        return args[0] if args else kwargs["input"]
+    if func is _ATTENTION:
+        args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
+        kwargs = {**kwargs, "dropout_p": 0.0} if "dropout_p" in kwargs else kwargs
+    return func(*args, **kwargs)
+
+
+def eager() -> AbstractContextManager[None]:
+    """Return a context in which compiled functions run as they were written: a few samples make no graphs to keep."""
+    stance = getattr(torch.compiler, "set_stance", None)  # since torch 2.6
+    return nullcontext() if stance is None else stance("force_eager")
 
 
 def stop_dropping(module: Module) -> None:

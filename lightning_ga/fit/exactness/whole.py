@@ -1,15 +1,13 @@
 """Measure whether submodules may run over a batch in chunks, and find those that may."""
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import nn
-from torch.overrides import TorchFunctionMode
+from torch import Tensor, nn
 
-from lightning_ga.compat.patching import shadowed
+from lightning_ga.compat.patching import replaced, shadowed
 from lightning_ga.errors import UserError
 from lightning_ga.fit.chunks import ChunkedModules, Chunks, ChunkSize, extent, tensors_in
 from lightning_ga.fit.exactness.check import batch_norm_layers
@@ -30,13 +28,19 @@ class Independent:
     bytes_per_sample: int = 0  # of their outputs, which a loss on the whole batch needs
 
 
-class _FixedStatistics(TorchFunctionMode):
-    """A context in which BatchNorm normalizes by its running statistics, so that samples do not meet in it."""
+def _fixed_statistics() -> AbstractContextManager[None]:
+    """Return a context in which BatchNorm normalizes by its running statistics, so that samples do not meet in it.
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.batch_norm and args[3] is not None:  # of input, weight, bias, means, variances, training, …
-            args = (*args[:5], False, *args[6:])
-        return func(*args, **(kwargs or {}))
+    No ``TorchFunctionMode``, which is off in a backward pass, where chunks are computed again.
+    """
+    normalize = nn.functional.batch_norm
+
+    def fixed(values: Tensor, mean: Tensor | None, variance: Tensor | None, *rest: Any, **settings: Any) -> Tensor:
+        if mean is not None:
+            rest, settings = rest[:2], {**settings, "training": False}
+        return normalize(values, mean, variance, *rest, **settings)
+
+    return replaced(nn.functional, batch_norm=fixed)
 
 
 def judge_chunks(passes: PassRunner, chunked: ChunkedModules, batch: SampleBatch, tolerance: float) -> Exactness:
@@ -59,7 +63,7 @@ def judge_chunks(passes: PassRunner, chunked: ChunkedModules, batch: SampleBatch
         size.samples = None
         if whole.draws and distance(whole.gradients[0], run(1).gradients[0]) > tolerance:
             return Exactness(None, tolerance, "random", micro_steps=passes.steps)
-        with _FixedStatistics():
+        with _fixed_statistics():
             whole = run(0)
             size.samples = (batch.size + 1) // 2
             if not distance(whole.gradients[0], run(0).gradients[0]) <= tolerance:
@@ -101,7 +105,7 @@ class Submodules:
     def independent(self, passes: PassRunner, batch: SampleBatch, tolerance: float) -> Independent:
         """Find the largest submodules whose outputs lead with the sample axis and that treat samples by themselves."""
         run, chunked = _Runner(passes, batch), self._chunked
-        with _FixedStatistics():
+        with _fixed_statistics():
             whole = run(0).gradients[0]
             noted = {part: chunks.bytes for part, chunks in chunked.items()}
             candidates = [part for part in chunked if noted[part]][:MOST] if 0 < norm(whole) < float("inf") else []

@@ -1,0 +1,201 @@
+"""``whole=``: losses that compare the samples of a batch; the oracle is the same training on whole batches."""
+
+import copy
+import math
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from contrastive import Contrastive, fit, plain_loop, ranks, samples, whole_batches, worst
+from faults import Arm, Faults
+from forks import forked
+from torch import nn
+
+from lightning_ga import AutoAccumulate, UserError
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*(LeafSpec|many workers|number of training batches).*"),
+    pytest.mark.loader_only(reason="a window is one batch, which the recipe's are not"),
+]
+WINDOW = 64
+
+
+def whole(**settings: Any) -> AutoAccumulate:
+    return AutoAccumulate(**{"effective_batch_size": WINDOW, "whole": ("encoder",), "cache": False, **settings})
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "names", "chunk"),
+    [
+        ({}, {"micro_batch_size": 16}, "encoder in 4 chunks of 16", 16),
+        ({}, {"micro_batch_size": 24}, "encoder in 3 chunks of 22", 22),
+        ({"joined": True}, {"micro_batch_size": 16}, "encoder in 4 chunks of 16", 16),
+        ({}, {"micro_batch_size": 16, "whole": ["encoder", "head"]}, "encoder and head in 4 chunks of 16", 16),
+        ({}, {"micro_batch_size": 16, "whole": "auto"}, "encoder and head in 4 chunks of 16", 16),
+        ({"kind": "mixes"}, {"micro_batch_size": 16, "whole": "auto"}, "encoder.net and head in 4 chunks of 16", 16),
+        ({}, {}, "encoder in 1 chunk of 64", 64),
+    ],
+    ids=["chunks", "uneven", "joined views", "two", "auto", "auto within", "all fits"],
+)
+def test_gradients_are_those_of_the_whole_batch(model: Any, settings: Any, names: str, chunk: int) -> None:
+    """Also in the last window, which holds 8 samples."""
+    module, callback = Contrastive(**model), whole(**settings)
+    fit(module, callback)
+    assert worst(module.gradients, whole_batches(Contrastive(**model), 200, WINDOW)) <= 1e-12
+    assert (callback.plan.factor, callback.plan.chunk_size) == (1, chunk)
+    assert str(callback.plan) == f"effective batch 64 in one loss, {names}"
+    assert callback.exactness.cause == "exact"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_streams_and_recipes_that_accumulate_make_one_batch_of_a_window(stream: bool) -> None:
+    module, callback = Contrastive(), AutoAccumulate(whole="encoder", micro_batch_size=10)
+    fit(module, callback, stream=stream, accumulate_grad_batches=2, batch_size=32)
+    assert worst(module.gradients, whole_batches(Contrastive(), 200, WINDOW)) <= 1e-12
+
+
+@pytest.mark.parametrize("joined", [False, True])
+@pytest.mark.parametrize("budget", [760, 780, 820, 960])
+def test_the_probe_finds_the_chunk(joined: bool, budget: int) -> None:
+    """In six steps; no smaller number of chunks fits, and none of the training runs out of memory."""
+    module, callback = Contrastive(joined=joined), whole()
+    fit(module, callback, memory=f"{budget}KiB")
+    chunk, found = callback.plan.chunk_size, callback.probe
+    assert callback.oom_events == 0
+    assert found.steps <= 6
+    assert worst(module.gradients, whole_batches(Contrastive(joined=joined), 200, WINDOW)) <= 1e-12
+    fewer = math.ceil(WINDOW / chunk) - 1
+    if fewer:
+        settings = {"micro_batch_size": math.ceil(WINDOW / fewer), "on_oom": "raise", "verify": False}
+        with pytest.raises(torch.OutOfMemoryError):
+            fit(Contrastive(joined=joined), whole(**settings), memory=f"{budget}KiB")
+
+
+@pytest.mark.parametrize("operation", [3, 20, 60, 110, 170])
+def test_memory_that_runs_out_anywhere_halves_the_chunk(operation: int) -> None:
+    """And the window runs again, with the same result."""
+    module, callback, faults = Contrastive(), whole(micro_batch_size=32), Faults(operation)
+    with faults, pytest.warns(UserWarning, match="chunks of 32 .* in chunks of at most 16 samples, with the same res"):
+        fit(module, callback, Arm(faults))
+    assert worst(module.gradients, whole_batches(Contrastive(), 200, WINDOW)) <= 1e-12
+    assert callback.oom_events == 1
+
+
+def test_a_window_that_no_chunk_makes_fit_ends_in_a_sentence() -> None:
+    with pytest.raises(UserError, match="smaller effective_batch_size, as whole= makes a window one pass"):
+        fit(Contrastive(), whole(effective_batch_size=256), memory="700KiB", batch_size=64)
+    settings = {"effective_batch_size": 200, "micro_batch_size": 50, "verify": False}
+    with pytest.raises(UserError, match="chunks of one sample .* the outputs for a whole window"):
+        fit(Contrastive(), whole(**settings), memory="700KiB")
+
+
+def test_a_resume_goes_on_as_the_run_would_have(tmp_path: Path) -> None:
+    """At the chunk that memory left, which the checkpoint knows."""
+    faults, callback = Faults(30), whole(micro_batch_size=32)
+    with faults, pytest.warns(UserWarning, match="chunks of at most 16"):
+        trainer = fit(Contrastive(), callback, Arm(faults))
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    resumed, again = Contrastive(), whole(micro_batch_size=32)
+    fit(resumed, again, ckpt_path=tmp_path / "a.ckpt", max_epochs=2)
+    assert worst(resumed.gradients, whole_batches(Contrastive(), 200, WINDOW, epochs=2)[-4:]) <= 1e-12
+    assert again.plan.chunk_size == 16
+
+
+class Copies(pl.Callback):
+    """Copies the encoder while it trains, and moves the copy's weights."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        self.copy = copy.deepcopy(pl_module.encoder)
+        with torch.no_grad():
+            for parameter in self.copy.parameters():
+                parameter.zero_()
+        self.output = self.copy(samples(4))
+
+
+def test_evaluation_and_copies_run_whole() -> None:
+    """Validation to the bit as without the callback; a copy of an encoder has weights of its own."""
+    module, copies, stock = Contrastive(), Copies(), Contrastive()
+    fit(module, whole(micro_batch_size=10), copies)
+    assert not copies.output.any()
+    whole_batches(stock, 200, WINDOW)
+    stock.load_state_dict(module.state_dict())
+    with torch.no_grad():
+        assert torch.equal(module.validated[-1], stock.loss(samples(40)))
+    assert "forward" not in vars(module.encoder)
+
+
+def test_batch_norm_is_told_with_its_error() -> None:
+    callback = whole(micro_batch_size=16)
+    with pytest.warns(UserWarning, match="Accumulation is not exact for this model, relative error .*each chunk"):
+        fit(Contrastive("batch norm"), callback)
+    assert callback.exactness.cause == "batch_norm"
+    assert callback.exactness.layers == ("1",)
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "sentence"),
+    [
+        ({}, {"whole": ("enc",)}, "whole= names 'enc', and Contrastive has no such submodule: it has encoder, head"),
+        ({}, {"whole": 3}, 'whole=3 must be a tuple of names of submodules, such as ("encoder",), or "auto"'),
+        ({}, {"effective_batch_size": None, "accumulate": 2}, "makes a window one batch, so its factor is 1, and accu"),
+        ({}, {"micro_batching": "step"}, "needs a window of one batch, and the loader's own batches make it one of 4"),
+        ({"kind": "mixes"}, {}, "depends on the others: name submodules that treat samples by themselves"),
+    ],
+)
+def test_what_cannot_be_is_refused(model: Any, settings: Any, sentence: str) -> None:
+    with pytest.raises(UserError) as raised:
+        fit(Contrastive(**model), whole(**{"micro_batch_size": 16, **settings}))
+    assert sentence in str(raised.value)
+
+
+def test_without_whole_the_sentence_names_it() -> None:
+    """With the submodules of this model, and the bytes of their outputs: two views of 8 + 8 numbers."""
+    callback = AutoAccumulate(effective_batch_size=WINDOW, micro_batch_size=16)
+    with pytest.warns(
+        UserWarning, match=r"whole=\('encoder', 'head'\) runs them in the memory of a chunk and 256 B for"
+    ):
+        fit(Contrastive(), callback)
+    assert callback.exactness.cause == "coupled"
+
+
+def test_compiled_submodules_run_in_chunks() -> None:
+    module = Contrastive()
+    module.encoder = torch.compile(module.encoder, backend="eager")
+    fit(module, whole(micro_batch_size=16))
+    assert worst(module.gradients, whole_batches(Contrastive(), 200, WINDOW)) <= 1e-12
+
+
+class DropsByFunction(Contrastive):
+    """Drops by a function, in a part that is computed again in the backward pass."""
+
+    def loss(self, inputs: torch.Tensor) -> torch.Tensor:
+        def run(values: torch.Tensor) -> torch.Tensor:
+            return self.head(nn.functional.dropout(self.encoder(values), 0.5, self.training))
+
+        return torch.utils.checkpoint.checkpoint(run, inputs, use_reentrant=False).square().mean()
+
+
+def test_functional_dropout_in_checkpoints_hides_no_verdict() -> None:
+    callback = AutoAccumulate(effective_batch_size=WINDOW, micro_batch_size=16)
+    fit(DropsByFunction(), callback)
+    assert callback.exactness.cause == "exact"
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_losses_that_gather_the_batch_of_all_ranks(world_size: int, tmp_path: Path) -> None:
+    """One backward pass a window; memory that runs out on one rank before it gathers costs a retry of this rank."""
+    accumulate = {"effective_batch_size": 48, "micro_batch_size": 8, "whole": ("encoder",)}
+    settings = {"ranks": world_size, "accumulate": accumulate, "fails_at": [[world_size - 1, 1]]}
+    done = forked(ranks, settings, tmp_path, folder=tmp_path)
+    assert done.code == 0, done.output[-8000:]
+    records = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=False) for rank in range(world_size)]
+    windows = [torch.cat(parts) for parts in zip(*(record["inputs"] for record in records))]
+    oracle = plain_loop(Contrastive(), windows)
+    for rank, record in enumerate(records):
+        assert record["cause"] == "exact"
+        assert record["events"] == (rank == world_size - 1)
+        assert worst(record["gradients"], oracle) <= 1e-12
+    assert sorted(torch.cat(windows)[:, 0].tolist()) == sorted(samples(192)[:, 0].tolist())
