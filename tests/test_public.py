@@ -73,6 +73,7 @@ def test_the_signature_is_the_one_that_others_write_against() -> None:
         "micro_batching": "loader",
         "on_oom": "split",
         "batch_norm": "warn",
+        "whole": (),
         "verify": True,
         "cache": True,
     }

@@ -1,10 +1,11 @@
-"""Reference LightningModules: any timm model, a perceptron, a large embedding, a small GPT; BatchNorm to GroupNorm."""
+"""Reference LightningModules: timm models, a perceptron, a large embedding, a GPT, SimCLR; BatchNorm to GroupNorm."""
 
 from lightning_ga.models.classifier import Classifier
 from lightning_ga.models.gpt import GPT
 from lightning_ga.models.group_norm import to_group_norm
 from lightning_ga.models.hashed_patches import HashedPatchClassifier
 from lightning_ga.models.mlp import MLPClassifier
+from lightning_ga.models.simclr import SimCLR
 from lightning_ga.models.timm import TimmClassifier, build_timm
 
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "Classifier",
     "HashedPatchClassifier",
     "MLPClassifier",
+    "SimCLR",
     "TimmClassifier",
     "build_timm",
     "to_group_norm",

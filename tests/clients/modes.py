@@ -9,6 +9,7 @@ from clients.program import Program
 from clients.trial import OOM_STEP, Trace, run
 from clients.verdict import Row, judge
 from lightning_ga import AutoAccumulate
+from lightning_ga.plan.accumulation import AccumulationPlan
 
 OOM_PLACE = 0.6  # of the operations of a step's forward and backward pass
 
@@ -53,7 +54,7 @@ def _budget(program: Program, alone: AutoAccumulate) -> dict[str, Any]:
     """A budget that about a third of the batch fits in, as a probe predicts it or finds its peak; else that size."""
     size = part(program.batch)
     curve = dict(alone.probe.curve) if alone.probe is not None else {}
-    if size in curve and curve[size] < max(curve.values()):
+    if size in curve and curve[size] < max(curve.values()) and "whole" not in program.settings:
         return {"memory_budget": curve[size]}
     capped = _accumulate(program, effective_batch_size=program.batch, max_micro_batch_size=size, cache=False)
     run(program, program.batch // 4, [capped])
@@ -69,7 +70,7 @@ def _row(program: Program, mode: str, callback: AutoAccumulate, whole: Trace, tr
         program.client,
         program.name,
         mode,
-        callback.plan.factor if callback.plan and trace.started else None,
+        passes_of(callback.plan) if callback.plan and trace.started else None,
         gradient_error(whole, trace, step),
         weight_error(whole, trace),
         exactness.cause if exactness else None,
@@ -79,6 +80,11 @@ def _row(program: Program, mode: str, callback: AutoAccumulate, whole: Trace, tr
         survived=callback.oom_events,
     )
     return replace(row, verdict=judge(program, row, whole, trace))
+
+
+def passes_of(plan: AccumulationPlan) -> int:
+    """The micro-batches of a window, or the chunks of submodules that run over one."""
+    return plan.factor if plan.chunk_size is None else -(-plan.micro_batch_size // plan.chunk_size)
 
 
 def gradient_error(whole: Trace, trace: Trace, step: int) -> float | None:
