@@ -137,7 +137,8 @@ class Prober:
 
     def _next(self, search: Search) -> int:
         """Return the next size to try, at most the limit if there is none."""
-        return self._training.useful(self._training.smallest(search.propose(self._layout(search))))
+        size = self._training.useful(self._training.smallest(search.propose(self._layout(search))), search.limit)
+        return size if size < search.ceiling else search.limit
 
     def _on_optimizer_step(self, optimizer: Optimizer, *_: Any) -> None:
         """End a phase of the step and remember the optimizer, as a hook before every optimizer step."""

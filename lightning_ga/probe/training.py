@@ -36,8 +36,8 @@ class ProbedTraining:
         """Return the sizes of which the first that runs is the first step: two samples, as BatchNorm refuses one."""
         return range(min(2, high), 0, -1)
 
-    def useful(self, samples: int) -> int:
-        """Return the size of a step that is as good as one of so many samples, and takes no more memory."""
+    def useful(self, samples: int, limit: int) -> int:
+        """Return the size to try above the limit so far, if a search proposes one of so many samples."""
         return samples
 
     def resident(self) -> Iterable[Tensor | None]:

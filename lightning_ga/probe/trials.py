@@ -209,10 +209,13 @@ class ProbedTrainer(ProbedTraining):
         fewer = (high // (FIRST_CHUNKS * 4**power) for power in range(8))
         return [*(size for size in fewer if size > 2), *super().first_sizes(high)]
 
-    def useful(self, samples: int) -> int:
-        """Return the size of the chunks if as many of them are as near in size as they can be."""
+    def useful(self, samples: int, limit: int) -> int:
+        """Return the size of as many chunks of near-equal size, or of one fewer if these are known to fit."""
+        if self._setup.chunks is None or samples <= limit:
+            return samples
         window = self._setup.rank_samples
-        return samples if self._setup.chunks is None or not samples else -(-window // -(-window // samples))
+        chunks = min(-(-window // samples), -(-window // limit) - 1 if limit else window)
+        return -(-window // max(1, chunks))
 
     def agree(self, value: bool) -> bool:
         """Return whether something is so on every rank."""
