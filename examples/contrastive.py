@@ -34,7 +34,7 @@ TRAINED = 1437  # pictures; the others test
 class Contrastive(pl.LightningModule):
     """InfoNCE (arXiv 1807.03748, equation 4) between two random views of each picture."""
 
-    def __init__(self, width: int = 96) -> None:
+    def __init__(self, width: int = 128) -> None:
         super().__init__()
         self.encoder = nn.Sequential(
             nn.Conv2d(1, width, 3, padding=1),
@@ -99,7 +99,7 @@ def smooth(losses: list[float], window: int) -> list[float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--epochs", type=int, default=20)
+    parser.add_argument("--epochs", type=int, default=15)
     parser.add_argument("--picture", type=Path, help="where to save the curves, such as contrastive.png")
     arguments = parser.parse_args()
     for name in ("lightning.pytorch", "pytorch_lightning"):

@@ -117,7 +117,7 @@ class AutoAccumulate(Callback):
         if memory_budget is not None:  # refused here if it is one of no device
             require_bytes("memory_budget", memory_budget, 1 << 40, least=LEAST_BYTES)
         self._request = read_request(effective_batch_size, accumulate, micro_batch_size, max_micro_batch_size)
-        names = read_whole(whole, self._request)
+        names = read_whole(whole, self._request, objective)
         self._options = Options(
             budget=memory_budget,
             normalize=None if names and normalize == "samples" else normalize,  # all ranks have the same loss

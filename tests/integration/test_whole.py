@@ -140,6 +140,7 @@ def test_batch_norm_is_told_with_its_error() -> None:
         ({}, {"whole": ("enc",)}, "whole= names 'enc', and Contrastive has no such submodule: it has encoder, head"),
         ({}, {"whole": 3}, 'whole=3 must be a tuple of names of submodules, such as ("encoder",), or "auto"'),
         ({}, {"effective_batch_size": None, "accumulate": 2}, "makes a window one batch, so its factor is 1, and accu"),
+        ({}, {"objective": "throughput"}, "objective='throughput' is not made for whole=('encoder',)"),
         ({}, {"micro_batching": "step"}, "needs a window of one batch, and the loader's own batches make it one of 4"),
         ({"kind": "mixes"}, {}, "depends on the others: name submodules that treat samples by themselves"),
     ],
