@@ -9,6 +9,7 @@ one chunk, of all outputs and of the loss.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from lightning_ga.compat.patching import shadowed
 from lightning_ga.errors import UserError
 from lightning_ga.plan.accumulation import require_count
 from lightning_ga.snapshot.copies import versions
+from lightning_ga.snapshot.random_numbers import RandomState, generators_of
 
 
 @contextmanager
@@ -133,10 +135,25 @@ class Chunks:
         return self._joined(outputs, sizes)
 
     def _checkpointed(self, arguments: Any, named: Any) -> Any:
-        def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-            return nullcontext(), _statistics_off(self._module)
+        generators = generators_of(self._module)
+        before = RandomState(generators)
 
-        return checkpoint(self._whole, *arguments, use_reentrant=False, context_fn=contexts, **named)
+        @contextmanager
+        def again() -> Iterator[None]:
+            """Draw the same numbers, of NumPy and Python too, and update no statistics."""
+            now = RandomState(generators)
+            before.restore()
+            try:
+                with _statistics_off(self._module):
+                    yield
+            finally:
+                now.restore()
+
+        def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+            return nullcontext(), again()
+
+        run = partial(checkpoint, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
+        return run(self._whole, *arguments, **named)
 
     def _cut(self, node: Any, samples: int, start: int, stop: int) -> Any:
         """Return what a value holds for the samples from ``start`` to ``stop``."""

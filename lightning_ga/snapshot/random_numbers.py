@@ -112,9 +112,10 @@ _python = _Twister(lambda: PYTHONS_ADDRESS, random.getstate, lambda state: state
 
 
 class RandomState:
-    """Random numbers of torch (the host and every device in use), NumPy and Python, as they are now."""
+    """Random numbers of torch (the host and every device in use), NumPy and Python, and others, as they are now."""
 
-    def __init__(self) -> None:
+    def __init__(self, others: Iterable[Any] = ()) -> None:
+        self._others = [(generator, generator_state(generator)) for generator in others]
         self._torch = [(generator, generator.get_state()) for generator in _torch_generators()]
         self._numpy = _numpy.state()
         self._python = _python.state()
@@ -126,6 +127,8 @@ class RandomState:
 
     def restore(self) -> None:
         """Set every generator back."""
+        for generator, state in self._others:
+            restore_generator(generator, state)
         for generator, state in self._torch:
             generator.set_state(state)
         np.random.set_state(self._numpy)

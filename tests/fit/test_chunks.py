@@ -1,16 +1,18 @@
 """Modules that run in chunks: the oracle is the same step on the whole batch."""
 
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import lightning_ga
-from benchmarks.coupled import LOSSES, clip, simclr
+from benchmarks.coupled import LOSSES, simclr
 from lightning_ga import UserError, in_chunks
 from lightning_ga.memory.live_tensors import LiveTensorMeter
 
@@ -78,14 +80,39 @@ def test_chunks_may_keep_their_activations(keep: int) -> None:
     assert error(ours, whole) <= 1e-12
 
 
-def test_random_numbers_are_drawn_again() -> None:
-    """The gradient is that of chunks whose graphs are kept, with the same draws."""
-    ours, kept = Towers(dropout=0.5), Towers(dropout=0.5)
-    step(ours, clip, torch.float64, chunk=5, keep=0)
-    drawn = torch.rand(1)
-    step(kept, clip, torch.float64, chunk=5, keep=99)
-    assert error(ours, kept) <= 1e-15
-    assert torch.rand(1) == drawn
+class Noisy(nn.Module):
+    """Multiplies by random numbers of a kind."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.net, self.kind = nn.Linear(FEATURES, WIDTH, dtype=torch.float64), kind
+        self.generator = torch.Generator().manual_seed(1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        shape = len(inputs), 1
+        draw = {
+            "torch": lambda: torch.rand(shape),
+            "a generator": lambda: torch.rand(shape, generator=self.generator),
+            "numpy": lambda: torch.from_numpy(np.random.rand(*shape)),
+            "python": lambda: random.random(),
+        }
+        return self.net(inputs * draw[self.kind]()).relu()
+
+
+@pytest.mark.parametrize("kind", ["torch", "a generator", "numpy", "python"])
+def test_random_numbers_are_drawn_again(kind: str) -> None:
+    """The gradient is that of chunks whose graphs are kept, with the same draws, and so are the numbers after it."""
+    inputs, seen = torch.randn(SAMPLES, FEATURES, dtype=torch.float64), []
+    for keep in (0, 99):
+        torch.manual_seed(0), np.random.seed(0), random.seed(0)
+        module = Noisy(kind)
+        with in_chunks(module, chunk=5, keep=keep):
+            outputs = module(inputs)
+        (outputs @ outputs.T).square().mean().backward()
+        seen.append((gradients(module), torch.rand(1), np.random.rand(), random.random()))
+    (ours, *numbers), (kept, *others) = seen
+    assert float((ours - kept).norm() / kept.norm()) <= 1e-15
+    assert numbers == others
 
 
 @pytest.mark.parametrize("momentum", [0.1, None])
