@@ -33,7 +33,7 @@ test: $(VENV)/.installed-dev
 # What runs on a simulated CUDA device, if it can be built here.
 ON_CUDA := exactness survive survive_update traceless resume step_mode
 MORE_ON_CUDA := counters features lbfgs other_callbacks probe recovery schedules sparse step_counts token_weights \
-	true_hidden verify
+	true_hidden verify whole
 
 test-cuda: $(VENV)/.installed-dev
 	@if built=$$($(VENV)/bin/python tests/simulated_cuda/build.py); then \

@@ -66,7 +66,7 @@ class Contrastive(pl.LightningModule):
         if self.gathers and dist.is_initialized() and dist.get_world_size() > 1:
             one, other = (torch.cat(all_gather(each)) for each in (one, other))
         logits = self.temperature.exp() * normalize(one) @ normalize(other).T
-        return cross_entropy(logits, torch.arange(len(logits)))
+        return cross_entropy(logits, torch.arange(len(logits), device=logits.device))
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         place = self.trainer.global_rank, self.steps
@@ -91,7 +91,7 @@ class Contrastive(pl.LightningModule):
 
 def flat(module: nn.Module) -> np.ndarray:
     """Gradients, in memory that is no tensor's."""
-    return np.concatenate([p.grad.numpy().ravel() for p in module.parameters() if p.grad is not None])
+    return np.concatenate([p.grad.cpu().numpy().ravel() for p in module.parameters() if p.grad is not None])
 
 
 def samples(count: int) -> Tensor:
